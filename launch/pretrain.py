@@ -55,7 +55,8 @@ def pretrain(
     run, settled = settle(
         Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume), devices
     )
-    start(run, nproc=ranks, gpu=devices.gpus > 0, quiet=quiet or as_json, track=track)
+    if not run.finished:
+        start(run, nproc=ranks, gpu=devices.gpus > 0, quiet=quiet or as_json, track=track)
     _conclude(run.path, settled.train.steps or 0, as_json=as_json, quiet=quiet)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN = "–"
+_IMPLIED = {"kind", "time", "step", "event", "tokens", "flops"}
 
 
 class Console:
@@ -64,8 +65,10 @@ def format_record(record: Mapping[str, object], total_steps: int, eta_s: float |
     elif kind == "eval":
         columns = [f"eval {steps}", f"loss {_number(record.get('loss'), 6)}", f"bpb {_number(record.get('bpb'), 6)}"]
     else:
-        rest = (f"{key} {value}" for key, value in record.items() if key not in {"kind", "time", "step", "event"})
-        columns = [f"note {steps}", str(record.get("event", kind)), *rest]
+        # tokens and FLOPs follow from the step; an empty note is no note
+        rest = {k: v for k, v in record.items() if k not in _IMPLIED and v not in ("", None)}
+        said = (f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in rest.items())
+        columns = [f"note {steps}", str(record.get("event", kind)), *said]
     return " │ ".join(columns)
 
 

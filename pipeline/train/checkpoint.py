@@ -83,7 +83,7 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             return Checkpoint(path, manifest["step"], manifest["world"], manifest["files"]), damaged
         damaged.append(f"checkpoint {path.name} is damaged ({fault})")
     if damaged:
-        raise RunError(f"{damaged[0]} and no older one in {root} is whole; restore it or give another --out")
+        raise RunError(f"{damaged[0]} and no older one in {root} is whole; restore it or give a new --out")
     return None, []
 
 

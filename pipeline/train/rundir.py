@@ -17,6 +17,7 @@ from pipeline.config.dump import differences, to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError, UserError
+from pipeline.track.log import read
 
 # what a resumed run may change: how often it speaks and saves, and where its data and itself lie
 FREE = {"train.log_every", "train.save_every", "train.keep_last", "train.eval_every", "data.dir", "name", "experiment"}
@@ -61,6 +62,14 @@ class RunDir:
             raise RunError(
                 f"--resume {self.path} with another config: {what}{more}; take those back or give a new --out"
             )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last thing that happened is its end."""
+        if not self.log.exists():
+            return False
+        events = [record["event"] for record in read(self.log) if record["kind"] == "event"]
+        return bool(events) and events[-1] == "finish"
 
     def lock(self) -> int:
         """Hold the run for this process; the kernel lets go when it dies, however it dies."""
