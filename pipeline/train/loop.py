@@ -52,19 +52,20 @@ class Loop:
         self.meter.restart()
         asked = time.perf_counter()
         for step, batch in batches:
-            launched = self._launch(step, batch, time.perf_counter() - asked)
-            stopping = self._report(pending) if pending else False
-            pending, done = launched, step + 1
+            late, pending = pending, self._launch(step, batch, time.perf_counter() - asked)
+            stopping = late is not None and self._report(late)
+            done = step + 1
             evaluate = done % train.eval_every == 0 or done == self.steps
             save = done % train.save_every == 0 or done == self.steps
-            if evaluate or save or stopping:
+            if evaluate or save or stopping or self.world.device.type == "cpu":  # a CPU has nothing to overlap
                 stopping = self._report(pending) or stopping
                 pending = None
                 if evaluate:
                     self._record("eval", done, **evaluator(self.engine))
                 if save or stopping:
                     self._save(done)
-                self.meter.restart()
+                if evaluate or save:
+                    self.meter.restart()
             if stopping and done < self.steps:
                 batches.close()
                 self._record("event", done, event="interrupt", reason=self.stop.reason or "another rank's signal")
