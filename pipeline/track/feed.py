@@ -21,7 +21,7 @@ from pipeline.errors import RunError
 from pipeline.track import environment
 from pipeline.track.feeder import Feeder
 from pipeline.track.lock import hold
-from pipeline.track.store import UnusableError, public, quicken
+from pipeline.track.store import UnusableError, public, quicken, reason
 
 WAIT_S = 20.0  # for a server that is away when training has ended
 POLL_S = 1.0
@@ -77,7 +77,7 @@ def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_sto
     while True:
         over = ended()  # asked before pumping: what was written before the end is then surely seen
         if (over or told_to_stop()) and deadline == float("inf"):
-            deadline = time.monotonic() + wait_s
+            deadline, pause_s = time.monotonic() + wait_s, POLL_S
         try:
             done = feeder.pump(over)
             if fault:
@@ -90,9 +90,9 @@ def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_sto
         except UnusableError as error:
             return str(error)
         except Exception as error:  # MLflow raises many kinds, and none of them may end the feeding
-            if not fault:
-                logging.warning("MLflow at %s: %s; records wait in log.jsonl", public(feeder.uri), error)
-            fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            again, fault = bool(fault), reason(error)
+            if not again:
+                logging.warning("%s; records wait in log.jsonl", fault)
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
         if time.monotonic() >= deadline:
             return fault or "time ran out"

@@ -1,6 +1,7 @@
 """The one file that talks to MLflow. Nothing here runs inside training: every call may be slow or fail."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -149,6 +150,13 @@ class Store:
             self.client.update_run(run_id, status=status)
         else:
             self.client.set_terminated(run_id, status, end_time=time_ms)
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line; MLflow's quote the whole address, password included."""
+    line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))
+    silent = re.match(r"API request to (\S+?)/api/\S* failed with exception", line)
+    return f"{silent[1]} does not answer" if silent else f"{type(error).__name__}: {line}"[:240]
 
 
 def _check(uri: str) -> None:
