@@ -72,7 +72,7 @@ def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
 
 
 def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
-    """Feed until training has ended and all is sent, or the wait after its end is over: then the reason."""
+    """Feed until training has ended and all is sent, or the wait after its end for MLflow is over: then the reason."""
     deadline, pause_s, fault = float("inf"), POLL_S, ""
     while True:
         over = ended()  # asked before pumping: what was written before the end is then surely seen
@@ -85,6 +85,8 @@ def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_sto
             pause_s, fault = POLL_S, ""
             if done and (over or (told_to_stop() and feeder.settled)):
                 return ""
+            if not done and over:
+                deadline = time.monotonic() + wait_s  # the wait is for a server that is away, not for one at work
             if not done and time.monotonic() < deadline:
                 continue
         except UnusableError as error:
@@ -173,12 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _attend(run_dir: Path, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
     try:
-        # The sidecar of the interrupted run may still be delivering: it gets its whole wait.
-        with hold(run_dir / "mlflow.lock", wait_s=2 * WAIT_S) as alone:
-            if not alone:
+        while True:
+            # The sidecar of the interrupted run may still be delivering, or somebody runs `launch sync`.
+            with hold(run_dir / "mlflow.lock", wait_s=WAIT_S) as alone:
+                if alone:
+                    environment.write(run_dir)
+                    return follow(Feeder(run_dir), ended, wait_s, told_to_stop)
+            if ended() or told_to_stop():
                 return "another process is feeding it"
-            environment.write(run_dir)
-            return follow(Feeder(run_dir), ended, wait_s, told_to_stop)
     except OSError as error:  # a full disk, a vanished folder: training will say so itself
         return str(error)
 

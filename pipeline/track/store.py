@@ -25,6 +25,7 @@ def quicken() -> None:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "10",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(key, value)
 
@@ -84,7 +85,7 @@ class Store:
             )
         return True
 
-    def open(self, experiment: str, name: str, identity: str) -> tuple[str, bool]:
+    def open(self, experiment: str, name: str, identity: str, began_ms: int | None) -> tuple[str, bool]:
         """The run's MLflow id, and whether it was there already."""
         experiment_id = self._experiment(experiment)
         # A create whose answer was lost did happen: look before making a second one.
@@ -93,7 +94,7 @@ class Store:
         )
         if found:
             return found[0].info.run_id, True
-        run = self.client.create_run(experiment_id, run_name=name, tags={ID_TAG: identity})
+        run = self.client.create_run(experiment_id, began_ms, {ID_TAG: identity}, name)
         return run.info.run_id, False
 
     def _experiment(self, name: str) -> str:

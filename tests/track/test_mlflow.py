@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from pipeline.track import feed, state
-from pipeline.track.log import Log
+from pipeline.track.log import Log, read
 
 SLOWEST_APPEND_S = 0.5  # a busy machine's hiccup; a synchronous call to a dead server takes 4.4 s
 
@@ -43,6 +43,10 @@ def steps_there(uri: str, run_dir: Path, key: str = "train/loss") -> list[int]:
     return sorted(metric.step for metric in history)
 
 
+def log_began(run_dir: Path) -> int:
+    return int(next(read(run_dir / "log.jsonl"))["time"] * 1000)
+
+
 def sent(run_dir: Path) -> float:
     return state.load(run_dir).sent.get("step", 0)
 
@@ -59,6 +63,7 @@ def test_everything_arrives(server: Server, run_dir: Path, log: Log, monkeypatch
 
     run = the_run(server.uri, run_dir)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "one")
+    assert log_began(run_dir) == run.info.start_time <= run.info.end_time
     assert run.data.params["model.layers"] == "2"
     assert run.data.params["run.parameters.total"] == "123"
     assert run.data.params["run.figure_149"] == "149"
