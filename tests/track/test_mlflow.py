@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import Server, event, step_record, until
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow_server import Server, event, step_record, until
 
 from pipeline.track import feed, state
 from pipeline.track.log import Log, read

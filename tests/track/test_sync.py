@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from conftest import Server, event, step_record
 from mlflow import MlflowClient
+from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
 from launch import track
