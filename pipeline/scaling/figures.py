@@ -1,0 +1,21 @@
+"""Numbers as people write them: 320k tokens, 5.2×10¹³ FLOPs."""
+
+import math
+
+_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+def count(x: float) -> str:
+    """Parameters and tokens: 210k, 1.3M, 26B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(x) >= 0.9995 * size:
+            return f"{float(f'{x / size:.3g}'):g}{unit}"
+    return f"{x:.3g}"
+
+
+def power(x: float) -> str:
+    """FLOPs: 5.2×10¹³."""
+    if not (x > 0 and math.isfinite(x)):
+        return str(x)
+    lead, exponent = f"{x:.1e}".split("e")
+    return f"{lead}×10{str(int(exponent)).translate(_RAISED)}"

@@ -1,0 +1,66 @@
+"""Uncertainty from the scatter about a fit: standard errors of its parameters and an interval for its predictions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from pipeline.scaling.fit import DELTA, Fit
+from pipeline.scaling.laws import Inputs
+from pipeline.scaling.points import Array, Points
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Linearised about the optimum, with Student's t: with one degree of freedom it is wide, and ought to be."""
+
+    fit: Fit
+    covariance: Array  # (P, P) of theta
+    sigma: float  # relative scatter of the losses
+    freedom: int
+    condition: float  # of the scaled normal matrix: above ~1e4 some direction is not determined
+
+    @property
+    def t(self) -> float:
+        return float(stats.t.ppf(0.975, self.freedom)) if self.freedom > 0 else float("inf")
+
+    def standard_errors(self) -> Array:
+        """Of the natural parameters, by the delta method."""
+        law, x = self.fit.law, self.fit.inputs
+        step = 1e-5
+        nudges = self.fit.theta + step * np.concatenate([np.eye(len(self.fit.theta)), -np.eye(len(self.fit.theta))])
+        up, down = np.split(law.natural(nudges, x), 2)
+        jacobian = (up - down).T / (2 * step)
+        return np.sqrt(np.maximum(np.diag(jacobian @ self.covariance @ jacobian.T), 0))
+
+    def half_width(self, points: Points) -> Array:
+        """Half the 95% interval of log loss for a new run at each point."""
+        x = Inputs.of(points, self.fit.inputs.centre)
+        jacobian = self.fit.law.log_loss(self.fit.theta[None], x)[1][:, 0]
+        spread = np.einsum("pi,pq,qi->i", jacobian, self.covariance, jacobian)
+        half: Array = self.t * np.sqrt(self.sigma**2 + np.maximum(spread, 0))
+        return half
+
+
+def huber_variance(k: float) -> float:
+    """Variance of Huber's estimator over that of least squares, normal scatter, threshold k·σ (Huber 1964).
+
+    π/2 as k → 0: δ = 1e-3 lies below most scatter, which makes the fit nearly one of absolute deviations.
+    """
+    if not k > 0.01:
+        return float(np.pi / 2)
+    inside = 2 * stats.norm.cdf(k) - 1
+    square = inside - 2 * k * stats.norm.pdf(k) + k**2 * (1 - inside)
+    return float(square / inside**2)
+
+
+def scatter(fit: Fit) -> Scatter:
+    jacobian = fit.law.log_loss(fit.theta[None], fit.inputs)[1][:, 0]
+    freedom = len(fit.points) - len(fit.theta)
+    sigma = float(np.sqrt(np.sum(fit.residuals**2) / freedom)) if freedom > 0 else float("nan")
+    normal = jacobian @ jacobian.T
+    scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
+    unit = normal / np.outer(scale, scale)
+    inverse = np.linalg.pinv(unit, rcond=1e-14, hermitian=True) / np.outer(scale, scale)
+    covariance = huber_variance(DELTA / max(sigma, 1e-12)) * sigma**2 * inverse
+    return Scatter(fit, covariance, sigma, freedom, float(np.linalg.cond(unit)))

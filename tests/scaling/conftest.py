@@ -1,0 +1,42 @@
+import os
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from launch import scaling
+from pipeline.errors import UserError
+from tests.scaling.made_runs import make_ladder
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Path:
+    """Three finished runs at 20 tokens per parameter: what the demo trains."""
+    return make_ladder(tmp_path / "demo")
+
+
+@pytest.fixture(scope="session")
+def public() -> Path:
+    """Points that others published; kept beside the project, not in it."""
+    beside = Path(__file__).resolve().parents[2].parent / "shared" / "scaling"
+    found = Path(os.environ.get("PUBLIC_POINTS", beside))
+    if not (found / "chinchilla_points.csv").exists():
+        pytest.skip(f"the public points are not here ({found}); set PUBLIC_POINTS to their directory")
+    return found
+
+
+@pytest.fixture
+def launch():
+    """Run a command; a user's error is what the command line would print before exit code 2."""
+    app = typer.Typer()
+    scaling.register(app)
+
+    def call(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        if isinstance(result.exception, UserError):
+            raise result.exception
+        assert result.exit_code == 0, result.output + repr(result.exception)
+        return result.output
+
+    return call

@@ -1,0 +1,150 @@
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.scaling.fit import descend, fit, screened
+from pipeline.scaling.laws import Inputs, Law
+from pipeline.scaling.points import Points, read_csv
+from pipeline.scaling.study import LAWS, study
+from tests.scaling.made_runs import LAW, make_ladder, true_loss
+
+
+def grid(noise: float = 0.0, count: int = 7, seed: int = 0) -> Points:
+    N, D = (a.ravel() for a in np.meshgrid(np.geomspace(1e6, 1e9, count), np.geomspace(1e8, 1e11, count)))
+    loss = true_loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, 1, N.size) * noise)
+    return Points(N, D, 6 * N * D, loss, tuple(map(str, range(N.size))), "made")
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_gradients_match_differences(law: Law) -> None:
+    points = grid(0.01, 4)
+    x = Inputs.of(points)
+    theta = screened(points, law, x)[:2] + 0.1
+    value, gradient = law.log_loss(theta, x)
+    for p in range(theta.shape[1]):
+        step = np.zeros(theta.shape[1])
+        step[p] = 1e-6
+        slope = (law.log_loss(theta + step, x)[0] - law.log_loss(theta - step, x)[0]) / 2e-6
+        np.testing.assert_allclose(gradient[p], slope, atol=1e-7)
+    assert value.shape == (2, 16)
+
+
+def test_a_known_law_comes_back() -> None:
+    done = fit(grid(), LAWS["chinchilla"])
+    for name, value in LAW.items():
+        assert done.values[name] == pytest.approx(value, rel=1e-5)
+
+
+def test_published_chinchilla_optimum(public: Path) -> None:
+    points = read_csv(public / "chinchilla_points.csv").drop_highest(5)
+    begun = time.perf_counter()
+    done = fit(points, LAWS["chinchilla"])
+    assert time.perf_counter() - begun < 2
+    assert done.objective <= 0.00101828
+    assert done.values["E"] == pytest.approx(1.8172, abs=5e-4)
+    assert done.values["alpha"] == pytest.approx(0.3473, abs=5e-4)
+    assert done.values["beta"] == pytest.approx(0.3672, abs=1e-3)
+    assert done.agreement > 0.9
+
+
+def test_many_rows_descend_as_one_would() -> None:
+    points = grid(0.01)
+    law, x = LAWS["chinchilla"], Inputs.of(points)
+    starts = screened(points, law, x)[:5]
+    weights = np.random.default_rng(0).multinomial(len(points), np.full(len(points), 1 / len(points)), 5).astype(float)
+    together, _ = descend(points, law, x, starts, weights)
+    for i in range(5):
+        alone, _ = descend(points, law, x, starts[i : i + 1], weights[i : i + 1])
+        np.testing.assert_allclose(together[i], alone[0], rtol=1e-6)
+
+
+def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
+    data = json.loads(launch("fit", "--runs", ladder, "--json"))
+    assert data["law"] == "power"
+    assert data["points"]["used"] == 3
+    assert data["exponents"] is None
+    words = " ".join(data["warnings"])
+    assert "3 runs cannot determine" in words
+    assert "more runs would" in words
+    assert "1 point to spare" in words
+    g = data["parameters"]["g"]
+    assert g["low"] < g["value"] < g["high"]
+
+
+def test_five_runs_on_a_ladder_give_a_floor_but_not_n_and_d(tmp_path: Path) -> None:
+    from pipeline.scaling.runs import points_of, read_runs
+
+    done = study(points_of(read_runs(make_ladder(tmp_path / "x", 5))))
+    assert done.fit.law.name == "compute"
+    assert any("more runs would" in warning for warning in done.warnings)
+
+
+def test_a_grid_gives_the_whole_law_without_complaint() -> None:
+    done = study(grid(0.001))
+    assert done.fit.law.name == "chinchilla"
+    assert done.warnings == ()
+    data = done.to_json()
+    assert data["exponents"]["a"] == pytest.approx(LAW["beta"] / (LAW["alpha"] + LAW["beta"]), abs=0.02)
+
+
+def test_intervals_of_the_parameters_cover() -> None:
+    inside = []
+    for seed in range(40):
+        data = study(grid(0.003, 6, seed), "chinchilla").to_json()["parameters"]
+        inside += [data[name]["low"] < value < data[name]["high"] for name, value in LAW.items()]
+    assert 0.90 <= np.mean(inside) <= 0.99
+
+
+def test_n_and_d_in_step_are_told() -> None:
+    N = np.geomspace(1e6, 1e9, 12)
+    points = Points(N, 20 * N, 120 * N * N, true_loss(N, 20 * N), tuple(map(str, range(12))), "made")
+    done = study(points)
+    assert done.fit.law.name == "compute"
+    assert "cannot be told apart" in done.warnings[0]
+
+
+def test_the_scatter_interval_covers() -> None:
+    """95% nominal, 5 runs on a line in log space: Student's t with three degrees of freedom."""
+    rng, inside = np.random.default_rng(0), 0
+    C = np.geomspace(1e13, 1e15, 6)
+    for _ in range(200):
+        loss = 30 * C**-0.07 * np.exp(rng.normal(0, 0.01, 6))
+        done = study(Points(C, C, C, loss, tuple("abcdef"), "made").take(np.arange(5)), "power")
+        band = done.band(C[5:])
+        inside += int(band["low"][0] < loss[5] < band["high"][0])
+    assert 0.90 <= inside / 200 <= 0.99
+
+
+def bad(loss: list[float], C: list[float]) -> Points:
+    c = np.array(C)
+    return Points(c, c, c, np.array(loss), tuple("abcdefgh"[: len(c)]), "made")
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        (bad([3.0], [1e12]), "at least two finished runs"),
+        (bad([3.0, 2.9], [1e12, 1.1e12]), "spans only"),
+        (bad([2.5, 2.7, 2.9], [1e12, 1e13, 1e14]), "rises with compute"),
+    ],
+)
+def test_what_no_law_can_be_drawn_through(points: Points, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        study(points)
+
+
+def test_a_law_asked_for_by_name_needs_its_points() -> None:
+    with pytest.raises(DataError, match="5 parameters and there are 3 points; train 2 more"):
+        study(bad([3, 2.9, 2.8], [1e12, 1e13, 1e14]), "chinchilla")
+    with pytest.raises(ConfigError, match="chinchila"):
+        study(bad([3, 2.9, 2.8], [1e12, 1e13, 1e14]), "chinchila")
+
+
+def test_one_source_at_a_time(launch, ladder: Path) -> None:
+    with pytest.raises(ConfigError, match="give one of"):
+        launch("fit", "--runs", ladder, "--points", "x.csv")
+    assert "power: L = K·C^−g" in launch("fit", "--runs", ladder)

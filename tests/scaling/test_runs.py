@@ -1,0 +1,98 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import DataError, RunError
+from pipeline.scaling.points import read_csv
+from pipeline.scaling.runs import points_of, read_run, read_runs
+from tests.scaling.made_runs import make_run
+
+
+def test_a_point_is_a_finished_runs_last_held_out_loss(ladder: Path) -> None:
+    make_run(ladder, "cut", 3e5, 9e6, finish=False)
+    points = points_of(read_runs(ladder))
+    assert points.run == ("tiny-20x", "mini-20x", "small-20x")
+    assert points.dropped == ("cut: not finished (step 266 of 400)",)
+    log = [json.loads(line) for line in (ladder / "mini-20x" / "log.jsonl").read_text().splitlines()]
+    final = [entry for entry in log if entry["kind"] == "eval"][-1]
+    assert points.loss[1] == final["loss"]
+    assert points.N[1] == 640000  # params.scaling, not total
+    assert "without input embedding" in points.convention
+
+
+def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "a", 1e5, 1e6, torn=True)
+    assert read_run(path).steps[-1]["step"] == 400
+    with (path / "log.jsonl").open("a") as log:
+        log.write('\n{"kind": "event", "time": 9, "step": 400, "event": "finish"}\n')
+    with pytest.raises(RunError, match=r"log.jsonl:\d+ is not a log record"):
+        read_run(path)
+
+
+def test_records_after_a_resume_replace_what_they_repeat(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "a", 1e5, 1e6)
+    with (path / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "eval", "step": 400, "tokens": 10**6, "flops": 6.4e11, "loss": 1.25}) + "\n")
+    run = read_run(path)
+    assert [e["step"] for e in run.evals].count(400) == 1
+    assert run.evals[-1]["loss"] == 1.25
+
+
+def test_status(tmp_path: Path) -> None:
+    assert read_run(make_run(tmp_path, "a", 1e5, 1e6)).status(now=1e9) == "finished"
+    cut = read_run(make_run(tmp_path, "b", 1e5, 1e6, finish=False))
+    assert (cut.status(now=300.0), cut.status(now=1e9)) == ("running", "stale")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokenizer": "beef"}, "one vocabulary"),
+        ({"convention": "6ND"}, "recount"),
+        ({"arch": "moe"}, "one architecture"),
+    ],
+)
+def test_mixing_is_an_error(ladder: Path, change: dict[str, str], words: str) -> None:
+    make_run(ladder, "other", 3e5, 6e6, **change)
+    with pytest.raises(DataError, match=words):
+        points_of(read_runs(ladder))
+
+
+def test_what_is_not_a_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not a directory"):
+        read_runs(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="holds no run"):
+        read_runs(tmp_path)
+    make_run(tmp_path, "old", 1e5, 1e6, version=99)
+    with pytest.raises(RunError, match="version=99"):
+        read_runs(tmp_path)
+
+
+def test_csv_drops_rows_with_reasons(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text(
+        "N,D,loss,run\n1e6,2e7,3.5,a\n1e6,2e7,3.5,b\n2e6,4e7,nan,c\n2e6,4e7,,d\n3e6,-1,3,e\n3e6,6e7,3.1,f\n"
+    )
+    points = read_csv(file)
+    assert points.run == ("a", "f")
+    assert [reason.split(":")[0] for reason in points.dropped] == ["b", "c", "d", "e"]
+    assert points.convention == "C = 6·N·D"
+    assert math.isclose(points.C[0], 6 * 1e6 * 2e7)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("N,loss\n1,2\n", r"columns \['D'\] are missing"),
+        ("N,D,loss\n", "no rows"),
+        ("N,D,loss\n1,2,three\n", "'three' is not a number"),
+        ("N,D,loss,convention\n1,2,3,a\n1,3,3,b\n", "mixes"),
+    ],
+)
+def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_csv(file)
