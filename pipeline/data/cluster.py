@@ -1,6 +1,8 @@
 """Ray, and nothing of the pipeline: start or join a cluster, run tasks in order with bounded memory."""
 
 import os
+import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +19,10 @@ def cluster(workers: int | None) -> Iterator[None]:
     """Join RAY_ADDRESS if it is set; otherwise a private instance on loopback, gone when the block ends."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave CUDA_VISIBLE_DEVICES alone, and be quiet
+    if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:  # read once, when ray is imported
+        # Ray listens on every interface whatever address it is given; without a token anyone who reaches it runs code.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     if ray.is_initialized():  # a caller that holds a cluster keeps it
@@ -35,8 +41,8 @@ def cluster(workers: int | None) -> Iterator[None]:
                 **quiet,
             )
     except (ConnectionError, RuntimeError, OSError) as error:
-        address = os.environ.get("RAY_ADDRESS", "local")
-        raise DataError(f"RAY_ADDRESS={address}: Ray does not start or answer ({error}); check `ray status`") from error
+        address, first = os.environ.get("RAY_ADDRESS", "local"), str(error).strip().splitlines()[0]
+        raise DataError(f"RAY_ADDRESS={address}: Ray does not start or answer ({first}); check `ray status`") from error
     try:
         yield
     finally:

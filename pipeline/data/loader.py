@@ -2,8 +2,10 @@
 
 import queue
 import threading
-from collections.abc import Generator
+from bisect import bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +36,7 @@ class Loader:
                 f"{seq + 1:,}; {share} `launch data prepare`, or lower seq"
             )
         self.steps_per_epoch = max(1, self.windows // rows)
-        self._starts = np.cumsum([0] + [s.tokens for s in self._shards])
+        self._starts = list(accumulate((s.tokens for s in self._shards), initial=0))
         self._dtype = np.dtype(corpus.manifest.dtype)
         # Caches only: they change the speed, never the batch.
         self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(self._shards[index]))
@@ -65,10 +67,10 @@ class Loader:
 
     def _read(self, start: int, out: npt.NDArray[np.integer]) -> None:
         """Copy the stream from start on into out, across as many shards as it takes."""
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        shard = bisect_right(self._starts, start) - 1
         done = 0
         while done < len(out):
-            local = start + done - int(self._starts[shard])
+            local = start + done - self._starts[shard]
             piece = self._map(shard)[local : local + len(out) - done]
             out[done : done + len(piece)] = piece
             done += len(piece)
@@ -77,7 +79,7 @@ class Loader:
 
 def prefetch(
     loader: Loader, start: int, stop: int, rank: int, world: int, depth: int = 2
-) -> Generator[tuple[int, Batch], None, None]:
+) -> Iterator[tuple[int, Batch]]:
     """Batches of steps start…stop-1, made ahead by a thread; its errors are raised here, and closing ends it."""
     ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
     closed = threading.Event()

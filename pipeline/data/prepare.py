@@ -96,7 +96,7 @@ def _claimed(out: Path, recipe: Recipe, inputs: str) -> Iterator[None]:
 
 def _leave(out: Path) -> None:
     """Nothing finished, nothing left: the next call may come with other arguments."""
-    if not (out / MANIFEST).exists() and not any(out.glob(f"{WORK}/*/*.json")):
+    if not (out / MANIFEST).exists() and not any(out.glob("*.idx")):
         shutil.rmtree(out / WORK, ignore_errors=True)
         for name in (MODEL, RECIPE):
             (out / name).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Documents out of a piece of input. What is malformed comes out as such, with its position; the rest goes on."""
 
 import gzip
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -107,8 +108,40 @@ def _open(piece: Piece) -> Any:  # three libraries, one interface, no common typ
     if piece.path.endswith(".gz"):
         return gzip.open(piece.path)
     if piece.path.endswith(".zst"):
-        return zstandard.open(piece.path)
+        return io.BufferedReader(_Zst(Path(piece.path)), MB)
     return Path(piece.path).open("rb")
+
+
+class _Zst(io.RawIOBase):
+    """A .zst file as bytes; unlike the library's own reader it does not take a truncated file for a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._ready = memoryview(b"")
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._frame.unused_data or self._file.read(MB // 4)
+            if not packed:
+                if self._inside:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(packed))
+            self._inside = not self._frame.eof
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _read_line(file: IO[bytes], piece: Piece) -> bytes:

@@ -210,7 +210,8 @@ class Corpus:
 
     def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
         """The shard's ids, mapped, not read."""
-        return np.memmap(self.path / f"{shard.name}.bin", self.manifest.dtype, "r", shape=(shard.tokens,))
+        mapped = np.memmap(self.path / f"{shard.name}.bin", self.manifest.dtype, "r", shape=(shard.tokens,))
+        return np.asarray(mapped)  # a plain view: slicing the subclass costs several times as much
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Tokens of each document of the shard, its end included."""

@@ -77,13 +77,14 @@ def _chain(
     rows = np.argsort(-lengths, kind="stable")
     previous = np.full(len(rows), sum(CLASSES), np.uint64)  # the start of a document is a context of its own
     before = np.zeros(len(rows), np.uint64)
+    salt = np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     done = 0
     for t in range(words.shape[1]):
         rows = rows[lengths[rows] > t]
         draws = slice(done, done := done + len(rows))
         c = drawn_class[draws].astype(np.uint64)
         context = previous[: len(rows)] * np.uint64(16) + np.where(c % 2 == 1, before[: len(rows)], np.uint64(0))
-        key = mix((context << np.uint64(8)) + c + np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15))
+        key = mix((context << np.uint64(8)) + c + salt)
         before, previous = c, first[c] + _shuffle(drawn_rank[draws], sizes[c], key)
         words[rows, t] = previous
     return words
