@@ -3,7 +3,7 @@
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import lru_cache
 from itertools import accumulate
 
@@ -79,7 +79,7 @@ class Loader:
 
 def prefetch(
     loader: Loader, start: int, stop: int, rank: int, world: int, depth: int = 2
-) -> Iterator[tuple[int, Batch]]:
+) -> Generator[tuple[int, Batch], None, None]:
     """Batches of steps start…stop-1, made ahead by a thread; its errors are raised here, and closing ends it."""
     ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
     closed = threading.Event()

@@ -46,7 +46,8 @@ class Loop:
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """From step `start` to the end or to a wish to stop; whether the end was reached."""
-        train, pending, stopping = self.config.train, None, False
+        train, stopping = self.config.train, False
+        pending: Pending | None = None
         assert isinstance(train.eval_every, int) and isinstance(train.save_every, int)
         batches = prefetch(loader, start, self.steps, self.world.rank, self.world.size)
         self.meter.restart()

@@ -17,12 +17,13 @@ _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 
 
-def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> None:
-    """Returns when the run has finished or was stopped as asked; raises RunError with one line otherwise."""
+def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> str:
+    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show;
+    raises RunError with one line otherwise."""
     (run.path / "error.json").unlink(missing_ok=True)
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
-    feeder = feed.start(run.path) if track else None
+    feeder, note = feed.start(run.path) if track else None, ""
     try:
         with (logs / "torchrun.log").open("ab") as noise:
             # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
@@ -35,9 +36,10 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
             code = _wait(agent)
     finally:
         if feeder is not None:
-            feed.finish(feeder, _FEED_WAIT_S)
+            note = feed.finish(feeder, _FEED_WAIT_S)
     if code != 0:
         raise _failure(run, code)
+    return note
 
 
 def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
