@@ -1,5 +1,7 @@
 """Start a run's processes on this node, stand between them and the terminal, and say how it ended."""
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -32,6 +34,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
                 env=_environment(nproc, gpu=gpu),
                 stderr=noise,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             code, asked = _wait(agent)
     finally:
@@ -51,6 +54,12 @@ def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
     return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), *(["--quiet"] if quiet else [])]
 
 
+def _end_with_parent() -> None:
+    """Should this launcher be killed, the kernel sends its agent SIGTERM, which asks the workers to save and stop."""
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a restarted group must not find dead addresses
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -60,18 +69,15 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """The agent's exit code, and whether it was asked to stop: the first signal asks the workers to save and stop, the second ends them."""
+    """The agent's exit code, and whether it was asked to stop. The first signal asks the workers to save and stop, the
+    second ends them."""
     asked = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
-        if asked:
-            os.killpg(agent.pid, signal.SIGKILL)
-            for worker in _workers(agent.pid):
-                worker.kill()
-        asked = True
         for worker in _workers(agent.pid):
-            worker.send_signal(number)
+            worker.send_signal(signal.SIGKILL if asked else number)
+        asked = True
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:

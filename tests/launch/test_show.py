@@ -1,0 +1,55 @@
+"""Commands that only look: they answer at once, in words and in JSON, without torch."""
+
+import json
+import subprocess
+
+import pytest
+
+from pipeline.config.load import names
+from tests.conftest import command, environment, launch
+
+
+def test_show_counts_the_1b_shape():
+    figures = json.loads(launch("show", "--size", "1b", "--gpus", 8, "--json").stdout)
+    assert figures["params"]["total"] == 1_107_367_936
+    assert figures["flops_per_token"]["model"] == 6_643_777_536
+    assert "causal" in figures["convention"]
+    totals = [figures["memory_bytes"][f"zero{stage}"]["total"] for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    text = launch("show", "--size", "1b", "--cluster", "h100").stdout
+    assert "1.11B total" in text and "ZeRO" in text and "✓" in text
+
+
+def test_show_never_imports_torch():
+    code = "import sys; sys.argv = ['launch', 'show', '--size', '175b']\nfrom launch.__main__ import main\n"
+    code += "try: main()\nexcept SystemExit: pass\nassert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
+    done = subprocess.run([command()[0], "-c", code], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_whole_ladder():
+    rows = json.loads(launch("show", "--sizes", "--json").stdout)
+    assert [row["size"] for row in rows] == names("size")
+    assert rows[0]["non_embedding"] == pytest.approx(0.2e6, rel=0.1) and max(r["params"] for r in rows) > 1.7e11
+    assert "175b" in launch("show", "--sizes").stdout
+
+
+def test_doctor_finds_this_machine_fit():
+    findings = {f["what"]: f for f in json.loads(launch("doctor", "--json").stdout)}
+    for what in ("python", "torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "ray", "mlflow"):
+        assert findings[what]["state"] == "ok", findings[what]
+    assert {"devices", "slurm", "disk", "memory", "tracking"} <= findings.keys()
+    assert all(f["remedy"] for f in findings.values() if f["state"] != "ok")
+
+
+def test_doctor_names_a_broken_package_and_its_remedy(tmp_path):
+    """A deepspeed that does not import, found first on the path."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise ImportError('no such luck')")
+    done = launch("doctor", code=1, PYTHONPATH=str(tmp_path))
+    line = next(line for line in done.stdout.splitlines() if "deepspeed" in line)
+    assert "no such luck" in line and "pip install" in line
+
+
+def test_shell_completion_is_there():
+    assert "complete" in launch("--show-completion", "bash").stdout.lower()
