@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.scaling.fit import Fit
-from pipeline.scaling.laws import Chinchilla
 from pipeline.scaling.points import Array, Points
 
 
@@ -31,22 +30,22 @@ def at(points: Points, C: Array, N: Array, D: Array) -> Points:
     )
 
 
-def exponents(fit: Fit) -> tuple[float, float] | None:
+def exponents(fit: Fit, experts: float = 1.0) -> tuple[float, float] | None:
     """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them."""
-    if not isinstance(fit.law, Chinchilla):
+    terms = fit.law.balance(fit.values, experts)
+    if terms is None:
         return None
-    alpha, beta = fit.values["alpha"], fit.values["beta"]
+    _, alpha, _, beta = terms
     return beta / (alpha + beta), alpha / (alpha + beta)
 
 
-def optimum(fit: Fit, C: Array) -> Optimum | None:
+def optimum(fit: Fit, C: Array, experts: float = 1.0) -> Optimum | None:
     """Hoffmann et al., equation 4; None for laws that know only compute."""
-    split = exponents(fit)
-    if split is None:
+    terms = fit.law.balance(fit.values, experts)
+    if terms is None:
         return None
-    v = fit.values
-    G = (v["alpha"] * v["A"] / (v["beta"] * v["B"])) ** (1 / (v["alpha"] + v["beta"]))
+    A, alpha, B, beta = terms
     unit = C / flops_per_parameter_token(fit.points)
-    N = G * unit ** split[0]
+    N = (alpha * A / (beta * B) * unit**beta) ** (1 / (alpha + beta))
     D = unit / N
     return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D)))

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling.fit import descend, fit, screened
+from pipeline.scaling.choose import LAWS
+from pipeline.scaling.fit import descend, fit
 from pipeline.scaling.laws import Inputs, Law
 from pipeline.scaling.points import Points, read_csv
-from pipeline.scaling.study import LAWS, study
+from pipeline.scaling.starts import screened
+from pipeline.scaling.study import study
 from tests.scaling.made_runs import LAW, make_ladder, true_loss
 
 
@@ -23,7 +25,7 @@ def grid(noise: float = 0.0, count: int = 7, seed: int = 0) -> Points:
 def test_gradients_match_differences(law: Law) -> None:
     points = grid(0.01, 4)
     x = Inputs.of(points)
-    theta = screened(points, law, x)[:2] + 0.1
+    theta = screened(points, law, x, 2) + 0.1
     value, gradient = law.log_loss(theta, x)
     for p in range(theta.shape[1]):
         step = np.zeros(theta.shape[1])
@@ -54,7 +56,7 @@ def test_published_chinchilla_optimum(public: Path) -> None:
 def test_many_rows_descend_as_one_would() -> None:
     points = grid(0.01)
     law, x = LAWS["chinchilla"], Inputs.of(points)
-    starts = screened(points, law, x)[:5]
+    starts = screened(points, law, x, 5)
     weights = np.random.default_rng(0).multinomial(len(points), np.full(len(points), 1 / len(points)), 5).astype(float)
     together, _ = descend(points, law, x, starts, weights)
     for i in range(5):
