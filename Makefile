@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+LAUNCH := $(BIN)/launch
+# the demo is for CPUs: ladders of seconds, not hours
+DATA   := data/demo
+RUNS   := runs/demo
+SIZES  := tiny 500k 1m
+
+.PHONY: demo test check install system clean help
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# ── install ──────────────────────────────────────────────────────────────────────────────────────
+
+install: $(VENV)/.installed  ## a virtual environment with everything pinned
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoflop needs Python 3.11 or newer; make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+system:  ## Debian packages that the tests use: a browser
+	@if command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
+	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
+	  $$SUDO apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -qq -y --no-install-recommends chromium; \
+	fi
+
+# ── the main job ─────────────────────────────────────────────────────────────────────────────────
+
+demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in minutes
+	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 2048
+	set -e; for size in $(SIZES); do \
+	  echo; echo "+ launch pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume"; \
+	  $(LAUNCH) pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume; \
+	done
+	$(LAUNCH) fit --runs $(RUNS)
+	$(LAUNCH) report --runs $(RUNS) --out $(RUNS)/report.html
+
+# ── proof ────────────────────────────────────────────────────────────────────────────────────────
+
+test: install check  ## lint, types, layers and every test
+	$(BIN)/python -m pytest
+
+check: install  ## lint, types and layers alone
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## what runs and tests leave behind
+	rm -rf $(RUNS) $(DATA) mlruns mlflow.db .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,46 @@
+"""`launch`: one typer app; every command's own imports wait until it runs, so that --help and show answer at once."""
+
+import os
+import signal
+import sys
+
+import typer
+
+from pipeline.errors import UserError
+
+app = typer.Typer(
+    name="launch",
+    help="Pretraining with the scaling law built in.",
+    epilog="Start with:  launch doctor  ·  launch show --size 1b  ·  make demo",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _mount() -> None:
+    from launch import data, doctor, pretrain, scaling, show, track
+
+    app.add_typer(data.app, name="data")
+    for module in (show, pretrain, scaling, track, doctor):
+        module.register(app)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 something the user can mend (one line), 130 interrupted, 1 a fault of ours."""
+    _mount()
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `launch show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+if __name__ == "__main__":
+    main()

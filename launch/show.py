@@ -1,0 +1,159 @@
+"""`launch show`: what a size and architecture amount to, before anything is trained. No torch."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline import account
+from pipeline.config.load import load, names
+from pipeline.config.schema import RunConfig
+from pipeline.recipe import resolve
+
+EPILOG = """Examples:  launch show --size 1b  ·  launch show --size 7b --gpus 64 --cluster h100  ·
+launch show --size tiny --set model.seq=256 --json  ·  launch show --sizes"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(show)
+
+
+def show(
+    size: Annotated[str, typer.Option(help="A rung of the ladder (configs/sizes.toml).")] = "1b",
+    arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
+    gpus: Annotated[int, typer.Option(help="Ranks that share the run.", min=1)] = 8,
+    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster): peak and memory.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
+    sizes: Annotated[bool, typer.Option("--sizes", help="List the whole ladder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Parameters, FLOPs, memory by ZeRO stage and recipe of a size, in under a second."""
+    if sizes:
+        rows = [
+            _row(load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())) for name in names("size")
+        ]
+        print(json.dumps(rows, indent=1)) if as_json else _print_ladder(rows)
+        return
+    loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
+    figures = _figures(resolve(loaded, ranks=gpus, gpu=True), gpus)
+    print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
+
+
+def _row(config: RunConfig) -> dict[str, Any]:
+    model, count = config.model, account.params(config.model)
+    return {
+        "size": model.size,
+        "layers": model.layers,
+        "width": model.width,
+        "heads": model.attention.heads,
+        "kv_heads": model.attention.kv_heads,
+        "ffn": model.ffn.hidden,
+        "params": count.total,
+        "non_embedding": count.non_embedding,
+        "flops_per_token": account.flops_per_token(model).model,
+    }
+
+
+def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
+    model, train, count = config.model, config.train, account.params(config.model)
+    flops = account.flops_per_token(model, recompute=train.recompute)
+    assert train.dtype != "auto" and train.micro_batch != "auto" and train.batch_tokens != "auto" and train.steps
+    memory = {
+        zero: account.memory(
+            model,
+            dtype=train.dtype,
+            zero=zero,
+            ranks=ranks,
+            micro_batch=train.micro_batch,
+            loss_chunk=train.loss_chunk,
+            recompute=train.recompute,
+        )
+        for zero in range(4)
+    }
+    return {
+        "size": model.size,
+        "arch": model.arch,
+        "shape": _row(config),
+        "seq": model.seq,
+        "vocab": model.vocab,
+        "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
+        "flops_per_token": {**asdict(flops), "model": flops.model, "hardware": flops.hardware},
+        "convention": account.CONVENTION,
+        "recipe": {
+            "lr": config.optim.lr,
+            "batch_tokens": train.batch_tokens,
+            "micro_batch": train.micro_batch,
+            "warmup_steps": config.optim.schedule.warmup_steps,
+            "beta2": config.optim.optimizer.beta2,
+            "steps": train.steps,
+            "tokens": train.steps * train.batch_tokens,
+            "flops": train.steps * train.batch_tokens * flops.model,
+        },
+        "ranks": ranks,
+        "dtype": train.dtype,
+        "memory_bytes": {f"zero{z}": {**asdict(m), "total": m.total} for z, m in memory.items()},
+        "device_memory_bytes": config.cluster.memory_bytes,
+        "checkpoint_bytes": account.checkpoint_bytes(model, train.dtype),
+    }
+
+
+def _print_ladder(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("size", *(k for k in rows[0] if k != "size"), box=None, header_style="bold")
+    for row in rows:
+        counts = (_si(row["params"]), _si(row["non_embedding"]), _si(row["flops_per_token"]))
+        table.add_row(row["size"], *(str(row[k]) for k in ("layers", "width", "heads", "kv_heads", "ffn")), *counts)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    Console().print(table)
+
+
+def _print_one(f: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    out, shape, p, flops, recipe = Console(), f["shape"], f["params"], f["flops_per_token"], f["recipe"]
+    about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    about.add_column(style="bold")
+    for name, value in {
+        "shape": f"{shape['layers']} layers × {shape['width']}, {shape['heads']} heads ({shape['kv_heads']} kv), "
+        f"ffn {shape['ffn']}, vocab {f['vocab']:,}, seq {f['seq']:,}",
+        "parameters": f"{_si(p['total'])} total · {_si(p['active'])} active · {_si(p['non_embedding'])} "
+        f"non-embedding · {_si(p['scaling'])} as N of a fit",
+        "FLOPs/token": f"{_si(flops['model'])} = {_si(flops['matmul'])} matmul + {_si(flops['attention'])} attention"
+        + (f"; + {_si(flops['recompute'])} recomputed" if flops["recompute"] else ""),
+        "recipe": f"lr {recipe['lr']:.3g} · batch {recipe['batch_tokens']:,} tokens · warmup {recipe['warmup_steps']} "
+        f"· β2 {recipe['beta2']}",
+        "run": f"{recipe['steps']:,} steps · {_si(recipe['tokens'])} tokens · {recipe['flops']:.3g} FLOPs",
+        "checkpoint": _gib(f["checkpoint_bytes"]),
+    }.items():
+        about.add_row(name, value)
+    out.print(f"[bold]{f['size']}[/bold] × {f['arch']}", highlight=False)
+    out.print(about, highlight=False)
+    have = f["device_memory_bytes"]
+    title = f"memory of one of {f['ranks']} ranks, {f['dtype']}, micro-batch {recipe['micro_batch']}"
+    table = Table("ZeRO", "weights", "gradients", "optimizer", "activations", "loss", "total", box=None, title=title)
+    for stage, m in f["memory_bytes"].items():
+        fits = "" if have is None else (" ✓" if m["total"] <= have else " ✗")
+        parts = [_gib(m[k]) for k in ("weights", "gradients", "optimizer", "activations", "loss")]
+        table.add_row(stage.removeprefix("zero"), *parts, _gib(m["total"]) + fits)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    out.print(table, highlight=False)
+    out.print(f["convention"], style="dim", highlight=False)
+
+
+def _si(value: float) -> str:
+    for unit, power in (("P", 15), ("T", 12), ("B", 9), ("M", 6), ("k", 3)):
+        if value >= 10**power:
+            return f"{value / 10**power:.2f}{unit}"
+    return f"{value:.0f}"
+
+
+def _gib(value: float) -> str:
+    return f"{value / 2**30:,.2f} GiB"

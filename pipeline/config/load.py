@@ -1,0 +1,157 @@
+"""Layers of TOML become one RunConfig: base < size < arch < data < cluster < file < --set."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config.schema import VERSION, Arch, Frozen, RunConfig, Size
+from pipeline.config.shape import cross
+from pipeline.errors import ConfigError
+
+T = TypeVar("T", bound=Frozen)
+_PACKAGE = Path(__file__).resolve().parent.parent
+CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
+
+
+def load(
+    *,
+    size: str,
+    arch: str = "dense",
+    data: Mapping[str, Any] | None = None,
+    cluster: str | None = None,
+    file: Path | None = None,
+    sets: Iterable[str] = (),
+    over: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Layer the shipped files, the user's own file and the command line's settings; `over` is applied last."""
+    table = read_toml(CONFIGS / "base.toml")
+    shape = {"size": size, "arch": arch, **cross(_size(size), _arch(arch))}
+    layers: list[Mapping[str, Any]] = [{"model": shape}, data or {}]
+    if cluster:
+        layers.append(read_toml(_named("cluster", cluster)))
+    if file:
+        layers.append(read_toml(file))
+    layers += [parse_set(s) for s in sets]
+    layers.append(over or {})
+    for layer in layers:
+        table = merge(table, layer)
+    return validate(RunConfig, table)
+
+
+def reload(path: Path) -> RunConfig:
+    """A resolved config.toml, as a run directory holds it."""
+    table = read_toml(path)
+    if (version := table.get("version")) != VERSION:
+        raise ConfigError(
+            f"version={version} in {path} but this isoflop reads version {VERSION}; "
+            "continue the run with the release that started it, or start a new one"
+        )
+    return validate(RunConfig, table, where=str(path))
+
+
+def names(kind: str) -> list[str]:
+    """What can be given as --size, --arch or --cluster."""
+    if kind == "size":
+        return list(read_toml(CONFIGS / "sizes.toml"))
+    return sorted(p.stem for p in (CONFIGS / kind).glob("*.toml"))
+
+
+def _size(name: str) -> Size:
+    rows = read_toml(CONFIGS / "sizes.toml")
+    if name not in rows:
+        raise ConfigError(f"size={name!r} is not on the ladder{nearest(name, rows)}")
+    return validate(Size, rows[name], where="configs/sizes.toml")
+
+
+def _arch(name: str) -> Arch:
+    return validate(Arch, read_toml(_named("arch", name)), where=f"configs/arch/{name}.toml")
+
+
+def _named(kind: str, name: str) -> Path:
+    if name not in (known := names(kind)):
+        raise ConfigError(f"{kind}={name!r} does not exist in configs/{kind}{nearest(name, known)}")
+    return CONFIGS / kind / f"{name}.toml"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """`high` over `low`, table by table; a table that changes its `kind` replaces the old one whole."""
+    out = dict(low)
+    for key, value in high.items():
+        old = out.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and value.get("kind", k := old.get("kind")) == k:
+            out[key] = merge(old, value)
+        else:
+            out[key] = value
+    return out
+
+
+def parse_set(text: str) -> dict[str, Any]:
+    """`a.b=c` as a nested table; the value is TOML where it parses as TOML, a string otherwise."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text!r} is not of the form key.subkey=value")
+    try:
+        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    for part in reversed(key.split(".")):
+        parsed = {part.strip(): parsed}
+    return parsed  # type: ignore[no-any-return]
+
+
+def validate(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
+    """Pydantic's check, its first complaint as one line with key, value and remedy."""
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_one_line(kind, error, where)) from None
+
+
+def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
+    # unknown keys first: a misspelt key also makes its right name "missing", and the misspelling is the news
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    at = [str(part) for part in first["loc"]]
+    key = ".".join(at)
+    place = f" in {where}" if where else ""
+    match first["type"]:
+        case "extra_forbidden":
+            return f"{key} is not a setting{place}{nearest(at[-1], _fields(kind, at[:-1]))}"
+        case "missing":
+            return f"{key} is missing{place}"
+        case _:
+            text = first["msg"].removeprefix("Value error, ")
+            value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
+            return f"{key}{value}{place}: {text}"
+
+
+def _fields(kind: type[BaseModel], at: list[str]) -> list[str]:
+    """Names of the fields of the table at a path, unions followed by their kind."""
+    models: list[type[BaseModel]] = [kind]
+    for part in at:
+        found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
+        if not found:  # a union's tag, which pydantic puts into the path
+            models = [m for m in models if part in get_args(m.model_fields["kind"].annotation)] or models
+            continue
+        models = [a for f in found for a in (get_args(f) or (f,)) if isinstance(a, type) and issubclass(a, BaseModel)]
+    return [name for m in models for name in m.model_fields]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause that names the closest known name, or all of them where none is close."""
+    known = list(known)
+    if close := get_close_matches(name.lower(), known, n=1, cutoff=0.5):
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""

@@ -1,0 +1,87 @@
+"""Ray, and nothing of the pipeline: start or join a cluster, run tasks in order with bounded memory."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pipeline.errors import DataError
+
+Result = TypeVar("Result")
+
+OBJECT_STORE_BYTES = 128 * 2**20  # tasks pass file names and counts, never text
+
+
+@contextmanager
+def cluster(workers: int | None) -> Iterator[None]:
+    """Join RAY_ADDRESS if it is set; otherwise a private instance on loopback, gone when the block ends."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave CUDA_VISIBLE_DEVICES alone, and be quiet
+    if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:  # read once, when ray is imported
+        # Ray listens on every interface whatever address it is given; without a token anyone who reaches it runs code.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    if ray.is_initialized():  # a caller that holds a cluster keeps it
+        yield
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+        else:
+            ray.init(
+                num_cpus=workers or os.cpu_count(),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
+    except (ConnectionError, RuntimeError, OSError) as error:
+        address, first = os.environ.get("RAY_ADDRESS", "local"), str(error).strip().splitlines()[0]
+        raise DataError(f"RAY_ADDRESS={address}: Ray does not start or answer ({first}); check `ray status`") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run(
+    function: Callable[..., Result],
+    calls: Sequence[tuple[Any, ...]],
+    on_done: Callable[[int, Result], None] = lambda index, result: None,
+    workers: int | None = None,
+) -> list[Result]:
+    """Call the function once per tuple of arguments, in parallel; results in order, the first error raised as it was.
+
+    Only a few more calls than there are CPUs are in flight: the driver's memory does not grow with the work.
+    """
+    import ray
+
+    remote = ray.remote(max_retries=3)(function)
+    slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
+    ahead = workers if workers is not None and workers < slots else slots + 2
+    results: dict[int, Result] = {}
+    flying: dict[Any, int] = {}
+    waiting = iter(enumerate(calls))
+    try:
+        while True:
+            while len(flying) < ahead and (call := next(waiting, None)) is not None:
+                flying[remote.remote(*call[1])] = call[0]
+            if not flying:
+                return [results[i] for i in range(len(calls))]
+            ready, _ = ray.wait(list(flying), num_returns=1)
+            index = flying.pop(ready[0])
+            results[index] = ray.get(ready[0])
+            on_done(index, results[index])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        first = str(error).strip().splitlines()[0]
+        raise DataError(f"Ray gave up on a task: {first}; the same command again does what is missing") from error
+    finally:
+        for reference in flying:
+            ray.cancel(reference, force=True)

@@ -1,0 +1,60 @@
+"""Hugging Face `datasets` as a source: hf:NAME[:split], a hub name or a directory saved by save_to_disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.piece import MB, Piece
+from pipeline.errors import DataError
+
+ROWS = 10_000  # of a saved dataset per piece
+
+
+def pieces(source: str) -> Iterator[Piece]:
+    dataset = _open(source)
+    if _saved(source):
+        rows = len(dataset)
+        row_bytes = max(1, dataset.data.nbytes // max(1, rows))
+        for start in range(0, rows, ROWS):
+            stop = min(start + ROWS, rows)
+            yield Piece(source, "hf", dataset._fingerprint, start, stop, (stop - start) * row_bytes)
+    else:
+        for shard in range(dataset.num_shards):
+            yield Piece(source, "hf", f"{dataset.num_shards} shards", shard, shard + 1, 64 * MB)  # size unknown
+
+
+def rows(piece: Piece, key: str) -> Iterator[tuple[int, object]]:
+    dataset = _open(piece.source)
+    names = dataset.column_names
+    if names is not None and key not in names:
+        raise DataError(f"{piece.source}: text-key={key!r} is not a column; choose from {', '.join(names)}")
+    if _saved(piece.source):
+        for row in range(piece.start, piece.stop):
+            yield row, dataset[row][key]
+    else:
+        for row, record in enumerate(dataset.shard(dataset.num_shards, piece.start)):
+            yield row, record.get(key)
+
+
+def _saved(source: str) -> bool:
+    return Path(_parts(source)[0]).is_dir()
+
+
+def _parts(source: str) -> tuple[str, str]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    return name, split or "train"
+
+
+def _open(source: str) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    name, split = _parts(source)
+    try:
+        if not _saved(source):
+            return datasets.load_dataset(name, split=split, streaming=True)
+        saved = datasets.load_from_disk(name)
+        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+    except Exception as error:  # a dozen unrelated types for "not there", "no network", "no such split"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"source={source!r}: {reason}; check name, split and network") from error

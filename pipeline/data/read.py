@@ -1,0 +1,186 @@
+"""Documents out of a piece of input. What is malformed comes out as such, with its position; the rest goes on."""
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, assert_never
+
+import zstandard
+
+from pipeline.data import hub, synthetic
+from pipeline.data.piece import MB, Piece
+from pipeline.data.sources import TEXT_DOCUMENT_BYTES
+from pipeline.errors import DataError
+
+LINE_BYTES = 64 * MB  # a longer line is set aside unread: it would not fit a worker's memory as JSON
+SEEK_BYTES = 64 * 1024  # how far a cut looks for a line end before it settles for a character
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    path: str
+    position: int  # a byte of a text or jsonl file, otherwise a row
+    reason: str
+    bytes: int
+
+
+def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
+    """Every document of the piece in order; a text that is yielded is valid Unicode."""
+    try:
+        match piece.kind:
+            case "text":
+                yield from _text(piece)
+            case "jsonl":
+                yield from _jsonl(piece, key)
+            case "parquet":
+                from pipeline.data.columns import parquet_rows
+
+                yield from _values(piece, parquet_rows(piece.path, piece.start, piece.stop, key), key)
+            case "hf":
+                yield from _values(piece, hub.rows(piece, key), key)
+            case "synthetic":
+                for batch in range(piece.start, piece.stop):
+                    yield from synthetic.documents(int(piece.path.removeprefix("seed=")), batch)
+            case _:
+                assert_never(piece.kind)
+    except OSError as error:
+        raise DataError(f"{piece.path}: cannot be read ({error.strerror or error})") from error
+
+
+def _text(piece: Piece) -> Iterator[str | Malformed]:
+    with Path(piece.path).open("rb") as file:
+        start = _cut(file, piece.start)
+        for target in range(piece.start + TEXT_DOCUMENT_BYTES, piece.stop + TEXT_DOCUMENT_BYTES, TEXT_DOCUMENT_BYTES):
+            stop = _cut(file, min(target, piece.stop))
+            file.seek(start)
+            if raw := file.read(stop - start):
+                yield _decode(raw, piece.path, start)
+            start = stop
+
+
+def _cut(file: BinaryIO, offset: int) -> int:
+    """Where a document may end at or after the offset: behind a near line end, else between two characters."""
+    if offset == 0:
+        return 0
+    file.seek(offset - 1)
+    near = file.read(SEEK_BYTES)
+    if (line := near.find(b"\n")) >= 0:
+        return offset + line
+    ahead = 0
+    while 1 + ahead < len(near) and near[1 + ahead] & 0xC0 == 0x80:  # a byte inside a UTF-8 character
+        ahead += 1
+    return offset + min(ahead, 3)
+
+
+def _decode(raw: bytes, path: str, position: int) -> str | Malformed:
+    if b"\0" in raw:
+        return Malformed(path, position + raw.index(b"\0"), "NUL byte: a binary file", len(raw))
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        return Malformed(path, position + error.start, "not UTF-8", len(raw))
+
+
+def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
+    with _open(piece) as file:
+        position = piece.start
+        if position > 0:  # the line that runs into this stretch belongs to the one before
+            file.seek(position - 1)
+            position += _skip_line(file) - 1
+        while piece.stop < 0 or position < piece.stop:
+            line = _read_line(file, piece)
+            if not line:
+                return
+            if len(line) > LINE_BYTES:
+                size = len(line) + (0 if line.endswith(b"\n") else _skip_line(file))
+                yield Malformed(piece.path, position, f"line longer than {LINE_BYTES // MB} MB", size)
+                position += size
+                continue
+            if not line.isspace():
+                yield _parse(line, piece.path, position, key)
+            position += len(line)
+
+
+def _open(piece: Piece) -> Any:  # three libraries, one interface, no common type
+    if piece.path.endswith(".gz"):
+        return gzip.open(piece.path)
+    if piece.path.endswith(".zst"):
+        return io.BufferedReader(_Zst(Path(piece.path)), MB)
+    return Path(piece.path).open("rb")
+
+
+class _Zst(io.RawIOBase):
+    """A .zst file as bytes; unlike the library's own reader it does not take a truncated file for a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._ready = memoryview(b"")
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._frame.unused_data or self._file.read(MB // 4)
+            if not packed:
+                if self._inside:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(packed))
+            self._inside = not self._frame.eof
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _read_line(file: IO[bytes], piece: Piece) -> bytes:
+    try:
+        return file.readline(LINE_BYTES + 1)
+    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError, OSError) as error:
+        raise DataError(f"{piece.path}: the compressed stream is broken ({error}); fetch the file again") from error
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    skipped = 0
+    while block := file.readline(MB):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Malformed(path, position + error.start, "not UTF-8", len(line))
+    except (ValueError, RecursionError) as error:
+        return Malformed(path, position, f"not JSON: {error}", len(line))
+    text = record.get(key) if isinstance(record, dict) else None
+    return _check(text, path, position, key, len(line))
+
+
+def _values(piece: Piece, values: Iterator[tuple[int, object]], key: str) -> Iterator[str | Malformed]:
+    for row, value in values:
+        yield _check(value, piece.path, row, key, 0)
+
+
+def _check(text: object, path: str, position: int, key: str, size: int) -> str | Malformed:
+    if not isinstance(text, str):
+        return Malformed(path, position, f"no text under {key!r}", size)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Malformed(path, position, "half of a surrogate pair", size)
+    return text

@@ -1,0 +1,139 @@
+"""From what the user names to pieces of work: which stretch of which input each task reads."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.data import hub, synthetic
+from pipeline.data.piece import MB, Kind, Piece, Task
+from pipeline.errors import DataError
+
+BUILT_IN_BYTES = 32 * MB  # of a built-in corpus unless asked for more: about ten million tokens
+TEXT_DOCUMENT_BYTES = MB  # a longer .txt file becomes several documents, cut at line ends
+SMALLEST_TASK_BYTES, LARGEST_TASK_BYTES, TASKS = 4 * MB, 256 * MB, 64  # depend on the input alone, never on the workers
+
+SUFFIXES: dict[str, Kind] = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".parquet": "parquet",
+}
+
+
+def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int) -> list[Task]:
+    """Cut every source into tasks; the same inputs give the same tasks."""
+    whole: dict[str, list[Piece]] = {}
+    owner: dict[str, str] = {}
+    for source in sources:
+        if source in whole:
+            raise DataError(f"source={source!r} is given twice; name it once (a mixture weight repeats it)")
+        whole[source] = list(_limited(_inputs(source, limit_bytes, seed), source, limit_bytes))
+        for path in sorted({p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}):
+            real = os.path.realpath(path)
+            if real in owner:
+                raise DataError(f"{path}: reached twice, by source={owner[real]!r} and {source!r}; name it once")
+            owner[real] = source
+    total = sum(piece.bytes for pieces in whole.values() for piece in pieces)
+    task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB
+    return [task for pieces in whole.values() for task in _group(pieces, task_bytes)]
+
+
+def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> Iterator[Piece]:
+    if limit_bytes is None and source == "python":
+        limit_bytes = BUILT_IN_BYTES
+    taken = 0
+    for piece in pieces:
+        if limit_bytes is not None and taken >= limit_bytes:
+            return
+        yield piece
+        taken += piece.bytes
+
+
+def _inputs(source: str, limit_bytes: int | None, seed: int) -> Iterator[Piece]:
+    if source == "python":
+        yield from _python(source)
+    elif source == "synthetic":
+        for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // synthetic.batch_bytes())):
+            yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, synthetic.batch_bytes())
+    elif source.startswith("hf:"):
+        yield from hub.pieces(source)
+    else:
+        for path in _files(source):
+            yield from _file(source, path)
+
+
+def _python(source: str) -> Iterator[Piece]:
+    """The text of the interpreter's library, then of the installed packages, in a fixed order."""
+    library, packages = (sysconfig.get_paths()[k] for k in ("stdlib", "purelib"))
+    for root in (library, packages):
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(d for d in subfolders if d not in ("site-packages", "dist-packages", "__pycache__"))
+            for name in sorted(names):
+                if name.endswith(".py") and (size := (path := Path(folder, name)).stat().st_size):
+                    yield Piece(source, "text", str(path), 0, size, size, path.stat().st_mtime_ns)
+
+
+def _files(source: str) -> list[Path]:
+    """A file, all known files below a directory, or a glob."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
+        if not found:
+            raise DataError(f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path")
+        return found
+    found = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())  # noqa: PTH207  # absolute too
+    if not found:
+        raise DataError(
+            f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic); "
+            "for the Hugging Face hub write hf:NAME[:split]"
+        )
+    return found
+
+
+def _kind(path: Path) -> Kind | None:
+    return next((kind for suffix, kind in SUFFIXES.items() if path.name.endswith(suffix)), None)
+
+
+def _file(source: str, path: Path) -> Iterator[Piece]:
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
+    try:
+        size, stamp = path.stat().st_size, path.stat().st_mtime_ns
+        if kind == "parquet":
+            from pipeline.data.columns import row_groups
+
+            for i, group_bytes in enumerate(row_groups(path)):
+                yield Piece(source, kind, str(path), i, i + 1, group_bytes, stamp)
+        elif path.suffix in (".gz", ".zst"):
+            yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
+        elif size:
+            yield Piece(source, kind, str(path), 0, size, size, stamp)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
+    """Small pieces together, large files in stretches, about task_bytes each."""
+    group: list[Piece] = []
+    for piece in (part for whole in pieces for part in _split(whole, task_bytes)):
+        if group and sum(p.bytes for p in group) + piece.bytes > task_bytes:
+            yield tuple(group)
+            group = []
+        group.append(piece)
+    if group:
+        yield tuple(group)
+
+
+def _split(piece: Piece, task_bytes: int) -> Iterator[Piece]:
+    if piece.kind not in ("text", "jsonl") or piece.stop - piece.start <= task_bytes:
+        yield piece
+        return
+    for start in range(piece.start, piece.stop, task_bytes):
+        stop = min(start + task_bytes, piece.stop)
+        yield Piece(piece.source, piece.kind, piece.path, start, stop, stop - start, piece.stamp)

@@ -1,0 +1,119 @@
+"""A corpus whose entropy is known exactly, so that a fitted irreducible loss can be held against the truth.
+
+A document is a chain of words. Each next word is drawn in two independent steps: a frequency class, then a rank
+within the class by Zipf's law. A permutation of the class, keyed by the previous word (and, in every other class, by
+the class of the word before it), turns the rank into a word. Given the past, rank → word is one to one, so the entropy
+of a word is that of (class, rank) whatever the past was: a closed form, no simulation. What a model has to learn is the
+permutations, one per context; contexts are as frequent as words are, that is, Zipfian, so the loss falls smoothly with
+size and data.
+
+All words of a class have one length, so bytes per word are a closed form too. A document ends after each word with
+probability 1/WORDS. Text and word chain determine each other (words are distinct and hold no space), hence
+
+    nats per byte = (H(class) + Σ p(class)·H(rank | class) + H(end)) / (Σ p(class)·length(class) + 1 for the separator)
+
+to be compared with held-out loss × tokens / bytes, where tokens count the document ends and bytes the text.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.permute import U64, mix
+
+CLASSES = (16, 64, 256, 1024, 4096)  # words per class, powers of two: the permutations are arithmetic modulo them
+LENGTHS = (2, 4, 4, 6, 6)  # bytes per word: frequent words are short
+WEIGHTS = (0.32, 0.24, 0.18, 0.14, 0.12)  # a word of class c is 3–5 times as frequent as one of class c + 1
+SKEW = 1.3  # Zipf's exponent within a class: what knowing the context is worth
+WORDS = 256  # mean words per document
+DOCUMENTS = 2048  # per batch; about 2.5 MB of text
+
+
+def entropy_nats_per_byte() -> float:
+    """Exact, from the definition above."""
+    end = 1 / WORDS
+    nats = -(end * math.log(end) + (1 - end) * math.log(1 - end))
+    for size, weight in zip(CLASSES, WEIGHTS, strict=True):
+        rank = _zipf(size)
+        nats += -weight * math.log(weight) - weight * float(rank @ np.log(rank))
+    return nats / bytes_per_word()
+
+
+def bytes_per_word() -> float:
+    """The separator included: words are joined by spaces and a newline ends the document."""
+    return sum(w * n for w, n in zip(WEIGHTS, LENGTHS, strict=True)) + 1
+
+
+def batch_bytes() -> int:
+    return round(DOCUMENTS * WORDS * bytes_per_word())
+
+
+def documents(seed: int, batch: int) -> list[str]:
+    """The batch-th group of documents of the corpus with this seed: a pure function of both."""
+    random = np.random.Generator(np.random.Philox(key=[seed, batch]))
+    # Uniform draws alone, inverted here: numpy keeps only their stream fixed across its releases.
+    lengths = 1 + np.floor(np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)).astype(np.int64)
+    drawn_class = np.searchsorted(np.cumsum(WEIGHTS)[:-1], random.random(int(lengths.sum())), side="right")
+    uniform = random.random(len(drawn_class))
+    drawn_rank = np.empty(len(drawn_class), np.uint64)
+    for c, size in enumerate(CLASSES):
+        here = drawn_class == c
+        drawn_rank[here] = np.searchsorted(np.cumsum(_zipf(size))[:-1], uniform[here], side="right")
+    words = _chain(seed, lengths, drawn_class, drawn_rank)
+    spelling = _spelling(seed)
+    rows = zip(words.tolist(), lengths.tolist(), strict=True)
+    return [" ".join([spelling[word] for word in row[:length]]) + "\n" for row, length in rows]
+
+
+def _chain(
+    seed: int, lengths: npt.NDArray[np.int64], drawn_class: npt.NDArray[np.int64], drawn_rank: U64
+) -> npt.NDArray[np.int64]:
+    """Ranks to words, one position at a time, all documents that are still going on at once."""
+    sizes = np.array(CLASSES, np.uint64)
+    first = np.concatenate(([0], np.cumsum(CLASSES)[:-1])).astype(np.uint64)
+    words = np.zeros((len(lengths), int(lengths.max())), np.int64)
+    rows = np.argsort(-lengths, kind="stable")
+    previous = np.full(len(rows), sum(CLASSES), np.uint64)  # the start of a document is a context of its own
+    before = np.zeros(len(rows), np.uint64)
+    salt = np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    done = 0
+    for t in range(words.shape[1]):
+        rows = rows[lengths[rows] > t]
+        draws = slice(done, done := done + len(rows))
+        c = drawn_class[draws].astype(np.uint64)
+        context = previous[: len(rows)] * np.uint64(16) + np.where(c % 2 == 1, before[: len(rows)], np.uint64(0))
+        key = mix((context << np.uint64(8)) + c + salt)
+        before, previous = c, first[c] + _shuffle(drawn_rank[draws], sizes[c], key)
+        words[rows, t] = previous
+    return words
+
+
+def _shuffle(rank: U64, size: U64, key: U64) -> U64:
+    """A keyed bijection of 0…size-1: odd factors, additions and right-shift xors are each invertible modulo 2**k."""
+    mask = size - np.uint64(1)
+    x = rank
+    for shift in (np.uint64(0), np.uint64(20), np.uint64(40)):
+        x = (x * ((key >> shift) | np.uint64(1)) + (key >> (shift + np.uint64(3)))) & mask
+        x ^= x >> np.uint64(2)
+    return x
+
+
+@lru_cache(8)
+def _zipf(size: int) -> npt.NDArray[np.float64]:
+    weight: npt.NDArray[np.float64] = np.arange(1, size + 1, dtype=np.float64) ** -SKEW
+    return weight / float(weight.sum())
+
+
+@lru_cache(2)
+def _spelling(seed: int) -> tuple[str, ...]:
+    """Distinct pronounceable words, the right length for their class."""
+    random = np.random.Generator(np.random.Philox(key=[seed, 2**63]))
+    syllables = [c + v for c in "bdfghjklmnprstvz" for v in "aeiou"]
+    words: dict[str, None] = {}
+    for size, length in zip(CLASSES, LENGTHS, strict=True):
+        target = len(words) + size
+        while len(words) < target:
+            words["".join(syllables[i] for i in random.integers(0, len(syllables), length // 2))] = None
+    return tuple(words)

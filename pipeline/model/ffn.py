@@ -1,0 +1,46 @@
+"""Feed-forward layers: plain, or gated with gate and up projections fused into one matmul."""
+
+from typing import assert_never
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config.schema import FFN, Activation
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """Act on x; the gated kinds take gate and up side by side and give back half the width."""
+    match kind:
+        case "relu":
+            return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "silu":
+            return F.silu(x)
+        case "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        case "geglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.gelu(gate) * up
+        case "reglu":
+            gate, up = x.chunk(2, dim=-1)
+            return F.relu(gate) * up
+        case _:
+            assert_never(kind)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, cfg: FFN) -> None:
+        super().__init__()
+        self.activation = cfg.activation
+        self.up = nn.Linear(width, (2 if cfg.gated else 1) * cfg.hidden, bias=False)  # gated: gate rows first
+        self.out = nn.Linear(cfg.hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(activate(self.up(x), self.activation))
+        return y

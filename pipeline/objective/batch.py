@@ -1,0 +1,16 @@
+"""What the data stage hands to training: the seam between the two."""
+
+from dataclasses import dataclass
+
+import torch
+
+# B rows of this rank, S tokens per row
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's rows of one global step."""
+
+    tokens_BS: torch.Tensor  # noqa: N815  # int64 inputs
+    targets_BS: torch.Tensor  # noqa: N815  # int64, the next token
+    hash: int  # summed over ranks mod 2**64: the same number for a step on any world size

@@ -1,0 +1,24 @@
+"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+from typing import assert_never
+
+from pipeline.config.schema import WSD, Cosine, Schedule
+
+
+def rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
+    """The rate of update `step`, counted from 0, of a run of `steps`; the last one is still above the final share."""
+    warmup = cfg.warmup_steps
+    assert warmup != "auto", "resolve the recipe first"
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    match cfg:
+        case WSD():
+            decay = round(cfg.decay_share * steps)
+            done = max(0, step - (steps - decay)) / max(1, decay)
+            return peak * (cfg.final_share + (1 - cfg.final_share) * (1 - math.sqrt(done)))
+        case Cosine():
+            done = (step - warmup) / max(1, steps - warmup)
+            return peak * (cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
+        case _:
+            assert_never(cfg)

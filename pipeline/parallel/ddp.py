@@ -1,0 +1,63 @@
+"""The referee: the same training through Accelerate and torch's own DDP, against which DeepSpeed's is held."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.model.stack import Decoder, Losses
+from pipeline.optim.groups import adamw
+from pipeline.parallel.engine import Micro, Update
+from pipeline.parallel.world import TIMEOUT, World
+
+
+class DDPEngine:
+    def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
+        if config.parallel.zero:
+            raise ConfigError(f"parallel.zero={config.parallel.zero} but engine accelerate is plain DDP; give --zero 0")
+        if config.train.dtype != "fp32":
+            raise ConfigError(f"train.dtype={config.train.dtype} but engine accelerate keeps fp32; give --dtype fp32")
+        # cpu is said outright: left to itself on a node without GPUs, Accelerate counts every process and yet leaves
+        # the model unwrapped, so that each rank trains alone, without a word
+        self._accelerator = Accelerator(
+            cpu=world.device.type == "cpu",
+            kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)],
+        )
+        assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
+        assert config.optim.lr != "auto", "resolve the recipe first"
+        self._clip = config.optim.clip
+        optimizer = adamw(model.to(world.device), config.optim.optimizer, config.optim.lr)
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
+
+    def update(self, micros: Sequence[Micro], lr: float) -> Update:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._model.train()
+        nlls = []
+        for micro in micros:
+            losses: Losses = self._model(*micro)
+            self._accelerator.backward(losses.total / len(micros))
+            nlls.append(losses.nll.detach())
+        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Update(torch.stack(nlls).mean(), norm)
+
+    @torch.no_grad()
+    def evaluate(self, micro: Micro) -> Tensor:
+        self._model.eval()
+        losses: Losses = self._model(*micro)
+        return losses.nll
+
+    def save(self, directory: Path) -> None:
+        self._accelerator.save_state(str(directory))
+
+    def load(self, directory: Path) -> None:
+        self._accelerator.load_state(str(directory))

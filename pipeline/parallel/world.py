@@ -1,0 +1,72 @@
+"""The world as a value: which process this is, how many there are, on what device. Read once, at the edge."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> "World":
+        """As torchrun and srun set it; alone, one process."""
+        local = int(env.get("LOCAL_RANK", 0))
+        if torch.cuda.is_available():
+            if local >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"local rank {local} but this node has {torch.cuda.device_count()} GPUs; start one process per GPU"
+                )
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+        return cls(rank=int(env.get("RANK", 0)), size=int(env.get("WORLD_SIZE", 1)), device=device)
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
+        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, a scalar still being computed on the
+        device, is put before the values; nothing here waits for the device."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.device.type == "cuda":
+            total = total.pin_memory().to(self.device, non_blocking=True)
+        if first is not None:
+            total = torch.cat((first.detach().double().reshape(1), total))
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self.sum([float(flag)]).item())
+
+    def gather(self, value: object) -> list[object]:
+        """Every rank's value, on every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        out: list[object] = [None] * self.size
+        dist.all_gather_object(out, value)
+        return out
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+TIMEOUT = timedelta(minutes=30)  # of one collective; the first waits for the slowest node's imports

@@ -1,0 +1,172 @@
+"""The one file that talks to MLflow. Nothing here runs inside training: every call may be slow or fail."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from pipeline.track.lock import hold
+
+DEFAULT = "sqlite:///mlflow.db"  # what a plain `mlflow ui` in the same folder opens
+BATCH_METRICS = 1000  # MLflow's limits per request
+BATCH_PARAMS = 100
+ID_TAG = "isoflop.id"
+
+
+class UnusableError(Exception):
+    """This store can never work as it is named, or MLflow is not installed: waiting is no remedy."""
+
+
+def quicken() -> None:
+    """Fail fast: the waiting between tries is ours, and MLflow's own (seven tries, 120 s each) would outlast it."""
+    for key, value in {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+        "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "10",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }.items():
+        os.environ.setdefault(key, value)
+
+
+def resolve(stored: str) -> str:
+    """MLFLOW_TRACKING_URI, or the store this run already went to, or a database in the current folder."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or stored or DEFAULT
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        uri = f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"  # a later sync may start elsewhere
+    return uri
+
+
+def public(uri: str) -> str:
+    """Without user and password: the form that may be written down."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+class Store:
+    """One MLflow run in one store."""
+
+    def __init__(self, uri: str) -> None:
+        _check(uri)
+        try:
+            from mlflow import MlflowClient
+            from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
+        except ImportError as error:
+            raise UnusableError(f"MLflow is not installed ({error}); pip install mlflow, then replay") from None
+        try:
+            if uri.startswith("sqlite:///"):
+                folder = Path(uri.removeprefix("sqlite:///")).parent
+                folder.mkdir(parents=True, exist_ok=True)
+                # Two first runs at once would both create the tables; the folder is the lock that leaves no file.
+                with hold(folder, wait_s=60):
+                    self.client = MlflowClient(uri)
+                    self.client.search_experiments(max_results=1)
+            else:
+                self.client = MlflowClient(uri)
+        except UnsupportedModelRegistryStoreURIException:
+            raise UnusableError(_remedy(uri, "is of no kind that MLflow knows")) from None
+
+    def has(self, run_id: str) -> bool:
+        """False if the store was wiped since; a run that somebody deleted there stays deleted."""
+        from mlflow.exceptions import MlflowException
+
+        if not run_id:
+            return False
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        if run.info.lifecycle_stage == "deleted":
+            raise UnusableError(
+                f"run_id={run_id} was deleted in MLflow; restore it, or remove mlflow.json for a new run"
+            )
+        return True
+
+    def open(self, experiment: str, name: str, identity: str, began_ms: int | None) -> tuple[str, bool]:
+        """The run's MLflow id, and whether it was there already."""
+        experiment_id = self._experiment(experiment)
+        # A create whose answer was lost did happen: look before making a second one.
+        found = self.client.search_runs(
+            [experiment_id], f"tags.`{ID_TAG}` = '{identity}'", max_results=1, order_by=["attributes.start_time ASC"]
+        )
+        if found:
+            return found[0].info.run_id, True
+        run = self.client.create_run(experiment_id, began_ms, {ID_TAG: identity}, name)
+        return run.info.run_id, False
+
+    def _experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        try:
+            return str(self.client.create_experiment(name))
+        except MlflowException:
+            found = self.client.get_experiment_by_name(name)  # another run of the same sweep was faster
+            if found is None:
+                raise
+            return str(found.experiment_id)
+
+    def highest_step(self, run_id: str, keys: Sequence[str]) -> int | None:
+        """Batches are transactions, so any metric that each record carries tells how far they got."""
+        for key in keys:
+            history = self.client.get_metric_history(run_id, key)
+            if history:
+                return max(int(metric.step) for metric in history)
+        return None
+
+    def describe(self, run_id: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Params never change in MLflow: those already there stay, the artifacts show the newest."""
+        from mlflow.entities import Param, RunTag
+
+        there = self.client.get_run(run_id).data.params
+        new = [Param(key, value) for key, value in params.items() if key not in there]
+        for start in range(0, len(new), BATCH_PARAMS):
+            self.client.log_batch(run_id, params=new[start : start + BATCH_PARAMS], synchronous=True)
+        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
+
+    def upload(self, run_id: str, paths: Sequence[Path]) -> None:
+        for path in paths:
+            self.client.log_artifact(run_id, str(path))
+
+    def send(self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]) -> None:
+        """Points are (name, value, time in ms, step). Sending the same ones twice stores them once: all four are the
+        key of MLflow's table, which is why the time is the record's and never now."""
+        from mlflow.entities import Metric, RunTag
+
+        for start in range(0, max(1, len(points)), BATCH_METRICS):
+            self.client.log_batch(
+                run_id,
+                metrics=[Metric(*point) for point in points[start : start + BATCH_METRICS]],
+                tags=[RunTag(key, value) for key, value in tags.items()] if start == 0 else [],
+                synchronous=True,
+            )
+
+    def set_status(self, run_id: str, status: str, time_ms: int | None) -> None:
+        if status == "RUNNING":
+            self.client.update_run(run_id, status=status)
+        else:
+            self.client.set_terminated(run_id, status, end_time=time_ms)
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line; MLflow's quote the whole address, password included."""
+    line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))
+    silent = re.match(r"API request to (\S+?)/api/\S* failed with exception", line)
+    return f"{silent[1]} does not answer" if silent else f"{type(error).__name__}: {line}"[:240]
+
+
+def _check(uri: str) -> None:
+    scheme = urlsplit(uri).scheme
+    if uri.startswith("databricks"):
+        return
+    if scheme in {"", "file"}:  # MLflow would quietly make a folder of that name
+        raise UnusableError(_remedy(uri, "names a folder"))
+
+
+def _remedy(uri: str, fault: str) -> str:
+    return f"MLFLOW_TRACKING_URI={public(uri)} {fault}; try http://HOST:PORT or {DEFAULT}"

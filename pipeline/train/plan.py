@@ -1,0 +1,154 @@
+"""Before the first process starts: settle the config of a run and refuse what cannot work, in one line."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline import account
+from pipeline.config.load import load, reload
+from pipeline.config.schema import RunConfig
+from pipeline.data.shards import Corpus
+from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.recipe import resolve
+from pipeline.train.rundir import RunDir, facts
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What this node trains on."""
+
+    gpus: int
+    memory_bytes: int  # of one GPU, or of the host when there is none
+    name: str
+
+    @classmethod
+    def here(cls) -> "Devices":
+        if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+            import torch  # seconds that a node with no GPU driver need not wait
+
+            if torch.cuda.is_available():
+                properties = torch.cuda.get_device_properties(0)
+                return cls(torch.cuda.device_count(), properties.total_memory, properties.name)
+        return cls(0, psutil.virtual_memory().available, "CPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for; None leaves it to the config."""
+
+    size: str | None
+    arch: str
+    data: Path | None
+    out: Path | None
+    nproc: int
+    cluster: str | None = None
+    file: Path | None = None
+    sets: Sequence[str] = ()
+    over: dict[str, Any] | None = None
+    resume: bool = False
+
+
+def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
+    """The run directory, created or found fit to continue, and its resolved config."""
+    if request.resume and request.size is None:
+        if request.out is None or not RunDir(request.out).exists:
+            raise RunError(f"--resume without --size needs the --out of an existing run, got {request.out}")
+        run, config = RunDir(request.out), reload(RunDir(request.out).config)
+        _check_memory(config, request.nproc, devices)
+        return run, config
+    if request.size is None:
+        raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
+    if request.data is None:
+        raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
+    corpus = Corpus.open(request.data)
+    config = _config(request, corpus, devices)
+    _check_memory(config, request.nproc, devices)
+    run = RunDir(request.out or Path("runs") / config.experiment / config.name)
+    if run.exists and not request.resume:
+        raise RunError(f"--out {run.path} holds a run already; add --resume to continue it or give another --out")
+    if run.exists:
+        run.check_same(config)
+    else:
+        _check_disk(config, run.path)
+        train = corpus.manifest.splits["train"]
+        run.create(
+            config,
+            facts(
+                config,
+                tokenizer=corpus.manifest.tokenizer.fingerprint,
+                bytes_per_token=train.bytes / train.tokens,
+                peak_flops=config.cluster.peak_flops,
+            ),
+        )
+    return run, config
+
+
+def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
+    assert request.size is not None and request.data is not None
+    vocab = corpus.manifest.tokenizer.vocab
+    layer = {
+        "name": request.out.name if request.out else request.size,
+        "model": {"vocab": -(-vocab // 64) * 64},  # GPUs multiply by multiples of 64 much faster
+        "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
+    }
+    config = load(
+        size=request.size,
+        arch=request.arch,
+        data=layer,
+        cluster=request.cluster,
+        file=request.file,
+        sets=request.sets,
+        over=request.over,
+    )
+    if config.model.vocab < vocab:
+        raise DataError(
+            f"model.vocab={config.model.vocab:,} is smaller than the {vocab:,} of the tokenizer in {request.data}; "
+            "leave model.vocab out or prepare the data with that vocabulary"
+        )
+    return resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
+
+
+def _check_memory(config: RunConfig, nproc: int, devices: Devices) -> None:
+    train, micro = config.train, config.train.micro_batch
+    assert train.dtype != "auto" and micro != "auto", "resolve the recipe first"
+    need = {
+        zero: account.memory(
+            config.model,
+            dtype=train.dtype,
+            zero=zero,
+            ranks=nproc,
+            micro_batch=micro,
+            loss_chunk=train.loss_chunk,
+            recompute=train.recompute,
+        ).total
+        * (1 if devices.gpus else nproc)  # the processes of a CPU node share its memory
+        for zero in range(4)
+    }
+    have, zero = devices.memory_bytes, config.parallel.zero
+    if need[zero] <= have:
+        return
+    fits = [z for z in range(zero + 1, 4) if need[z] <= have]
+    remedy = (
+        f"try --zero {fits[0]}" if fits else "take a smaller --size, more processes on more nodes, or a smaller batch"
+    )
+    raise ConfigError(
+        f"size={config.model.size} needs about {need[zero] / 2**30:,.1f} GiB with --zero {zero} --nproc {nproc}, "
+        f"this {devices.name} has {have / 2**30:,.1f} GiB; {remedy}"
+    )
+
+
+def _check_disk(config: RunConfig, path: Path) -> None:
+    assert config.train.dtype != "auto"
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    # one more than is kept: the next is whole before the oldest goes
+    need = (config.train.keep_last + 1) * account.checkpoint_bytes(config.model, config.train.dtype)
+    free = shutil.disk_usage(there).free
+    if need > free:
+        raise RunError(
+            f"--out {path}: {config.train.keep_last + 1} checkpoints need {need / 2**30:,.1f} GiB and "
+            f"{free / 2**30:,.1f} GiB are free; make room, choose another disk, or --set train.keep_last=1"
+        )

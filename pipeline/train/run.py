@@ -1,0 +1,92 @@
+"""One process's part of a run, assembled from its config: the file to read first."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from pipeline.config.load import CONFIGS, read_toml, reload
+from pipeline.config.schema import RunConfig
+from pipeline.data.loader import Loader
+from pipeline.data.shards import Corpus
+from pipeline.errors import RunError
+from pipeline.parallel.engine import Engine, engine
+from pipeline.parallel.world import World
+from pipeline.track.console import Console
+from pipeline.track.log import Log
+from pipeline.track.tracker import Fan, LocalLog, Tracker
+from pipeline.train import checkpoint
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.loop import Loop
+from pipeline.train.rundir import RunDir
+
+
+def run(path: Path, world: World, *, quiet: bool = False) -> bool:
+    """Train the run in a directory from where it stands; whether it reached its end."""
+    directory = RunDir(path)
+    if world.first:
+        directory.lock()
+    config = reload(directory.config)
+    corpus = _corpus(config)
+    assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
+    rows = config.train.batch_tokens // config.model.seq
+    loader = Loader(corpus, "train", seq=config.model.seq, rows=rows, seed=config.seed)
+    worker = engine(config, world)
+    start, notes = _resume(worker, directory, world)
+    tracker = _tracker(directory, config, world, start, quiet=quiet)
+    tracker.record(
+        {
+            "kind": "event",
+            "time": time.time(),
+            "step": start,
+            "event": "resume" if start else "start",
+            "world": world.size,
+            "notes": "; ".join(notes),
+        }
+    )
+    try:
+        loop = Loop(config, directory, worker, world, tracker, peak_flops(config, world.device))
+        return loop.train(loader, Evaluator(config, corpus, world), start)
+    finally:
+        tracker.close()
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    if config.data.dir is None:
+        raise RunError("data.dir is missing; give --data DIR, made by `launch data prepare`")
+    corpus = Corpus.open(Path(config.data.dir))
+    if config.data.hash != corpus.manifest.hash:
+        raise RunError(
+            f"data.dir={config.data.dir} holds other data ({corpus.manifest.hash}) than the run began on "
+            f"({config.data.hash}); restore it or start anew with another --out"
+        )
+    return corpus
+
+
+def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[str]]:
+    found, notes = checkpoint.find(directory.checkpoints, world)
+    if found is None:
+        return 0, notes
+    checkpoint.load(worker, found, world)
+    return found.step, notes
+
+
+def _tracker(directory: RunDir, config: RunConfig, world: World, start: int, *, quiet: bool) -> Tracker:
+    if not world.first:
+        return Fan([])
+    assert config.train.steps is not None
+    log = Log(directory.log)
+    log.truncate_after(start)
+    return Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
+
+
+def peak_flops(config: RunConfig, device: torch.device) -> float | None:
+    """Of one device: the chosen cluster's, else that of the shipped cluster whose device this is, else unknown."""
+    if config.cluster.peak_flops is not None or device.type != "cuda":
+        return config.cluster.peak_flops
+    name = torch.cuda.get_device_name(device)
+    for path in sorted((CONFIGS / "cluster").glob("*.toml")):
+        table = read_toml(path)["cluster"]
+        if "device" in table and table["device"] in name:
+            return float(table["peak_flops"])
+    return None

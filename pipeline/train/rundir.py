@@ -1,0 +1,137 @@
+"""The run directory: enough to resume, to fit and to draw, with no other service.
+
+config.toml    every setting, resolved          log.jsonl      what happened, append-only
+run.json       N, FLOPs, data: what fits need   checkpoints/   step-00000100/, newest last
+logs/          what each process wrote          error.json     why the last attempt stopped, if it did not finish
+"""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import account
+from pipeline.config.dump import differences, to_toml
+from pipeline.config.load import reload
+from pipeline.config.schema import RunConfig
+from pipeline.errors import RunError, UserError
+from pipeline.track.log import read
+
+# what a resumed run may change: how often it speaks and saves, and where its data and itself lie
+FREE = {"train.log_every", "train.save_every", "train.keep_last", "train.eval_every", "data.dir", "name", "experiment"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        return self.config.exists()
+
+    def create(self, config: RunConfig, facts: dict[str, Any]) -> None:
+        """A new run; config.toml is written last and makes it exist."""
+        try:
+            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            write(self.path / "run.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+            write(self.config, to_toml(config))
+        except OSError as error:
+            raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
+
+    def check_same(self, config: RunConfig) -> None:
+        """A resumed run is the same run: another config is another run."""
+        changed = {k: v for k, v in differences(reload(self.config), config).items() if k not in FREE}
+        if changed:
+            what = ", ".join(f"{k} was {a!r}, now {b!r}" for k, (a, b) in list(changed.items())[:3])
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise RunError(
+                f"--resume {self.path} with another config: {what}{more}; take those back or give a new --out"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last thing that happened is its end."""
+        if not self.log.exists():
+            return False
+        events = [record["event"] for record in read(self.log) if record["kind"] == "event"]
+        return bool(events) and events[-1] == "finish"
+
+    def lock(self) -> int:
+        """Hold the run for this process; the kernel lets go when it dies, however it dies."""
+        handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise RunError(
+                f"run {self.path} is being written by another process; wait for it or give another --out"
+            ) from None
+        return handle
+
+    def fail(self, error: BaseException, step: int | None = None) -> None:
+        """Leave the reason for the launcher; the first process to fail is the cause, so it alone is kept."""
+        fault = {
+            "kind": type(error).__name__,
+            "message": str(error) or repr(error),
+            "user": isinstance(error, UserError),
+        }
+        try:
+            with (self.path / "error.json").open("x", encoding="utf-8") as file:
+                json.dump({**fault, "step": step}, file)
+        except OSError:
+            return  # another rank was first, or the disk is full: the log of this rank still has it
+
+    def fault(self) -> dict[str, Any] | None:
+        try:
+            fault: dict[str, Any] = json.loads((self.path / "error.json").read_text(encoding="utf-8"))
+            return fault
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+
+def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None) -> dict[str, Any]:
+    """What fits and pages need to know of a run, without importing or recomputing anything."""
+    count = account.params(config.model)
+    return {
+        "version": 1,
+        "name": config.name,
+        "experiment": config.experiment,
+        "size": config.model.size,
+        "arch": config.model.arch,
+        "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
+        "flops_per_token": account.flops_per_token(config.model).model,
+        "convention": account.CONVENTION,
+        "vocab": config.model.vocab,
+        "tokenizer": tokenizer,
+        "data": config.data.hash,
+        "bytes_per_token": bytes_per_token,
+        "batch_tokens": config.train.batch_tokens,
+        "steps": config.train.steps,
+        "seq": config.model.seq,
+        "peak_flops": peak_flops,
+    }
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all: a temporary name, synced, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

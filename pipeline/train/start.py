@@ -1,0 +1,101 @@
+"""Start a run's processes on this node, stand between them and the terminal, and say how it ended."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from pipeline.errors import RunError
+from pipeline.track import feed
+from pipeline.train.rundir import RunDir
+
+_WORKER = "pipeline.train.worker"
+_FEED_WAIT_S = 30.0
+
+
+def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> str:
+    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show;
+    raises RunError with one line otherwise."""
+    (run.path / "error.json").unlink(missing_ok=True)
+    logs = run.path / "logs"
+    logs.mkdir(exist_ok=True)
+    feeder, note = feed.start(run.path) if track else None, ""
+    try:
+        with (logs / "torchrun.log").open("ab") as noise:
+            # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
+            agent = subprocess.Popen(
+                _command(run, nproc, logs, quiet=quiet),
+                env=_environment(nproc, gpu=gpu),
+                stderr=noise,
+                start_new_session=True,
+            )
+            code = _wait(agent)
+    finally:
+        if feeder is not None:
+            note = feed.finish(feeder, _FEED_WAIT_S)
+    if code != 0:
+        raise _failure(run, code)
+    return note
+
+
+def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
+    # rank 0 keeps the terminal; what the others print, and all of stderr, goes to files
+    redirects = ",".join(["0:2", *(f"{rank}:3" for rank in range(1, nproc))])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]  # a free port: two runs never collide
+    where = ["--log_dir", str(logs), "--redirects", redirects]
+    return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), *(["--quiet"] if quiet else [])]
+
+
+def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a restarted group must not find dead addresses
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if not gpu:
+        env["DS_ACCELERATOR"] = "cpu"
+    return env
+
+
+def _wait(agent: subprocess.Popen[bytes]) -> int:
+    """Wait for the agent; the first signal asks the workers to save and stop, the second ends them."""
+    asked = False
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os.killpg(agent.pid, signal.SIGKILL)
+            for worker in _workers(agent.pid):
+                worker.kill()
+        asked = True
+        for worker in _workers(agent.pid):
+            worker.send_signal(number)
+
+    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return agent.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _workers(agent: int) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(agent).children(recursive=True)
+        return [child for child in children if _WORKER in child.cmdline()]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _failure(run: RunDir, code: int) -> RunError:
+    fault = run.fault()
+    if fault is None:
+        return RunError(
+            f"run {run.path} ended with code {code} and no reason; see {run.path}/logs; --resume continues it"
+        )
+    if fault["user"]:
+        return RunError(fault["message"])
+    line = str(fault["message"]).splitlines()[0][:300]
+    return RunError(f"run {run.path} failed: {fault['kind']}: {line}; see {run.path}/logs; --resume continues it")

@@ -1,0 +1,38 @@
+"""The edge of a training process: `python -m pipeline.train.worker RUN_DIR [--quiet]`, started by torchrun or srun."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeline.errors import UserError
+from pipeline.parallel.world import World
+from pipeline.train.run import run
+from pipeline.train.rundir import RunDir
+
+
+def main(arguments: list[str]) -> int:
+    """0: finished, or stopped as asked; 2: a person can mend it; 1: a fault of ours or of the machine."""
+    path = Path(arguments[0])
+    try:
+        run(path, World.from_environment(os.environ), quiet="--quiet" in arguments)
+    except UserError as error:
+        RunDir(path).fail(error)
+        return 2
+    except BaseException as error:
+        traceback.print_exc()
+        RunDir(path).fail(error)
+        return 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # threads of gloo or NCCL that wait for a dead peer would keep a failed process from ending
+    os._exit(code)

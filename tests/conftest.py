@@ -1,0 +1,43 @@
+"""What several suites share: the command line as a user calls it, and one small corpus made by it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "launch", *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **more}
+
+
+def launch(
+    *arguments: object, code: int = 0, cwd: Path | None = None, **env: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end and hold its exit code."""
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=280
+    )
+    assert done.returncode == code, (
+        f"exit {done.returncode}, wanted {code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    )
+    return done
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The synthetic source: the same bytes on every machine, so that its losses can be known in advance."""
+    out = tmp_path_factory.mktemp("corpus") / "synthetic"
+    launch(
+        "data", "prepare", "--source", "synthetic", "--out", out, "--vocab-size", 512, "--seed", 1,
+        "--limit-bytes", 1_000_000, "--valid-share", 0.1, "--quiet",
+    )  # fmt: skip
+    return out

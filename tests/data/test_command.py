@@ -1,0 +1,81 @@
+"""The commands as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.data import app
+from pipeline.data.shards import Corpus
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import ConfigError, DataError
+from tests.data.conftest import some_texts, write_jsonl
+
+runner = CliRunner()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_prepare_then_inspect(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(300))
+    arguments = [
+        "prepare",
+        "--source",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+        "--vocab-size",
+        "500",
+        "--valid-share",
+        "0.1",
+    ]
+    first = runner.invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    made = json.loads(first.stdout)
+    assert made["reused"] is False and made["tokenizer"]["vocab"] == 500
+    again = runner.invoke(app, arguments, catch_exceptions=False)
+    assert again.exit_code == 0 and "already there" in again.stdout
+    looked = runner.invoke(app, ["inspect", str(tmp_path / "out"), "--json"], catch_exceptions=False)
+    found = json.loads(looked.stdout)
+    assert found["hash"] == made["hash"] and found["checksums"] == "ok"
+    assert found["splits"]["train"]["tokens"] == made["splits"]["train"]["tokens"]
+    assert found["splits"]["train"]["sample"] in some_texts(300)[0]
+    plain = runner.invoke(app, ["inspect", str(tmp_path / "out")], catch_exceptions=False)
+    assert f"{made['splits']['train']['tokens']:,}" in plain.stdout
+
+
+def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
+    damaged = subprocess.run(["cp", "-r", corpus.path, tmp_path / "copy"], check=False)
+    assert damaged.returncode == 0
+    shard = tmp_path / "copy" / "train-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[100] ^= 4
+    shard.write_bytes(raw)
+    assert isinstance(runner.invoke(app, ["inspect", str(tmp_path / "copy")]).exception, DataError)
+
+
+def test_two_tokenizers_are_one_too_many(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "t.model").write_bytes(tokenizer.model)
+    result = runner.invoke(
+        app,
+        [
+            "prepare",
+            "--source",
+            "python",
+            "--out",
+            str(tmp_path / "o"),
+            "--vocab-size",
+            "500",
+            "--tokenizer",
+            str(tmp_path / "t.model"),
+        ],
+    )
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_help_is_quick() -> None:
+    """It must not import what takes seconds."""
+    slow = "('torch', 'ray', 'datasets', 'pyarrow', 'numpy')"
+    code = f"import sys, launch.data; print([m for m in {slow} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,176 @@
+"""The whole way: same bytes whatever the workers, one line for whatever is wrong, nothing half-written."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.prepare import prepare
+from pipeline.data.recipe import Recipe
+from pipeline.data.shards import MANIFEST, Corpus, Manifest
+from pipeline.data.tokenize import held_out
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
+from tests.data.conftest import some_texts, write_jsonl
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def with_tokenizer(sources: list[Path], tokenizer: Tokenizer, **settings: object) -> Recipe:
+    given = {"sources": tuple(map(str, sources)), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
+    return Recipe.model_validate(given | settings)
+
+
+def make(sources: list[Path], out: Path, tokenizer: Tokenizer, **settings: object) -> Manifest:
+    return prepare(with_tokenizer(sources, tokenizer, **settings), out, model=tokenizer.model)[0]
+
+
+def fails(says: str, sources: list[Path], out: Path, tokenizer: Tokenizer, **settings: object) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        make(sources, out, tokenizer, **settings)
+    assert "\n" not in str(caught.value)
+    assert not (out / MANIFEST).exists()
+
+
+def test_same_bytes_whatever_the_workers(tmp_path: Path) -> None:
+    """Tokenizer training included; one worker is really one at a time."""
+    line = json.dumps({"text": "the shard of the loss " * 40}).encode() + b"\n"
+    write_jsonl(tmp_path / "a.jsonl", some_texts(400)).open("ab").write(line * 9000)
+    (tmp_path / "b.txt").write_text("\n".join(some_texts(30, seed=2)))
+    recipe = Recipe(sources=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), vocab_size=600, valid_share=0.1)
+    results = []
+    for workers in (1, 2):
+        manifest, reused = prepare(recipe, tmp_path / f"out{workers}", workers=workers)
+        assert not reused and len(manifest.splits["train"].shards) > 2
+        results.append(contents(tmp_path / f"out{workers}"))
+    assert results[0] == results[1]
+    assert not any(name.startswith(".work") for name in results[0])
+
+
+def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
+    first = make([source], out, tokenizer)
+    before = contents(out)
+    again, reused = prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model)
+    assert reused and again == first
+    with pytest.raises(DataError, match=r"made with valid_share=0.01, now 0.3"):
+        make([source], out, tokenizer, valid_share=0.3)
+    write_jsonl(source, some_texts(51))
+    with pytest.raises(DataError, match="input files have changed"):
+        make([source], out, tokenizer)
+    assert contents(out) == before
+
+
+def test_only_what_is_missing_is_done(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(30, seed=i)) for i in range(3)]
+    make(sources, tmp_path / "whole", tokenizer)
+    out = tmp_path / "out"
+    # Stop it in the middle: the second source goes bad after the first was done.
+    good = sources[1].read_bytes()
+    stamp = sources[1].stat().st_mtime_ns
+    sources[1].write_bytes(b"{" * len(good))
+    os.utime(sources[1], ns=(stamp, stamp))
+    with pytest.raises(DataError, match=r"malformed=1 .*1.jsonl at 0: not JSON"):
+        prepare(with_tokenizer(sources, tokenizer), out, model=tokenizer.model, malformed_share=0)
+    kept = (out / "train-00000.bin").stat().st_ino
+    sources[1].write_bytes(good)
+    os.utime(sources[1], ns=(stamp, stamp))
+    [record] = out.glob(".work/*/00001.json")
+    record.unlink()
+    (out / "train-00002.bin.dead.part").write_bytes(b"left by a killed writer")
+    make(sources, out, tokenizer)
+    assert (out / "train-00000.bin").stat().st_ino == kept
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_the_split_is_stable_when_data_are_added(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = some_texts(400)
+    for count in (200, 400):
+        write_jsonl(tmp_path / f"{count}.jsonl", texts[:count])
+        make([tmp_path / f"{count}.jsonl"], tmp_path / f"out{count}", tokenizer, valid_share=0.2)
+    few, many = (Corpus.open(tmp_path / f"out{count}").split("valid").documents for count in (200, 400))
+    assert few == sum(held_out(t.encode(), 0.2) for t in texts[:200])
+    assert many == sum(held_out(t.encode(), 0.2) for t in texts)
+
+
+def test_built_in_corpora(tmp_path: Path) -> None:
+    for source in ("python", "synthetic"):
+        manifest, _ = prepare(Recipe(sources=(source,), vocab_size=1000, limit_bytes=400_000), tmp_path / source)
+        share = manifest.sources[0]
+        assert share.bytes > 350_000
+        assert (share.entropy_nats_per_byte is not None) == (source == "synthetic")
+
+
+def test_malformed_documents_are_counted_and_set_aside(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
+    size = source.stat().st_size
+    with source.open("ab") as file:
+        file.write(b'{"text": "\xff"}\n{"text": "   "}\n')
+    manifest = make([source], tmp_path / "out", tokenizer)
+    [stage] = manifest.stages
+    assert stage.dropped == {"malformed": (1, 14), "empty": (1, 3)}
+    assert (stage.documents_in, stage.documents_kept) == (202, 200)
+    [aside] = map(json.loads, (tmp_path / "out" / "malformed.jsonl").read_text().splitlines())
+    assert aside == {"path": str(source), "position": size + 10, "reason": "not UTF-8"}
+
+
+def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def file(name: str, content: bytes) -> Path:
+        (tmp_path / name).write_bytes(content)
+        return tmp_path / name
+
+    out = tmp_path / "out"
+    fails("every file is empty", [file("empty.txt", b"")], out, tokenizer)
+    fails("no document with text", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
+    fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
+    fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)
+    assert not out.exists() or not any(out.iterdir())
+    one = make([file("one.txt", b"a corpus of one document")], out, tokenizer)
+    assert (one.splits["train"].documents, one.splits["valid"].documents) == (1, 0)
+
+
+def test_out_that_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    fails("not made by", [source], tmp_path / "mine", tokenizer)
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+    fails("a.jsonl", [source], source / "below", tokenizer)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small disk takes root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_full_disk_then_room(tmp_path: Path, mount: Path, tokenizer: Tokenizer) -> None:
+    """One line, nothing half-written; with room again the same command finishes, byte for byte."""
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(300))
+    fails("no room left", [source], mount / "out", tokenizer)
+    assert not list(mount.rglob("*.part")) and not list(mount.rglob("*.bin"))
+    subprocess.run(["mount", "-o", "remount,size=8m", mount], check=True)
+    make([source], mount / "out", tokenizer)
+    make([source], tmp_path / "out", tokenizer)
+    assert contents(mount / "out") == contents(tmp_path / "out")
+
+
+def test_read_only_disk(tmp_path: Path, mount: Path, tokenizer: Tokenizer) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
+    subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
+    fails("cannot be written", [source], mount / "out", tokenizer)

@@ -1,0 +1,151 @@
+"""However a file is cut into pieces, its documents come out once, whole and in order; what is malformed is named."""
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.data import read as reading
+from pipeline.data.piece import Kind, Piece
+from pipeline.data.read import Malformed, read
+from pipeline.data.sources import plan
+from pipeline.errors import DataError
+from tests.data.conftest import some_texts, write_jsonl
+
+
+def pieces(path: Path, kind: Kind, cuts: list[int]) -> list[Piece]:
+    edges = sorted({0, path.stat().st_size, *cuts})
+    return [Piece("s", kind, str(path), a, b, b - a) for a, b in pairwise(edges)]
+
+
+def everything(items: list[Piece]) -> list[str | Malformed]:
+    return [item for piece in items for item in read(piece, "text")]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), min_size=1, max_size=8), st.data())
+def test_jsonl_in_any_pieces(tmp_path: Path, texts: list[str], data: st.DataObject) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    cuts = data.draw(st.lists(st.integers(0, path.stat().st_size), max_size=5))
+    assert everything(pieces(path, "jsonl", cuts)) == texts
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.sampled_from("ab\né東𝕏"), min_size=1, max_size=300), st.integers(1, 5))
+def test_text_in_any_pieces(tmp_path: Path, text: str, unit: int) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    size = path.stat().st_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "TEXT_DOCUMENT_BYTES", 16)
+        patch.setattr(reading, "SEEK_BYTES", 8)
+        whole = everything(pieces(path, "text", []))
+        parts = everything(pieces(path, "text", list(range(0, size, 16 * unit))))
+    assert "".join(map(str, whole)) == text
+    assert parts == whole
+
+
+def test_compressed(tmp_path: Path) -> None:
+    texts = some_texts(20)
+    plain = write_jsonl(tmp_path / "a.jsonl", texts).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(plain[:5000]) + zstandard.compress(plain[5000:]))
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        [task] = plan([str(tmp_path / name)], limit_bytes=None, seed=0)
+        assert everything(list(task)) == texts
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_a_truncated_archive_is_an_error(tmp_path: Path, suffix: str) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl", some_texts(200)).read_bytes()
+    packed = gzip.compress(plain) if suffix == "gz" else zstandard.compress(plain)
+    path = tmp_path / f"b.jsonl.{suffix}"
+    path.write_bytes(packed[: len(packed) // 2])
+    [task] = plan([str(path)], limit_bytes=None, seed=0)
+    with pytest.raises(DataError, match="compressed stream is broken"):
+        everything(list(task))
+
+
+def test_parquet_and_datasets(tmp_path: Path) -> None:
+    texts = some_texts(30)
+    table = pyarrow.table({"text": texts, "n": list(range(30))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    for source in (str(tmp_path / "a.parquet"), f"hf:{tmp_path / 'saved'}"):
+        tasks = plan([source], limit_bytes=None, seed=0)
+        assert everything([piece for task in tasks for piece in task]) == texts
+    with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
+        list(read(plan([str(tmp_path / "a.parquet")], limit_bytes=None, seed=0)[0][0], "body"))
+
+
+def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LINE_BYTES", 100)
+    good = b'{"text": "good"}\n'
+    bad = {
+        b'{"text": \n': "not JSON",
+        b'{"text": null}\n': "no text under 'text'",
+        b'["text"]\n': "no text under 'text'",
+        b'{"text": "\\ud800"}\n': "half of a surrogate pair",
+        b'{"text": "\xff"}\n': "not UTF-8",
+        b'{"text": "' + b"x" * 3_000_000 + b'"}\n': "line longer",
+    }
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good + b"".join(line + good for line in bad) + b"\n\n")
+    items = everything(pieces(path, "jsonl", []))
+    assert [i for i in items if isinstance(i, str)] == ["good"] * (len(bad) + 1)
+    named = [i for i in items if isinstance(i, Malformed)]
+    content = path.read_bytes()
+    for item, (line, reason) in zip(named, bad.items(), strict=True):
+        assert item.reason.startswith(reason)
+        start = content.index(line)
+        assert start <= item.position < start + len(line)
+
+
+def test_binary_and_invalid_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\0def")
+    (tmp_path / "b.txt").write_bytes(b"abc\xffdef")
+    [task] = plan([str(tmp_path)], limit_bytes=None, seed=0)
+    a, b = everything(list(task))
+    assert isinstance(a, Malformed) and (a.position, a.reason) == (3, "NUL byte: a binary file")
+    assert isinstance(b, Malformed) and (b.position, b.reason) == (3, "not UTF-8")
+
+
+def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
+    line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
+    (tmp_path / "big.jsonl").write_bytes(line * 9000)
+    for i in range(5):
+        (tmp_path / f"small{i}.jsonl").write_bytes(line)
+    tasks = plan([str(tmp_path)], limit_bytes=None, seed=0)
+    assert len(tasks) == 3 and len(tasks[-1]) == 6
+    assert len(everything([p for t in tasks for p in t])) == 9005
+    limited = plan([str(tmp_path / "small*.jsonl")], limit_bytes=2 * len(line), seed=0)
+    assert len(limited[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        (["{}/nowhere.jsonl"], "no such file"),
+        (["{}/empty"], "no .txt"),
+        (["{}/picture.png"], "unknown suffix '.png'"),
+        (["{}/a.txt", "{}/*.txt"], "reached twice"),
+        (["{}/a.txt", "{}/a.txt"], "given twice"),
+        (["{}/bad.parquet"], "not a parquet file"),
+        (["hf:{}/empty"], "check name"),
+    ],
+)
+def test_sources_that_cannot_be(tmp_path: Path, sources: list[str], says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("a.txt", "picture.png", "bad.parquet"):
+        (tmp_path / name).write_text("hello")
+    with pytest.raises(DataError, match=says) as caught:
+        plan([s.format(tmp_path) for s in sources], limit_bytes=None, seed=0)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,124 @@
+"""Ids against sentencepiece itself, on strings made to break things."""
+
+import io
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.tokenizer import META, Tokenizer, train
+from pipeline.errors import DataError
+from tests.data.conftest import some_texts
+
+AWKWARD = [
+    "<s>",
+    "</s>",
+    "<unk>",
+    "<mask>",
+    "<pad>",
+    "<0x41>",
+    "<0x0A>",
+    META,
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\r\n",
+    "\0",
+    "é",
+    "e\u0301",
+    "\u3000",
+    "\u0085",
+    "\ufeff",
+    "\u200b",
+    "data",
+    "𝕏",
+    "\U0010ffff",
+]
+strings = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=20)), max_size=12).map("".join)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(strings)
+def test_ids_are_sentencepieces_and_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text).tolist()
+    assert tokenizer.decode(ids) == text
+    assert not set(ids) & set(tokenizer.controls.values()), "text injected a control token"
+    if META not in text:
+        assert ids == tokenizer.sentencepiece.encode(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(strings)
+def test_gigatoken_itself_agrees_where_it_is_used(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.fast
+    if META not in text and not any(control in text for control in tokenizer.controls):
+        assert tokenizer._gigatoken.encode(text).tolist() == tokenizer.sentencepiece.encode(text)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"model_type": "unigram"},
+        {"byte_fallback": False},
+        {"user_defined_symbols": ["data"]},
+        {"add_dummy_prefix": True},
+    ],
+    ids=lambda s: next(iter(s)),
+)
+def test_other_models_go_through_sentencepiece(settings: dict[str, object]) -> None:
+    out = io.BytesIO()
+    ours = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "add_dummy_prefix": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(some_texts(200)),
+        model_writer=out,
+        vocab_size=500,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **(ours | settings),
+    )
+    model = Tokenizer(out.getvalue())
+    assert not model.fast
+    for text in [*some_texts(20, seed=5), "ﬁ ＡＢＣ e\u0301 <s> data"]:
+        if model.lossless and META in text:
+            continue
+        assert model.encode(text).tolist() == model.sentencepiece.encode(text)
+
+
+def test_training_is_deterministic() -> None:
+    assert train(some_texts(50), 400) == train(some_texts(50), 400)
+
+
+def test_unigram_is_lossless_too() -> None:
+    model = Tokenizer(train(some_texts(200), 500, kind="unigram"))
+    text = some_texts(10, seed=9)[3]
+    assert model.lossless and not model.fast
+    assert model.decode(model.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("texts", "vocab", "says"),
+    [
+        ([], 400, "no text"),
+        (["too short"], 4096, "at most"),
+        (some_texts(50), 200, "below"),
+        (some_texts(50), 263, "at least"),
+    ],
+)
+def test_impossible_vocabularies_say_what_is_possible(texts: list[str], vocab: int, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        train(texts, vocab)
+    assert f"vocab-size={vocab:,}" in str(caught.value)
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        Tokenizer(b"\x00garbage")

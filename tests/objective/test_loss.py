@@ -1,0 +1,52 @@
+"""The chunked loss against the plain one in double precision."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.objective.loss import next_token_loss
+
+
+def plain(h, weight, targets, z_loss):
+    logits = h @ weight.T
+    nll = F.cross_entropy(logits, targets)
+    return nll + z_loss * logits.logsumexp(-1).square().mean(), nll
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss):
+    g = torch.Generator().manual_seed(0)
+    h, weight = torch.randn(32, 16, generator=g), torch.randn(50, 16, generator=g)
+    targets = torch.randint(50, (32,), generator=g)
+    ours, theirs = (
+        (h.clone().requires_grad_(), weight.clone().requires_grad_()),
+        (
+            h.double().requires_grad_(),
+            weight.double().requires_grad_(),
+        ),
+    )
+    total, nll = next_token_loss(*ours, targets, z_loss=z_loss, chunk=chunk)
+    want_total, want_nll = plain(*theirs, targets, z_loss)
+    torch.testing.assert_close(total.double(), want_total, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(nll.double(), want_nll.detach(), atol=1e-5, rtol=1e-6)
+    (3 * total).backward()  # a scaled gradient, as accumulation gives it
+    (3 * want_total).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_without_gradients_nothing_is_kept_for_them():
+    h, weight = torch.randn(8, 4), torch.randn(10, 4)
+    with torch.no_grad():
+        total, nll = next_token_loss(h, weight, torch.zeros(8, dtype=torch.long), z_loss=0.0, chunk=3)
+    assert not total.requires_grad and total == nll
+
+
+def test_bf16_stays_near_fp32():
+    g = torch.Generator().manual_seed(1)
+    h, weight = torch.randn(64, 32, generator=g), torch.randn(100, 32, generator=g) * 0.2
+    targets = torch.randint(100, (64,), generator=g)
+    _, exact = next_token_loss(h, weight, targets, z_loss=0.0, chunk=16)
+    _, rough = next_token_loss(h.bfloat16(), weight.bfloat16(), targets, z_loss=0.0, chunk=16)
+    assert rough.dtype == torch.float32 and abs(rough - exact) < 2e-2

@@ -1,0 +1,44 @@
+import math
+
+import pytest
+
+from pipeline.config.load import load
+from pipeline.config.schema import WSD, Cosine
+from pipeline.model.build import build
+from pipeline.optim.groups import groups
+from pipeline.optim.schedule import rate
+
+
+def test_wsd_warms_up_stays_and_decays():
+    cfg = WSD(warmup_steps=10, decay_share=0.2, final_share=0.0)
+    rates = [rate(cfg, 1.0, s, 100) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert set(rates[9:80]) == {1.0}
+    assert rates[90] == pytest.approx(1 - math.sqrt(0.5)) and 0 < rates[99] < 0.03
+    assert rates[80:] == sorted(rates[80:], reverse=True)
+
+
+def test_no_decay_share_means_constant():
+    assert {rate(WSD(warmup_steps=0, decay_share=0.0), 1.0, s, 50) for s in range(50)} == {1.0}
+
+
+def test_cosine_ends_above_its_final_share():
+    cfg = Cosine(warmup_steps=10, final_share=0.1)
+    rates = [rate(cfg, 2.0, s, 110) for s in range(110)]
+    assert (
+        rates[10] == 2.0
+        and rates[60] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
+        and rates[109] == pytest.approx(0.2, rel=2e-2)
+    )
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_only_matrices_decay(tied):
+    cfg = load(size="tiny", sets=["model.vocab=64", f"model.tied={tied}"]).model
+    model = build(cfg)
+    decay, kept = groups(model, 0.1)
+    assert decay["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all(p.ndim == 2 for p in decay["params"])
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert {names[id(p)].split(".")[0] for p in kept["params"] if p.ndim == 2} == {"embedding"}
+    assert len(decay["params"]) + len(kept["params"]) == len(names)

@@ -1,0 +1,153 @@
+"""Whole runs through the command line: the same numbers in every world, after every interruption."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import command, environment, launch
+
+STEPS = 12
+TINY = (
+    "--size", "tiny", "--steps", STEPS, "--no-track", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
+    "--set", "train.save_every=4", "--set", "train.eval_every=6", "--set", "train.eval_batches=2",
+    "--set", "optim.lr=0.001",
+)  # fmt: skip
+GOLDEN = {
+    "loss": [6.257097, 6.223464, 6.202396, 6.153066, 6.102397, 6.040997,
+             5.996804, 5.961979, 5.916824, 5.880433, 5.812963, 5.789471],
+    "eval": 5.791740,
+}  # fmt: skip
+
+
+def records(run: Path, kind: str) -> list[dict]:
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def losses(run: Path) -> list[float]:
+    return [r["loss"] for r in records(run, "step")]
+
+
+def hashes(run: Path) -> list[str]:
+    return [r["hash"] for r in records(run, "step")]
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory) -> Path:
+    """Two processes, ZeRO-1, never interrupted: what the others are held against."""
+    out = tmp_path_factory.mktemp("runs") / "base"
+    done = launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out)
+    assert f"step {STEPS}/{STEPS}" in done.stdout and "finished at step 12/12" in done.stdout
+    return out
+
+
+def test_the_golden_run(base):
+    """These numbers change only on purpose."""
+    assert losses(base) == pytest.approx(GOLDEN["loss"], abs=1e-5)
+    assert records(base, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "nproc", "options"),
+    [
+        ("one process", 1, ()),
+        ("accumulating", 2, ("--set", "train.micro_batch=2")),
+        ("zero 0", 2, ("--zero", 0)),
+        ("zero 2", 2, ("--zero", 2)),
+        ("zero 3", 2, ("--zero", 3)),
+        ("recomputing", 1, ("--set", "train.recompute=true", "--zero", 0)),
+        ("accelerate, the referee", 2, ("--engine", "accelerate", "--zero", 0)),
+    ],
+)
+def test_every_layout_trains_the_same_run(base, corpus, tmp_path, name, nproc, options):
+    launch("pretrain", *TINY, "--data", corpus, "--nproc", nproc, "--out", tmp_path / "run", *options)
+    run = tmp_path / "run"
+    assert hashes(run) == hashes(base)
+    assert losses(run) == pytest.approx(losses(base), abs=1e-5)
+    norms, want = ([r["grad_norm"] for r in records(path, "step")] for path in (run, base))
+    assert norms == pytest.approx(want, rel=1e-4)
+    for mine, theirs in zip(records(run, "eval"), records(base, "eval"), strict=True):
+        assert (mine["loss"], mine["bpb"]) == pytest.approx((theirs["loss"], theirs["bpb"]), abs=1e-5)
+
+
+def test_bf16_stays_near_fp32(base, corpus, tmp_path):
+    """Three steps: a CPU without bf16 units emulates them."""
+    short = ("--steps", 3, "--set", "optim.schedule.decay_share=0", "--dtype", "bf16")
+    launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", tmp_path / "run", *short)
+    assert losses(tmp_path / "run") == pytest.approx(losses(base)[:3], abs=2e-2)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, corpus, tmp_path, zero):
+    out = tmp_path / "run"
+    options = ("--data", corpus, "--nproc", 2, "--out", out, "--zero", zero)
+    if zero != 1:  # an undisturbed run of its own to compare with, bit for bit
+        base = tmp_path / "whole"
+        launch("pretrain", *TINY, *options[:-3], base, "--zero", zero)
+    process = subprocess.Popen(
+        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    for line in process.stdout:
+        if line.startswith("step  5/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait(120) == 0, rest
+    assert "interrupt" in rest and f"continue with: launch pretrain --resume --out {out}" in rest
+    stopped = losses(out)
+    assert 5 <= len(stopped) < STEPS
+    done = launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
+    assert "finished at step 12/12" in done.stdout
+    assert losses(out) == losses(base) and hashes(out) == hashes(base)
+    assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
+
+
+def test_a_killed_run_forgets_what_its_checkpoint_does_not_know(base, corpus, tmp_path):
+    """kill -9 past a checkpoint: the log is cut back to it and grows the same again."""
+    out = tmp_path / "run"
+    options = ("--data", corpus, "--nproc", 2, "--out", out)
+    process = subprocess.Popen(
+        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    for line in process.stdout:
+        if line.startswith("step  7/"):
+            break
+    ranks = subprocess.run(
+        ["pgrep", "-f", f"pipeline.train.worker {out}"], capture_output=True, text=True
+    ).stdout.split()
+    for pid in ranks:
+        os.kill(int(pid), signal.SIGKILL)
+    process.stdout.read()
+    assert process.wait(120) == 2
+    launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
+    assert losses(out) == losses(base) and hashes(out) == hashes(base)
+
+
+def test_resuming_a_finished_run_says_so(base):
+    before = (base / "log.jsonl").read_bytes()
+    began = time.monotonic()
+    done = launch("pretrain", "--resume", "--out", base, "--nproc", 2, "--no-track")
+    assert "finished at step 12/12" in done.stdout and time.monotonic() - began < 60
+    assert (base / "log.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(base, out)
+    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    victim = max(newest.rglob("*.pt"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    log = out / "log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line))
+    launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
+    resumed = [r for r in records(out, "event") if r["event"] == "resume"]
+    assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]
+    assert losses(out) == losses(base)
