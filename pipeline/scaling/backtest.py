@@ -15,6 +15,7 @@ from pipeline.scaling.starts import screened
 
 CUTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # share of the points, by compute, that a fit may see
 STARTS = 6
+ROUGH = 1e-6  # relative, of the objective: errors are wanted to a hundredth of themselves
 ENOUGH = 8  # errors, before their 95th percentile means anything
 VALLEY = 0.025  # loss above the best for its compute, relative, at which a point counts half
 NEIGHBOUR = 1.2  # budgets within 20% are one
@@ -69,7 +70,7 @@ def focus(points: Points, law: Law) -> Array:
 
 def waste(fit: Fit, points: Points, loss: Array) -> Array:
     """How badly N and D are split, as the law sees it: log of the predicted loss over the best for that compute."""
-    best = optimum(fit, points.C)
+    best = optimum(fit, points.C, points.experts)
     return np.zeros(len(points)) if best is None else np.maximum(np.log(loss / best.loss), 0)
 
 
@@ -91,7 +92,7 @@ def backtest(points: Points, law: Law) -> Backtest | None:
         weights.append(np.repeat(weight[None], len(starts[-1]), axis=0))
     if not edges:
         return None
-    theta, value = descend(points, law, x, np.concatenate(starts), np.concatenate(weights))
+    theta, value = descend(points, law, x, np.concatenate(starts), np.concatenate(weights), tolerance=ROUGH)
     bounds = np.cumsum([len(tried) for tried in starts])[:-1]
     found = [t[np.argmin(v)] for t, v in zip(np.split(theta, bounds), np.split(value, bounds), strict=True)]
     tests = [forward(Fit(law, best, x, points, 0.0, 0.0), edge) for best, edge in zip(found, edges, strict=True)]

@@ -60,7 +60,14 @@ def fit(points: Points, law: Law, *, weights: Array | None = None, full_grid: bo
 
 
 def descend(
-    points: Points, law: Law, x: Inputs, starts: Array, weights: Array | None = None, frozen: int | None = None
+    points: Points,
+    law: Law,
+    x: Inputs,
+    starts: Array,
+    weights: Array | None = None,
+    *,
+    frozen: int | None = None,
+    tolerance: float = 1e-11,
 ) -> tuple[Array, Array]:
     """Minimise from every start; `weights` (R, n) makes each row a resample of its own, `frozen` holds a parameter."""
     target = np.log(points.loss)
@@ -88,7 +95,10 @@ def descend(
             normal[:, frozen, frozen] = 1
         return normal
 
-    parts = [minimize(shifted(objective, at), shifted(metric, at), starts[at]) for at in chunks(len(starts))]
+    parts = [
+        minimize(shifted(objective, at), shifted(metric, at), starts[at], tolerance=tolerance)
+        for at in chunks(len(starts))
+    ]
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 

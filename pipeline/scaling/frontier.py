@@ -23,29 +23,34 @@ def flops_per_parameter_token(points: Points) -> float:
     return float(np.median(points.C / (points.N * points.D)))
 
 
-def at(points: Points, C: Array, N: Array, D: Array) -> Points:
-    """Places without a loss, in the same convention."""
+def at(
+    points: Points, C: Array, N: Array, D: Array, *, run: tuple[str, ...] | None = None,
+    experts: Array | None = None, unique: Array | None = None,
+) -> Points:  # fmt: skip
+    """Places without a loss, in the convention of these points."""
     return replace(
-        points, C=C, N=N, D=D, loss=np.full_like(C, np.nan), run=("",) * len(C), experts=None, unique=None, dropped=()
-    )
+        points, C=C, N=N, D=D, loss=np.full_like(C, np.nan), run=run or ("",) * len(C), experts=experts, unique=unique,
+        dropped=(),
+    )  # fmt: skip
 
 
-def exponents(fit: Fit, experts: float = 1.0) -> tuple[float, float] | None:
-    """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them."""
-    terms = fit.law.balance(fit.values, experts)
+def exponents(fit: Fit) -> tuple[float, float] | None:
+    """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them (of dense models, where it knows experts)."""
+    terms = fit.law.balance(fit.values, 1.0)
     if terms is None:
         return None
     _, alpha, _, beta = terms
     return beta / (alpha + beta), alpha / (alpha + beta)
 
 
-def optimum(fit: Fit, C: Array, experts: float = 1.0) -> Optimum | None:
+def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
     """Hoffmann et al., equation 4; None for laws that know only compute."""
-    terms = fit.law.balance(fit.values, experts)
-    if terms is None:
+    many = np.ones_like(C) if experts is None else experts
+    terms = [fit.law.balance(fit.values, float(m)) for m in many]
+    if any(term is None for term in terms):
         return None
-    A, alpha, B, beta = terms
+    A, alpha, B, beta = np.array(terms, dtype=float).reshape(-1, 4).T
     unit = C / flops_per_parameter_token(fit.points)
     N = (alpha * A / (beta * B) * unit**beta) ** (1 / (alpha + beta))
     D = unit / N
-    return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D)))
+    return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))

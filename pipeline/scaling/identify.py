@@ -22,7 +22,7 @@ class Profile:
 def profile(fit: Fit, values: int = 41) -> Profile | None:
     """Refit with E held at each of many values; None for a law without E or without points to spare."""
     spare = len(fit.points) - len(fit.theta)
-    if "E" not in fit.law.parameters or spare < 1 or fit.objective <= 0:
+    if "E" not in fit.law.parameters or spare < 1 or fit.objective < 1e-12:
         return None
     least = float(fit.points.loss.min())
     held = np.unique(np.append(np.linspace(0.02, 0.995, values) * least, np.exp(fit.theta[0])))
@@ -32,7 +32,7 @@ def profile(fit: Fit, values: int = 41) -> Profile | None:
     objective = descend(fit.points, fit.law, fit.inputs, starts, weights, frozen=0)[1] * DELTA
     # Scatter beyond δ is Laplace-like, its scale unknown: 2·n·log(S / S_min) against χ²₁ = 3.84.
     level = fit.objective * np.exp(3.84 / (2 * spare))
-    inside = held[objective <= level]
+    inside = held[(objective <= level) | (held == np.exp(fit.theta[0]))]
     low = 0.0 if inside.min() <= held[0] else float(inside.min())
     return Profile(held, objective, low, float(inside.max()))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import ENOUGH, Backtest, backtest, focus, waste
 from pipeline.scaling.bootstrap import bootstrap
 from pipeline.scaling.choose import LAWS, check, check_law, choose
@@ -25,8 +25,9 @@ class Study:
     """A fit with its uncertainty, and its warnings in plain words."""
 
     name: str
-    fit: Fit
-    scatter: Scatter
+    fit: Fit  # all points alike: the parameters, N* and D*
+    near: Fit  # the same law for forecasting losses, focused where that was asked for
+    scatter: Scatter  # about `near`
     backtest: Backtest | None
     profile: Profile | None
     minima: Minima | None
@@ -34,20 +35,22 @@ class Study:
     warnings: tuple[str, ...]
 
     def optimum(self, C: Array) -> Optimum | None:
-        """The compute-optimal N and D, where the law or the valleys know them."""
-        if self.minima is None:
-            return optimum(self.fit, C)
-        N, D = self.minima.path(C)
-        return Optimum(C, N, D, self.fit.predict(at(self.fit.points, C, N, D)))
+        """The compute-optimal N and D, where the law or the valleys know them, and the loss foretold there."""
+        if self.minima is not None:
+            N, D = self.minima.path(C)
+        elif (best := optimum(self.fit, C)) is not None:
+            N, D = best.N, best.D
+        else:
+            return None
+        return Optimum(C, N, D, self.near.predict(at(self.fit.points, C, N, D)))
 
     def interval(self, places: Points) -> tuple[Array, Array, Array]:
-        """Loss and its 95% interval at each place, from backtests where there are enough of them."""
-        loss = self.fit.predict(places)
+        """Loss and its 95% interval at each place: what backtests show, and never less than the scatter allows."""
+        loss = self.near.predict(places)
+        half = self.scatter.half_width(places)
         if self.backtest is not None and len(self.backtest.errors) >= ENOUGH:
             ratio = places.C / self.fit.points.C.max()
-            half = self.backtest.half_width(ratio, waste(self.fit, places, loss))
-        else:
-            half = self.scatter.half_width(places)
+            half = np.fmax(half, self.backtest.half_width(ratio, waste(self.near, places, loss)))
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
     def band(self, C: Array) -> dict[str, Array]:
@@ -67,7 +70,6 @@ class Study:
             "objective": self.fit.objective,
             "exponents": None if split is None else {"a": split[0], "b": split[1]},
             "points": {"used": len(self.fit.points), "dropped": list(self.fit.points.dropped)},
-            "weights": "all points alike" if self.fit.weights is None else "near the largest compute and the best loss",
             "convention": self.fit.points.convention,
             "starts_agreeing": self.fit.agreement,
             "backtest": None if self.backtest is None else {
@@ -90,7 +92,8 @@ class Study:
                 name: {"value": value, "se": float(errors[i]), "low": float(low[i]), "high": float(high[i])}
                 for i, (name, value) in enumerate(values.items())
             }
-        errors, t = self.scatter.standard_errors(), self.scatter.t
+        even = scatter(self.fit)
+        errors, t = even.standard_errors(), even.t
         return {
             name: {"value": value, "se": se, **span(name, value, t * se)}
             for (name, value), se in zip(values.items(), map(float, errors), strict=True)
@@ -110,8 +113,8 @@ def study(
 ) -> Study:
     """Fit the named law, or with `auto` the one that forecasts best of those the points can determine.
 
-    A forecast is `focused` (see backtest.focus), and so is `auto`; a law asked for by name weighs all points alike,
-    as its authors did.
+    Parameters, N* and D* always come from all points alike. Losses are forecast `focused` (see backtest.focus): with
+    `auto`, and where it is asked for.
     """
     check(points)
     if law not in NAMES:
@@ -120,26 +123,44 @@ def study(
     if law in ("isoflop", "parabola", "envelope"):
         minima = envelope(points) if law == "envelope" else isoflop(points, "akima" if law == "isoflop" else "parabola")
         notes += minima.notes
-        chosen = LAWS["compute" if len(minima.points) >= 4 else "power"]
         points = minima.points
+        chosen = LAWS["compute" if len(points) >= 4 else "power"]
     elif law == "auto":
         chosen, test, why = choose(points)
         notes += why
     else:
         chosen = LAWS["chinchilla" if law == "vpnls" else law]
     check_law(points, chosen)
-    weigh = law == "auto" if focused is None else focused
-    if law == "vpnls":
-        result = vpnls(points)
-    else:
-        spare = minima is None and len(points) > len(chosen.parameters) + 2
-        result = fit(points, chosen, weights=focus(points, chosen) if weigh and spare else None, full_grid=full_grid)
-    if test is None and weigh:
-        test = backtest(points, chosen)
-    spread = scatter(result)
+    result = vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid)
+    near = result
+    if law == "auto" if focused is None else focused:
+        test = test or backtest(points, chosen)
+        if minima is None and len(points) > len(chosen.parameters) + 2:
+            near = fit(points, chosen, weights=focus(points, chosen))
+            minima, why = valleys_instead(result)
+            notes += why
     of_e = None if law == "vpnls" else profile(result)
     draws = None
-    if resamples and law != "vpnls" and spread.freedom > 0:
+    if resamples and law != "vpnls" and len(points) > len(chosen.parameters):
         draws = result.law.natural(bootstrap(result, resamples), result.inputs)
     name = chosen.name if law == "auto" else law
-    return Study(name, result, spread, test, of_e, minima, draws, (*notes, *doubts(result, spread, of_e)))
+    said = (*notes, *doubts(result, scatter(result), of_e))
+    return Study(name, result, near, scatter(near), test, of_e, minima, draws, said)
+
+
+def valleys_instead(result: Fit) -> tuple[Minima | None, list[str]]:
+    """Measured isoFLOP valleys, where there are enough and the law's N* lies elsewhere."""
+    try:
+        found = isoflop(result.points)
+    except DataError:
+        return None, []
+    law = optimum(result, found.points.C)
+    if law is None or len(found.points) < 4:
+        return None, []
+    off = float(np.median(np.abs(np.log(law.N / found.points.N))))
+    if off < 0.1:
+        return None, []
+    return found, [
+        f"The law's N* lies {np.expm1(off):.0%} off the measured valleys, so N* and D* are read from the valleys: the "
+        f"law describes the losses, not their minima."
+    ]

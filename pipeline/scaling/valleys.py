@@ -100,9 +100,15 @@ def envelope(points: Points, steps: int = 60) -> Minima:
             curve = curves[best]
             D = float(np.exp(np.interp(np.log(C), np.log(curve.C), np.log(curve.D))))
             rows.append((float(curve.N[0]), D, float(C), float(np.exp(losses[best, column]))))
-    if len(rows) < 5:
+    # The smallest and the largest size win also where a size beyond them would: such stretches are edges.
+    inner = [row for row in rows if points.N.min() < row[0] < points.N.max()]
+    notes = ["Curves along a run are not annealed: finished runs do better than their envelope."]
+    if len({row[0] for row in inner}) < 3:
+        inner = rows
+        notes.append("Too few sizes to leave out the edges of the envelope: its exponents lean on the grid of sizes.")
+    if len(inner) < 5:
         raise DataError("law=envelope: the curves hardly overlap in compute; train sizes whose budgets overlap")
-    return through(points, rows, ["Curves along a run are not annealed: finished runs do better than their envelope."])
+    return through(points, inner, notes)
 
 
 def through(points: Points, rows: list[tuple[float, float, float, float]], notes: list[str]) -> Minima:

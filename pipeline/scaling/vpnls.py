@@ -8,6 +8,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 from scipy import optimize
 
 from pipeline.scaling.fit import Fit
@@ -28,10 +29,11 @@ def vpnls(points: Points) -> Fit:
 
     grid = [float(g) for g in np.geomspace(0.03, 1.5, 16)]
     ranked = sorted(itertools.product(grid, grid), key=lambda pair: solve(*pair)[1])
-    found = [
-        optimize.minimize(lambda pair: solve(pair[0], pair[1])[1], list(start), method="Nelder-Mead", tol=1e-13)
-        for start in ranked[:4]
-    ]
+
+    def error(pair: npt.NDArray[np.float64]) -> float:
+        return solve(float(pair[0]), float(pair[1]))[1]
+
+    found = [optimize.minimize(error, list(start), method="Nelder-Mead", tol=1e-13) for start in ranked[:4]]
     best = min(found, key=lambda result: float(result.fun))
     alpha, beta = (float(value) for value in best.x)
     linear, norm = solve(alpha, beta)
