@@ -1,4 +1,4 @@
-"""`launch fit | forecast | score | report`: from runs to a law, from the law to a run foretold."""
+"""`launch fit | forecast | score | report | sweep`: from runs to a law, from the law to a run foretold."""
 
 import time
 from collections.abc import Callable
@@ -202,5 +202,8 @@ EXAMPLES: dict[Callable[..., None], str] = {
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
+    from launch import sweep
+
+    app.add_typer(sweep.app, name="sweep")
     for command, examples in EXAMPLES.items():
         app.command(epilog=f"Examples:  {examples}")(command)

@@ -77,6 +77,23 @@ def print_scores(data: dict[str, Any]) -> None:
             f"{so_far['mean_absolute_error']:.2%} off on average", highlight=False)  # fmt: skip
 
 
+def print_plan(data: dict[str, Any]) -> None:
+    from pipeline.scaling.figures import count, power
+
+    title = f"{data['kind']} sweep {data['experiment']}"
+    console, table = _table(title, "run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "GiB per rank", "hours")
+    for run in data["runs"]:
+        table.add_row(
+            run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}", power(run["C"]),
+            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}", f"{run['memory_bytes'] / 2**30:.1f}",
+            "–" if run["hours"] is None else f"{run['hours']:.3g}",
+        )  # fmt: skip
+    console.print(table)
+    total = data["total"]
+    time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another at 40% MFU"
+    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}", highlight=False)
+
+
 def _table(title: str, *columns: str) -> tuple[Any, Any]:
     from rich.console import Console
     from rich.table import Table

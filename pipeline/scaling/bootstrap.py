@@ -15,4 +15,4 @@ def bootstrap(fit: Fit, count: int, seed: int = 0) -> Array:
     draws = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), count)
     weights = draws.astype(float)[:, cluster] * (1.0 if fit.weights is None else fit.weights)
     starts = np.repeat(fit.theta[None], count, axis=0)
-    return descend(fit.points, fit.law, fit.inputs, starts, weights)[0]
+    return descend(fit.points, fit.law, fit.inputs, starts, weights, tolerance=1e-8)[0]

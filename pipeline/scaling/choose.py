@@ -69,11 +69,13 @@ def choose(points: Points) -> tuple[Law, Backtest | None, list[str]]:
     runs = len(points)
     if runs >= 5 + SPARE and not tangled(points):
         return by_backtest(points)
-    why = (
-        "N and D grow together in these runs, so their effects cannot be told apart"
-        if runs >= 5 + SPARE
-        else f"{runs} runs cannot determine the five parameters of L = E + A·N^−α + B·D^−β"
-    )
+    sizes = len(np.unique(points.N))
+    if runs < 5 + SPARE:
+        why = f"{runs} runs cannot determine the five parameters of L = E + A·N^−α + B·D^−β"
+    elif sizes < 3:
+        why = f"{sizes} size{'s' * (sizes > 1)} cannot tell what N does; add runs of {3 - sizes} other sizes or more"
+    else:
+        why = "N and D grow together in these runs, so their effects cannot be told apart"
     if points.D.max() < 1.1 * points.D.min():
         why += f". All runs saw the same {count(points.D[0])} tokens, so this is about size alone"
     if runs >= 3 + SPARE:

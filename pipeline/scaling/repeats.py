@@ -17,19 +17,26 @@ class DataConstrained:
     parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta", "R_D", "R_N")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
-        """Central differences: the parameters' saturation hangs on all the others through N*(U)."""
-        step = 1e-6
-        nudge = step * np.eye(theta.shape[1])
-        slopes = [(self._value(theta + by, x) - self._value(theta - by, x)) / (2 * step) for by in nudge]
-        return self._value(theta, x), np.stack(slopes)
-
-    def _value(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, b, beta, r_d, r_n = (column[:, None] for column in theta.T)
+        alpha, beta = np.maximum(alpha, 1e-6), np.maximum(beta, 1e-6)
         # N*(U): where a parameter more and a token more help alike, αA·N^−α = βB·D^−β.
-        balanced = np.log(np.maximum(alpha, 1e-6) / np.maximum(beta, 1e-6)) + a - b + beta * x.u
-        u_n = np.minimum(x.n, balanced / np.maximum(alpha, 1e-6))
-        value, _ = mix(e, a - alpha * saturated(x.n, u_n, r_n), b - beta * saturated(x.d, x.u, r_d))
-        return value
+        level = np.log(alpha / beta) + a - b + beta * x.u
+        short = level / alpha < x.n  # fewer parameters than N can be filled
+        s_n, by_u, by_r_n = saturated(x.n, np.where(short, level / alpha, x.n), r_n)
+        s_d, _, by_r_d = saturated(x.d, x.u, r_d)
+        value, (floor, first, second) = mix(e, a - alpha * s_n, b - beta * s_d)
+        through = -alpha * by_u * short  # what N*(U) passes on of the parameters it is made of
+        return value, np.stack(
+            [
+                floor,
+                first * (1 + through / alpha),
+                first * (-s_n + through * (1 - level) / alpha**2),
+                second - first * through / alpha,
+                -second * s_d + first * through * (x.u - 1 / beta) / alpha,
+                -second * beta * by_r_d,
+                -first * alpha * by_r_n,
+            ]
+        )
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, b, beta, r_d, r_n = theta.T
@@ -43,9 +50,10 @@ class DataConstrained:
         return values["A"], values["alpha"], values["B"], values["beta"]
 
 
-def saturated(log_used: Array, log_distinct: Array, log_half: Array) -> Array:
-    """log of U·(1 + R*·(1 − exp(−R/R*))), R = used/U − 1 repeats."""
+def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Array, Array]:
+    """log of U·(1 + R*·(1 − exp(−R/R*))) for R = used/U − 1 repeats, in logs, and its slopes by log U and log R*."""
     half = np.exp(np.clip(log_half, -5, 12))
-    repeats = np.expm1(np.clip(log_used - log_distinct, 0, 50))
-    worth: Array = log_distinct + np.log1p(-half * np.expm1(-repeats / half))
-    return worth
+    repeats = np.expm1(np.clip(used - distinct, 0, 50))
+    left = np.exp(-repeats / half)
+    worth = 1 + half * (1 - left)
+    return distinct + np.log(worth), 1 - left * (repeats + 1) / worth, (half * (1 - left) - repeats * left) / worth

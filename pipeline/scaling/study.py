@@ -150,6 +150,8 @@ def study(
 
 def valleys_instead(result: Fit) -> tuple[Minima | None, list[str]]:
     """Measured isoFLOP valleys, where there are enough and the law's N* lies elsewhere."""
+    if result.points.experts is not None or result.points.unique is not None:
+        return None, []  # a budget's valley then mixes architectures, or fresh data with repeated
     try:
         found = isoflop(result.points)
     except DataError:

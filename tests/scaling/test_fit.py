@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ def grid(noise: float = 0.0, count: int = 7, seed: int = 0) -> Points:
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_gradients_match_differences(law: Law) -> None:
     points = grid(0.01, 4)
+    rows = np.arange(len(points))
+    points = replace(points, experts=1.0 + rows % 3, unique=points.D / (1 + rows % 5))
     x = Inputs.of(points)
     theta = screened(points, law, x, 2) + 0.1
     value, gradient = law.log_loss(theta, x)
@@ -111,6 +114,15 @@ def test_the_scatter_interval_covers() -> None:
 def bad(loss: list[float], C: list[float]) -> Points:
     c = np.array(C)
     return Points(c, c, c, np.array(loss), tuple("abcdefgh"[: len(c)]), "made")
+
+
+def test_one_size_only() -> None:
+    D = np.geomspace(1e8, 1e11, 12)
+    N = np.full_like(D, 1e7)
+    points = Points(N, D, 6 * N * D, true_loss(N, D), tuple(map(str, range(12))), "made")
+    assert "1 size cannot tell what N does; add runs of 2 other sizes" in study(points).warnings[0]
+    with pytest.raises(DataError, match="all runs have N = 10M; add runs of two other sizes"):
+        study(points, "chinchilla")
 
 
 @pytest.mark.parametrize(
