@@ -169,11 +169,21 @@
 
   const GREEK = { alpha: "α", beta: "β", gamma: "γ" };
   const number = (x) => (x == null ? "–" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(4)));
+  // The law with its figures in place: L = 1.69 + 482·N^−0.348 + … where the formula is one of sums of powers.
+  const numbers = (fit) => {
+    const p = Object.fromEntries(Object.entries(fit.parameters).map(([k, v]) => [k, String(+v.value.toPrecision(3)).replace("-", "−")]));
+    switch (fit.formula) {
+      case "L = K·C^−g": return `L = ${p.K} · C^−${p.g}`;
+      case "L = E + K·C^−g": return `L = ${p.E} + ${p.K} · C^−${p.g}`;
+      case "L = E + A·N^−α + B·D^−β": return `L = ${p.E} + ${p.A} · N^−${p.alpha} + ${p.B} · D^−${p.beta}`;
+      default: return "";
+    }
+  };
   function law() {
     const fit = data.fit;
-    $("warnings").replaceChildren(...fit.warnings.map((w) => el("li", { textContent: w })));
+    $("warnings").replaceChildren(...fit.warnings.map((w) => el("li", {}, ...typeset(w))));
     if (!fit.law) return;
-    $("formula").replaceChildren(...typeset(fit.formula));
+    $("formula").replaceChildren(...typeset(numbers(fit)), el("span", { className: "quiet" }, " ", ...typeset(fit.formula)));
     $("plain").textContent = fit.plain;
     const row = (tag, cells) => el("tr", {}, ...cells.map((c) => el(tag, { textContent: c })));
     $("parameters").replaceChildren(
