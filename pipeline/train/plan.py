@@ -17,6 +17,9 @@ from pipeline.recipe import resolve
 from pipeline.train.rundir import RunDir, facts
 
 
+_VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
+
+
 @dataclass(frozen=True, slots=True)
 class Devices:
     """What this node trains on."""
@@ -64,7 +67,7 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
         raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
     if request.data is None:
         raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
-    corpus = Corpus.open(request.data)
+    corpus = _corpus(request.data)
     config = _config(request, corpus, devices)
     _check_memory(config, request.nproc, devices)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
@@ -85,6 +88,13 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
             ),
         )
     return run, config
+
+
+def _corpus(path: Path) -> Corpus:
+    """Opened with its checksums held, unless reading it all would take minutes: `launch data inspect` does it then."""
+    corpus = Corpus.open(path)
+    size = sum(file.stat().st_size for file in path.rglob("*.bin"))
+    return Corpus.open(path, verify=True) if size < _VERIFY_BYTES else corpus
 
 
 def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
