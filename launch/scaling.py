@@ -121,7 +121,9 @@ def forecast(
     if cluster is not None:
         data["cost"] = foretell.cost(sum(one.C for one in made), cluster, gpus)
     if register:
-        data["registered"] = [str(path) for path in put_on_record(done, made, runs, experiment, points, forecasts)]
+        paths = put_on_record(done, made, runs, experiment, points, forecasts)
+        data["registered"] = [str(path) for path in paths]
+        data["warnings"] += [said] if (said := copied(paths, runs, experiment)) else []
     print_json(data) if as_json else print_forecast(data, [one.to_json() for one in made])
 
 
@@ -133,6 +135,14 @@ def put_on_record(
 
     where = folder or record_of(runs, experiment, points)
     return [register(where, one, finite(done.to_json()), now=time.time()) for one in made]
+
+
+def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
+    """To MLflow as well, where there is an experiment to put it in."""
+    from pipeline.scaling.mlflow_runs import keep
+
+    name = experiment or (runs.resolve().name if runs else None)
+    return keep(name, paths) if name else None
 
 
 def record_of(runs: Path | None, experiment: str | None, points: Path | None) -> Path:

@@ -20,7 +20,9 @@ def print_fit(data: dict[str, Any]) -> None:
     if data["exponents"]:
         console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}", highlight=False)
     used, dropped = data["points"]["used"], data["points"]["dropped"]
-    console.print(f"{used} points, objective {data['objective']:.6g}", highlight=False)
+    console.print(
+        f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}", highlight=False
+    )
     if data["backtest"]:
         error = data["backtest"]["mean_absolute_error"]
         console.print(

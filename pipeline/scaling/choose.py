@@ -76,16 +76,17 @@ def choose(points: Points) -> tuple[Law, Backtest | None, list[str]]:
         why = f"{sizes} size{'s' * (sizes > 1)} cannot tell what N does; add runs of {3 - sizes} other sizes or more"
     else:
         why = "N and D grow together in these runs, so their effects cannot be told apart"
-    if points.D.max() < 1.1 * points.D.min():
-        why += f". All runs saw the same {count(points.D[0])} tokens, so this is about size alone"
+    notes = []
+    if sizes > 1 and points.D.max() < 1.1 * points.D.min():
+        notes = [f"All runs saw the same {count(points.D[0])} tokens: this law is about size alone, at that length."]
     if runs >= 3 + SPARE:
         said = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more(points)}"
-        return LAWS["compute"], backtest(points, LAWS["compute"]), [said]
+        return LAWS["compute"], backtest(points, LAWS["compute"]), [said, *notes]
     said = (
         f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so it is too "
         f"optimistic far beyond the last run: read it within the measured range. {more(points)}"
     )
-    return LAWS["power"], None, [said]
+    return LAWS["power"], None, [said, *notes]
 
 
 def by_backtest(points: Points) -> tuple[Law, Backtest | None, list[str]]:

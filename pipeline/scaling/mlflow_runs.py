@@ -1,5 +1,7 @@
 """Read an experiment from MLflow as run directories are read: the same runs, from the copy that a server keeps."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,8 @@ NUMBERS = {"total", "active", "non_embedding", "scaling", "steps", "bytes_per_to
 
 def read_experiment(name: str) -> list[Run]:
     """Every run of an experiment in the configured store (MLFLOW_TRACKING_URI, or the local database)."""
-    store.quicken()
-    uri = store.resolve("")
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+    uri = _store()
+    if uri is None:
         raise RunError(f"experiment={name}: no runs/{name} here and no MLflow store; set MLFLOW_TRACKING_URI")
     try:
         from mlflow import MlflowClient
@@ -37,6 +38,28 @@ def read_experiment(name: str) -> list[Run]:
             f"experiment={name} holds no run of ours in {store.public(uri)}; train one with `launch pretrain`"
         )
     return sorted(ours, key=lambda run: (run.N, run.name))
+
+
+def _store() -> str | None:
+    """The configured store; None where it would be a local database that is not there."""
+    store.quicken()
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table it looks at
+    uri = store.resolve("")
+    return None if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists() else uri
+
+
+def keep(experiment: str, paths: Sequence[Path]) -> str | None:
+    """Copy registered forecasts to the experiment's own run; what went wrong, if it did: the files are the record."""
+    uri = _store()
+    if uri is None:
+        return None  # nobody here uses MLflow
+    try:
+        there = store.Store(uri)
+        run_id, _ = there.open(experiment, "forecasts", f"forecasts-{experiment}", None)
+        there.upload(run_id, paths)
+    except Exception as error:  # a server may fail in any way, and none may cost the forecast
+        return f"MLflow has no copy of this forecast ({store.reason(error)}); the file is the record."
+    return None
 
 
 def read(client: Any, run: Any) -> Run | None:

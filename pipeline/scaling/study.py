@@ -67,6 +67,7 @@ class Study:
             "law": self.name,
             "formula": self.fit.law.formula,
             "parameters": self.parameters(),
+            "errors_from": "scatter" if self.draws is None else "bootstrap",
             "objective": self.fit.objective,
             "exponents": None if split is None else {"a": split[0], "b": split[1]},
             "points": {"used": len(self.fit.points), "dropped": list(self.fit.points.dropped)},
@@ -141,7 +142,8 @@ def study(
             notes += why
     of_e = None if law == "vpnls" else profile(result)
     draws = None
-    if resamples and law != "vpnls" and len(points) > len(chosen.parameters):
+    # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
+    if resamples and law != "vpnls" and len(set(points.run)) >= 4 * len(chosen.parameters):
         draws = result.law.natural(bootstrap(result, resamples), result.inputs)
     name = chosen.name if law == "auto" else law
     said = (*notes, *doubts(result, scatter(result), of_e))

@@ -63,6 +63,7 @@ def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
     assert "3 runs cannot determine" in words
     assert "more runs would" in words
     assert "1 point to spare" in words
+    assert data["errors_from"] == "scatter"  # three runs cannot be resampled
     g = data["parameters"]["g"]
     assert g["low"] < g["value"] < g["high"]
 
@@ -114,6 +115,13 @@ def test_the_scatter_interval_covers() -> None:
 def bad(loss: list[float], C: list[float]) -> Points:
     c = np.array(C)
     return Points(c, c, c, np.array(loss), tuple("abcdefgh"[: len(c)]), "made")
+
+
+def test_runs_of_one_length_are_told() -> None:
+    N = np.geomspace(1e6, 1e7, 4)
+    D = np.full(4, 1e9)
+    done = study(Points(N, D, 6 * N * D, true_loss(N, D), tuple("abcd"), "made"))
+    assert any("same 1B tokens" in warning for warning in done.warnings)
 
 
 def test_one_size_only() -> None:

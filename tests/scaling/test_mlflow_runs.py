@@ -44,6 +44,24 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
         read_experiment("dmeo")
 
 
+def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
+    call = ("forecast", "--runs", stored, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    data = json.loads(launch(*call))
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("demo")
+    (kept,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "forecasts"]
+    assert [a.path for a in client.list_artifacts(kept.info.run_id)] == [Path(data["registered"][0]).name]
+    assert len(read_experiment("demo")) == 3  # it is not taken for a training run
+
+
+def test_an_absent_server_costs_nothing(ladder: Path, launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    call = ("forecast", "--runs", ladder, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    data = json.loads(launch(*call))
+    assert Path(data["registered"][0]).exists()
+    assert "MLflow has no copy" in data["warnings"][-1]
+
+
 def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -24,7 +24,7 @@
     if (lead === "10.00") [lead, exponent] = ["1.00", exponent + 1];
     return `${lead}×10${superscript(exponent)}`;
   };
-  const typeset = (text) => text.split(/(\^[−\d.\p{L}]+)/u).map((part) => part[0] === "^" ? el("sup", { textContent: part.slice(1) }) : part);
+  const typeset = (text) => text.split(/(\^−?(?:\d+(?:\.\d+)?|\p{L}+))/u).map((part) => part[0] === "^" ? el("sup", { textContent: part.slice(1) }) : part);
   const fixed = (x, digits) => (x == null ? "–" : x.toFixed(digits));
 
   // Viridis: perceptually even, safe for every kind of colour blindness. Each ground uses the part that shows on it.
