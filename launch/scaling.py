@@ -177,11 +177,14 @@ def report(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Write the page: loss against compute, the law, the runs. One file, opens offline."""
+    from pipeline.scaling.register import registered
+    from pipeline.scaling.register import score as hold
     from pipeline.scaling.report import page_data, render
 
     found = read(runs, experiment)
     root = runs or Path("runs") / str(experiment)
-    data = page_data(found, title=root.resolve().name, now=time.time(), law=law)
+    scores = hold(registered(record_of(runs, experiment, None)), found)
+    data = page_data(found, title=root.resolve().name, now=time.time(), law=law, forecasts=scores)
     target = out or root / "report.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,7 @@ class Score:
     run: str | None
     N: float
     D: float
+    C: float
     forecast: float
     low: float
     high: float
@@ -78,7 +79,7 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
     scores = []
     for content in forecasts:
         f = content["forecast"]
-        base = {key: f[key] for key in ("N", "D", "low", "high")} | {"forecast": f["loss"]}
+        base = {key: f[key] for key in ("N", "D", "C", "low", "high")} | {"forecast": f["loss"]}
         landed = [run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])]
         if not landed:
             scores.append(Score(run=None, **base))

@@ -38,7 +38,7 @@
     return `rgb(${mixed})`;
   };
   const colour = (size) => {
-    const [low, high] = dark.matches ? [0.34, 1] : [0.04, 0.76];
+    const [low, high] = dark.matches ? [0.42, 1] : [0.04, 0.76];
     const t = sizes.length > 1 ? sizes.indexOf(size) / (sizes.length - 1) : 0.5;
     return viridis(low + (high - low) * t);
   };
@@ -66,6 +66,16 @@
       out.push({
         x: fit.line.C, y: scale(fit.line.loss), mode: "lines", name: "law", line: { color: law, width: 2.5, dash: "dash" },
         hovertemplate: "law at %{x:.3s} FLOPs: <b>%{y:.3f}</b><extra></extra>",
+      });
+    }
+    if (axis === "flops") for (const f of data.forecasts) {
+      const k = factor(), landed = f.measured != null;
+      out.push({
+        x: [f.C], y: [f.forecast * k], mode: "markers", name: "forecast",
+        error_y: { type: "data", symmetric: false, array: [(f.high - f.forecast) * k], arrayminus: [(f.forecast - f.low) * k], color: law, thickness: 1.5 },
+        marker: { symbol: landed ? "diamond" : "diamond-open", size: 12, color: law, line: { width: 2, color: law } },
+        hovertemplate: `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.3f}` +
+          `${landed ? `, measured ${(f.measured * k).toFixed(3)}` : ", not run yet"}<extra></extra>`,
       });
     }
     for (const run of data.runs) {
@@ -98,7 +108,7 @@
   function frame(shown) {
     const xs = [], ys = [];
     for (const t of shown) {
-      if (t.name === "final") { xs.push(...t.x); ys.push(...t.y); }
+      if (t.name === "final" || t.name === "forecast") { xs.push(...t.x); ys.push(...t.y); }
       if (t.name === "held-out") {
         const last = t.x[t.x.length - 1];
         t.x.forEach((x, i) => { if (x >= last * 0.04 && x > 0) { xs.push(x); ys.push(t.y[i]); } });
@@ -148,7 +158,8 @@
       return button;
     };
     const law = data.fit.law ? [chip("law and 95% interval", variable("--law"))] : [];
-    $("legend").replaceChildren(...sizes.map((s) => chip(s, colour(s), s)), ...law);
+    const told = data.forecasts.length ? [chip("◇ registered forecast", "transparent")] : [];
+    $("legend").replaceChildren(...sizes.map((s) => chip(s, colour(s), s)), ...law, ...told);
   }
 
   function tiles() {
