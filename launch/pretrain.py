@@ -81,7 +81,8 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
 
     last: dict[str, Any] = {}
     step = 0
-    for record in read(path / "log.jsonl"):
+    log = path / "log.jsonl"
+    for record in read(log) if log.exists() else ():
         step = max(step, int(record.get("step", 0)))
         if record["kind"] == "eval":
             last = record

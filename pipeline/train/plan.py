@@ -16,7 +16,6 @@ from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.recipe import resolve
 from pipeline.train.rundir import RunDir, facts
 
-
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 
 

@@ -33,11 +33,11 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
                 stderr=noise,
                 start_new_session=True,
             )
-            code = _wait(agent)
+            code, asked = _wait(agent)
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
-    if code != 0:
+    if code != 0 and not (asked and run.fault() is None):  # asked so early that the workers could not yet listen
         raise _failure(run, code)
     return note
 
@@ -59,8 +59,8 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def _wait(agent: subprocess.Popen[bytes]) -> int:
-    """Wait for the agent; the first signal asks the workers to save and stop, the second ends them."""
+def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """The agent's exit code, and whether it was asked to stop: the first signal asks the workers to save and stop, the second ends them."""
     asked = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -75,7 +75,7 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
-        return agent.wait()
+        return agent.wait(), asked
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

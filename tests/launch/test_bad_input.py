@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -130,9 +131,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("short_bytes", [100_000, -150_000], ids=["too little space", "full in the middle of a write"])
+def freeze(run: Path, number: signal.Signals) -> None:
+    subprocess.run(["pkill", f"-{number.name[3:]}", "-f", f"pipeline.train.worker {run}"], check=True)
+
+
+@pytest.mark.parametrize("short_bytes", [100_000, -20_000], ids=["too little space", "full in the middle of a write"])
 def test_a_disk_that_fills_up_while_saving(corpus, small_disk, short_bytes):
-    """The checkpoint before it stays whole, nothing is left beside it, and --resume goes on when there is room again."""
+    """The checkpoint before it stays whole, nothing is left beside it, and --resume goes on once there is room."""
     out = small_disk / "run"
     arguments = ("pretrain", *TINY, "--steps", 40, "--data", corpus, "--out", out, "--set", "train.save_every=10")
     process = subprocess.Popen(
@@ -141,6 +146,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk, short_bytes):
     for line in process.stdout:
         if "save" in line:
             break
+    freeze(out, signal.SIGSTOP)  # or it would save again before the disk is full
     from pipeline.account import checkpoint_bytes
     from pipeline.config.load import reload
 
@@ -148,6 +154,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk, short_bytes):
     filler = small_disk / "filler"
     with filler.open("wb") as file:
         file.write(b"\0" * (shutil.disk_usage(small_disk).free - predicted + short_bytes))
+    freeze(out, signal.SIGCONT)
     process.stdout.read()
     stderr = process.stderr.read()
     assert process.wait(60) == 2, stderr
