@@ -1,38 +1,54 @@
-"""`launch fit | report`: from runs to a law, in a terminal and on a page."""
+"""`launch fit | forecast | score | report | sweep`: from runs to a law, from the law to a run foretold."""
 
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.scaling_tables import print_fit, print_forecast, print_json, print_scores
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.scaling.points import Points
+    from pipeline.scaling.runs import Run
+    from pipeline.scaling.study import Study
 
 RUNS = typer.Option(help="Directory of runs, such as runs/demo.")
-EXPERIMENT = typer.Option(help="Name of an experiment: the runs in runs/NAME.")
+EXPERIMENT = typer.Option(help="Name of an experiment: runs/NAME if it is here, else the MLflow store.")
 POINTS = typer.Option(help="CSV with columns N, D, loss (optional C, run, experts, unique, convention).")
-LAW = typer.Option(help="auto (what the points can determine) or chinchilla, compute, power.")
+LAW = typer.Option(
+    help="auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, data-constrained, compute or power."
+)
 JSON = typer.Option("--json", help="Print JSON instead of a table.")
-DROP = typer.Option(help="Leave out this many of the largest losses.")
+DROP = typer.Option(help="Leave out this many of the largest losses.", min=0)
 
 
-def read_points(runs: Path | None, experiment: str | None, points: Path | None) -> "Points":
-    from pipeline.scaling.points import read_csv
-    from pipeline.scaling.runs import points_of, read_runs
+def read(runs: Path | None, experiment: str | None) -> "list[Run]":
+    from pipeline.scaling.mlflow_runs import read_experiment
+    from pipeline.scaling.runs import read_runs
 
-    match runs, experiment, points:
-        case Path(), None, None:
-            return points_of(read_runs(runs))
-        case None, str(), None:
-            return points_of(read_runs(Path("runs") / experiment))
-        case None, None, Path():
-            return read_csv(points)
+    match runs, experiment:
+        case Path(), None:
+            return read_runs(runs)
+        case None, str():
+            here = Path("runs") / experiment
+            return read_runs(here) if here.is_dir() else read_experiment(experiment)
         case _:
-            raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
+            raise ConfigError("give one of --runs DIR or --experiment NAME")
+
+
+def read_points(runs: Path | None, experiment: str | None, points: Path | None, law: str) -> "Points":
+    from pipeline.scaling.points import read_csv
+    from pipeline.scaling.runs import curve_points, points_of
+
+    if sum(source is not None for source in (runs, experiment, points)) != 1:
+        raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
+    if points is not None:
+        return read_csv(points)
+    found = read(runs, experiment)
+    return curve_points(found) if law == "envelope" else points_of(found)
 
 
 def fit(
@@ -40,18 +56,117 @@ def fit(
     experiment: Annotated[str | None, EXPERIMENT] = None,
     points: Annotated[Path | None, POINTS] = None,
     law: Annotated[str, LAW] = "auto",
+    bootstrap: Annotated[int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)] = 1000,
     drop_highest: Annotated[int, DROP] = 0,
-    full_grid: Annotated[bool, typer.Option("--full-grid", help="Hoffmann's 4500 starts.")] = False,
+    full_grid: Annotated[bool, typer.Option("--full-grid", help="Start from all of Hoffmann's 4500 places.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
 
-    done = study(read_points(runs, experiment, points).drop_highest(drop_highest), law, full_grid=full_grid)
+    rows = read_points(runs, experiment, points, law).drop_highest(drop_highest)
+    done = study(rows, law, resamples=bootstrap, full_grid=full_grid)
     if as_json:
         print_json(done.to_json())
     else:
         print_fit(done.to_json())
+
+
+def forecast(
+    runs: Annotated[Path | None, RUNS] = None,
+    experiment: Annotated[str | None, EXPERIMENT] = None,
+    points: Annotated[Path | None, POINTS] = None,
+    size: Annotated[str | None, typer.Option(help="A rung of the ladder, such as 1b.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens; with --size 20 per parameter otherwise.")] = None,
+    params: Annotated[float | None, typer.Option(help="N, counted as in the fitted points; with --tokens.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Compute: the best run it can buy.")] = None,
+    targets: Annotated[Path | None, typer.Option(help="CSV with columns N, D (optional C, run, experts).")] = None,
+    arch: Annotated[str, typer.Option(help="Architecture of --size.")] = "dense",
+    sets: Annotated[list[str] | None, typer.Option("--set", help="key=value over the config of --size.")] = None,
+    gpus: Annotated[int, typer.Option(help="For the time it takes.", min=1)] = 8,
+    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for the time.")] = None,
+    law: Annotated[str, LAW] = "auto",
+    drop_highest: Annotated[int, DROP] = 0,
+    register: Annotated[bool, typer.Option("--register", help="Put it on record, for ever.")] = False,
+    forecasts: Annotated[Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Foretell the loss of a larger run, with an interval."""
+    from pipeline.scaling import forecast as foretell
+    from pipeline.scaling.study import study
+
+    rows = read_points(runs, experiment, points, law).drop_highest(drop_highest)
+    done = study(rows, law, focused=True)
+    recipe = None
+    match size, params, flops, targets:
+        case str(), None, None, None:
+            recipe = foretell.recipe_of(size, arch, tokens, sets or (), gpus)
+            places = foretell.at_recipe(done, recipe, size)
+        case None, float(), None, None if tokens:
+            places = foretell.at_sizes(done, above_zero("params", params), above_zero("tokens", tokens))
+        case None, None, float(), None:
+            places = foretell.at_flops(done, above_zero("flops", flops))
+        case None, None, None, Path():
+            places = foretell.from_csv(done, targets)
+        case _:
+            raise ConfigError("give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv")
+    made = foretell.forecast(done, places)
+    data: dict[str, Any] = {
+        "law": done.name,
+        "warnings": [*done.warnings, *foretell.cautions(done, made)],
+        **(made[0].to_json() if targets is None else {"forecasts": [one.to_json() for one in made]}),
+    }
+    if recipe is not None:
+        data["recipe"] = {"lr": recipe.lr, "batch_tokens": recipe.batch_tokens, "steps": recipe.steps}
+    if cluster is not None:
+        data["cost"] = foretell.cost(sum(one.C for one in made), cluster, gpus)
+    if register:
+        paths = put_on_record(done, made, runs, experiment, points, forecasts)
+        data["registered"] = [str(path) for path in paths]
+        data["warnings"] += [said] if (said := copied(paths, runs, experiment)) else []
+    print_json(data) if as_json else print_forecast(data, [one.to_json() for one in made])
+
+
+def put_on_record(
+    done: "Study", made: list[Any], runs: Path | None, experiment: str | None, points: Path | None, folder: Path | None
+) -> list[Path]:
+    from pipeline.scaling.register import register
+    from pipeline.scaling.report import finite
+
+    where = folder or record_of(runs, experiment, points)
+    return [register(where, one, finite(done.to_json()), now=time.time()) for one in made]
+
+
+def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
+    """To MLflow as well, where there is an experiment to put it in."""
+    from pipeline.scaling.mlflow_runs import keep
+
+    name = experiment or (runs.resolve().name if runs else None)
+    return keep(name, paths) if name else None
+
+
+def record_of(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
+    beside = runs or (Path("runs") / experiment if experiment else None) or (points.parent if points else Path())
+    return beside / "forecasts"
+
+
+def score(
+    runs: Annotated[Path | None, RUNS] = None,
+    experiment: Annotated[str | None, EXPERIMENT] = None,
+    forecasts: Annotated[Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Hold registered forecasts against the runs that have landed."""
+    from pipeline.scaling.register import calibration, registered
+    from pipeline.scaling.register import score as hold
+
+    folder = forecasts or record_of(runs, experiment, None)
+    found = registered(folder)
+    if not found:
+        raise ConfigError(f"forecasts={folder} holds none; make one with `launch forecast … --register`")
+    scores = hold(found, read(runs, experiment))
+    data = {"scores": [one.to_json() for one in scores], "calibration": calibration(scores)}
+    print_json(data) if as_json else print_scores(data)
 
 
 def report(
@@ -62,13 +177,14 @@ def report(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Write the page: loss against compute, the law, the runs. One file, opens offline."""
-    from pipeline.scaling.report import finite, page_data, render
-    from pipeline.scaling.runs import read_runs
+    from pipeline.scaling.register import registered
+    from pipeline.scaling.register import score as hold
+    from pipeline.scaling.report import page_data, render
 
-    if (runs is None) == (experiment is None):
-        raise ConfigError("give one of --runs DIR or --experiment NAME")
+    found = read(runs, experiment)
     root = runs or Path("runs") / str(experiment)
-    data = page_data(read_runs(root), title=root.resolve().name, now=time.time(), law=law)
+    scores = hold(registered(record_of(runs, experiment, None)), found)
+    data = page_data(found, title=root.resolve().name, now=time.time(), law=law, forecasts=scores)
     target = out or root / "report.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -76,46 +192,31 @@ def report(
     except OSError as error:
         raise ConfigError(f"out={target} cannot be written ({error.strerror}); choose another place") from None
     if as_json:
-        print_json({"path": str(target), "fit": finite(data["fit"])})
+        print_json({"path": str(target), "fit": data["fit"]})
     else:
         typer.echo(f"Wrote {target} ({len(data['runs'])} runs). Open it in any browser; it needs no network.")
 
 
-def print_json(data: dict[str, Any]) -> None:
-    from pipeline.scaling.report import finite
+def above_zero(key: str, value: float | None) -> float:
+    if value is None or not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
+    return value
 
-    typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
 
-
-def print_fit(data: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(title=f"{data['law']}: {data['formula']}", title_justify="left", title_style="bold")
-    for name in ("parameter", "value", "standard error", "95% interval"):
-        table.add_column(name, justify="left" if name == "parameter" else "right")
-    for name, p in data["parameters"].items():
-        table.add_row(name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}")
-    console.print(table)
-    if data["exponents"]:
-        console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}", highlight=False)
-    used, dropped = data["points"]["used"], data["points"]["dropped"]
-    console.print(f"{used} points, objective {data['objective']:.6g} (Σ Huber of log loss, δ = 0.001)", highlight=False)
-    console.print(f"Counted as: {data['convention']}", highlight=False, markup=False)
-    for reason in dropped[:12]:
-        console.print(f"  left out: {reason}", highlight=False, markup=False, style="dim")
-    if len(dropped) > 12:
-        console.print(f"  … and {len(dropped) - 12} more", style="dim")
-    for warning in data["warnings"]:
-        console.print(f"! {warning}", highlight=False, markup=False, style="bold yellow")
+EXAMPLES: dict[Callable[..., None], str] = {
+    fit: "launch fit --runs runs/demo  ·  launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
+    forecast: "launch forecast --runs runs/ladder --size 1b --register  ·  "
+    "launch forecast --points runs.csv --flops 1e24 --json  ·  "
+    "launch forecast --points small.csv --targets large.csv",
+    score: "launch score --runs runs/ladder  ·  launch score --experiment ladder --json",
+    report: "launch report --runs runs/demo  ·  launch report --runs runs/demo --out report.html",
+}
 
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    app.command(epilog="Examples: launch fit --runs runs/demo · launch fit --points runs.csv --law chinchilla --json")(
-        fit
-    )
-    app.command(epilog="Examples: launch report --runs runs/demo · launch report --runs runs/demo --out report.html")(
-        report
-    )
+    from launch import sweep
+
+    app.add_typer(sweep.app, name="sweep")
+    for command, examples in EXAMPLES.items():
+        app.command(epilog=f"Examples:  {examples}")(command)

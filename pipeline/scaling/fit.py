@@ -1,6 +1,5 @@
 """Fit a law: Huber's loss on log loss, from screened starts, all descended at once."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -8,10 +7,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.errors import DataError
-from pipeline.scaling.laws import Chinchilla, Compute, Inputs, Law, Power
+from pipeline.scaling.laws import Chinchilla, Inputs, Law
 from pipeline.scaling.minimize import minimize
 from pipeline.scaling.points import Array, Points
+from pipeline.scaling.starts import hoffmann_grid, screened
 
 T = TypeVar("T")
 Rows = npt.NDArray[np.intp]
@@ -29,6 +28,7 @@ class Fit:
     points: Points
     objective: float  # Σ huber, as published figures quote it
     agreement: float  # share of the descended starts that ended in this optimum
+    weights: Array | None = None  # how much each point counted; None where all count alike
 
     @property
     def values(self) -> dict[str, float]:
@@ -48,23 +48,28 @@ class Fit:
         return loss
 
 
-def fit(points: Points, law: Law, *, full_grid: bool = False) -> Fit:
+def fit(points: Points, law: Law, *, weights: Array | None = None, full_grid: bool = False) -> Fit:
     """The best of many descents; `full_grid` uses Hoffmann's 4500 starts, otherwise the best screened ones."""
-    if len(points) < len(law.parameters):
-        raise DataError(
-            f"law={law.name} has {len(law.parameters)} parameters and there are {len(points)} points; "
-            f"train {len(law.parameters) - len(points)} more runs or choose --law auto"
-        )
     x = Inputs.of(points)
-    starts = hoffmann_grid(x) if full_grid and isinstance(law, Chinchilla) else screened(points, law, x)
-    theta, value = descend(points, law, x, starts)
+    starts = hoffmann_grid(x) if full_grid and law == Chinchilla() else screened(points, law, x, KEPT_STARTS, weights)
+    spread = None if weights is None else np.repeat(weights[None], len(starts), axis=0)
+    theta, value = descend(points, law, x, starts, spread)
     best = int(np.argmin(value))
     near = value <= value[best] * (1 + 1e-4) + 1e-12
-    return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()))
+    return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
 
 
-def descend(points: Points, law: Law, x: Inputs, starts: Array, weights: Array | None = None) -> tuple[Array, Array]:
-    """Minimise from every start; `weights` (R, n) makes each row a resample of its own."""
+def descend(
+    points: Points,
+    law: Law,
+    x: Inputs,
+    starts: Array,
+    weights: Array | None = None,
+    *,
+    frozen: int | None = None,
+    tolerance: float = 1e-11,
+) -> tuple[Array, Array]:
+    """Minimise from every start; `weights` (R, n) makes each row a resample of its own, `frozen` holds a parameter."""
     target = np.log(points.loss)
 
     def weight(rows: Rows) -> Array | float:
@@ -76,15 +81,24 @@ def descend(points: Points, law: Law, x: Inputs, starts: Array, weights: Array |
         clipped = np.clip(residual, -DELTA, DELTA) * weight(rows)
         # Huber = ½c² + |c|(|r| − |c|) with c the clipped residual: both branches in one expression. Divided by δ.
         total = np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA)) / DELTA
-        return total, np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
+        gradient = np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
+        if frozen is not None:
+            gradient[:, frozen] = 0
+        return total, gradient
 
     def metric(theta: Array, rows: Rows) -> Array:
         value, jacobian = law.log_loss(theta, x)
         w = weight(rows) / np.maximum(np.abs(value - target), DELTA)  # reweighted least squares
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
+        if frozen is not None:
+            normal[:, frozen, :] = normal[:, :, frozen] = 0
+            normal[:, frozen, frozen] = 1
         return normal
 
-    parts = [minimize(shifted(objective, at), shifted(metric, at), starts[at]) for at in chunks(len(starts))]
+    parts = [
+        minimize(shifted(objective, at), shifted(metric, at), starts[at], tolerance=tolerance)
+        for at in chunks(len(starts))
+    ]
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
@@ -94,46 +108,3 @@ def chunks(count: int, size: int = 256) -> list[Rows]:
 
 def shifted(function: Callable[[Array, Rows], T], at: Rows) -> Callable[[Array, Rows], T]:
     return lambda theta, rows: function(theta, at[rows])
-
-
-def screened(points: Points, law: Law, x: Inputs) -> Array:
-    """Variable projection: for each exponent on a grid the coefficients are linear; keep the starts that fit best."""
-    grid = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
-    match law:
-        case Power():
-            slope, level = np.polyfit(x.c, np.log(points.loss), 1)
-            return np.array([[level, -slope], [level, -slope / 2]])
-        case Compute():
-            exponents = grid[:, None]
-            basis = np.exp(-exponents[:, :, None] * x.c)
-            linear = project(basis, points.loss)
-            starts = np.stack([linear[:, 0], linear[:, 1], exponents[:, 0]], axis=1)
-        case Chinchilla():
-            exponents = np.array(list(itertools.product(grid, grid)))
-            basis = np.exp(-exponents[:, :, None] * np.stack([x.n, x.d]))
-            linear = project(basis, points.loss)
-            starts = np.stack([linear[:, 0], linear[:, 1], exponents[:, 0], linear[:, 2], exponents[:, 1]], axis=1)
-        case _:
-            raise NotImplementedError(law.name)
-    residual = np.abs(law.log_loss(starts, x)[0] - np.log(points.loss)).sum(axis=1)
-    return starts[np.argsort(residual)[:KEPT_STARTS]]
-
-
-def project(basis: Array, loss: Array) -> Array:
-    """Logs of E and the coefficients, by relative least squares; what comes out negative becomes small."""
-    design = np.concatenate([np.ones((len(basis), 1, len(loss))), basis], axis=1) / loss
-    normal = design @ design.transpose(0, 2, 1)
-    ridge = 1e-9 * np.einsum("rii->ri", normal)[:, :, None] * np.eye(normal.shape[1])
-    solved = np.linalg.solve(normal + ridge, design.sum(axis=2)[:, :, None])[:, :, 0]
-    logs: Array = np.log(np.maximum(solved, 1e-2 * loss.min()))
-    return logs
-
-
-def hoffmann_grid(x: Inputs) -> Array:
-    """The 4500 starts of arXiv 2203.15556, appendix D.3, in centred coordinates."""
-    steps = np.arange(0, 2.01, 0.5)
-    sizes = np.arange(0, 25.1, 5)
-    raw = np.array(list(itertools.product(np.arange(-1, 1.01, 0.5), sizes, steps, sizes, steps)))
-    raw[:, 1] -= raw[:, 2] * x.centre[0]
-    raw[:, 3] -= raw[:, 4] * x.centre[1]
-    return raw

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.scaling.fit import Fit
-from pipeline.scaling.laws import Chinchilla
 from pipeline.scaling.points import Array, Points
 
 
@@ -24,29 +23,34 @@ def flops_per_parameter_token(points: Points) -> float:
     return float(np.median(points.C / (points.N * points.D)))
 
 
-def at(points: Points, C: Array, N: Array, D: Array) -> Points:
-    """Places without a loss, in the same convention."""
+def at(
+    points: Points, C: Array, N: Array, D: Array, *, run: tuple[str, ...] | None = None,
+    experts: Array | None = None, unique: Array | None = None,
+) -> Points:  # fmt: skip
+    """Places without a loss, in the convention of these points."""
     return replace(
-        points, C=C, N=N, D=D, loss=np.full_like(C, np.nan), run=("",) * len(C), experts=None, unique=None, dropped=()
-    )
+        points, C=C, N=N, D=D, loss=np.full_like(C, np.nan), run=run or ("",) * len(C), experts=experts, unique=unique,
+        dropped=(),
+    )  # fmt: skip
 
 
 def exponents(fit: Fit) -> tuple[float, float] | None:
-    """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them."""
-    if not isinstance(fit.law, Chinchilla):
+    """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them (of dense models, where it knows experts)."""
+    terms = fit.law.balance(fit.values, 1.0)
+    if terms is None:
         return None
-    alpha, beta = fit.values["alpha"], fit.values["beta"]
+    _, alpha, _, beta = terms
     return beta / (alpha + beta), alpha / (alpha + beta)
 
 
-def optimum(fit: Fit, C: Array) -> Optimum | None:
+def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
     """Hoffmann et al., equation 4; None for laws that know only compute."""
-    split = exponents(fit)
-    if split is None:
+    many = np.ones_like(C) if experts is None else experts
+    terms = [fit.law.balance(fit.values, float(m)) for m in many]
+    if any(term is None for term in terms):
         return None
-    v = fit.values
-    G = (v["alpha"] * v["A"] / (v["beta"] * v["B"])) ** (1 / (v["alpha"] + v["beta"]))
+    A, alpha, B, beta = np.array(terms, dtype=float).reshape(-1, 4).T
     unit = C / flops_per_parameter_token(fit.points)
-    N = G * unit ** split[0]
+    N = (alpha * A / (beta * B) * unit**beta) ** (1 / (alpha + beta))
     D = unit / N
-    return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D)))
+    return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))

@@ -17,7 +17,7 @@ class Scatter:
     fit: Fit
     covariance: Array  # (P, P) of theta
     sigma: float  # relative scatter of the losses
-    freedom: int
+    freedom: float
     condition: float  # of the scaled normal matrix: above ~1e4 some direction is not determined
 
     @property
@@ -56,11 +56,16 @@ def huber_variance(k: float) -> float:
 
 def scatter(fit: Fit) -> Scatter:
     jacobian = fit.law.log_loss(fit.theta[None], fit.inputs)[1][:, 0]
-    freedom = len(fit.points) - len(fit.theta)
-    sigma = float(np.sqrt(np.sum(fit.residuals**2) / freedom)) if freedom > 0 else float("nan")
-    normal = jacobian @ jacobian.T
+    weights = np.ones(len(fit.points)) if fit.weights is None else fit.weights
+    # Kish's effective number of points: weighting gives some of them away.
+    effective = float(weights.sum() ** 2 / (weights**2).sum())
+    freedom = len(fit.points) - len(fit.theta) if fit.weights is None else max(effective - len(fit.theta), 1.0)
+    mean_square = float(np.average(fit.residuals**2, weights=weights))
+    sigma = float(np.sqrt(mean_square * effective / freedom)) if freedom > 0 else float("nan")
+    normal = (jacobian * weights) @ jacobian.T
     scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
     unit = normal / np.outer(scale, scale)
     inverse = np.linalg.pinv(unit, rcond=1e-14, hermitian=True) / np.outer(scale, scale)
-    covariance = huber_variance(DELTA / max(sigma, 1e-12)) * sigma**2 * inverse
+    meat = (jacobian * weights**2) @ jacobian.T
+    covariance = huber_variance(DELTA / max(sigma, 1e-12)) * sigma**2 * inverse @ meat @ inverse
     return Scatter(fit, covariance, sigma, freedom, float(np.linalg.cond(unit)))

@@ -20,13 +20,17 @@ class Inputs:
     n: Array
     d: Array
     c: Array
-    centre: tuple[float, float, float]
+    m: Array  # experts
+    u: Array  # distinct tokens, on the scale of d and never above it
+    centre: tuple[float, float, float, float]
 
     @classmethod
-    def of(cls, points: Points, centre: tuple[float, float, float] | None = None) -> "Inputs":
-        logs = np.log(points.N), np.log(points.D), np.log(points.C)
-        n0, d0, c0 = centre or (float(logs[0].mean()), float(logs[1].mean()), float(logs[2].mean()))
-        return cls(logs[0] - n0, logs[1] - d0, logs[2] - c0, (n0, d0, c0))
+    def of(cls, points: Points, centre: tuple[float, float, float, float] | None = None) -> "Inputs":
+        n, d, c = np.log(points.N), np.log(points.D), np.log(points.C)
+        m = np.zeros_like(n) if points.experts is None else np.log(points.experts)
+        u = d if points.unique is None else np.minimum(np.log(points.unique), d)
+        n0, d0, c0, m0 = centre or (float(n.mean()), float(d.mean()), float(c.mean()), float(m.mean()))
+        return cls(n - n0, d - d0, c - c0, m - m0, u - d0, (n0, d0, c0, m0))
 
 
 class Law(Protocol):
@@ -41,6 +45,10 @@ class Law(Protocol):
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]: ...
     def natural(self, theta: Array, x: Inputs) -> Array:
         """Parameters as people write them (E, A, α …), uncentred; same shape as theta."""
+        ...
+
+    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+        """A, α, B, β of the terms A·N^−α and B·D^−β that compute is split between; None where there are none."""
         ...
 
 
@@ -72,6 +80,55 @@ class Chinchilla:
             [np.exp(e), np.exp(a + alpha * x.centre[0]), alpha, np.exp(b + beta * x.centre[1]), beta], axis=1
         )
 
+    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+        return values["A"], values["alpha"], values["B"], values["beta"]
+
+
+@dataclass(frozen=True)
+class Gamma(Chinchilla):
+    """Chinchilla's with the two shortages joined: γ < 1 where lack of one hides lack of the other."""
+
+    name: str = "gamma"
+    formula: str = "L = E + (A·N^−α + B·D^−β)^γ"
+    parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta", "gamma")
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        e, a, alpha, b, beta, log_gamma = (column[:, None] for column in theta.T)
+        gamma = np.exp(log_gamma)
+        inner, part = mix(a - alpha * x.n, b - beta * x.d)
+        value, share = mix(e, gamma * inner)
+        outer = share[1] * gamma
+        first, second = outer * part[0], outer * part[1]
+        return value, np.stack([share[0], first, -first * x.n, second, -second * x.d, outer * inner])
+
+    def natural(self, theta: Array, x: Inputs) -> Array:
+        return np.concatenate([super().natural(theta[:, :5], x), np.exp(theta[:, 5:])], axis=1)
+
+
+@dataclass(frozen=True)
+class Kaplan:
+    """Kaplan et al., arXiv 2001.08361, equation 1.5: no floor, so loss falls for ever."""
+
+    name: str = "kaplan"
+    formula: str = "L = ((Nc/N)^(αN/αD) + Dc/D)^αD"
+    parameters: tuple[str, ...] = ("Nc", "alpha_N", "Dc", "alpha_D")
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        a, ratio, b, log_gamma = (column[:, None] for column in theta.T)
+        gamma = np.exp(log_gamma)
+        inner, part = mix(a - ratio * x.n, b - x.d)
+        first = gamma * part[0]
+        return gamma * inner, np.stack([first, -first * x.n, gamma * part[1], gamma * inner])
+
+    def natural(self, theta: Array, x: Inputs) -> Array:
+        a, ratio, b, log_gamma = theta.T
+        alpha_d = np.exp(log_gamma)
+        return np.stack([np.exp(a / ratio + x.centre[0]), ratio * alpha_d, np.exp(b + x.centre[1]), alpha_d], axis=1)
+
+    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+        ratio = values["alpha_N"] / values["alpha_D"]
+        return values["Nc"] ** ratio, ratio, values["Dc"], 1.0
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -90,6 +147,9 @@ class Compute:
         e, k, g = theta.T
         return np.stack([np.exp(e), np.exp(k + g * x.centre[2]), g], axis=1)
 
+    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+        return None
+
 
 @dataclass(frozen=True)
 class Power:
@@ -107,3 +167,6 @@ class Power:
     def natural(self, theta: Array, x: Inputs) -> Array:
         k, g = theta.T
         return np.stack([np.exp(k + g * x.centre[2]), g], axis=1)
+
+    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+        return None

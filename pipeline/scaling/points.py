@@ -75,12 +75,18 @@ def clean(points: Points) -> Points:
 
 
 def read_csv(path: Path) -> Points:
-    """Points from a file with columns N, D, loss and, if there, C, run, experts, unique, convention."""
+    """Points from a file with columns N, D, loss and, if there, C, run, experts, unique, vocab, convention."""
     rows = read_table(path, ("N", "D", "loss"))
     named = {row["convention"] for row in rows if row.get("convention")}
     if len(named) > 1:
         raise DataError(
             f"{path}: convention={sorted(named)} mixes ways of counting N and C; fit one at a time, or recount"
+        )
+    vocabularies = {row["vocab"] for row in rows if row.get("vocab")}
+    if len(vocabularies) > 1:
+        raise DataError(
+            f"{path}: vocab={', '.join(sorted(vocabularies))} are mixed; nats per token compare within one vocabulary "
+            f"only: fit each apart, or convert to bits per byte"
         )
     N, D, loss = (column(path, rows, key) for key in ("N", "D", "loss"))
     has_compute = bool(rows[0].get("C"))

@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.errors import DataError
 from pipeline.scaling.figures import power
 from pipeline.scaling.points import Array
+from pipeline.scaling.register import Score
 from pipeline.scaling.runs import Record, Run, points_of
 from pipeline.scaling.study import Study, study
 
@@ -24,7 +25,9 @@ CURVE_POINTS = 600  # per run; more than a screen has pixels to tell apart
 AHEAD = 10.0  # how far beyond the largest run the law is drawn
 
 
-def page_data(runs: Sequence[Run], *, title: str, now: float, law: str = "auto") -> dict[str, Any]:
+def page_data(
+    runs: Sequence[Run], *, title: str, now: float, law: str = "auto", forecasts: Sequence[Score] = ()
+) -> dict[str, Any]:
     """What the page shows; a law that cannot be fitted becomes a sentence, not a failure."""
     try:
         fitted: dict[str, Any] = law_data(study(points_of(runs), law))
@@ -37,6 +40,7 @@ def page_data(runs: Sequence[Run], *, title: str, now: float, law: str = "auto")
         "convention": next((run.record["convention"] for run in runs), ""),
         "runs": [run_data(run, now) for run in runs],
         "fit": fitted,
+        "forecasts": [score.to_json() for score in forecasts],
     }
 
 

@@ -42,10 +42,11 @@ class Run:
         return max(logged, key=lambda r: int(r["step"]), default={"step": 0, "tokens": 0, "flops": 0.0})
 
     def status(self, now: float) -> str:
-        """finished, interrupted, running or stale."""
-        ends = [e["event"] for e in self.events if e["event"] in ("start", "resume", "interrupt", "finish")]
-        if ends and ends[-1] in ("finish", "interrupt"):
-            return "finished" if ends[-1] == "finish" else "interrupted"
+        """finished, interrupted, failed, running or stale."""
+        told = {"start": "", "resume": "", "finish": "finished", "interrupt": "interrupted", "fail": "failed"}
+        ends = [told[e["event"]] for e in self.events if e["event"] in told]
+        if ends and ends[-1]:
+            return ends[-1]
         newest = (*self.steps[-1:], *self.evals[-1:], *self.events[-1:])
         heard = max((float(record.get("time", 0)) for record in newest), default=0.0)
         return "running" if now - heard < STALE_S else "stale"
@@ -101,6 +102,18 @@ def read_runs(root: Path) -> list[Run]:
     return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))
 
 
+def curve_points(runs: Sequence[Run]) -> Points:
+    """Every held-out loss along every run, for the envelope."""
+    rows = [(run, entry) for run in runs for entry in run.evals if entry.get("loss") is not None]
+    if not rows:
+        raise DataError(f"none of {len(runs)} runs has logged a held-out loss; set train.eval_every and train again")
+    N, D, C, loss = (
+        np.array(column, dtype=float)
+        for column in zip(*((run.N, e["tokens"], e["flops"], e["loss"]) for run, e in rows), strict=True)
+    )
+    return clean(Points(N, D, C, loss, tuple(run.name for run, _ in rows), str(rows[0][0].record["convention"])))
+
+
 def points_of(runs: Sequence[Run]) -> Points:
     """A finished run's final held-out loss is a point; anything earlier was not annealed and is only a curve."""
     dropped: list[str] = []
@@ -126,7 +139,8 @@ def points_of(runs: Sequence[Run]) -> Points:
     final = [run.evals[-1] for run in used]
 
     def figures(key: str) -> Array:
-        return np.array([float(entry[key]) for entry in final])
+        values = [entry.get(key) for entry in final]  # null where the loss was not finite
+        return np.array([np.nan if value is None else float(value) for value in values])
 
     return clean(
         Points(

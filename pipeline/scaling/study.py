@@ -1,4 +1,4 @@
-"""From points to a law and what may be said about it: choose what the data can determine, and say the rest aloud."""
+"""From points to a law and everything that may be said about it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,159 +6,165 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling.figures import count, power
+from pipeline.scaling.backtest import ENOUGH, Backtest, backtest, focus, waste
+from pipeline.scaling.bootstrap import bootstrap
+from pipeline.scaling.choose import LAWS, check, check_law, choose
 from pipeline.scaling.fit import Fit, fit
-from pipeline.scaling.frontier import at, exponents, optimum
+from pipeline.scaling.frontier import Optimum, at, exponents, optimum
+from pipeline.scaling.identify import Profile, doubts, profile
 from pipeline.scaling.interval import Scatter, scatter
-from pipeline.scaling.laws import Chinchilla, Compute, Law, Power
 from pipeline.scaling.points import Array, Points
+from pipeline.scaling.valleys import Minima, envelope, isoflop
+from pipeline.scaling.vpnls import vpnls
 
-LAWS: dict[str, Law] = {"chinchilla": Chinchilla(), "compute": Compute(), "power": Power()}
-SPARE = 2  # points beyond the parameters before a law is trusted to be determined at all
-ACROSS = 0.15  # spread of log D about its trend in log N, below which N and D cannot be told apart
+NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 
 
 @dataclass(frozen=True)
 class Study:
-    """A fit with its uncertainty and its warnings in plain words."""
+    """A fit with its uncertainty, and its warnings in plain words."""
 
-    fit: Fit
-    scatter: Scatter
+    name: str
+    fit: Fit  # all points alike: the parameters, N* and D*
+    near: Fit  # the same law for forecasting losses, focused where that was asked for
+    scatter: Scatter  # about `near`
+    backtest: Backtest | None
+    profile: Profile | None
+    minima: Minima | None
+    draws: Array | None  # natural parameters of the bootstrap, (R, P)
     warnings: tuple[str, ...]
 
+    def optimum(self, C: Array) -> Optimum | None:
+        """The compute-optimal N and D, where the law or the valleys know them, and the loss foretold there."""
+        if self.minima is not None:
+            N, D = self.minima.path(C)
+        elif (best := optimum(self.fit, C)) is not None:
+            N, D = best.N, best.D
+        else:
+            return None
+        return Optimum(C, N, D, self.near.predict(at(self.fit.points, C, N, D)))
+
+    def interval(self, places: Points) -> tuple[Array, Array, Array]:
+        """Loss and its 95% interval at each place: what backtests show, and never less than the scatter allows."""
+        loss = self.near.predict(places)
+        half = self.scatter.half_width(places)
+        if self.backtest is not None and len(self.backtest.errors) >= ENOUGH:
+            ratio = places.C / self.fit.points.C.max()
+            half = np.fmax(half, self.backtest.half_width(ratio, waste(self.near, places, loss)))
+        return loss, loss * np.exp(-half), loss * np.exp(half)
+
     def band(self, C: Array) -> dict[str, Array]:
-        """The law against compute, on the frontier where it knows one, with its 95% interval."""
-        best = optimum(self.fit, C)
+        """The law against compute, on the frontier where one is known."""
+        best = self.optimum(C)
         blank = np.full_like(C, np.nan)
         places = at(self.fit.points, C, blank, blank) if best is None else at(self.fit.points, C, best.N, best.D)
-        loss = self.fit.predict(places)
-        half = self.scatter.half_width(places)
-        return {"C": C, "loss": loss, "low": loss * np.exp(-half), "high": loss * np.exp(half)}
+        loss, low, high = self.interval(places)
+        return {"C": C, "loss": loss, "low": low, "high": high}
 
     def to_json(self) -> dict[str, Any]:
-        errors, t = self.scatter.standard_errors(), self.scatter.t
-        split = exponents(self.fit)
+        split = (self.minima.a, self.minima.b) if self.minima else exponents(self.fit)
         return {
-            "law": self.fit.law.name,
+            "law": self.name,
             "formula": self.fit.law.formula,
-            "parameters": {
-                name: {"value": value, "se": se, **span(name, value, t * se)}
-                for (name, value), se in zip(self.fit.values.items(), map(float, errors), strict=True)
-            },
+            "parameters": self.parameters(),
+            "errors_from": "scatter" if self.draws is None else "bootstrap",
             "objective": self.fit.objective,
             "exponents": None if split is None else {"a": split[0], "b": split[1]},
             "points": {"used": len(self.fit.points), "dropped": list(self.fit.points.dropped)},
             "convention": self.fit.points.convention,
+            "starts_agreeing": self.fit.agreement,
+            "backtest": None if self.backtest is None else {
+                "mean_absolute_error": self.backtest.score, "errors": len(self.backtest.errors)},
+            "profile_E": None if self.profile is None else {"low": self.profile.low, "high": self.profile.high},
+            "minima": None if self.minima is None else [
+                {"C": C, "N": N, "D": D, "loss": loss} for C, N, D, loss in zip(
+                    *(map(float, c) for c in (self.minima.points.C, self.minima.points.N, self.minima.points.D,
+                                              self.minima.points.loss)), strict=True)],
             "warnings": list(self.warnings),
+        }  # fmt: skip
+
+    def parameters(self) -> dict[str, dict[str, float]]:
+        """Value, standard error and 95% interval: by the bootstrap where it was run, else from the scatter."""
+        values = self.fit.values
+        if self.draws is not None:
+            low, high = np.percentile(self.draws, [2.5, 97.5], axis=0)
+            errors = self.draws.std(axis=0, ddof=1)
+            return {
+                name: {"value": value, "se": float(errors[i]), "low": float(low[i]), "high": float(high[i])}
+                for i, (name, value) in enumerate(values.items())
+            }
+        even = scatter(self.fit)
+        errors, t = even.standard_errors(), even.t
+        return {
+            name: {"value": value, "se": se, **span(name, value, t * se)}
+            for (name, value), se in zip(values.items(), map(float, errors), strict=True)
         }
 
 
 def span(name: str, value: float, half: float) -> dict[str, float]:
     """A 95% interval; a coefficient is positive, so its interval is even in its logarithm."""
-    if not name.isupper():
+    if not name[0].isupper():
         return {"low": value - half, "high": value + half}
     ratio = np.exp(min(half / value, 700.0)) if value > 0 else float("inf")
     return {"low": float(value / ratio), "high": float(value * ratio)}
 
 
-def study(points: Points, law: str = "auto", *, full_grid: bool = False) -> Study:
-    """Fit the named law, or with `auto` the richest one that these points can determine."""
+def study(
+    points: Points, law: str = "auto", *, resamples: int = 0, full_grid: bool = False, focused: bool | None = None
+) -> Study:
+    """Fit the named law, or with `auto` the one that forecasts best of those the points can determine.
+
+    Parameters, N* and D* always come from all points alike. Losses are forecast `focused` (see backtest.focus): with
+    `auto`, and where it is asked for.
+    """
     check(points)
-    notes = list(points.warnings)
-    if law == "auto":
-        chosen, why = choose(points)
+    if law not in NAMES:
+        raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
+    notes, minima, test = list(points.warnings), None, None
+    if law in ("isoflop", "parabola", "envelope"):
+        minima = envelope(points) if law == "envelope" else isoflop(points, "akima" if law == "isoflop" else "parabola")
+        notes += minima.notes
+        points = minima.points
+        chosen = LAWS["compute" if len(points) >= 4 else "power"]
+    elif law == "auto":
+        chosen, test, why = choose(points)
         notes += why
-    elif law in LAWS:
-        chosen = LAWS[law]
     else:
-        raise ConfigError(f"law={law!r} is unknown; choose auto, {', '.join(LAWS)}")
-    result = fit(points, chosen, full_grid=full_grid)
-    spread = scatter(result)
-    return Study(result, spread, (*notes, *doubts(result, spread)))
+        chosen = LAWS["chinchilla" if law == "vpnls" else law]
+    check_law(points, chosen)
+    result = vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid)
+    near = result
+    if law == "auto" if focused is None else focused:
+        test = test or backtest(points, chosen)
+        if minima is None and len(points) > len(chosen.parameters) + 2:
+            near = fit(points, chosen, weights=focus(points, chosen))
+            minima, why = valleys_instead(result)
+            notes += why
+    of_e = None if law == "vpnls" else profile(result)
+    draws = None
+    # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
+    if resamples and law != "vpnls" and len(set(points.run)) >= 4 * len(chosen.parameters):
+        draws = result.law.natural(bootstrap(result, resamples), result.inputs)
+    name = chosen.name if law == "auto" else law
+    said = (*notes, *doubts(result, scatter(result), of_e))
+    return Study(name, result, near, scatter(near), test, of_e, minima, draws, said)
 
 
-def check(points: Points) -> None:
-    """Refuse what no law can be drawn through."""
-    if len(points) < 2:
-        raise DataError(
-            f"points={len(points)}: a law needs at least two finished runs of different compute; {more(points)}"
-        )
-    if points.C.max() < 1.5 * points.C.min():
-        raise DataError(
-            f"compute spans only {points.C.max() / points.C.min():.2f}×; add runs with at least 4× more FLOPs "
-            f"(such as {power(4 * points.C.max())})"
-        )
-    order = np.argsort(points.C)
-    third = max(1, len(order) // 3)
-    early, late = points.loss[order[:third]], points.loss[order[-third:]]
-    if late.min() >= early.min():
-        raise DataError(
-            f"loss rises with compute (best {early.min():.4g} at the smallest budgets, {late.min():.4g} at the "
-            f"largest): no law describes that; look for runs that diverged or stopped early, such as "
-            f"{points.run[order[-1]]}"
-        )
-
-
-def tangled(points: Points) -> bool:
-    """Whether N and D grow together so that their effects cannot be told apart."""
-    n, d = np.log(points.N), np.log(points.D)
-    if len(np.unique(points.N)) < 3 or len(points) < 4:
-        return True
-    slope, level = np.polyfit(n, d, 1)
-    return bool(np.std(d - slope * n - level) < ACROSS)
-
-
-def choose(points: Points) -> tuple[Law, list[str]]:
-    """The richest law with points to spare, and the reasons in plain words."""
-    runs = len(points)
-    if runs >= 5 + SPARE and not tangled(points):
-        return LAWS["chinchilla"], []
-    why = (
-        "N and D grow together in these runs, so their effects cannot be told apart"
-        if runs >= 5 + SPARE
-        else f"{runs} runs cannot determine the five parameters of L = E + A·N^−α + B·D^−β"
-    )
-    if runs >= 3 + SPARE:
-        return LAWS["compute"], [f"{why}; fitted L = E + K·C^−g along this ladder instead. {more(points)}"]
-    return LAWS["power"], [
-        f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so it is too "
-        f"optimistic far beyond the last run: read it within the measured range. {more(points)}"
+def valleys_instead(result: Fit) -> tuple[Minima | None, list[str]]:
+    """Measured isoFLOP valleys, where there are enough and the law's N* lies elsewhere."""
+    if result.points.experts is not None or result.points.unique is not None:
+        return None, []  # a budget's valley then mixes architectures, or fresh data with repeated
+    try:
+        found = isoflop(result.points)
+    except DataError:
+        return None, []
+    law = optimum(result, found.points.C)
+    if law is None or len(found.points) < 4:
+        return None, []
+    off = float(np.median(np.abs(np.log(law.N / found.points.N))))
+    if off < 0.1:
+        return None, []
+    return found, [
+        f"The law's N* lies {np.expm1(off):.0%} off the measured valleys, so N* and D* are read from the valleys: the "
+        f"law describes the losses, not their minima."
     ]
-
-
-def more(points: Points) -> str:
-    """Which runs would determine more."""
-    if not len(points):
-        return "start with three sizes at 20 tokens per parameter."
-    middle = int(np.argsort(points.C)[len(points) // 2])
-    N, D, C = points.N[middle], points.D[middle], points.C[middle]
-    missing = max(2, 5 + SPARE - len(points))
-    return (
-        f"{missing} more runs would, off this line and at equal compute: for C ≈ {power(C)} FLOPs, "
-        f"N = {count(N / 2)} on {count(D * 2)} tokens and N = {count(N * 2)} on {count(D / 2)}, and the same about a "
-        f"smaller and a larger run."
-    )
-
-
-def doubts(result: Fit, spread: Scatter) -> list[str]:
-    """What in this fit the data do not determine."""
-    said: list[str] = []
-    values, errors = result.values, dict(zip(result.values, spread.standard_errors(), strict=True))
-    if spread.freedom == 0:
-        said.append("As many parameters as points: nothing is left over to say how wrong the law is.")
-    elif spread.freedom <= 2:
-        spare = f"{spread.freedom} point{'s' * (spread.freedom > 1)}"
-        said.append(f"Only {spare} to spare: the interval is wide because little is known.")
-    if "E" in values:
-        low = values["E"] - spread.t * errors["E"]
-        if values["E"] < 1e-2 * result.points.loss.min():
-            said.append("E ran to zero: the floor is not determined by these points. Do not quote it.")
-        elif not low > 0:
-            said.append(f"E = {values['E']:.3g}, uncertain down to zero: the floor is not determined. Do not quote it.")
-    for name in ("alpha", "beta", "g"):
-        if name in values and values[name] <= 0:
-            said.append(f"{name} = {values[name]:.3g} is not above zero: loss does not fall that way in these points.")
-    if result.agreement < 0.2:
-        share = f"{result.agreement:.0%}"
-        said.append(f"Only {share} of the starts reached this optimum: there may be a better one (--full-grid).")
-    return said

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.scaling.register import Score
 from pipeline.scaling.report import page_data, render
 from pipeline.scaling.runs import read_runs
 from tests.scaling.made_runs import make_ladder, make_run
@@ -29,7 +30,8 @@ def test_the_page_opens_offline_and_answers(browser, tmp_path: Path, scheme: str
     make_ladder(tmp_path / "demo")
     make_run(tmp_path / "demo", "hostile", 6e5, 2e7, size=HOSTILE, name=HOSTILE, finish=False)
     file = tmp_path / "report.html"
-    file.write_text(render(page_data(read_runs(tmp_path / "demo"), title="demo", now=1e9)))
+    foretold = Score(run=None, N=7e6, D=1.4e8, C=6e15, forecast=2.4, low=2.3, high=2.5)
+    file.write_text(render(page_data(read_runs(tmp_path / "demo"), title="demo", now=1e9, forecasts=[foretold])))
     context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 390, "height": 844})
     page = context.new_page()
     troubles: list[str] = []
@@ -39,8 +41,9 @@ def test_the_page_opens_offline_and_answers(browser, tmp_path: Path, scheme: str
     page.on("request", lambda request: asked.append(request.url))
     page.goto(file.as_uri())
     page.wait_for_selector("#chart .scatterlayer .trace")
-    # 3 finished runs draw train, held-out and final, the cut one no final; the law draws its line and two edges
-    assert page.locator("#chart .scatterlayer .trace").count() == 3 * 3 + 2 + 3
+    # 3 finished runs draw train, held-out and final, the cut one no final; the law draws its line and two edges,
+    # the forecast its mark
+    assert page.locator("#chart .scatterlayer .trace").count() == 3 * 3 + 2 + 3 + 1
     assert page.locator("#runs tbody tr").count() == 4
     assert "cannot determine" in page.locator("#warnings").inner_text()
     page.select_option("#axis", "tokens")

@@ -16,6 +16,12 @@ def ladder(tmp_path: Path) -> Path:
     return make_ladder(tmp_path / "demo")
 
 
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes to the store of the directory it runs in."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'own.db'}")
+
+
 @pytest.fixture(scope="session")
 def public() -> Path:
     """Points that others published; kept beside the project, not in it."""
@@ -37,6 +43,6 @@ def launch():
         if isinstance(result.exception, UserError):
             raise result.exception
         assert result.exit_code == 0, result.output + repr(result.exception)
-        return result.output
+        return result.stdout
 
     return call

@@ -88,6 +88,7 @@ def test_csv_drops_rows_with_reasons(tmp_path: Path) -> None:
         ("N,loss\n1,2\n", r"columns \['D'\] are missing"),
         ("N,D,loss\n", "no rows"),
         ("N,D,loss\n1,2,three\n", "'three' is not a number"),
+        ("N,D,loss,vocab\n1,2,3,32000\n1,3,3,50257\n", "within one vocabulary"),
         ("N,D,loss,convention\n1,2,3,a\n1,3,3,b\n", "mixes"),
     ],
 )

@@ -24,7 +24,7 @@
     if (lead === "10.00") [lead, exponent] = ["1.00", exponent + 1];
     return `${lead}×10${superscript(exponent)}`;
   };
-  const typeset = (text) => text.split(/(\^[−\d.\p{L}]+)/u).map((part) => part[0] === "^" ? el("sup", { textContent: part.slice(1) }) : part);
+  const typeset = (text) => text.split(/(\^−?(?:\d+(?:\.\d+)?|\p{L}+))/u).map((part) => part[0] === "^" ? el("sup", { textContent: part.slice(1) }) : part);
   const fixed = (x, digits) => (x == null ? "–" : x.toFixed(digits));
 
   // Viridis: perceptually even, safe for every kind of colour blindness. Each ground uses the part that shows on it.
@@ -38,7 +38,7 @@
     return `rgb(${mixed})`;
   };
   const colour = (size) => {
-    const [low, high] = dark.matches ? [0.34, 1] : [0.04, 0.76];
+    const [low, high] = dark.matches ? [0.42, 1] : [0.04, 0.76];
     const t = sizes.length > 1 ? sizes.indexOf(size) / (sizes.length - 1) : 0.5;
     return viridis(low + (high - low) * t);
   };
@@ -66,6 +66,16 @@
       out.push({
         x: fit.line.C, y: scale(fit.line.loss), mode: "lines", name: "law", line: { color: law, width: 2.5, dash: "dash" },
         hovertemplate: "law at %{x:.3s} FLOPs: <b>%{y:.3f}</b><extra></extra>",
+      });
+    }
+    if (axis === "flops") for (const f of data.forecasts) {
+      const k = factor(), landed = f.measured != null;
+      out.push({
+        x: [f.C], y: [f.forecast * k], mode: "markers", name: "forecast",
+        error_y: { type: "data", symmetric: false, array: [(f.high - f.forecast) * k], arrayminus: [(f.forecast - f.low) * k], color: law, thickness: 1.5 },
+        marker: { symbol: landed ? "diamond" : "diamond-open", size: 12, color: law, line: { width: 2, color: law } },
+        hovertemplate: `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.3f}` +
+          `${landed ? `, measured ${(f.measured * k).toFixed(3)}` : ", not run yet"}<extra></extra>`,
       });
     }
     for (const run of data.runs) {
@@ -98,7 +108,7 @@
   function frame(shown) {
     const xs = [], ys = [];
     for (const t of shown) {
-      if (t.name === "final") { xs.push(...t.x); ys.push(...t.y); }
+      if (t.name === "final" || t.name === "forecast") { xs.push(...t.x); ys.push(...t.y); }
       if (t.name === "held-out") {
         const last = t.x[t.x.length - 1];
         t.x.forEach((x, i) => { if (x >= last * 0.04 && x > 0) { xs.push(x); ys.push(t.y[i]); } });
@@ -148,7 +158,8 @@
       return button;
     };
     const law = data.fit.law ? [chip("law and 95% interval", variable("--law"))] : [];
-    $("legend").replaceChildren(...sizes.map((s) => chip(s, colour(s), s)), ...law);
+    const told = data.forecasts.length ? [chip("◇ registered forecast", "transparent")] : [];
+    $("legend").replaceChildren(...sizes.map((s) => chip(s, colour(s), s)), ...law, ...told);
   }
 
   function tiles() {
@@ -169,11 +180,21 @@
 
   const GREEK = { alpha: "α", beta: "β", gamma: "γ" };
   const number = (x) => (x == null ? "–" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(2) : String(+x.toPrecision(4)));
+  // The law with its figures in place: L = 1.69 + 482·N^−0.348 + … where the formula is one of sums of powers.
+  const numbers = (fit) => {
+    const p = Object.fromEntries(Object.entries(fit.parameters).map(([k, v]) => [k, String(+v.value.toPrecision(3)).replace("-", "−")]));
+    switch (fit.formula) {
+      case "L = K·C^−g": return `L = ${p.K} · C^−${p.g}`;
+      case "L = E + K·C^−g": return `L = ${p.E} + ${p.K} · C^−${p.g}`;
+      case "L = E + A·N^−α + B·D^−β": return `L = ${p.E} + ${p.A} · N^−${p.alpha} + ${p.B} · D^−${p.beta}`;
+      default: return "";
+    }
+  };
   function law() {
     const fit = data.fit;
-    $("warnings").replaceChildren(...fit.warnings.map((w) => el("li", { textContent: w })));
+    $("warnings").replaceChildren(...fit.warnings.map((w) => el("li", {}, ...typeset(w))));
     if (!fit.law) return;
-    $("formula").replaceChildren(...typeset(fit.formula));
+    $("formula").replaceChildren(...typeset(numbers(fit)), el("span", { className: "quiet" }, " ", ...typeset(fit.formula)));
     $("plain").textContent = fit.plain;
     const row = (tag, cells) => el("tr", {}, ...cells.map((c) => el(tag, { textContent: c })));
     $("parameters").replaceChildren(

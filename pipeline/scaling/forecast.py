@@ -1,0 +1,138 @@
+"""What a run that has not been made will reach: its loss with an interval, and the best split of its compute."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.account import flops_per_token, params
+from pipeline.config.load import load
+from pipeline.errors import ConfigError
+from pipeline.recipe import resolve
+from pipeline.scaling.figures import count
+from pipeline.scaling.frontier import at, flops_per_parameter_token
+from pipeline.scaling.points import Points, column, read_table
+from pipeline.scaling.study import Study
+
+MFU = 0.4  # of peak; what dense runs of 1–7B reach on H100s (llm-foundry, Megatron-LM: 41–47%)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One run foretold."""
+
+    name: str
+    N: float
+    D: float
+    C: float
+    loss: float
+    low: float
+    high: float
+    extrapolation: float  # compute over the largest fitted
+    optimum: dict[str, float] | None  # the best split of the same compute
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def at_flops(study: Study, C: float) -> Points:
+    """The compute-optimal run of that compute."""
+    best = study.optimum(np.array([C]))
+    if best is None:
+        blank = np.array([np.nan])
+        return at(study.fit.points, np.array([C]), blank, blank)
+    return at(study.fit.points, best.C, best.N, best.D)
+
+
+def at_sizes(study: Study, N: float, D: float) -> Points:
+    """N parameters on D tokens, FLOPs counted as in the fitted points."""
+    each = flops_per_parameter_token(study.fit.points)
+    return at(study.fit.points, np.array([each * N * D]), np.array([N]), np.array([D]))
+
+
+def from_csv(study: Study, path: Path) -> Points:
+    """Targets with columns N, D and, if there, C, run, experts, unique."""
+    rows = read_table(path, ("N", "D"))
+    N, D = column(path, rows, "N"), column(path, rows, "D")
+    if not (np.isfinite(N).all() and np.isfinite(D).all() and min(N.min(), D.min()) > 0):
+        raise ConfigError(f"targets={path}: every N and D must be a number above zero")
+    C = column(path, rows, "C") if rows[0].get("C") else flops_per_parameter_token(study.fit.points) * N * D
+    extra = {key: column(path, rows, key) for key in ("experts", "unique") if rows[0].get(key)}
+    run = tuple(row.get("run") or "" for row in rows)
+    return at(study.fit.points, C, N, D, run=run, **extra)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A rung of the ladder as `launch pretrain` would run it."""
+
+    N: float
+    D: float
+    C: float
+    lr: float
+    batch_tokens: int
+    steps: int
+
+
+def recipe_of(size: str, arch: str, tokens: float | None, sets: Sequence[str], gpus: int) -> Recipe:
+    """Exact N and FLOPs from the accounts, rate and batch from the recipe."""
+    over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
+    config = resolve(load(size=size, arch=arch, sets=sets, over=over), ranks=gpus, gpu=True)
+    train, lr = config.train, config.optim.lr
+    assert train.steps and train.batch_tokens != "auto" and lr != "auto"
+    D = float(train.steps * train.batch_tokens)
+    C = D * flops_per_token(config.model).model
+    return Recipe(params(config.model).scaling, D, C, lr, train.batch_tokens, train.steps)
+
+
+def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:
+    C, N, D = (np.array([value]) for value in (recipe.C, recipe.N, recipe.D))
+    return at(study.fit.points, C, N, D, run=(name,))
+
+
+def forecast(study: Study, targets: Points) -> list[Forecast]:
+    """Each target's loss and 95% interval."""
+    if study.name == "moe" and targets.experts is None:
+        raise ConfigError("law=moe forecasts need the number of experts; give --targets with a column `experts`")
+    loss, low, high = study.interval(targets)
+    best = study.optimum(targets.C)
+    largest = float(study.fit.points.C.max())
+    return [
+        Forecast(
+            targets.run[i], float(targets.N[i]), float(targets.D[i]), float(targets.C[i]),
+            float(loss[i]), float(low[i]), float(high[i]), float(targets.C[i]) / largest,
+            None if best is None else {
+                "C": float(best.C[i]), "N": float(best.N[i]), "D": float(best.D[i]), "loss": float(best.loss[i])},
+        )
+        for i in range(len(targets))
+    ]  # fmt: skip
+
+
+def cautions(study: Study, made: Sequence[Forecast]) -> list[str]:
+    """What a reader of these forecasts should know."""
+    said = []
+    far = max(f.extrapolation for f in made)
+    if far > 100:
+        said.append(
+            f"{far:.3g}× beyond the largest run: laws have been seen to hold over 300×, with a ladder made for it."
+        )
+    if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
+        points = study.fit.points
+        low, high = (float(np.quantile(points.D / points.N, q)) for q in (0, 1))
+        if any(not 0.5 * low <= f.D / f.N <= 2 * high for f in made):
+            said.append(
+                f"This law knows only compute, along runs of {low:.3g} to {high:.3g} tokens per parameter; "
+                f"a target of {made[0].D / made[0].N:.3g} (N = {count(made[0].N)}) is off that line."
+            )
+    return said
+
+
+def cost(C: float, cluster: str, gpus: int) -> dict[str, Any]:
+    """Time on a cluster at an MFU that is said aloud."""
+    found = load(size="1b", cluster=cluster).cluster
+    if found.peak_flops is None:
+        raise ConfigError(f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml")
+    hours = C / (found.peak_flops * MFU) / 3600
+    return {"cluster": cluster, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus}

@@ -1,0 +1,114 @@
+"""Forecasts on the record: written once, before the run, never changed; and their score when the run has landed."""
+
+import hashlib
+import json
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RunError
+from pipeline.scaling.figures import count
+from pipeline.scaling.forecast import Forecast
+from pipeline.scaling.runs import Run
+
+VERSION = 1
+NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
+
+
+def register(folder: Path, made: Forecast, study: dict[str, Any], *, now: float) -> Path:
+    """Write a forecast where no forecast of this target is; the digest inside it shows later changes."""
+    if not (made.N > 0 and made.D > 0):
+        raise RunError("a registered forecast names one run; give --size, or --params and --tokens")
+    content = {"version": VERSION, "time": now, "forecast": made.to_json(), "fit": study}
+    path = folder / f"N{count(made.N)}-D{count(made.D)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump({**content, "sha256": digest(content)}, file, indent=1)
+    except FileExistsError:
+        raise RunError(
+            f"{path} is already registered; a forecast is made once, and scored with `launch score`"
+        ) from None
+    path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+    return path
+
+
+def digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def registered(folder: Path) -> list[dict[str, Any]]:
+    """Every forecast on record, oldest first; one that was changed is an error."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            claimed = content.pop("sha256")
+        except (ValueError, KeyError, AttributeError):
+            raise RunError(f"{path} is not a registered forecast; move it out of {folder}") from None
+        if digest(content) != claimed:
+            raise RunError(f"{path} was changed after it was registered; restore it, or take it out of the score")
+        found.append(content)
+    return sorted(found, key=lambda content: float(content["time"]))
+
+
+@dataclass(frozen=True)
+class Score:
+    """A forecast against its run; `error`, `inside` and `counts` are None until the run has finished."""
+
+    run: str | None
+    N: float
+    D: float
+    C: float
+    forecast: float
+    low: float
+    high: float
+    measured: float | None = None
+    error: float | None = None
+    inside: bool | None = None
+    counts: bool | None = None  # registered before the run began
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Score]:
+    """Each forecast with the finished run it foretold."""
+    scores = []
+    for content in forecasts:
+        f = content["forecast"]
+        base = {key: f[key] for key in ("N", "D", "C", "low", "high")} | {"forecast": f["loss"]}
+        landed = [run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])]
+        if not landed:
+            scores.append(Score(run=None, **base))
+            continue
+        run = landed[0]
+        measured = float(run.evals[-1]["loss"])
+        began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
+        scores.append(
+            Score(
+                run=run.name, **base, measured=measured, error=measured / f["loss"] - 1,
+                inside=f["low"] <= measured <= f["high"], counts=float(content["time"]) < began,
+            )
+        )  # fmt: skip
+    return scores
+
+
+def _same(run: Run, N: float, D: float) -> bool:
+    return abs(run.N / N - 1) < NEAR and abs(float(run.evals[-1]["tokens"]) / D - 1) < NEAR
+
+
+def calibration(scores: Sequence[Score]) -> dict[str, Any]:
+    """How the forecasts that count have done so far."""
+    counted = [s for s in scores if s.counts and s.error is not None]
+    errors = [abs(s.error) for s in counted if s.error is not None]
+    return {
+        "registered": len(scores),
+        "landed": sum(s.measured is not None for s in scores),
+        "counted": len(counted),
+        "inside": sum(bool(s.inside) for s in counted),
+        "nominal": 0.95,
+        "mean_absolute_error": sum(errors) / len(errors) if errors else None,
+    }

@@ -1,0 +1,141 @@
+import json
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError, RunError
+from pipeline.scaling.backtest import backtest, focus
+from pipeline.scaling.choose import LAWS
+from pipeline.scaling.points import Points
+from pipeline.scaling.study import study
+from tests.scaling.made_runs import make_run, true_loss
+
+
+def drawn(noise: float, seed: int, budgets: int = 8) -> Points:
+    C = np.repeat(np.geomspace(1e17, 1e21, budgets), 6)
+    N = np.tile(np.geomspace(0.4, 2.5, 6), budgets) * 0.1 * C**0.5
+    D = C / 6 / N
+    loss = true_loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, N.size))
+    return Points(N, D, C, loss, tuple(map(str, range(N.size))), "made")
+
+
+def write(path: Path, points: Points) -> Path:
+    rows = zip(points.N, points.D, points.loss, strict=True)
+    path.write_text("N,D,loss\n" + "".join(f"{N},{D},{loss}\n" for N, D, loss in rows))
+    return path
+
+
+def test_the_interval_covers_what_comes_next() -> None:
+    inside, widths = [], []
+    for seed in range(8):
+        points = drawn(0.003, seed)
+        smaller, larger = points.take(points.C < 1e20), points.take(points.C > 1e20)
+        loss, low, high = study(smaller).interval(larger)
+        inside.append((low <= larger.loss) & (larger.loss <= high))
+        widths.append(np.median(high / loss - 1))
+    assert np.mean(inside) >= 0.9
+    assert np.mean(widths) < 0.05  # and is of some use
+
+
+def test_the_interval_widens_with_the_reach() -> None:
+    done = study(drawn(0.003, 0))
+    band = done.band(np.array([1e21, 1e22, 1e23, 1e24]))
+    assert (np.diff(band["high"] / band["loss"]) > 0).all()
+
+
+def test_backtests_never_see_what_they_predict() -> None:
+    points = drawn(0.003, 0)
+    test = backtest(points, LAWS["chinchilla"])
+    spoiled = points.loss.copy()
+    last = points.C.max() == points.C
+    spoiled[last] *= 1.5  # only errors at the last budget may change
+    again = backtest(Points(points.N, points.D, points.C, spoiled, points.run, "made"), LAWS["chinchilla"])
+    assert test is not None and again is not None
+    earlier = ~np.isclose(test.cut * test.ratio, points.C.max())
+    assert earlier.any()
+    np.testing.assert_allclose(test.errors[earlier], again.errors[earlier], atol=1e-4)
+    np.testing.assert_allclose(again.errors[~earlier] - test.errors[~earlier], np.log(1.5), atol=1e-2)
+
+
+def test_focus_keeps_enough_points() -> None:
+    points = drawn(0.01, 0)
+    for law in (LAWS["chinchilla"], LAWS["gamma"]):
+        weights = focus(points, law)
+        assert weights.sum() ** 2 / (weights**2).sum() >= 2 * len(law.parameters)
+        assert weights[points.C.max() == points.C].max() == weights.max()
+
+
+def test_targets_from_a_file(tmp_path: Path, launch) -> None:
+    points = drawn(0.001, 0)
+    small = write(tmp_path / "small.csv", points.take(points.C < 1e20))
+    large = write(tmp_path / "large.csv", points.take(points.C > 1e20))
+    data = json.loads(launch("forecast", "--points", small, "--targets", large, "--json"))
+    losses = np.array([one["loss"] for one in data["forecasts"]])
+    np.testing.assert_allclose(losses, points.loss[points.C > 1e20], rtol=0.01)
+    one = data["forecasts"][-1]
+    assert one["low"] < one["loss"] < one["high"]
+    assert one["extrapolation"] == pytest.approx(points.C.max() / points.C[points.C < 1e20].max(), rel=1e-6)
+    assert one["optimum"]["N"] * one["optimum"]["D"] * 6 == pytest.approx(one["C"])
+    assert one["optimum"]["loss"] <= one["loss"] * 1.001
+
+
+def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
+    file = write(tmp_path / "p.csv", drawn(0.001, 0))
+    by_size = json.loads(launch("forecast", "--points", file, "--size", "1b", "--cluster", "h100", "--json"))
+    assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
+    assert by_size["recipe"]["lr"] > 0
+    assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / 0.4 / 3600)
+    by_flops = json.loads(launch("forecast", "--points", file, "--flops", "1e22", "--json"))
+    assert by_flops["N"] == pytest.approx(by_flops["optimum"]["N"])
+    by_numbers = json.loads(
+        launch("forecast", "--points", file, "--params", by_flops["N"], "--tokens", by_flops["D"], "--json")
+    )
+    assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
+    with pytest.raises(ConfigError, match="give one of --size"):
+        launch("forecast", "--points", file)
+    with pytest.raises(ConfigError, match=r"flops=-1\.0 must be"):
+        launch("forecast", "--points", file, "--flops", "-1")
+    assert "forecast by" in launch("forecast", "--points", file, "--flops", "1e22")
+
+
+def test_a_target_off_the_ladder_is_told(ladder: Path, launch) -> None:
+    data = json.loads(launch("forecast", "--runs", ladder, "--params", "5e6", "--tokens", "1e10", "--json"))
+    assert any("off that line" in warning for warning in data["warnings"])
+    assert data["optimum"] is None
+
+
+def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
+    call = ("forecast", "--runs", ladder, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    path = Path(json.loads(launch(*call))["registered"][0])
+    assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
+    with pytest.raises(RunError, match="already registered"):
+        launch(*call)
+    before = json.loads(launch("score", "--runs", ladder, "--json"))
+    assert before["calibration"] | {"landed": 0, "counted": 0} == before["calibration"]
+
+    late = make_run(ladder, "base-20x", 7e6, 1.4e8, size="base")  # its log begins in 1970: before the forecast
+    after = json.loads(launch("score", "--runs", ladder, "--json"))
+    assert after["scores"][0]["run"] == "base-20x"
+    assert after["scores"][0]["counts"] is False
+
+    log = late / "log.jsonl"
+    log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))  # as if trained afterwards
+    after = json.loads(launch("score", "--runs", ladder, "--json"))
+    one = after["scores"][0]
+    assert one["counts"] is True
+    assert one["inside"] == (one["low"] <= one["measured"] <= one["high"])
+    assert one["error"] == pytest.approx(one["measured"] / one["forecast"] - 1)
+    assert after["calibration"]["counted"] == 1
+    assert "1 of 1 inside" in launch("score", "--runs", ladder)
+
+    path.chmod(0o644)
+    path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
+    with pytest.raises(RunError, match="was changed after it was registered"):
+        launch("score", "--runs", ladder)
+
+
+def test_no_forecasts_to_score(ladder: Path, launch) -> None:
+    with pytest.raises(ConfigError, match="holds none"):
+        launch("score", "--runs", ladder)

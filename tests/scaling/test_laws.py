@@ -1,0 +1,140 @@
+"""Each law gets back what it was drawn from."""
+
+import numpy as np
+import pytest
+
+from pipeline.errors import DataError
+from pipeline.scaling.choose import LAWS
+from pipeline.scaling.fit import fit
+from pipeline.scaling.frontier import optimum
+from pipeline.scaling.points import Points
+from pipeline.scaling.study import study
+from pipeline.scaling.valleys import envelope, isoflop
+from pipeline.scaling.vpnls import vpnls
+from tests.scaling.made_runs import LAW, true_loss
+
+
+def grid(count: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    N, D = np.meshgrid(np.geomspace(1e7, 1e10, count), np.geomspace(1e9, 1e12, count))
+    return N.ravel(), D.ravel()
+
+
+def points(N: np.ndarray, D: np.ndarray, loss: np.ndarray, **more: np.ndarray) -> Points:
+    return Points(N, D, 6 * N * D, loss, tuple(map(str, range(N.size))), "made", **more)
+
+
+def test_gamma() -> None:
+    N, D = grid()
+    done = fit(points(N, D, 1.5 + (300 * N**-0.4 + 900 * D**-0.38) ** 0.7), LAWS["gamma"])
+    want = {"E": 1.5, "A": 300, "alpha": 0.4, "B": 900, "beta": 0.38, "gamma": 0.7}
+    assert done.values == pytest.approx(want, rel=1e-3)
+
+
+def test_kaplan() -> None:
+    N, D = grid()
+    loss = ((8.8e13 / N) ** (0.076 / 0.095) + 5.4e13 / D) ** 0.095
+    want = {"Nc": 8.8e13, "alpha_N": 0.076, "Dc": 5.4e13, "alpha_D": 0.095}
+    assert fit(points(N, D, loss), LAWS["kaplan"]).values == pytest.approx(want, rel=1e-3)
+
+
+def test_routed() -> None:
+    N, D = (np.tile(column, 4) for column in grid())
+    M = np.repeat([1.0, 4.0, 16.0, 64.0], 36)
+    m = np.log(M)
+    loss = 1.6 + 90 * M**-0.2 * N ** -(0.32 - 0.005 * m) + 300 * M**0.05 * D ** -(0.33 + 0.002 * m)
+    made = points(N, D, loss, experts=M)
+    done = study(made, "moe")
+    assert done.fit.values["E"] == pytest.approx(1.6, rel=1e-3)
+    assert done.fit.values["delta"] == pytest.approx(-0.2, abs=1e-2)
+    assert done.fit.values["gamma"] == pytest.approx(-0.005, abs=1e-3)
+    assert study(made).name == "moe"
+    with pytest.raises(DataError, match="column `experts`"):
+        study(points(*grid(), true_loss(*grid())), "moe")
+
+
+def test_repeated_data() -> None:
+    N, D = grid()
+    U = np.minimum(D, 5e9)
+    worth = U * (1 + 15 * -np.expm1(-(D / U - 1) / 15))
+    made = points(N, D, true_loss(N, worth), unique=U)  # parameters in excess cost nothing here: R_N runs high
+    done = study(made, "data-constrained")
+    assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
+    assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
+    with pytest.raises(DataError, match="column `unique`"):
+        study(points(N, D, true_loss(N, D)), "data-constrained")
+
+
+UNEVEN = {"E": 1.7, "A": 800.0, "alpha": 0.46, "B": 60.0, "beta": 0.27}
+
+
+def drifting_grid(width: float = 4.0) -> tuple[Points, np.ndarray, np.ndarray]:
+    """isoFLOP budgets whose centre drifts from a third of N* to three times it: how a first guess goes wrong."""
+    E, A, alpha, B, beta = UNEVEN.values()
+    G, a = (alpha * A / (beta * B)) ** (1 / (alpha + beta)), beta / (alpha + beta)
+    C = np.repeat(np.geomspace(1e18, 1e21, 7), 7)
+    N = G * (C / 6) ** a * np.repeat(np.geomspace(1 / 3, 3, 7), 7) * np.tile(np.geomspace(1 / width, width, 7), 7)
+    D = C / 6 / N
+    far = np.array([1e24])
+    return points(N, D, E + A * N**-alpha + B * D**-beta), far, far / 6 / (G * (far / 6) ** a)
+
+
+@pytest.mark.parametrize("name", ["chinchilla", "gamma", "vpnls"])
+def test_a_known_law_gives_its_optimum_to_a_millionth(name: str) -> None:
+    made, far, D_far = drifting_grid()
+    best = optimum(vpnls(made) if name == "vpnls" else fit(made, LAWS[name]), far)
+    assert best is not None
+    assert best.D[0] == pytest.approx(D_far[0], rel=1e-6)
+
+
+def test_auto_stays_with_the_simpler_law_where_it_is_exact() -> None:
+    made, far, D_far = drifting_grid()
+    done = study(made)
+    assert done.name == "chinchilla"
+    best = done.optimum(far)
+    assert best is not None
+    assert best.D[0] == pytest.approx(D_far[0], rel=1e-6)
+
+
+def test_a_parabola_off_its_centre_is_biased_and_akima_less() -> None:
+    made, far, D_far = drifting_grid()
+    parabola, akima = (isoflop(made, method).path(far)[1][0] / D_far[0] - 1 for method in ("parabola", "akima"))
+    assert 0.04 < abs(parabola) < 0.35
+    assert abs(akima) < abs(parabola) / 5
+
+
+def test_valleys_without_a_bottom_are_refused() -> None:
+    made, _, _ = drifting_grid(1.3)  # so narrow that where the guess is off, an edge is the best
+    with pytest.raises(DataError, match="beyond the"):
+        isoflop(made.take(made.C < 5e18))
+
+
+def test_scattered_compute_is_not_isoflop() -> None:
+    N, D = np.geomspace(1e7, 1e9, 200), np.geomspace(1e9, 1e10, 200)
+    with pytest.raises(DataError, match="equal compute"):
+        isoflop(points(N, D, true_loss(N, D)))
+
+
+def test_a_hill_is_no_valley() -> None:
+    C = np.repeat([1e18, 4e18, 1.6e19], 5)
+    N = np.tile(np.geomspace(1e7, 1e9, 5), 3)
+    hill = 3 - 0.1 * np.log10(C / 1e18) - 0.1 * (np.log10(N) - 8) ** 2
+    with pytest.raises(DataError, match="curve downwards"):
+        isoflop(points(N, C / 6 / N, hill), "parabola")
+
+
+def test_the_envelope_follows_the_best_curve() -> None:
+    sizes, names = np.geomspace(1e7, 1e9, 9), []
+    rows = []
+    for N in sizes:
+        for D in np.geomspace(1e8, 1e11, 40):
+            rows.append((N, D, true_loss(N, D)))
+            names.append(f"{N:.3g}")
+    N, D, loss = np.array(rows).T
+    curves = Points(N, D, 6 * N * D, loss, tuple(names), "made")
+    found = envelope(curves)
+    assert found.a == pytest.approx(LAW["beta"] / (LAW["alpha"] + LAW["beta"]), abs=0.05)
+    done = study(curves, "envelope")
+    assert done.fit.law.name == "compute"
+    assert any("not annealed" in warning for warning in done.warnings)
+    with pytest.raises(DataError, match="three sizes"):
+        envelope(curves.take(sizes[2] > N))

@@ -1,0 +1,69 @@
+"""The same runs, read from a directory and from the MLflow store that they were replayed to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RunError
+from pipeline.scaling.mlflow_runs import read_experiment
+from pipeline.scaling.runs import points_of, read_runs
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.fixture
+def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    from pipeline.track import describe
+    from pipeline.track.store import Store
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.chdir(tmp_path)
+    store = Store(uri)
+    for folder in sorted(ladder.iterdir()):
+        run_id, _ = store.open("demo", folder.name, folder.name, 1000)
+        store.describe(run_id, describe.params(folder), describe.tags(folder))
+        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        store.send(
+            run_id, [(k, v, int(r["time"] * 1000), r["step"]) for r in rows for k, v in describe.metrics(r).items()], {}
+        )
+        store.set_status(run_id, "FINISHED", 500_000)
+    return ladder
+
+
+def test_both_give_the_same_points(stored: Path, launch) -> None:
+    here, there = points_of(read_runs(stored)), points_of(read_experiment("demo"))
+    assert there.run == here.run
+    assert there.convention == here.convention
+    for column in ("N", "D", "C", "loss"):
+        assert getattr(there, column) == pytest.approx(getattr(here, column))
+    data = json.loads(launch("fit", "--experiment", "demo", "--json"))  # no runs/demo below this directory
+    assert data["points"]["used"] == 3
+    with pytest.raises(RunError, match="it has demo"):
+        read_experiment("dmeo")
+
+
+def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
+    call = ("forecast", "--runs", stored, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    data = json.loads(launch(*call))
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("demo")
+    (kept,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "forecasts"]
+    assert [a.path for a in client.list_artifacts(kept.info.run_id)] == [Path(data["registered"][0]).name]
+    assert len(read_experiment("demo")) == 3  # it is not taken for a training run
+
+
+def test_an_absent_server_costs_nothing(ladder: Path, launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    call = ("forecast", "--runs", ladder, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    data = json.loads(launch(*call))
+    assert Path(data["registered"][0]).exists()
+    assert "MLflow has no copy" in data["warnings"][-1]
+
+
+def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(RunError, match="no MLflow store"):
+        read_experiment("demo")

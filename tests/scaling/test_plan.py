@@ -1,0 +1,59 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.scaling.plan import plan, read, within
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "scaling"
+
+
+def test_an_isoflop_grid_surrounds_its_guess() -> None:
+    sweep = read(CONFIGS / "isoflop.toml")
+    runs = plan(sweep)
+    for budget in sweep.budgets:
+        group = [run for run in runs if abs(run.C / budget - 1) < 0.02]
+        ratios = [run.D / run.N for run in group]
+        assert sum(ratio > 20 for ratio in ratios) >= 2
+        assert sum(ratio < 20 for ratio in ratios) >= 2
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_an_earlier_fit_moves_the_centre() -> None:
+    sweep = read(CONFIGS / "isoflop.toml")
+    guessed = plan(sweep)
+    moved = plan(sweep.model_copy(update={"budgets": (1e17, 3e17, 9e17)}), best=lambda C: 0.02 * C**0.5)
+    assert {run.size for run in moved} != {run.size for run in guessed}
+    assert all(0.02 * run.C**0.5 / 8.5 < run.N < 0.02 * run.C**0.5 * 8.5 for run in moved)
+
+
+def test_an_optimum_bound_to_an_edge_is_refused() -> None:
+    sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"sizes": ("tiny", "500k", "1m", "3m")})
+    with pytest.raises(ConfigError, match="lie above N"):
+        plan(sweep)
+    with pytest.raises(ConfigError, match="three budgets"):
+        plan(sweep.model_copy(update={"budgets": (1e16,)}))
+
+
+def test_a_total_is_kept() -> None:
+    sweep = read(CONFIGS / "isoflop.toml")
+    runs = plan(within(sweep, 1e19))
+    assert 0.5e19 < sum(run.C for run in runs) <= 1e19
+    with pytest.raises(ConfigError, match="does not buy"):
+        within(sweep, 1e9)
+
+
+def test_the_ladder_is_printed_with_its_cost(launch) -> None:
+    data = json.loads(launch("sweep", "plan", CONFIGS / "ladder.toml", "--json"))
+    assert data["total"]["runs"] == 12
+    assert data["total"]["flops"] == pytest.approx(sum(run["C"] for run in data["runs"]))
+    assert {round(run["D"] / run["N"]) for run in data["runs"]} == {20, 60}
+    assert "12 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
+
+
+def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text('kind = "isoflop"\nexperiment = "x"\nbugdets = [1e18]\n')
+    with pytest.raises(ConfigError, match="bugdets"):
+        read(file)

@@ -1,0 +1,95 @@
+"""Published figures, reproduced from the points their authors published; skipped where those are not at hand."""
+
+import csv
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.scaling.bootstrap import bootstrap
+from pipeline.scaling.choose import LAWS
+from pipeline.scaling.fit import fit
+from pipeline.scaling.points import Points, read_csv
+from pipeline.scaling.study import study
+from pipeline.scaling.valleys import isoflop
+
+
+@pytest.fixture(scope="module")
+def chinchilla(public: Path) -> Points:
+    return read_csv(public / "chinchilla_points.csv").drop_highest(5)
+
+
+@pytest.fixture(scope="module")
+def porian(public: Path) -> dict[str, Points]:
+    rows = defaultdict(list)
+    with (public / "porian_isoflop_points.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows[row["file"], row["config"]].append([float(row[key]) for key in ("N", "D", "C", "loss")])
+    columns = {key: np.array(values).T for key, values in rows.items()}
+    return {key: Points(*c, tuple(map(str, range(c.shape[1]))), "Porian") for key, c in columns.items()}
+
+
+def test_the_chinchilla_optimum(chinchilla: Points) -> None:
+    begun = time.perf_counter()
+    done = fit(chinchilla, LAWS["chinchilla"])
+    assert time.perf_counter() - begun < 2
+    assert done.objective <= 0.00101828
+    assert done.values["E"] == pytest.approx(1.8172, abs=5e-4)
+    assert done.values["alpha"] == pytest.approx(0.3473, abs=5e-4)
+    assert done.values["beta"] == pytest.approx(0.3672, abs=1e-3)
+    assert done.agreement > 0.9
+
+
+def test_bootstrap_errors_are_those_published(chinchilla: Points) -> None:
+    done = fit(chinchilla, LAWS["chinchilla"])
+    begun = time.perf_counter()
+    draws = done.law.natural(bootstrap(done, 1000), done.inputs)
+    assert time.perf_counter() - begun < 20
+    for found, published in zip(draws.std(axis=0), [0.0257, 124.5, 0.0154, 1293, 0.0206], strict=True):
+        assert found == pytest.approx(published, rel=0.15)
+
+
+def test_the_profile_of_e_agrees_with_the_bootstrap(chinchilla: Points) -> None:
+    done = study(chinchilla, "chinchilla", resamples=300)
+    assert done.profile is not None
+    assert done.warnings == ()
+    spread = done.parameters()["E"]
+    assert done.profile.low == pytest.approx(spread["low"], abs=0.06)
+    assert done.profile.high == pytest.approx(spread["high"], abs=0.06)
+
+
+def test_isoflop_exponents_are_those_published(public: Path, porian: dict[str, Points]) -> None:
+    published = json.loads((public / "porian_published.json").read_text())
+    off = [
+        abs(isoflop(porian[one["file"], one["config"]]).a - one["a_bs_median_weighted"])
+        for one in published
+    ]  # fmt: skip
+    assert len(off) == 15
+    assert max(off) < 0.012
+    assert np.median(off) < 0.006
+
+
+def test_larger_runs_are_foretold_from_smaller_ones(chinchilla: Points, porian: dict[str, Points]) -> None:
+    """Fit on the lower 60% and 80% of compute, predict everything above."""
+    errors, covered = [], []
+    for points in [chinchilla, *porian.values()]:
+        for share in (0.6, 0.8):
+            edge = np.quantile(points.C, share)
+            larger = points.take(edge < points.C)
+            loss, low, high = study(points.take(edge >= points.C)).interval(larger)
+            errors.append(np.abs(loss / larger.loss - 1).mean())
+            covered.append(((low <= larger.loss) & (larger.loss <= high)).mean())
+    assert len(errors) == 32
+    assert np.mean(errors) <= 0.015
+    assert np.mean(covered) >= 0.85
+
+
+def test_the_famous_split(chinchilla: Points) -> None:
+    """5.76e23 FLOPs bought Chinchilla 70B parameters on 1.4T tokens."""
+    best = study(chinchilla).optimum(np.array([5.76e23]))
+    assert best is not None
+    assert 55e9 < best.N[0] < 90e9
+    assert 1.0e12 < best.D[0] < 1.8e12
