@@ -3,6 +3,7 @@
 A sketch is a few arrays, sorted by key, so that a later step maps only its own range of keys into memory.
 """
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Ske
         if near:
             grams = shingles(document.raw, near.ngram)
             bands.append(band_keys(grams, near))
-            bottoms.append(np.unique((grams[:BOTTOM] >> np.uint64(32)).astype(np.uint32)))
+            bottoms.append(bottom(grams))
     count = len(items)
     exact = np.zeros(count, EXACT)
     pairs = np.frombuffer(b"".join(digests), "<u8").reshape(count, 2)
@@ -82,20 +83,30 @@ def band_keys(grams: U64, near: Near) -> U64:
     """One key per band of the MinHash signature (Broder 1997; banding as in Leskovec, Rajaraman & Ullman, ch. 3)."""
     if len(grams) == 0:
         return grams
-    size = near.bands * near.rows
-    factor = mix(np.arange(size, dtype=np.uint64)) | np.uint64(1)
-    offset = mix(np.arange(size, 2 * size, dtype=np.uint64))
-    smallest = np.full(size, 2**64 - 1, np.uint64)
+    factor, offset, salt = _constants(near.bands, near.rows)
+    smallest = np.full(len(factor), 2**64 - 1, np.uint64)
     for start in range(0, len(grams), BLOCK):
         hashed = np.multiply.outer(grams[start : start + BLOCK], factor)
         hashed += offset
         np.minimum(smallest, hashed.min(axis=0), out=smallest)
     # The low bits of a product modulo 2**64 are the weak ones: the high half decides.
     rows = (smallest >> np.uint64(32)).reshape(near.bands, near.rows)
-    keys = np.arange(near.bands, dtype=np.uint64)
-    for row in rows.T:
-        keys = mix(keys * np.uint64(0x9E3779B97F4A7C15) + row)
-    return keys
+    return mix((rows * factor[: near.rows]).sum(axis=1, dtype=np.uint64) + salt)
+
+
+@lru_cache(4)
+def _constants(bands: int, rows: int) -> tuple[U64, U64, U64]:
+    size = bands * rows
+    factor, offset = mix(np.arange(1, 2 * size + 1, dtype=np.uint64)).reshape(2, size)
+    return factor | np.uint64(1), offset, mix(np.arange(bands, dtype=np.uint64) + np.uint64(2 * size))
+
+
+def bottom(grams: U64) -> npt.NDArray[np.uint32]:
+    """The smallest distinct hashes, 32 bits of each; grams are sorted."""
+    low = (grams[:BOTTOM] >> np.uint64(32)).astype(np.uint32)
+    fresh = np.ones(len(low), bool)
+    np.not_equal(low[1:], low[:-1], out=fresh[1:])
+    return low[fresh]
 
 
 def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
