@@ -113,6 +113,60 @@ def prepare(
             print("no document was held out: raise --valid-share to measure a held-out loss")
 
 
+@app.command(
+    "tokenizer",
+    epilog="Example:\n\nlaunch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model",
+)
+def train_tokenizer(
+    source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],
+    out: Annotated[Path, typer.Option(help="The .model file to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Pieces, bytes and control pieces included.")] = 32768,
+    kind: Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")] = "bpe",
+    special: Annotated[
+        list[str] | None, typer.Option(help="A control piece; repeatable.  [default: <pad> <mask>]")
+    ] = None,
+    weight: Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT of the sample.  [default: by size]")] = None,
+    sample_bytes: Annotated[int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")] = None,
+    limit_bytes: Annotated[int | None, typer.Option(min=1, help="Of each source.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a SentencePiece model that returns every text byte for byte; same sources and seed, same file."""
+    from pipeline.data.recipe import load_recipe
+    from pipeline.data.sample import make_tokenizer
+
+    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | ({"controls": special} if special else {})
+    settings: dict[str, Any] = {"sources": source, "vocab_size": vocab_size, "seed": seed, "limit_bytes": limit_bytes}
+    settings |= {
+        "text_key": text_key,
+        "train": train,
+        "mixture": {"weights": _weights(weight, source)} if weight else None,
+    }
+    made = make_tokenizer(load_recipe(None, settings), out)
+    if as_json:
+        print(json.dumps({"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}))
+    else:
+        speed = "gigatoken" if made.fast else "sentencepiece"
+        print(f"{out}: {made.vocab:,} pieces, fingerprint {made.fingerprint}; encoded by {speed}")
+
+
+def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
+    """What --weight says; a source without one weighs 1."""
+    from pipeline.errors import ConfigError
+
+    weights = dict.fromkeys(sources, 1.0)
+    for entry in given:
+        source, _, number = entry.rpartition("=")
+        try:
+            weights[source] = float(number)
+        except ValueError:
+            raise ConfigError(f"weight={entry!r} is not SOURCE=NUMBER") from None
+        if source not in sources:
+            raise ConfigError(f"weight={entry!r}: {source!r} is not a --source; known: {', '.join(sources)}")
+    return weights
+
+
 @app.command(epilog="Example:\n\nlaunch data inspect data/python --json")
 def inspect(
     path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],

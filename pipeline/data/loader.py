@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Generator
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 import xxhash
 
 from pipeline.data.mixture import BLOCK, Schedule
+from pipeline.data.packing import PackedStream
 from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus
 from pipeline.data.stream import Stream
@@ -19,19 +21,32 @@ from pipeline.objective.batch import Batch
 
 
 class Loader:
-    """Windows of seq + 1 tokens, shuffled anew each epoch; drawn from the sources by weight where a mixture says so."""
+    """Windows of seq + 1 tokens, shuffled anew each epoch; drawn from the sources by weight where a mixture says so.
 
-    def __init__(self, corpus: Corpus, split: str, *, seq: int, rows: int, seed: int) -> None:
+    Concatenated documents by default; packing="best-fit" gives rows that no document crosses. With boundaries (always
+    when packed) a batch says which document each token is of, so that attention and positions can start anew there.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        split: str,
+        *,
+        seq: int,
+        rows: int,
+        seed: int,
+        packing: Literal["concatenate", "best-fit"] = "concatenate",
+        boundaries: bool = False,
+    ) -> None:
         self.seq, self.rows, self.seed = seq, rows, seed
         self._dtype = np.dtype(corpus.manifest.dtype)
+        self._eod, self._boundaries = corpus.manifest.tokenizer.eod, boundaries
         shards = corpus.split(split).shards
-        sources = [source for source in corpus.manifest.sources if source.weight is not None and split == "train"]
-        if sources:
-            self._streams = [Stream(corpus, [s for s in shards if s.source == source.name], seq) for source in sources]
-            self._schedule = Schedule([source.weight or 0 for source in sources], seed)
-        else:
-            self._streams = [Stream(corpus, shards, seq)]
-            self._schedule = Schedule([1.0], seed)
+        weighted = [source for source in corpus.manifest.sources if source.weight is not None and split == "train"]
+        groups = [[s for s in shards if s.source == source.name] for source in weighted] or [list(shards)]
+        self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
+        kind = Stream if packing == "concatenate" else PackedStream
+        self._streams: list[Stream | PackedStream] = [kind(corpus, group, seq) for group in groups]
         for stream in self._streams:
             if stream.windows == 0:
                 raise DataError(_too_small(corpus, split, seq))
@@ -42,18 +57,37 @@ class Loader:
         self._order = lru_cache(4 * len(self._streams))(self._order_block)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        first, last = rank * self.rows // world, (rank + 1) * self.rows // world
-        window_BS = np.empty((last - first, self.seq + 1), self._dtype)
+        rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
+        places = [(row, *self._place(step * self.rows + row)) for row in rows]
+        if isinstance(self._streams[0], PackedStream):
+            return self._packed(places)
+        window_BS = np.empty((len(rows), self.seq + 1), self._dtype)
         digest = 0
-        for i, row in enumerate(range(first, last)):
-            stream, window = self._place(step * self.rows + row)
-            self._streams[stream].read(window, window_BS[i])
-            digest += xxhash.xxh3_64_intdigest(window_BS[i], row)
+        for out, (row, stream, window) in zip(window_BS, places, strict=True):
+            self._streams[stream].read(window, out)  # type: ignore[call-arg]
+            digest += xxhash.xxh3_64_intdigest(out, row)
         return Batch(
             tokens_BS=torch.from_numpy(window_BS[:, :-1].astype(np.int64)),
             targets_BS=torch.from_numpy(window_BS[:, 1:].astype(np.int64)),
             hash=digest % 2**64,
+            documents_BS=self._documents(window_BS) if self._boundaries else None,
         )
+
+    def _documents(self, window_BS: npt.NDArray[np.integer]) -> torch.Tensor:
+        """How many ends came before: an end still belongs to the document that it ends."""
+        documents_BS = np.zeros((len(window_BS), self.seq), np.int64)
+        np.cumsum(window_BS[:, :-2] == self._eod, axis=1, out=documents_BS[:, 1:])
+        return torch.from_numpy(documents_BS)
+
+    def _packed(self, places: list[tuple[int, int, int]]) -> Batch:
+        # One block of memory per row, so that one hash covers all that training sees of it.
+        row_B3S = np.empty((len(places), 3, self.seq), np.int64)
+        digest = 0
+        for out, (row, stream, window) in zip(row_B3S, places, strict=True):
+            self._streams[stream].read(window, *out)
+            digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
+        tokens_BS, targets_BS, documents_BS = (torch.from_numpy(row_B3S[:, i].copy()) for i in range(3))
+        return Batch(tokens_BS=tokens_BS, targets_BS=targets_BS, hash=digest % 2**64, documents_BS=documents_BS)
 
     def _place(self, sample: int) -> tuple[int, int]:
         """Which window of which stream the sample-th draw is."""

@@ -101,10 +101,22 @@ class Mixture(Frozen):
     most_epochs: Annotated[float, Field(gt=0)] | None = None  # a source that would repeat more gives way to the others
 
 
+class Train(Frozen):
+    """How a tokenizer is trained, where none is given."""
+
+    kind: Literal["bpe", "unigram"] = "bpe"  # unigram is encoded by sentencepiece itself, several times slower
+    controls: tuple[str, ...] = (
+        "<pad>",
+        "<mask>",
+    )  # beyond <unk>, <s>, </s>; what masked and denoising objectives need
+    sample_bytes: Annotated[int, Field(gt=0)] | None = None  # by default 2,500 per piece, within 8…256 MiB
+
+
 class Recipe(Frozen):
     sources: tuple[str, ...]
     vocab_size: int = VOCAB
     tokenizer: str | None = None  # fingerprint of a given model, which then replaces vocab_size
+    train: Train = Train()
     seed: int = 0  # of the synthetic corpus and of the tokenizer's sample
     valid_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     limit_bytes: int | None = None  # of each source

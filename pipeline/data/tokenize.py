@@ -6,17 +6,19 @@ A plain function: it runs the same in a Ray worker, in a test, or twice because 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from pipeline.config.schema import Frozen
+from pipeline.data import megatron
 from pipeline.data.files import replacing
-from pipeline.data.intake import Document, Intake
+from pipeline.data.intake import Document, Intake, Ledger
 from pipeline.data.piece import MB, Task
 from pipeline.data.recipe import Recipe
-from pipeline.data.shards import Shard, ShardWriter, Stage, dtype_for
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
+from pipeline.data.tokenizer import Ids, Tokenizer
 
 BATCH_BYTES = 4 * MB  # of text held at once
 SPLITS = ("train", "valid")
@@ -36,8 +38,12 @@ def tokenize(
 ) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
     intake = Intake(task, recipe, np.load(held_out) if held_out else None)
-    documents = intake.only(np.load(keep)) if keep else iter(intake)
-    shards = write(documents, name, task[0].source, out, recipe.valid_share)
+    tokenizer = _tokenizer(out / "tokenizer.model")
+    if task[0].kind == "megatron":
+        encoded = _already_encoded(task, tokenizer, intake.ledger)
+    else:
+        encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer)
+    shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype_for(tokenizer.vocab))
     named = tuple((m.path, m.position, m.reason) for m in intake.malformed)
     done = Done(source=task[0].source, shards=shards, stages=intake.ledger.stages(), malformed=named)
     with replacing(record) as file:
@@ -45,9 +51,29 @@ def tokenize(
     return done
 
 
-def write(documents: Iterable[Document], name: str, source: str, out: Path, valid_share: float) -> dict[str, Shard]:
-    """Encode and write one shard per split that has documents."""
-    tokenizer = _tokenizer(out / "tokenizer.model")
+class Encoded(NamedTuple):
+    ids: Ids  # the end of the document included
+    raw: bytes  # what its side of the split is decided by
+    text_bytes: int
+
+
+def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    end = np.array([tokenizer.eod], np.uint32)
+    for document in documents:
+        yield Encoded(np.concatenate((tokenizer.encode(document.text), end)), document.raw, len(document.raw))
+
+
+def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[Encoded]:
+    for ids in (ids for piece in task for ids in megatron.documents(piece, tokenizer)):
+        size = megatron.text_bytes(ids, tokenizer)
+        ledger.keep("read", size, size)
+        yield Encoded(ids, ids.tobytes(), size)
+
+
+def write(
+    documents: Iterable[Encoded], name: str, source: str, out: Path, valid_share: float, dtype: DType
+) -> dict[str, Shard]:
+    """One shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}
     try:
         for batch in _batches(documents):
@@ -55,9 +81,9 @@ def write(documents: Iterable[Document], name: str, source: str, out: Path, vali
             for split in SPLITS:
                 mine = [d for d, valid in zip(batch, held, strict=True) if valid == (split == "valid")]
                 if mine and split not in writers:
-                    writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype_for(tokenizer.vocab))
+                    writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)
                 if mine:
-                    writers[split].add(tokenizer.documents(d.text for d in mine), sum(len(d.raw) for d in mine))
+                    writers[split].add([d.ids for d in mine], sum(d.text_bytes for d in mine))
         return {split: writer.close() for split, writer in writers.items()}
     except BaseException as error:
         for writer in writers.values():
@@ -70,8 +96,8 @@ def is_held_out(raw: bytes, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(raw) < share * 2**64
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterable[Encoded]) -> Iterator[list[Encoded]]:
+    batch: list[Encoded] = []
     held = 0
     for document in documents:
         batch.append(document)
