@@ -39,44 +39,47 @@ class Loader:
         boundaries: bool = False,
     ) -> None:
         self.seq, self.rows, self.seed = seq, rows, seed
-        self._dtype = np.dtype(corpus.manifest.dtype)
         self._eod, self._boundaries = corpus.manifest.tokenizer.eod, boundaries
         shards = corpus.split(split).shards
         weighted = [source for source in corpus.manifest.sources if source.weight is not None and split == "train"]
         groups = [[s for s in shards if s.source == source.name] for source in weighted] or [list(shards)]
         self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
-        kind = Stream if packing == "concatenate" else PackedStream
-        self._streams: list[Stream | PackedStream] = [kind(corpus, group, seq) for group in groups]
-        for stream in self._streams:
-            if stream.windows == 0:
-                raise DataError(_too_small(corpus, split, seq))
-        self.windows = sum(stream.windows for stream in self._streams)
+        packed = packing == "best-fit"
+        self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
+        self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
+        self._windows = [s.windows for s in self._streams] + [s.windows for s in self._packed_streams]
+        if 0 in self._windows:
+            raise DataError(_too_small(corpus, split, seq))
+        self.windows = sum(self._windows)
         self.steps_per_epoch = max(1, self.windows // rows)
         # Caches only, of what is computed block by block: they change the speed, never the batch.
         self._places = lru_cache(2)(self._block)
-        self._order = lru_cache(4 * len(self._streams))(self._order_block)
+        self._order = lru_cache(4 * len(groups))(self._order_block)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
         places = [(row, *self._place(step * self.rows + row)) for row in rows]
-        if isinstance(self._streams[0], PackedStream):
+        if self._packed_streams:
             return self._packed(places)
-        window_BS = np.empty((len(rows), self.seq + 1), self._dtype)
+        # Tokens and targets lie apart, each contiguous; a window is read once, while it is in the cache.
+        both_2BS = np.empty((2, len(rows), self.seq), np.int64)
+        tokens_BS, targets_BS = both_2BS
         digest = 0
-        for out, (row, stream, window) in zip(window_BS, places, strict=True):
-            self._streams[stream].read(window, out)  # type: ignore[call-arg]
-            digest += xxhash.xxh3_64_intdigest(out, row)
+        for i, (row, stream, number) in enumerate(places):
+            window = self._streams[stream].window(number)
+            tokens_BS[i], targets_BS[i] = window[:-1], window[1:]
+            digest += xxhash.xxh3_64_intdigest(window.data, row)
         return Batch(
-            tokens_BS=torch.from_numpy(window_BS[:, :-1].astype(np.int64)),
-            targets_BS=torch.from_numpy(window_BS[:, 1:].astype(np.int64)),
+            tokens_BS=torch.from_numpy(tokens_BS),
+            targets_BS=torch.from_numpy(targets_BS),
             hash=digest % 2**64,
-            documents_BS=self._documents(window_BS) if self._boundaries else None,
+            documents_BS=self._documents(tokens_BS) if self._boundaries else None,
         )
 
-    def _documents(self, window_BS: npt.NDArray[np.integer]) -> torch.Tensor:
+    def _documents(self, tokens_BS: npt.NDArray[np.int64]) -> torch.Tensor:
         """How many ends came before: an end still belongs to the document that it ends."""
-        documents_BS = np.zeros((len(window_BS), self.seq), np.int64)
-        np.cumsum(window_BS[:, :-2] == self._eod, axis=1, out=documents_BS[:, 1:])
+        documents_BS = np.zeros_like(tokens_BS)
+        np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
         return torch.from_numpy(documents_BS)
 
     def _packed(self, places: list[tuple[int, int, int]]) -> Batch:
@@ -84,7 +87,7 @@ class Loader:
         row_B3S = np.empty((len(places), 3, self.seq), np.int64)
         digest = 0
         for out, (row, stream, window) in zip(row_B3S, places, strict=True):
-            self._streams[stream].read(window, *out)
+            self._packed_streams[stream].read(window, *out)
             digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
         tokens_BS, targets_BS, documents_BS = (torch.from_numpy(row_B3S[:, i].copy()) for i in range(3))
         return Batch(tokens_BS=tokens_BS, targets_BS=targets_BS, hash=digest % 2**64, documents_BS=documents_BS)
@@ -93,18 +96,18 @@ class Loader:
         """Which window of which stream the sample-th draw is."""
         block, offset = divmod(sample, BLOCK)
         streams, numbers = self._places(block)
-        epoch, index = divmod(numbers[offset], self._streams[streams[offset]].windows)
+        epoch, index = divmod(numbers[offset], self._windows[streams[offset]])
         block, offset_in_order = divmod(index, BLOCK)
         return streams[offset], self._order(streams[offset], epoch, block)[offset_in_order]
 
     def _block(self, number: int) -> tuple[list[int], list[int]]:
-        if len(self._streams) == 1:
+        if len(self._windows) == 1:
             return [0] * BLOCK, list(range(number * BLOCK, (number + 1) * BLOCK))
         streams, numbers = self._schedule.block(number)
         return streams.tolist(), numbers.tolist()
 
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
-        windows, start = self._streams[stream].windows, block * BLOCK
+        windows, start = self._windows[stream], block * BLOCK
         index: npt.NDArray[np.int64] = np.arange(start, min(start + BLOCK, windows))
         order: list[int] = Permutation(windows, self.seed + stream, epoch)(index).tolist()
         return order

@@ -24,14 +24,17 @@ class Stream:
         self.windows = max(0, self._starts[-1] - 1) // seq
         self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(shards[index]))
 
-    def read(self, window: int, out: Tokens) -> None:
-        """Copy a window into out, across as many shards as it takes."""
-        start = window * self._seq
+    def window(self, number: int) -> Tokens:
+        """The tokens of a window: a view into its shard, or a copy where it runs over several."""
+        start = number * self._seq
         shard = bisect_right(self._starts, start) - 1
-        done = 0
-        while done < len(out):
-            local = start + done - self._starts[shard]
-            piece = self._map(shard)[local : local + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+        local = start - self._starts[shard]
+        view = self._map(shard)[local : local + self._seq + 1]
+        if len(view) == self._seq + 1:
+            return view
+        pieces, missing = [view], self._seq + 1 - len(view)
+        while missing > 0:
             shard += 1
+            pieces.append(self._map(shard)[:missing])
+            missing -= len(pieces[-1])
+        return np.concatenate(pieces)
