@@ -56,7 +56,9 @@ def pretrain(
         Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume), devices
     )
     if not run.finished:
-        start(run, nproc=ranks, gpu=devices.gpus > 0, quiet=quiet or as_json, track=track)
+        note = start(run, nproc=ranks, gpu=devices.gpus > 0, quiet=quiet or as_json, track=track)
+        if note:
+            typer.echo(note, err=True)
     _conclude(run.path, settled.train.steps or 0, as_json=as_json, quiet=quiet)
 
 
@@ -79,7 +81,8 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
 
     last: dict[str, Any] = {}
     step = 0
-    for record in read(path / "log.jsonl"):
+    log = path / "log.jsonl"
+    for record in read(log) if log.exists() else ():
         step = max(step, int(record.get("step", 0)))
         if record["kind"] == "eval":
             last = record

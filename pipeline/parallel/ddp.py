@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -22,15 +23,18 @@ class DDPEngine:
             raise ConfigError(f"parallel.zero={config.parallel.zero} but engine accelerate is plain DDP; give --zero 0")
         if config.train.dtype != "fp32":
             raise ConfigError(f"train.dtype={config.train.dtype} but engine accelerate keeps fp32; give --dtype fp32")
-        # the backend is named: left to itself Accelerate would run one lone process per rank on CPU, without a word
+        # cpu is said outright: left to itself on a node without GPUs, Accelerate counts every process and yet leaves
+        # the model unwrapped, so that each rank trains alone, without a word
         self._accelerator = Accelerator(
-            kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)]
+            cpu=world.device.type == "cpu",
+            kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)],
         )
         assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
         assert config.optim.lr != "auto", "resolve the recipe first"
         self._clip = config.optim.clip
         optimizer = adamw(model.to(world.device), config.optim.optimizer, config.optim.lr)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
 
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
         for group in self._optimizer.param_groups:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor
 
@@ -16,6 +15,15 @@ from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw
 from pipeline.parallel.engine import Micro, Update
 from pipeline.parallel.world import TIMEOUT, World
+
+# DeepSpeed's autotuner, which we do not use, imports mlflow where it finds it: seconds in every process, and a tracker
+# inside the training. It takes None for an answer.
+if hide := "mlflow" not in sys.modules:
+    sys.modules["mlflow"] = None  # type: ignore[assignment]
+import deepspeed
+
+if hide:
+    del sys.modules["mlflow"]
 
 _TAG = "engine"
 

@@ -33,9 +33,9 @@ class Console:
             _plain(line)
             return
         self._bar.start()  # idempotent; here, so that a run that dies early leaves no empty bar
-        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
         if isinstance(step, int):
             self._bar.update(self._bar.task_ids[0], completed=step)
+        self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -77,7 +77,8 @@ def _bar(total_steps: int) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TimeElapsedColumn
     except ImportError:  # the lines alone say everything
         return None
-    bar = Progress(BarColumn(bar_width=None), TaskProgressColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (BarColumn(bar_width=None), TaskProgressColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, refresh_per_second=2)  # its thread shares the processor with training
     bar.add_task("steps", total=total_steps)
     return bar
 

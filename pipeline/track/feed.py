@@ -21,7 +21,7 @@ from pipeline.errors import RunError
 from pipeline.track import environment
 from pipeline.track.feeder import Feeder
 from pipeline.track.lock import hold
-from pipeline.track.store import UnusableError, public, quicken
+from pipeline.track.store import UnusableError, public, quicken, reason
 
 WAIT_S = 20.0  # for a server that is away when training has ended
 POLL_S = 1.0
@@ -72,12 +72,12 @@ def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
 
 
 def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
-    """Feed until training has ended and all is sent, or the wait after its end is over: then the reason."""
+    """Feed until training has ended and all is sent, or the wait after its end for MLflow is over: then the reason."""
     deadline, pause_s, fault = float("inf"), POLL_S, ""
     while True:
         over = ended()  # asked before pumping: what was written before the end is then surely seen
         if (over or told_to_stop()) and deadline == float("inf"):
-            deadline = time.monotonic() + wait_s
+            deadline, pause_s = time.monotonic() + wait_s, POLL_S
         try:
             done = feeder.pump(over)
             if fault:
@@ -85,14 +85,16 @@ def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_sto
             pause_s, fault = POLL_S, ""
             if done and (over or (told_to_stop() and feeder.settled)):
                 return ""
+            if not done and over:
+                deadline = time.monotonic() + wait_s  # the wait is for a server that is away, not for one at work
             if not done and time.monotonic() < deadline:
                 continue
         except UnusableError as error:
             return str(error)
         except Exception as error:  # MLflow raises many kinds, and none of them may end the feeding
-            if not fault:
-                logging.warning("MLflow at %s: %s; records wait in log.jsonl", public(feeder.uri), error)
-            fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+            again, fault = bool(fault), reason(error)
+            if not again:
+                logging.warning("%s; records wait in log.jsonl", fault)
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
         if time.monotonic() >= deadline:
             return fault or "time ran out"
@@ -173,12 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _attend(run_dir: Path, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
     try:
-        # The sidecar of the interrupted run may still be delivering: it gets its whole wait.
-        with hold(run_dir / "mlflow.lock", wait_s=2 * WAIT_S) as alone:
-            if not alone:
+        while True:
+            # The sidecar of the interrupted run may still be delivering, or somebody runs `launch sync`.
+            with hold(run_dir / "mlflow.lock", wait_s=WAIT_S) as alone:
+                if alone:
+                    environment.write(run_dir)
+                    return follow(Feeder(run_dir), ended, wait_s, told_to_stop)
+            if ended() or told_to_stop():
                 return "another process is feeding it"
-            environment.write(run_dir)
-            return follow(Feeder(run_dir), ended, wait_s, told_to_stop)
     except OSError as error:  # a full disk, a vanished folder: training will say so itself
         return str(error)
 

@@ -12,7 +12,7 @@ from pipeline.track.log import Record
 from pipeline.track.store import BATCH_METRICS, Store, public, resolve
 from pipeline.track.tail import Tail
 
-CHUNK_RECORDS = 200
+CHUNK_RECORDS = 500
 LEAST_METRICS = 50
 ALWAYS_THERE = {"step": ("train/tokens", "train/loss"), "eval": ("eval/tokens", "eval/loss")}
 
@@ -67,7 +67,9 @@ class Feeder:
             about = describe.run(self.run_dir)
             self.state.experiment = str(about.get("experiment") or "isoflop")
             name = str(about.get("name") or self.run_dir.resolve().name)
-            self.state.run_id, self.state.sending = store.open(self.state.experiment, name, self.state.id)
+            first = next(iter(Tail(self._tail.path).take(1)), {})  # a replay may come days after the run began
+            opened = store.open(self.state.experiment, name, self.state.id, _time_ms(first))
+            self.state.run_id, self.state.sending = opened
         if self.state.sending:
             self._ask_how_far(store)
         state.save(self.run_dir, self.state)

@@ -1,6 +1,7 @@
 """The one file that talks to MLflow. Nothing here runs inside training: every call may be slow or fail."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -24,6 +25,7 @@ def quicken() -> None:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "10",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(key, value)
 
@@ -83,7 +85,7 @@ class Store:
             )
         return True
 
-    def open(self, experiment: str, name: str, identity: str) -> tuple[str, bool]:
+    def open(self, experiment: str, name: str, identity: str, began_ms: int | None) -> tuple[str, bool]:
         """The run's MLflow id, and whether it was there already."""
         experiment_id = self._experiment(experiment)
         # A create whose answer was lost did happen: look before making a second one.
@@ -92,7 +94,7 @@ class Store:
         )
         if found:
             return found[0].info.run_id, True
-        run = self.client.create_run(experiment_id, run_name=name, tags={ID_TAG: identity})
+        run = self.client.create_run(experiment_id, began_ms, {ID_TAG: identity}, name)
         return run.info.run_id, False
 
     def _experiment(self, name: str) -> str:
@@ -149,6 +151,13 @@ class Store:
             self.client.update_run(run_id, status=status)
         else:
             self.client.set_terminated(run_id, status, end_time=time_ms)
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line; MLflow's quote the whole address, password included."""
+    line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))
+    silent = re.match(r"API request to (\S+?)/api/\S* failed with exception", line)
+    return f"{silent[1]} does not answer" if silent else f"{type(error).__name__}: {line}"[:240]
 
 
 def _check(uri: str) -> None:

@@ -83,15 +83,15 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             return Checkpoint(path, manifest["step"], manifest["world"], manifest["files"]), damaged
         damaged.append(f"checkpoint {path.name} is damaged ({fault})")
     if damaged:
-        raise RunError(f"{damaged[0]} and no older one in {root} is whole; restore it or give a new --out")
+        raise RunError(f"{damaged[0]} and no older one in {root} is whole; restore it or take a new --out")
     return None, []
 
 
 def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
     if checkpoint.world != world.size:
         raise RunError(
-            f"checkpoint {checkpoint.path.name} was written by {checkpoint.world} processes, this run has {world.size}; "
-            f"resume with --nproc {checkpoint.world}"
+            f"checkpoint {checkpoint.path.name} was written by {checkpoint.world} processes and this run has "
+            f"{world.size}; resume with --nproc {checkpoint.world}"
         )
     engine.load(checkpoint.path)
 

@@ -39,4 +39,4 @@ def cut(batch: Batch, micro: int, world: World) -> list[Micro]:
     if world.device.type == "cuda":
         tokens = tokens.pin_memory().to(world.device, non_blocking=True)
         targets = targets.pin_memory().to(world.device, non_blocking=True)
-    return list(zip(tokens.split(micro), targets.split(micro), strict=True))
+    return list(zip(torch.split(tokens, micro), torch.split(targets, micro), strict=True))

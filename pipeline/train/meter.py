@@ -3,6 +3,23 @@
 import time
 from dataclasses import dataclass, field
 
+import torch
+
+from pipeline.config.load import CONFIGS, read_toml
+from pipeline.config.schema import Cluster
+
+
+def peak_flops(cluster: Cluster, device: torch.device) -> float | None:
+    """Of one device: the chosen cluster's, else that of the shipped cluster whose device this is, else unknown."""
+    if cluster.peak_flops is not None or device.type != "cuda":
+        return cluster.peak_flops
+    name = torch.cuda.get_device_name(device)
+    for path in sorted((CONFIGS / "cluster").glob("*.toml")):
+        table = read_toml(path)["cluster"]
+        if "device" in table and table["device"] in name:
+            return float(table["peak_flops"])
+    return None
+
 
 @dataclass(slots=True)
 class Meter:
@@ -17,9 +34,9 @@ class Meter:
         """Leave out what was no training: an evaluation, a checkpoint."""
         self._last = time.perf_counter()
 
-    def step(self, steps: int = 1) -> dict[str, float | None]:
+    def step(self) -> dict[str, float | None]:
         now = time.perf_counter()
-        speed = steps * self.tokens_per_step / max(now - self._last, 1e-9)
+        speed = self.tokens_per_step / max(now - self._last, 1e-9)
         self._last = now
         mfu = None if self.peak_flops is None else speed * self.flops_per_token / self.peak_flops
         return {"tokens_per_s": speed, "mfu": mfu}

@@ -16,6 +16,8 @@ from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.recipe import resolve
 from pipeline.train.rundir import RunDir, facts
 
+_VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -27,11 +29,12 @@ class Devices:
 
     @classmethod
     def here(cls) -> "Devices":
-        import torch
+        if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+            import torch  # seconds that a node with no GPU driver need not wait
 
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
-            return cls(torch.cuda.device_count(), properties.total_memory, properties.name)
+            if torch.cuda.is_available():
+                properties = torch.cuda.get_device_properties(0)
+                return cls(torch.cuda.device_count(), properties.total_memory, properties.name)
         return cls(0, psutil.virtual_memory().available, "CPU")
 
 
@@ -63,7 +66,7 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
         raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
     if request.data is None:
         raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
-    corpus = Corpus.open(request.data)
+    corpus = _corpus(request.data)
     config = _config(request, corpus, devices)
     _check_memory(config, request.nproc, devices)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
@@ -84,6 +87,13 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
             ),
         )
     return run, config
+
+
+def _corpus(path: Path) -> Corpus:
+    """Opened with its checksums held, unless reading it all would take minutes: `launch data inspect` does it then."""
+    corpus = Corpus.open(path)
+    size = sum(file.stat().st_size for file in path.rglob("*.bin"))
+    return Corpus.open(path, verify=True) if size < _VERIFY_BYTES else corpus
 
 
 def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:

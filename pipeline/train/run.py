@@ -3,9 +3,7 @@
 import time
 from pathlib import Path
 
-import torch
-
-from pipeline.config.load import CONFIGS, read_toml, reload
+from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
@@ -19,9 +17,10 @@ from pipeline.train import checkpoint
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.loop import Loop
 from pipeline.train.rundir import RunDir
+from pipeline.train.stop import Stop
 
 
-def run(path: Path, world: World, *, quiet: bool = False) -> bool:
+def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
     """Train the run in a directory from where it stands; whether it reached its end."""
     directory = RunDir(path)
     if world.first:
@@ -45,7 +44,7 @@ def run(path: Path, world: World, *, quiet: bool = False) -> bool:
         }
     )
     try:
-        loop = Loop(config, directory, worker, world, tracker, peak_flops(config, world.device))
+        loop = Loop(config, directory, worker, world, tracker, stop)
         return loop.train(loader, Evaluator(config, corpus, world), start)
     finally:
         tracker.close()
@@ -78,15 +77,3 @@ def _tracker(directory: RunDir, config: RunConfig, world: World, start: int, *, 
     log = Log(directory.log)
     log.truncate_after(start)
     return Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
-
-
-def peak_flops(config: RunConfig, device: torch.device) -> float | None:
-    """Of one device: the chosen cluster's, else that of the shipped cluster whose device this is, else unknown."""
-    if config.cluster.peak_flops is not None or device.type != "cuda":
-        return config.cluster.peak_flops
-    name = torch.cuda.get_device_name(device)
-    for path in sorted((CONFIGS / "cluster").glob("*.toml")):
-        table = read_toml(path)["cluster"]
-        if "device" in table and table["device"] in name:
-            return float(table["peak_flops"])
-    return None

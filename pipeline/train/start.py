@@ -17,12 +17,13 @@ _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 
 
-def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> None:
-    """Returns when the run has finished or was stopped as asked; raises RunError with one line otherwise."""
+def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> str:
+    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show;
+    raises RunError with one line otherwise."""
     (run.path / "error.json").unlink(missing_ok=True)
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
-    feeder = feed.start(run.path) if track else None
+    feeder, note = feed.start(run.path) if track else None, ""
     try:
         with (logs / "torchrun.log").open("ab") as noise:
             # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
@@ -32,12 +33,13 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
                 stderr=noise,
                 start_new_session=True,
             )
-            code = _wait(agent)
+            code, asked = _wait(agent)
     finally:
         if feeder is not None:
-            feed.finish(feeder, _FEED_WAIT_S)
-    if code != 0:
+            note = feed.finish(feeder, _FEED_WAIT_S)
+    if code != 0 and not (asked and run.fault() is None):  # asked so early that the workers could not yet listen
         raise _failure(run, code)
+    return note
 
 
 def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
@@ -57,8 +59,8 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def _wait(agent: subprocess.Popen[bytes]) -> int:
-    """Wait for the agent; the first signal asks the workers to save and stop, the second ends them."""
+def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    """The agent's exit code, and whether it was asked to stop: the first signal asks the workers to save and stop, the second ends them."""
     asked = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -73,7 +75,7 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
 
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
-        return agent.wait()
+        return agent.wait(), asked
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -13,18 +13,18 @@ def pair(qk_norm, tied):
     cfg = load(size="500k", sets=["model.vocab=128", "model.seq=48", "model.attention.kv_heads=1", *flags]).model
     ours = build(cfg, loss_chunk=17)
     draw(ours, cfg, seed=3)
-    shape = dict(
-        vocab_size=cfg.vocab,
-        hidden_size=cfg.width,
-        intermediate_size=cfg.ffn.hidden,
-        num_hidden_layers=cfg.layers,
-        num_attention_heads=cfg.attention.heads,
-        num_key_value_heads=cfg.attention.kv_heads,
-        head_dim=cfg.attention.head_dim,
-        rms_norm_eps=cfg.norm.eps,
-        rope_parameters={"rope_type": "default", "rope_theta": cfg.position.theta},
-        tie_word_embeddings=tied,
-    )
+    shape = {
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.width,
+        "intermediate_size": cfg.ffn.hidden,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.attention.heads,
+        "num_key_value_heads": cfg.attention.kv_heads,
+        "head_dim": cfg.attention.head_dim,
+        "rms_norm_eps": cfg.norm.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.position.theta},
+        "tie_word_embeddings": tied,
+    }
     theirs = Qwen3ForCausalLM(Qwen3Config(**shape)) if qk_norm else LlamaForCausalLM(LlamaConfig(**shape))
     theirs.load_state_dict(translate(ours, cfg, tied), strict=True)
     return ours, theirs

@@ -16,9 +16,13 @@ STEPS = 12
 TINY = (
     "--size", "tiny", "--steps", STEPS, "--no-track", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
     "--set", "train.save_every=4", "--set", "train.eval_every=6", "--set", "train.eval_batches=2",
-    "--set", "optim.lr=0.004",
+    "--set", "optim.lr=0.001",
 )  # fmt: skip
-GOLDEN = {"loss": [], "eval": 0.0}
+GOLDEN = {
+    "loss": [6.257097, 6.223464, 6.202396, 6.153066, 6.102397, 6.040997,
+             5.996804, 5.961979, 5.916824, 5.880433, 5.812963, 5.789471],
+    "eval": 5.791740,
+}  # fmt: skip
 
 
 def records(run: Path, kind: str) -> list[dict]:
@@ -73,8 +77,10 @@ def test_every_layout_trains_the_same_run(base, corpus, tmp_path, name, nproc, o
 
 
 def test_bf16_stays_near_fp32(base, corpus, tmp_path):
-    launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--dtype", "bf16", "--out", tmp_path / "run")
-    assert losses(tmp_path / "run") == pytest.approx(losses(base), abs=3e-2)
+    """Three steps: a CPU without bf16 units emulates them."""
+    short = ("--steps", 3, "--set", "optim.schedule.decay_share=0", "--dtype", "bf16")
+    launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", tmp_path / "run", *short)
+    assert losses(tmp_path / "run") == pytest.approx(losses(base)[:3], abs=2e-2)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -116,9 +122,7 @@ def test_a_killed_run_forgets_what_its_checkpoint_does_not_know(base, corpus, tm
         ["pgrep", "-f", f"pipeline.train.worker {out}"], capture_output=True, text=True
     ).stdout.split()
     for pid in ranks:
-        with_pid = int(pid)
-        if with_pid != process.pid:
-            os.kill(with_pid, signal.SIGKILL)
+        os.kill(int(pid), signal.SIGKILL)
     process.stdout.read()
     assert process.wait(120) == 2
     launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
@@ -141,7 +145,8 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    (out / "log.jsonl").write_text("".join(l for l in (out / "log.jsonl").open() if '"finish"' not in l))
+    log = out / "log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line))
     launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
     resumed = [r for r in records(out, "event") if r["event"] == "resume"]
     assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]

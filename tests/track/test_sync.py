@@ -1,0 +1,64 @@
+"""`launch sync` replays a run that was made with no server in sight."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from mlflow import MlflowClient
+from mlflow_server import Server, event, step_record
+from typer.testing import CliRunner
+
+from launch import track
+from pipeline.errors import RunError
+from pipeline.track import feed
+from pipeline.track.lock import hold
+from pipeline.track.log import Log
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.callback()(lambda: None)  # several commands, as in the real one
+    track.register(app)
+    return app
+
+
+def test_replay_is_complete_and_happens_once(
+    app: typer.Typer, server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append(event(0, "start"))
+    for step in range(1, 301):
+        log.append(step_record(step))
+    log.append(event(300, "finish"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    failed = CliRunner().invoke(app, ["sync", str(run_dir), "--wait", "1"])
+    assert isinstance(failed.exception, RunError)
+    assert "127.0.0.1:9" in str(failed.exception)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    result = CliRunner().invoke(app, ["sync", str(run_dir), "--json"])
+    assert result.exit_code == 0, result.exception
+    said = json.loads(result.stdout)
+    assert (said["records"], said["uri"]) == (302, server.uri)
+    history = MlflowClient(server.uri).get_metric_history(said["run_id"], "train/loss")
+    assert sorted(metric.step for metric in history) == list(range(1, 301))
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the run remembers where it went
+    again = CliRunner().invoke(app, ["sync", str(run_dir)])
+    assert f"0 records sent │ run {said['run_id']}" in again.stdout
+    assert CliRunner().invoke(app, ["sync", str(run_dir), "--quiet"]).stdout == ""
+
+
+def test_not_a_run(app: typer.Typer, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["sync", str(tmp_path)])
+    assert isinstance(result.exception, RunError)
+    assert "log.jsonl" in str(result.exception)
+
+
+def test_one_feeder_at_a_time(run_dir: Path, log: Log) -> None:
+    log.append(step_record(1))
+    with hold(run_dir / "mlflow.lock", wait_s=0) as alone:
+        assert alone
+        with pytest.raises(RunError, match="right now"):
+            feed.sync(run_dir)
