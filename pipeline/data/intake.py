@@ -96,12 +96,14 @@ class Intake:
 
     def __iter__(self) -> Iterator[Document]:
         rules = self._recipe
+        normalises, filters = rules.normalise != Normalise(), rules.filters != Filters()
         for item in self._read():
-            text = normalise(item.text, rules.normalise)
-            raw = item.raw if text is item.text else text.encode()
-            if rules.normalise != Normalise():
+            text, raw = item.text, item.raw
+            if normalises:
+                text = normalise(item.text, rules.normalise)
+                raw = text.encode()
                 self.ledger.keep("normalise", len(item.raw), len(raw))
-            if rules.filters != Filters():
+            if filters:
                 if reason := reason_to_drop(text, rules.filters):
                     self.ledger.drop("filter", reason, len(raw))
                     continue

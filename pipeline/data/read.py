@@ -115,7 +115,7 @@ def _open(piece: Piece) -> Any:  # three libraries, one interface, no common typ
         return gzip.open(piece.path)
     if piece.path.endswith(".zst"):
         return io.BufferedReader(_Zst(Path(piece.path)), MB)
-    return Path(piece.path).open("rb")
+    return Path(piece.path).open("rb", buffering=MB)
 
 
 class _Zst(io.RawIOBase):

@@ -71,6 +71,15 @@ def test_similarity_is_exact_for_short_documents_and_close_for_long() -> None:
         assert abs(similarity(a, b) - jaccard(text, other)) < tolerance
 
 
+def test_similarity_of_long_documents_of_different_length() -> None:
+    """Their sketches reach to different hashes; only what both cover may count."""
+    text = " ".join(random.Random(6).choices(VOCABULARY, k=6000))
+    for share in (0.25, 0.5, 0.8):
+        part = text[: int(len(text) * share)]
+        estimate = similarity(bottom(shingles(text.encode(), 5)), bottom(shingles(part.encode(), 5)))
+        assert abs(estimate - jaccard(text, part)) < 0.08
+
+
 def test_recall_and_precision_against_every_pair() -> None:
     near = Near()
     texts = planted(120, seed=2)

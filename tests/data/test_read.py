@@ -84,7 +84,10 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
             file.write_table(table, max_chunksize=7)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
     named = [str(tmp_path / name) for name in ("a.parquet", "file.arrow", "stream.arrow")]
-    for source in (*named, f"hf:{tmp_path / 'saved'}"):
+    (tmp_path / "files").mkdir()
+    for i in range(3):  # opened by `datasets` as a stream of three shards, as from the hub
+        write_jsonl(tmp_path / "files" / f"{i}.jsonl", texts[i * 10 : i * 10 + 10])
+    for source in (*named, f"hf:{tmp_path / 'saved'}", f"hf:{tmp_path / 'files'}:train"):
         tasks = plan([source], limit_bytes=None, seed=0)
         assert everything([piece for task in tasks for piece in task]) == texts
     for source in named:
