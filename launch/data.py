@@ -22,15 +22,21 @@ launch data prepare --source python --out data/python
 
 launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 --out data/web
 
+launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 --out data/crawl
+
 launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer data/web/tokenizer.model --out data/stories"""
 
 
 @app.command(epilog=PREPARE_EPILOG)
 def prepare(
-    source: Annotated[
-        list[str], typer.Option(help="python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable.")
-    ],
     out: Annotated[Path, typer.Option(help="Directory for the shards.")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Filters, dedup, mixture: a name in configs/data or a TOML file.")
+    ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Train a SentencePiece BPE of this size.  [default: 4096]")
     ] = None,
@@ -38,17 +44,22 @@ def prepare(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Ray workers; the shards do not depend on it.  [default: all CPUs]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the synthetic corpus and of the tokenizer's sample.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the synthetic corpus and of the tokenizer's sample.  [default: 0]")
+    ] = None,
     valid_share: Annotated[
-        float, typer.Option(min=0, max=0.5, help="Documents held out, chosen by their hash.")
-    ] = 0.01,
+        float | None, typer.Option(min=0, max=0.5, help="Documents held out, by their hash.  [default: 0.01]")
+    ] = None,
     limit_bytes: Annotated[
         int | None, typer.Option(min=1, help="Of each source.  [default: 32 MiB of a built-in, else all]")
     ] = None,
-    text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    text_key: Annotated[str | None, typer.Option(help="Field or column that holds the text.  [default: text]")] = None,
     malformed_share: Annotated[
         float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
     ] = 0.01,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -57,22 +68,23 @@ def prepare(
     The same arguments give the same bytes whatever the number of workers. A second call finishes what a first one left.
     """
     from pipeline.data.prepare import prepare as make
-    from pipeline.data.recipe import VOCAB, Recipe
+    from pipeline.data.recipe import load_recipe
     from pipeline.data.tokenizer import Tokenizer
     from pipeline.errors import ConfigError
 
     if vocab_size is not None and tokenizer is not None:
         raise ConfigError(f"vocab-size={vocab_size} and tokenizer={tokenizer} exclude each other; give one")
     given = Tokenizer.open(tokenizer) if tokenizer else None
-    recipe = Recipe(
-        sources=tuple(source),
-        vocab_size=given.vocab if given else vocab_size or VOCAB,
-        tokenizer=given.fingerprint if given else None,
-        seed=seed,
-        valid_share=valid_share,
-        limit_bytes=limit_bytes,
-        text_key=text_key,
-    )
+    settings = {
+        "sources": tuple(source) if source else None,
+        "vocab_size": given.vocab if given else vocab_size,
+        "tokenizer": given.fingerprint if given else None,
+        "seed": seed,
+        "valid_share": valid_share,
+        "limit_bytes": limit_bytes,
+        "text_key": text_key,
+    }
+    recipe = load_recipe(config, settings, sets or ())
     start = time.monotonic()
     with _progress(quiet or as_json) as report:
         manifest, reused = make(
@@ -94,8 +106,65 @@ def prepare(
             f"{(train.bytes + valid.bytes) / (train.tokens + valid.tokens):.2f} bytes per token, "
             f"vocabulary {manifest.tokenizer.vocab:,}; {state}"
         )
+        for stage in manifest.stages:
+            for reason, (documents, size) in stage.dropped.items():
+                print(f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}")
         if not valid.tokens:
             print("no document was held out: raise --valid-share to measure a held-out loss")
+
+
+@app.command(
+    "tokenizer",
+    epilog="Example:\n\nlaunch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model",
+)
+def train_tokenizer(
+    source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],
+    out: Annotated[Path, typer.Option(help="The .model file to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Pieces, bytes and control pieces included.")] = 32768,
+    kind: Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")] = "bpe",
+    special: Annotated[
+        list[str] | None, typer.Option(help="A control piece; repeatable.  [default: <pad> <mask>]")
+    ] = None,
+    weight: Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT of the sample.  [default: by size]")] = None,
+    sample_bytes: Annotated[int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")] = None,
+    limit_bytes: Annotated[int | None, typer.Option(min=1, help="Of each source.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
+    text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a SentencePiece model that returns every text byte for byte; same sources and seed, same file."""
+    from pipeline.data.recipe import load_recipe
+    from pipeline.data.sample import make_tokenizer
+
+    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | ({"controls": special} if special else {})
+    settings: dict[str, Any] = {"sources": source, "vocab_size": vocab_size, "seed": seed, "limit_bytes": limit_bytes}
+    settings |= {
+        "text_key": text_key,
+        "train": train,
+        "mixture": {"weights": _weights(weight, source)} if weight else None,
+    }
+    made = make_tokenizer(load_recipe(None, settings), out)
+    if as_json:
+        print(json.dumps({"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}))
+    else:
+        speed = "gigatoken" if made.fast else "sentencepiece"
+        print(f"{out}: {made.vocab:,} pieces, fingerprint {made.fingerprint}; encoded by {speed}")
+
+
+def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
+    """What --weight says; a source without one weighs 1."""
+    from pipeline.errors import ConfigError
+
+    weights = dict.fromkeys(sources, 1.0)
+    for entry in given:
+        source, _, number = entry.rpartition("=")
+        try:
+            weights[source] = float(number)
+        except ValueError:
+            raise ConfigError(f"weight={entry!r} is not SOURCE=NUMBER") from None
+        if source not in sources:
+            raise ConfigError(f"weight={entry!r}: {source!r} is not a --source; known: {', '.join(sources)}")
+    return weights
 
 
 @app.command(epilog="Example:\n\nlaunch data inspect data/python --json")

@@ -16,7 +16,7 @@ OBJECT_STORE_BYTES = 128 * 2**20  # tasks pass file names and counts, never text
 
 @contextmanager
 def cluster(workers: int | None) -> Iterator[None]:
-    """Join RAY_ADDRESS if it is set; otherwise a private instance on loopback, gone when the block ends."""
+    """Join RAY_ADDRESS (`auto`: what `ray start` started here) or run a private instance while the block lasts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave CUDA_VISIBLE_DEVICES alone, and be quiet
     if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:  # read once, when ray is imported
@@ -34,6 +34,7 @@ def cluster(workers: int | None) -> Iterator[None]:
             ray.init(**quiet)
         else:
             ray.init(
+                address="local",  # never by accident a cluster that something else has left running
                 num_cpus=workers or os.cpu_count(),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets` as a source: hf:NAME[:split], a hub name or a directory saved by save_to_disk."""
+"""Hugging Face `datasets` as a source, hf:NAME[:split]: a hub name, a directory of data files, or a saved dataset."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,8 @@ def rows(piece: Piece, key: str) -> Iterator[tuple[int, object]]:
 
 
 def _saved(source: str) -> bool:
-    return Path(_parts(source)[0]).is_dir()
+    folder = Path(_parts(source)[0])
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _parts(source: str) -> tuple[str, str]:

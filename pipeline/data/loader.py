@@ -2,79 +2,124 @@
 
 import queue
 import threading
-from bisect import bisect_right
 from collections.abc import Generator
 from functools import lru_cache
-from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
+from pipeline.data.mixture import BLOCK, Schedule
+from pipeline.data.packing import PackedStream
 from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus
+from pipeline.data.stream import Stream
 from pipeline.errors import DataError
 from pipeline.objective.batch import Batch
 
-OPEN_SHARDS = 256  # each mapped shard holds a file handle; a usual limit is 1024 per process
-ORDER_BLOCK = 4096  # samples whose shuffled places are computed at once: numpy's cost per call disappears
-
 
 class Loader:
-    """Windows of seq + 1 tokens at stride seq over the concatenated documents, shuffled anew each epoch."""
+    """Windows of seq + 1 tokens, shuffled anew each epoch; drawn from the sources by weight where a mixture says so.
 
-    def __init__(self, corpus: Corpus, split: str, *, seq: int, rows: int, seed: int) -> None:
-        self._shards = corpus.split(split).shards
-        tokens = corpus.split(split).tokens
+    Concatenated documents by default; packing="best-fit" gives rows that no document crosses. With boundaries (always
+    when packed) a batch says which document each token is of, so that attention and positions can start anew there.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        split: str,
+        *,
+        seq: int,
+        rows: int,
+        seed: int,
+        packing: Literal["concatenate", "best-fit"] = "concatenate",
+        boundaries: bool = False,
+    ) -> None:
         self.seq, self.rows, self.seed = seq, rows, seed
-        self.windows = max(0, tokens - 1) // seq
-        if self.windows == 0:
-            share = "raise --valid-share in" if split == "valid" else "add text in"
-            raise DataError(
-                f"{corpus.path}: split {split!r} has {tokens:,} tokens, one window of seq={seq} needs "
-                f"{seq + 1:,}; {share} `launch data prepare`, or lower seq"
-            )
+        self._eod, self._boundaries = corpus.manifest.tokenizer.eod, boundaries
+        shards = corpus.split(split).shards
+        weighted = [source for source in corpus.manifest.sources if source.weight is not None and split == "train"]
+        groups = [[s for s in shards if s.source == source.name] for source in weighted] or [list(shards)]
+        self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
+        packed = packing == "best-fit"
+        self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
+        self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
+        self._windows = [s.windows for s in self._streams] + [s.windows for s in self._packed_streams]
+        if 0 in self._windows:
+            raise DataError(_too_small(corpus, split, seq))
+        self.windows = sum(self._windows)
         self.steps_per_epoch = max(1, self.windows // rows)
-        self._starts = list(accumulate((s.tokens for s in self._shards), initial=0))
-        self._dtype = np.dtype(corpus.manifest.dtype)
-        # Caches only: they change the speed, never the batch.
-        self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(self._shards[index]))
-        self._order = lru_cache(4)(self._order_block)
+        # Caches only, of what is computed block by block: they change the speed, never the batch.
+        self._places = lru_cache(2)(self._block)
+        self._order = lru_cache(4 * len(groups))(self._order_block)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        first, last = rank * self.rows // world, (rank + 1) * self.rows // world
-        window_BS = np.empty((last - first, self.seq + 1), self._dtype)
+        rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
+        places = [(row, *self._place(step * self.rows + row)) for row in rows]
+        if self._packed_streams:
+            return self._packed(places)
+        # Tokens and targets lie apart, each contiguous; a window is read once, while it is in the cache.
+        both_2BS = np.empty((2, len(rows), self.seq), np.int64)
+        tokens_BS, targets_BS = both_2BS
         digest = 0
-        for i, row in enumerate(range(first, last)):
-            self._read(self._place(step * self.rows + row) * self.seq, window_BS[i])
-            digest += xxhash.xxh3_64_intdigest(window_BS[i], row)
+        for i, (row, stream, number) in enumerate(places):
+            window = self._streams[stream].window(number)
+            tokens_BS[i], targets_BS[i] = window[:-1], window[1:]
+            digest += xxhash.xxh3_64_intdigest(window.data, row)
         return Batch(
-            tokens_BS=torch.from_numpy(window_BS[:, :-1].astype(np.int64)),
-            targets_BS=torch.from_numpy(window_BS[:, 1:].astype(np.int64)),
+            tokens_BS=torch.from_numpy(tokens_BS),
+            targets_BS=torch.from_numpy(targets_BS),
             hash=digest % 2**64,
+            documents_BS=self._documents(tokens_BS) if self._boundaries else None,
         )
 
-    def _place(self, sample: int) -> int:
-        """Which window the sample-th draw is."""
-        epoch, index = divmod(sample, self.windows)
-        block, offset = divmod(index, ORDER_BLOCK)
-        return int(self._order(epoch, block)[offset])
+    def _documents(self, tokens_BS: npt.NDArray[np.int64]) -> torch.Tensor:
+        """How many ends came before: an end still belongs to the document that it ends."""
+        documents_BS = np.zeros_like(tokens_BS)
+        np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
+        return torch.from_numpy(documents_BS)
 
-    def _order_block(self, epoch: int, block: int) -> npt.NDArray[np.int64]:
-        start = block * ORDER_BLOCK
-        return Permutation(self.windows, self.seed, epoch)(np.arange(start, min(start + ORDER_BLOCK, self.windows)))
+    def _packed(self, places: list[tuple[int, int, int]]) -> Batch:
+        # One block of memory per row, so that one hash covers all that training sees of it.
+        row_B3S = np.empty((len(places), 3, self.seq), np.int64)
+        digest = 0
+        for out, (row, stream, window) in zip(row_B3S, places, strict=True):
+            self._packed_streams[stream].read(window, *out)
+            digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
+        tokens_BS, targets_BS, documents_BS = (torch.from_numpy(row_B3S[:, i].copy()) for i in range(3))
+        return Batch(tokens_BS=tokens_BS, targets_BS=targets_BS, hash=digest % 2**64, documents_BS=documents_BS)
 
-    def _read(self, start: int, out: npt.NDArray[np.integer]) -> None:
-        """Copy the stream from start on into out, across as many shards as it takes."""
-        shard = bisect_right(self._starts, start) - 1
-        done = 0
-        while done < len(out):
-            local = start + done - self._starts[shard]
-            piece = self._map(shard)[local : local + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
-            shard += 1
+    def _place(self, sample: int) -> tuple[int, int]:
+        """Which window of which stream the sample-th draw is."""
+        block, offset = divmod(sample, BLOCK)
+        streams, numbers = self._places(block)
+        epoch, index = divmod(numbers[offset], self._windows[streams[offset]])
+        block, offset_in_order = divmod(index, BLOCK)
+        return streams[offset], self._order(streams[offset], epoch, block)[offset_in_order]
+
+    def _block(self, number: int) -> tuple[list[int], list[int]]:
+        if len(self._windows) == 1:
+            return [0] * BLOCK, list(range(number * BLOCK, (number + 1) * BLOCK))
+        streams, numbers = self._schedule.block(number)
+        return streams.tolist(), numbers.tolist()
+
+    def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
+        windows, start = self._windows[stream], block * BLOCK
+        index: npt.NDArray[np.int64] = np.arange(start, min(start + BLOCK, windows))
+        order: list[int] = Permutation(windows, self.seed + stream, epoch)(index).tolist()
+        return order
+
+
+def _too_small(corpus: Corpus, split: str, seq: int) -> str:
+    tokens = corpus.split(split).tokens
+    remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
+    return (
+        f"{corpus.path}: split {split!r} has {tokens:,} tokens, one window of seq={seq} needs {seq + 1:,}; "
+        f"{remedy} `launch data prepare`, or lower seq"
+    )
 
 
 def prefetch(

@@ -5,7 +5,7 @@ from typing import Literal
 
 MB = 2**20
 
-Kind = Literal["text", "jsonl", "parquet", "hf", "synthetic"]
+Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron", "hf", "synthetic"]
 
 
 @dataclass(frozen=True, slots=True)

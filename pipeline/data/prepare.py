@@ -1,39 +1,59 @@
-"""From sources to a corpus: plan, tokenizer, tasks on Ray, manifest last.
+"""From sources to a corpus: plan, tokenizer, passes over the text on Ray, manifest last.
 
 What a task has finished is recorded under .work by the fingerprint of all that decides its bytes, so that a call after
 Ctrl-C, a lost worker or a power cut does only what is missing, and ends in the same bytes.
 """
 
-import fcntl
 import json
-import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import xxhash
 
+from pipeline.config.schema import Frozen
+from pipeline.data.claim import MODEL, WORK, claimed
 from pipeline.data.cluster import cluster, run
-from pipeline.data.files import TEMPORARY, as_data_error, replacing
-from pipeline.data.piece import MB, Task
+from pipeline.data.dedup import deduplicate
+from pipeline.data.files import replacing
+from pipeline.data.intake import total
+from pipeline.data.mixture import mixed
+from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read
-from pipeline.data.recipe import Recipe
+from pipeline.data.recipe import Dedup, Recipe
+from pipeline.data.sample import train_on
 from pipeline.data.shards import MANIFEST, VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
+from pipeline.data.shingles import shingles
+from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
 from pipeline.data.synthetic import entropy_nats_per_byte
-from pipeline.data.tokenize import Done, tokenize
-from pipeline.data.tokenizer import Tokenizer, train
+from pipeline.data.tokenize import SPLITS, Done, tokenize
+from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 
-MODEL = "tokenizer.model"
-RECIPE = "recipe.json"
-WORK = ".work"
-SAMPLE_TASKS = 64
 MALFORMED_SHARE = 0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
 
 Report = Callable[[str, int, int], None]  # what, bytes done, bytes in all
+Record = TypeVar("Record", bound=Frozen)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every step of one preparation needs to know."""
+
+    recipe: Recipe
+    tasks: Sequence[Task]
+    out: Path
+    work: Path
+    workers: int | None
+    report: Report
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{number:05d}" for number in range(len(self.tasks))]
 
 
 def prepare(
@@ -49,162 +69,118 @@ def prepare(
     tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
     if not tasks:
         raise DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
-    inputs = xxhash.xxh3_128_hexdigest(repr([[astuple(piece) for piece in task] for task in tasks]).encode())
+    against = _held_out_tasks(recipe)
+    inputs = xxhash.xxh3_128_hexdigest(
+        repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
+    )
     fingerprint = recipe.fingerprint(inputs)
-    with _claimed(out, recipe, inputs):
+    with claimed(out, recipe, inputs):
         if (out / MANIFEST).exists():
-            corpus = Corpus.open(out)
-            return corpus.manifest, True
+            return Corpus.open(out).manifest, True
+        job = Job(recipe, tasks, out, out / WORK / fingerprint, workers, report)
+        job.work.mkdir(parents=True, exist_ok=True)
         with cluster(workers):
-            tokenizer = _tokenizer(tasks, recipe, out, model, report)
-            done = _tokenize(tasks, recipe, out, fingerprint, workers, report)
-        _check_malformed(done, malformed_share)
+            tokenizer = _tokenizer(job, model)
+            held_out = _held_out(job, against)
+            kept = _deduplicate(job, held_out, malformed_share)
+            done = _tokenize(job, held_out, dedup=kept is not None)
+        stages = kept or total(d.stages for d in done)
+        _check_malformed(stages, [m for d in done for m in d.malformed], malformed_share)
         _set_aside(done, out)
-        manifest = _manifest(done, recipe, tokenizer, fingerprint)
-        sealed = manifest.save(out)
+        sealed = _manifest(job, done, stages, tokenizer, fingerprint).save(out)
         shutil.rmtree(out / WORK)
         return sealed, False
 
 
-@contextmanager
-def _claimed(out: Path, recipe: Recipe, inputs: str) -> Iterator[None]:
-    """Take the directory for these arguments alone, and for this process alone."""
-    try:
-        if out.is_dir() and not (out / RECIPE).exists() and any(out.iterdir()):
-            raise DataError(f"out={out}: not empty and not made by `launch data prepare`; choose another directory")
-        out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"recipe": recipe.model_dump(mode="json"), "inputs": inputs}, indent=1)
-        if not (out / RECIPE).exists():
-            with replacing(out / RECIPE) as file:
-                file.write(text.encode())
-        _same_arguments(out, json.loads((out / RECIPE).read_text()), json.loads(text))
-        with (out / RECIPE).open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DataError(f"out={out}: another `launch data prepare` is writing there; wait for it") from None
-            for left in out.rglob(f"*{TEMPORARY}"):
-                left.unlink()
-            try:
-                yield
-            except DataError:
-                _leave(out)
-                raise
-    except OSError as error:
-        raise as_data_error(error, out) from error
+def _held_out_tasks(recipe: Recipe) -> list[Task]:
+    return plan(recipe.decontaminate.against, limit_bytes=None, seed=0) if recipe.decontaminate else []
 
 
-def _leave(out: Path) -> None:
-    """Nothing finished, nothing left: the next call may come with other arguments."""
-    if not (out / MANIFEST).exists() and not any(out.glob("*.idx")):
-        shutil.rmtree(out / WORK, ignore_errors=True)
-        for name in (MODEL, RECIPE):
-            (out / name).unlink(missing_ok=True)
-
-
-def _same_arguments(out: Path, before: dict[str, object], now: dict[str, object]) -> None:
-    if before == now:
-        return
-    old, new = before.get("recipe"), now["recipe"]
-    assert isinstance(new, dict)
-    differing = [key for key in new if not isinstance(old, dict) or old.get(key) != new[key]]
-    if not differing or not isinstance(old, dict):
-        raise DataError(f"out={out}: its input files have changed since; choose another --out or remove this one")
-    key = differing[0]
-    raise DataError(
-        f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; choose another --out or remove this one"
-    )
-
-
-def _tokenizer(tasks: Sequence[Task], recipe: Recipe, out: Path, model: bytes | None, report: Report) -> Tokenizer:
-    path = out / MODEL
+def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
+    path = job.out / MODEL
     if not path.exists():
         if model is None:
-            report("tokenizer", 0, 1)
-            [model] = run(_train, [(tasks, recipe)])
-            report("tokenizer", 1, 1)
+            job.report("tokenizer", 0, 1)
+            [model] = run(train_on, [(list(job.tasks), job.recipe)])
+            job.report("tokenizer", 1, 1)
         with replacing(path) as file:
             file.write(model)
     return Tokenizer.open(path)
 
 
-def _train(tasks: Sequence[Task], recipe: Recipe) -> bytes:
-    return train(sample(tasks, recipe), recipe.vocab_size)
+def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
+    """All n-grams of the texts that must not be trained on, sorted, in one small file."""
+    if job.recipe.decontaminate is None:
+        return None
+    path, n = job.work / "held-out.npy", job.recipe.decontaminate.ngram
+    if not path.exists():
+        items = (item for task in against for piece in task for item in read(piece, job.recipe.text_key))
+        grams = [shingles(item.encode(), n) for item in items if not isinstance(item, Malformed)]
+        with replacing(path) as file:
+            np.save(file, np.unique(np.concatenate(grams)) if grams else np.zeros(0, np.uint64))
+    return path
 
 
-def sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
-    """Documents from all over the corpus; more for a larger vocabulary, enough that rare pieces are seen often."""
-    budget = min(max(8 * MB, 2500 * recipe.vocab_size), 256 * MB)
-    count = min(len(tasks), SAMPLE_TASKS)
-    chosen = [tasks[i * len(tasks) // count] for i in range(count)]
-    for number, task in enumerate(chosen):
-        left = budget // len(chosen)
-        for piece in random.Random(f"{recipe.seed} {number}").sample(task, len(task)):
-            for item in read(piece, recipe.text_key):
-                if isinstance(item, Malformed):
-                    continue
-                yield item
-                left -= len(item)
-                if left <= 0:
-                    break
-            if left <= 0:
-                break
+def _deduplicate(job: Job, held_out: Path | None, malformed_share: float) -> tuple[Stage, ...] | None:
+    """The books of all stages up to dedup, once STEM.keep.npy says what each task keeps; None where dedup is off."""
+    if job.recipe.dedup == Dedup():
+        return None
+    books = job.work / "dedup.json"
+    if books.exists():
+        return tuple(Stage.model_validate(stage) for stage in json.loads(books.read_text()))
+    stems = [job.work / f"sketch-{name}" for name in job.names]
+    calls = [(task, stem, job.recipe, held_out) for task, stem in zip(job.tasks, stems, strict=True)]
+    sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".json") for stem in stems], Sketched)
+    stages = total(s.stages for s in sketched)
+    _check_malformed(stages, [m for s in sketched for m in s.malformed], malformed_share)
+    job.report("dedup", 0, 1)
+    stages += deduplicate(stems, sketched, job.recipe)
+    with replacing(books) as file:
+        file.write(json.dumps([stage.model_dump() for stage in stages]).encode())
+    job.report("dedup", 1, 1)
+    return stages
 
 
-def _tokenize(
-    tasks: Sequence[Task], recipe: Recipe, out: Path, fingerprint: str, workers: int | None, report: Report
-) -> list[Done]:
-    work = out / WORK / fingerprint
-    work.mkdir(parents=True, exist_ok=True)
-    names = [f"{i:05d}" for i in range(len(tasks))]
-    found = {i: done for i, name in enumerate(names) if (done := _recorded(work / f"{name}.json", out))}
-    sizes = [sum(piece.bytes for piece in task) for task in tasks]
-    finished, total = sum(sizes[i] for i in found), sum(sizes)
-    missing = [i for i in range(len(tasks)) if i not in found]
-    report("tokenize", finished, total)
+def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Done]:
+    records = [job.work / f"{name}.json" for name in job.names]
+    keeps = [job.work / f"sketch-{name}.keep.npy" if dedup else None for name in job.names]
+    calls = [
+        (task, name, job.out, record, job.recipe, held_out, keep)
+        for task, name, record, keep in zip(job.tasks, job.names, records, keeps, strict=True)
+    ]
+    return _finish(job, "tokenize", tokenize, calls, records, Done)
 
-    def note(index: int, _: Done) -> None:
+
+def _finish(
+    job: Job,
+    what: str,
+    function: Callable[..., Record],
+    calls: Sequence[tuple[Any, ...]],
+    records: Sequence[Path],
+    kind: type[Record],
+) -> list[Record]:
+    """One call per task, less those whose record is there."""
+    found = {i: kind.model_validate_json(r.read_bytes()) for i, r in enumerate(records) if r.exists()}
+    sizes = [sum(piece.bytes for piece in task) for task in job.tasks]
+    finished = sum(sizes[i] for i in found)
+    missing = [i for i in range(len(calls)) if i not in found]
+    job.report(what, finished, sum(sizes))
+
+    def note(index: int, _: Record) -> None:
         nonlocal finished
         finished += sizes[missing[index]]
-        report("tokenize", finished, total)
+        job.report(what, finished, sum(sizes))
 
-    calls = [(tasks[i], names[i], out, work / f"{names[i]}.json", recipe) for i in missing]
-    found.update(zip(missing, run(tokenize, calls, note, workers), strict=True))
-    return [found[i] for i in range(len(tasks))]
-
-
-def _recorded(record: Path, out: Path) -> Done | None:
-    if not record.exists():
-        return None
-    done = Done.model_validate_json(record.read_bytes())
-    there = all((out / f"{shard.name}.idx").exists() for shard in done.shards.values())  # written after .bin
-    return done if there else None
+    found.update(zip(missing, run(function, [calls[i] for i in missing], note, job.workers), strict=True))
+    return [found[i] for i in range(len(calls))]
 
 
-def _manifest(done: Sequence[Done], recipe: Recipe, tokenizer: Tokenizer, fingerprint: str) -> Manifest:
-    stage = _stage(done)
-    if stage.documents_kept == 0:
-        raise DataError(f"sources={', '.join(recipe.sources)}: no document with text in {stage.documents_in:,} read")
-    splits = {name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in ("train", "valid")}
-    return Manifest(
-        version=VERSION,
-        hash="",
-        plan=fingerprint,
-        tokenizer=tokenizer.info(MODEL),
-        dtype=dtype_for(tokenizer.vocab),
-        splits=splits,
-        sources=_shares(done, recipe),
-        stages=(stage,),
-    )
-
-
-def _check_malformed(done: Sequence[Done], share: float) -> None:
-    bad = sum(d.dropped.get("malformed", (0, 0))[0] for d in done)
-    documents = sum(d.documents_in for d in done)
-    if bad > share * documents:
-        path, position, reason = next(m for d in done for m in d.malformed)
+def _check_malformed(stages: Sequence[Stage], named: Sequence[tuple[str, int, str]], share: float) -> None:
+    bad = stages[0].dropped.get("malformed", (0, 0))[0]
+    if bad > share * stages[0].documents_in:
+        path, position, reason = named[0]
         raise DataError(
-            f"malformed={bad:,} of {documents:,} documents, more than malformed-share={share}; "
+            f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than malformed-share={share}; "
             f"the first is {path} at {position:,}: {reason}; mend the input or raise --malformed-share"
         )
 
@@ -216,34 +192,34 @@ def _set_aside(done: Sequence[Done], out: Path) -> None:
             file.write("\n".join([*lines, ""]).encode())
 
 
-def _stage(done: Sequence[Done]) -> Stage:
-    dropped: dict[str, tuple[int, int]] = {}
-    for reason, (documents, size) in (item for d in done for item in d.dropped.items()):
-        before = dropped.get(reason, (0, 0))
-        dropped[reason] = (before[0] + documents, before[1] + size)
-    shards = [shard for d in done for shard in d.shards.values()]
-    return Stage(
-        name="read",
-        documents_in=sum(d.documents_in for d in done),
-        bytes_in=sum(d.bytes_in for d in done),
-        documents_kept=sum(s.documents for s in shards),
-        bytes_kept=sum(s.bytes for s in shards),
-        dropped=dropped,
+def _manifest(
+    job: Job, done: Sequence[Done], stages: Sequence[Stage], tokenizer: Tokenizer, fingerprint: str
+) -> Manifest:
+    if stages[-1].documents_kept == 0:
+        reasons = ", ".join(f"{n:,} {why}" for stage in stages for why, (n, _) in stage.dropped.items())
+        raise DataError(
+            f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} documents is left "
+            f"({reasons}); check the text or loosen the filters"
+        )
+    return Manifest(
+        version=VERSION,
+        hash="",
+        plan=fingerprint,
+        tokenizer=tokenizer.info(MODEL),
+        dtype=dtype_for(tokenizer.vocab),
+        splits={name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in SPLITS},
+        sources=mixed([_share(name, done) for name in job.recipe.sources], job.recipe.mixture),
+        stages=tuple(stages),
     )
 
 
-def _shares(done: Sequence[Done], recipe: Recipe) -> tuple[SourceShare, ...]:
-    shares = []
-    for source in recipe.sources:
-        shards = [shard for d in done if d.source == source for shard in d.shards.values()]
-        entropy = entropy_nats_per_byte() if source == "synthetic" else None
-        shares.append(
-            SourceShare(
-                name=source,
-                documents=sum(s.documents for s in shards),
-                bytes=sum(s.bytes for s in shards),
-                tokens=sum(s.tokens for s in shards),
-                entropy_nats_per_byte=entropy,
-            )
-        )
-    return tuple(shares)
+def _share(source: str, done: Sequence[Done]) -> SourceShare:
+    """What training can draw from the source; held-out documents are not in it."""
+    split = Split.of([d.shards["train"] for d in done if d.source == source and "train" in d.shards])
+    return SourceShare(
+        name=source,
+        documents=split.documents,
+        bytes=split.bytes,
+        tokens=split.tokens,
+        entropy_nats_per_byte=entropy_nats_per_byte() if source == "synthetic" else None,
+    )

@@ -35,10 +35,16 @@ def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 yield from _text(piece)
             case "jsonl":
                 yield from _jsonl(piece, key)
-            case "parquet":
-                from pipeline.data.columns import parquet_rows
+            case "parquet" | "arrow":
+                from pipeline.data import columns
 
-                yield from _values(piece, parquet_rows(piece.path, piece.start, piece.stop, key), key)
+                rows = columns.parquet_rows if piece.kind == "parquet" else columns.arrow_rows
+                yield from _values(piece, rows(piece.path, piece.start, piece.stop, key), key)
+            case "megatron":
+                raise DataError(
+                    f"source={piece.source!r} holds tokens, not text: it trains no tokenizer and passes no filter or "
+                    "dedup; give --tokenizer, and switch those stages off"
+                )
             case "hf":
                 yield from _values(piece, hub.rows(piece, key), key)
             case "synthetic":
@@ -109,7 +115,7 @@ def _open(piece: Piece) -> Any:  # three libraries, one interface, no common typ
         return gzip.open(piece.path)
     if piece.path.endswith(".zst"):
         return io.BufferedReader(_Zst(Path(piece.path)), MB)
-    return Path(piece.path).open("rb")
+    return Path(piece.path).open("rb", buffering=MB)
 
 
 class _Zst(io.RawIOBase):

@@ -4,16 +4,18 @@
 magic, u64 version, u8 dtype code, u64 sequences, u64 documents + 1, i32 lengths, i64 byte offsets, i64 document ends.
 """
 
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from pipeline.config.schema import Frozen
 from pipeline.data.files import replacing
 from pipeline.errors import DataError
 
@@ -29,10 +31,6 @@ _CODES: dict[DType, int] = {"uint16": 8, "int32": 4}
 def dtype_for(vocab: int) -> DType:
     """Megatron's format knows no uint32; int32 has the same bytes for every id below 2**31."""
     return "uint16" if vocab <= 2**16 else "int32"
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Shard(Frozen):
@@ -75,6 +73,8 @@ class SourceShare(Frozen):
     bytes: int
     tokens: int
     entropy_nats_per_byte: float | None = None  # where the source knows it exactly
+    weight: float | None = None  # share of the training batches, where a mixture sets it
+    epochs: float | None = None  # passes over the source within the mixture's budget
 
 
 class Stage(Frozen):
@@ -98,12 +98,9 @@ class Manifest(Frozen):
     sources: tuple[SourceShare, ...]
     stages: tuple[Stage, ...]
 
-    def content_hash(self) -> str:
-        return xxhash.xxh3_128_hexdigest(self.model_dump_json(exclude={"hash"}).encode())
-
     def save(self, directory: Path) -> "Manifest":
         """Write last: a directory without a manifest is not a corpus."""
-        sealed = self.model_copy(update={"hash": self.content_hash()})
+        sealed = self.model_copy(update={"hash": _content_hash(self.model_dump(mode="json"))})
         with replacing(directory / MANIFEST) as file:
             file.write(sealed.model_dump_json(indent=1).encode() + b"\n")
         return sealed
@@ -128,9 +125,15 @@ class Manifest(Frozen):
             ) from None
         if manifest.version != VERSION:
             raise DataError(f"{path}: version={manifest.version}, this program reads {VERSION}; prepare the data again")
-        if manifest.hash != manifest.content_hash():
+        if manifest.hash != _content_hash(json.loads(raw)):
             raise DataError(f"{path}: hash={manifest.hash} does not fit its content: edited or damaged; prepare again")
         return manifest
+
+
+def _content_hash(table: dict[str, Any]) -> str:
+    """Of the table as it stands in the file, so that a field added later does not change older hashes."""
+    rest = {key: value for key, value in table.items() if key != "hash"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 class ShardWriter:

@@ -20,6 +20,8 @@ SUFFIXES: dict[str, Kind] = {
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".idx": "megatron",
 }
 
 
@@ -105,11 +107,16 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
     try:
         size, stamp = path.stat().st_size, path.stat().st_mtime_ns
-        if kind == "parquet":
-            from pipeline.data.columns import row_groups
+        if kind == "parquet" or kind == "arrow":
+            from pipeline.data import columns  # pyarrow only where it is needed
 
-            for i, group_bytes in enumerate(row_groups(path)):
+            groups = columns.row_groups(path) if kind == "parquet" else columns.record_batches(path)
+            for i, group_bytes in enumerate(groups):
                 yield Piece(source, kind, str(path), i, i + 1, group_bytes, stamp)
+        elif kind == "megatron":
+            from pipeline.data import megatron
+
+            yield from megatron.pieces(source, path, stamp)
         elif path.suffix in (".gz", ".zst"):
             yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
         elif size:

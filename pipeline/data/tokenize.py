@@ -1,108 +1,112 @@
-"""One task: read a stretch of input, encode it, write its shards, then the record that says it is done.
+"""Last pass, one task: encode the documents that stay, write their shards, then the record that says it is done.
 
 A plain function: it runs the same in a Ray worker, in a test, or twice because a worker died.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
+from pipeline.config.schema import Frozen
+from pipeline.data import megatron
 from pipeline.data.files import replacing
+from pipeline.data.intake import Document, Intake, Ledger
 from pipeline.data.piece import MB, Task
-from pipeline.data.read import Malformed, read
 from pipeline.data.recipe import Recipe
-from pipeline.data.shards import Frozen, Shard, ShardWriter, dtype_for
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
+from pipeline.data.tokenizer import Ids, Tokenizer
 
 BATCH_BYTES = 4 * MB  # of text held at once
-POSITIONS = 100  # malformed documents a task names one by one; all are counted
+SPLITS = ("train", "valid")
 
 
 class Done(Frozen):
-    """What a task leaves behind besides its shards."""
+    """The record of a finished task."""
 
     source: str
     shards: dict[str, Shard]
-    documents_in: int
-    bytes_in: int
-    dropped: dict[str, tuple[int, int]]
+    stages: tuple[Stage, ...]
     malformed: tuple[tuple[str, int, str], ...]
 
 
-def tokenize(task: Task, name: str, out: Path, record: Path, recipe: Recipe) -> Done:
+def tokenize(
+    task: Task, name: str, out: Path, record: Path, recipe: Recipe, held_out: Path | None, keep: Path | None
+) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
+    intake = Intake(task, recipe, np.load(held_out) if held_out else None)
     tokenizer = _tokenizer(out / "tokenizer.model")
-    source = task[0].source
-    intake = Intake()
-    writers: dict[str, ShardWriter] = {}
-    try:
-        for batch in intake.batches(task, recipe):
-            for split in ("train", "valid"):
-                texts = [text for text, raw in batch if (split == "valid") == held_out(raw, recipe.valid_share)]
-                if texts and split not in writers:
-                    writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype_for(tokenizer.vocab))
-                if texts:
-                    writers[split].add(tokenizer.documents(texts), sum(len(text.encode()) for text in texts))
-        shards = {split: writer.close() for split, writer in writers.items()}
-    except BaseException as error:
-        for writer in writers.values():
-            writer.abort(error)
-        raise
-    done = Done(
-        source=source,
-        shards=shards,
-        documents_in=intake.documents,
-        bytes_in=intake.bytes,
-        dropped=intake.dropped,
-        malformed=tuple((m.path, m.position, m.reason) for m in intake.malformed),
-    )
+    if task[0].kind == "megatron":
+        encoded = _already_encoded(task, tokenizer, intake.ledger)
+    else:
+        encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer)
+    shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype_for(tokenizer.vocab))
+    named = tuple((m.path, m.position, m.reason) for m in intake.malformed)
+    done = Done(source=task[0].source, shards=shards, stages=intake.ledger.stages(), malformed=named)
     with replacing(record) as file:
         file.write(done.model_dump_json().encode())
     return done
 
 
-def held_out(raw: bytes, share: float) -> bool:
+class Encoded(NamedTuple):
+    ids: Ids  # the end of the document included
+    raw: bytes  # what its side of the split is decided by
+    text_bytes: int
+
+
+def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    end = np.array([tokenizer.eod], np.uint32)
+    for document in documents:
+        yield Encoded(np.concatenate((tokenizer.encode(document.text), end)), document.raw, len(document.raw))
+
+
+def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[Encoded]:
+    for ids in (ids for piece in task for ids in megatron.documents(piece, tokenizer)):
+        size = megatron.text_bytes(ids, tokenizer)
+        ledger.keep("read", size, size)
+        yield Encoded(ids, ids.tobytes(), size)
+
+
+def write(
+    documents: Iterable[Encoded], name: str, source: str, out: Path, valid_share: float, dtype: DType
+) -> dict[str, Shard]:
+    """One shard per split that has documents."""
+    writers: dict[str, ShardWriter] = {}
+    try:
+        for batch in _batches(documents):
+            held = [is_held_out(document.raw, valid_share) for document in batch]
+            for split in SPLITS:
+                mine = [d for d, valid in zip(batch, held, strict=True) if valid == (split == "valid")]
+                if mine and split not in writers:
+                    writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)
+                if mine:
+                    writers[split].add([d.ids for d in mine], sum(d.text_bytes for d in mine))
+        return {split: writer.close() for split, writer in writers.items()}
+    except BaseException as error:
+        for writer in writers.values():
+            writer.abort(error)
+        raise
+
+
+def is_held_out(raw: bytes, share: float) -> bool:
     """By the text's own hash: a document stays on its side when others come or go."""
     return xxhash.xxh3_64_intdigest(raw) < share * 2**64
 
 
-class Intake:
-    """Reads a task in batches and keeps the books."""
-
-    def __init__(self) -> None:
-        self.documents = self.bytes = 0
-        self.dropped: dict[str, tuple[int, int]] = {}
-        self.malformed: list[Malformed] = []
-
-    def batches(self, task: Task, recipe: Recipe) -> Iterator[list[tuple[str, bytes]]]:
-        batch: list[tuple[str, bytes]] = []
-        held = 0
-        for item in (item for piece in task for item in read(piece, recipe.text_key)):
-            self.documents += 1
-            if isinstance(item, Malformed):
-                self.bytes += item.bytes
-                self._drop("malformed", item.bytes)
-                if len(self.malformed) < POSITIONS:
-                    self.malformed.append(item)
-                continue
-            raw = item.encode()
-            self.bytes += len(raw)
-            if not item.strip():
-                self._drop("empty", len(raw))
-                continue
-            batch.append((item, raw))
-            held += len(raw)
-            if held >= BATCH_BYTES:
-                yield batch
-                batch, held = [], 0
-        if batch:
+def _batches(documents: Iterable[Encoded]) -> Iterator[list[Encoded]]:
+    batch: list[Encoded] = []
+    held = 0
+    for document in documents:
+        batch.append(document)
+        held += len(document.raw)
+        if held >= BATCH_BYTES:
             yield batch
-
-    def _drop(self, reason: str, size: int) -> None:
-        documents, total = self.dropped.get(reason, (0, 0))
-        self.dropped[reason] = (documents + 1, total + size)
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 @lru_cache(1)

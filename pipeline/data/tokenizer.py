@@ -23,7 +23,6 @@ Ids = npt.NDArray[np.uint32]
 
 META = "\u2581"
 EOD = "</s>"
-CONTROLS = ("<pad>", "<mask>")  # beyond <unk>, <s>, </s>: what masked and denoising objectives need
 FIXED = 3 + 256  # <unk>, <s>, </s> and one piece per byte
 SENTENCE_CHARACTERS = 4096  # documents are handed to the trainer in cuts of this length: its work per cut is not linear
 
@@ -89,11 +88,6 @@ class Tokenizer:
             return self._gigatoken.encode(text)  # type: ignore[no-any-return]  # untyped; str only: invalid bytes crash it
         return np.asarray(self.sentencepiece.encode(text), np.uint32)
 
-    def documents(self, texts: Iterable[str]) -> list[Ids]:
-        """Encode each text and close it with the end of document."""
-        end = np.array([self.eod], np.uint32)
-        return [np.concatenate((self.encode(text), end)) for text in texts]
-
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         return self.sentencepiece.decode([int(i) for i in ids])  # type: ignore[no-any-return]
 
@@ -121,7 +115,7 @@ class Tokenizer:
         return np.asarray(first, np.uint32)
 
 
-def train(texts: Iterable[str], vocab: int, *, kind: str = "bpe", controls: Sequence[str] = CONTROLS) -> bytes:
+def train(texts: Iterable[str], vocab: int, *, kind: str = "bpe", controls: Sequence[str] = ()) -> bytes:
     """Train a lossless model: same texts, same bytes out, whatever the number of threads."""
     smallest = FIXED + len(controls) + 1
     if vocab < smallest:

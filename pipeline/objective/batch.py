@@ -12,5 +12,6 @@ class Batch:
     """One rank's rows of one global step."""
 
     tokens_BS: torch.Tensor  # noqa: N815  # int64 inputs
-    targets_BS: torch.Tensor  # noqa: N815  # int64, the next token
+    targets_BS: torch.Tensor  # noqa: N815  # int64, the next token; -100 where a packed row predicts nothing
     hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
+    documents_BS: torch.Tensor | None = None  # noqa: N815  # int64, a token's document in its row; where asked for

@@ -57,7 +57,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(train(some_texts(300), 512))
+    return Tokenizer(train(some_texts(300), 512, controls=("<pad>", "<mask>")))
 
 
 @pytest.fixture(scope="session")

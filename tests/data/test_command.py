@@ -45,6 +45,27 @@ def test_prepare_then_inspect(tmp_path: Path) -> None:
     assert f"{made['splits']['train']['tokens']:,}" in plain.stdout
 
 
+def test_tokenizer_on_a_weighted_sample(tmp_path: Path) -> None:
+    for name, word in (("a", "zebra"), ("b", "quark")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{text} {word * 3}" for text in some_texts(300)])
+    sources = [part for name in "ab" for part in ("--source", str(tmp_path / f"{name}.jsonl"))]
+    out = tmp_path / "deep" / "t.model"
+    arguments = ["tokenizer", *sources, "--vocab-size", "500", "--special", "<sep>", "--out", str(out), "--json"]
+    made = json.loads(runner.invoke(app, arguments, catch_exceptions=False).stdout)
+    assert made["controls"] == {"<unk>": 0, "<s>": 1, "</s>": 2, "<sep>": 3} and made["gigatoken"]
+    assert Tokenizer.open(out).fingerprint == made["fingerprint"]
+    again = runner.invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(again.stdout) == made
+    weighted = [*arguments, "--weight", f"{tmp_path / 'a.jsonl'}=1e-9", "--sample-bytes", "100000"]
+    assert "another tokenizer is there" in str(runner.invoke(app, weighted).exception)
+    weighted[weighted.index(str(out))] = str(tmp_path / "w.model")
+    runner.invoke(app, weighted, catch_exceptions=False)
+    one = Tokenizer.open(tmp_path / "w.model")
+    assert len(one.encode("quarkquarkquark")) < len(one.encode("zebrazebrazebra"))
+    unknown = runner.invoke(app, [*arguments, "--weight", "nowhere=2"])
+    assert isinstance(unknown.exception, ConfigError)
+
+
 def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     damaged = subprocess.run(["cp", "-r", corpus.path, tmp_path / "copy"], check=False)
     assert damaged.returncode == 0

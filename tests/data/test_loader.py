@@ -117,6 +117,6 @@ def test_prefetch_gives_the_same_and_closes(loader: Loader) -> None:
 
 def test_prefetch_raises_here_what_went_wrong_there(corpus: Corpus) -> None:
     broken = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=0)
-    broken._map = lambda index: (_ for _ in ()).throw(OSError("disk gone"))  # type: ignore[assignment]
+    broken._streams[0]._map = lambda index: (_ for _ in ()).throw(OSError("disk gone"))  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk gone"):
         next(prefetch(broken, 0, 5, 0, 1))

@@ -12,7 +12,7 @@ import pytest
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
-from pipeline.data.tokenize import held_out
+from pipeline.data.tokenize import is_held_out
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts, write_jsonl
@@ -97,8 +97,8 @@ def test_the_split_is_stable_when_data_are_added(tmp_path: Path, tokenizer: Toke
         write_jsonl(tmp_path / f"{count}.jsonl", texts[:count])
         make([tmp_path / f"{count}.jsonl"], tmp_path / f"out{count}", tokenizer, valid_share=0.2)
     few, many = (Corpus.open(tmp_path / f"out{count}").split("valid").documents for count in (200, 400))
-    assert few == sum(held_out(t.encode(), 0.2) for t in texts[:200])
-    assert many == sum(held_out(t.encode(), 0.2) for t in texts)
+    assert few == sum(is_held_out(t.encode(), 0.2) for t in texts[:200])
+    assert many == sum(is_held_out(t.encode(), 0.2) for t in texts)
 
 
 def test_built_in_corpora(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_malformed_documents_are_counted_and_set_aside(tmp_path: Path, tokenizer
     with source.open("ab") as file:
         file.write(b'{"text": "\xff"}\n{"text": "   "}\n')
     manifest = make([source], tmp_path / "out", tokenizer)
-    [stage] = manifest.stages
+    [stage] = manifest.stages  # the others are off
     assert stage.dropped == {"malformed": (1, 14), "empty": (1, 3)}
     assert (stage.documents_in, stage.documents_kept) == (202, 200)
     [aside] = map(json.loads, (tmp_path / "out" / "malformed.jsonl").read_text().splitlines())
@@ -129,7 +129,7 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
     out = tmp_path / "out"
     fails("every file is empty", [file("empty.txt", b"")], out, tokenizer)
-    fails("no document with text", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
+    fails("none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)
     assert not out.exists() or not any(out.iterdir())

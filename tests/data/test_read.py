@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 import zstandard
@@ -74,16 +75,24 @@ def test_a_truncated_archive_is_an_error(tmp_path: Path, suffix: str) -> None:
         everything(list(task))
 
 
-def test_parquet_and_datasets(tmp_path: Path) -> None:
+def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     texts = some_texts(30)
     table = pyarrow.table({"text": texts, "n": list(range(30))})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    for name, writer in (("file", pyarrow.ipc.new_file), ("stream", pyarrow.ipc.new_stream)):
+        with writer(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table, max_chunksize=7)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
-    for source in (str(tmp_path / "a.parquet"), f"hf:{tmp_path / 'saved'}"):
+    named = [str(tmp_path / name) for name in ("a.parquet", "file.arrow", "stream.arrow")]
+    (tmp_path / "files").mkdir()
+    for i in range(3):  # opened by `datasets` as a stream of three shards, as from the hub
+        write_jsonl(tmp_path / "files" / f"{i}.jsonl", texts[i * 10 : i * 10 + 10])
+    for source in (*named, f"hf:{tmp_path / 'saved'}", f"hf:{tmp_path / 'files'}:train"):
         tasks = plan([source], limit_bytes=None, seed=0)
         assert everything([piece for task in tasks for piece in task]) == texts
-    with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
-        list(read(plan([str(tmp_path / "a.parquet")], limit_bytes=None, seed=0)[0][0], "body"))
+    for source in named:
+        with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
+            list(read(plan([source], limit_bytes=None, seed=0)[0][0], "body"))
 
 
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +148,14 @@ def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
         (["{}/a.txt", "{}/*.txt"], "reached twice"),
         (["{}/a.txt", "{}/a.txt"], "given twice"),
         (["{}/bad.parquet"], "not a parquet file"),
+        (["{}/bad.arrow"], "not an Arrow file"),
+        (["{}/bad.idx"], r"bad.bin: cannot be read"),
         (["hf:{}/empty"], "check name"),
     ],
 )
 def test_sources_that_cannot_be(tmp_path: Path, sources: list[str], says: str) -> None:
     (tmp_path / "empty").mkdir()
-    for name in ("a.txt", "picture.png", "bad.parquet"):
+    for name in ("a.txt", "picture.png", "bad.parquet", "bad.arrow", "bad.idx"):
         (tmp_path / name).write_text("hello")
     with pytest.raises(DataError, match=says) as caught:
         plan([s.format(tmp_path) for s in sources], limit_bytes=None, seed=0)

@@ -1,0 +1,39 @@
+"""launch bench data, launch bench loader: ratios measured in one run, to be mounted under `launch bench`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def data(
+    megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Encoding and jsonl → shards, against sentencepiece, plain processes and datasets.map."""
+    from pipeline.data import bench
+
+    _print(bench.data(megabytes), as_json)
+
+
+def loader(
+    path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
+    rows: Annotated[int, typer.Option(min=1)] = 8,
+    seq: Annotated[int, typer.Option(min=1)] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Batches per second, against a bare permuted gather from the same tokens."""
+    from pipeline.data import bench
+    from pipeline.data.shards import Corpus
+
+    _print(bench.loader(Corpus.open(path), rows, seq), as_json)
+
+
+def _print(measured: Iterator[tuple[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dict(measured)))
+        return
+    for what, value in measured:
+        print(f"{what:<70} {value}", flush=True)

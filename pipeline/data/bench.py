@@ -1,0 +1,205 @@
+"""How fast the data stage is, always as a ratio to something else measured in the same run on the same text."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.cluster import cluster
+from pipeline.data.loader import Loader, prefetch
+from pipeline.data.permute import Permutation
+from pipeline.data.piece import MB
+from pipeline.data.prepare import prepare
+from pipeline.data.read import Malformed, read
+from pipeline.data.recipe import Dedup, Filters, Near, Quality, Recipe, Repetition
+from pipeline.data.sample import train_on
+from pipeline.data.shards import Corpus
+from pipeline.data.sources import plan
+
+# Each runs in a process of its own: gigatoken remembers words, so a second pass in one process would flatter it.
+_ENCODE = """
+import json, sys, time
+from pathlib import Path
+import numpy, sentencepiece, xxhash
+from pipeline.data.tokenizer import Tokenizer
+texts = [json.loads(line)["text"] for line in open(sys.argv[2])]
+tokenizer = Tokenizer.open(Path(sys.argv[1]))
+encode = tokenizer.encode if sys.argv[3] == "ours" else tokenizer.sentencepiece.encode
+encode("warm the imports up")
+start = time.perf_counter()
+ids = [encode(text) for text in texts]
+seconds = time.perf_counter() - start
+digest = xxhash.xxh3_64()
+for text, found in zip(texts, ids):
+    if "\\u2581" not in text:
+        digest.update(numpy.asarray(found, numpy.uint32).tobytes())
+print(json.dumps([seconds, digest.hexdigest()]))
+"""
+
+_PLAIN = """
+import json, sys, time
+from multiprocessing import get_context
+from pathlib import Path
+def begin(model):
+    global tokenizer, numpy
+    import gigatoken, numpy
+    tokenizer = gigatoken.Tokenizer.from_sentencepiece(model)
+def work(task):
+    path, out = task
+    ids = [tokenizer.encode(json.loads(line)["text"]) for line in open(path)]
+    numpy.concatenate(ids).astype(numpy.uint16).tofile(out + ".bin")
+    numpy.array([len(i) for i in ids], numpy.int32).tofile(out + ".idx")
+if __name__ == "__main__":
+    start = time.perf_counter()
+    tasks = [(path, sys.argv[2] + str(i)) for i, path in enumerate(sys.argv[3:])]
+    with get_context("spawn").Pool(2, begin, (sys.argv[1],)) as pool:
+        pool.map(work, tasks, 1)
+    print(time.perf_counter() - start)
+"""
+
+_DATASETS = """
+import sys, time
+start = time.perf_counter()
+import datasets, sentencepiece
+datasets.disable_progress_bars()
+model = sys.argv[1]
+def encode(batch):
+    global tokenizer
+    if "tokenizer" not in globals():
+        tokenizer = sentencepiece.SentencePieceProcessor(model_file=model)
+    return {"ids": tokenizer.encode(batch["text"])}
+data = datasets.load_dataset("json", data_files=sys.argv[3:], split="train", cache_dir=sys.argv[2])
+data = data.map(encode, batched=True, batch_size=100, num_proc=2, remove_columns=data.column_names)
+data.save_to_disk(sys.argv[2] + "/saved")
+print(time.perf_counter() - start)
+"""
+
+
+def data(megabytes: int, files: int = 8) -> Iterator[tuple[str, Any]]:
+    """Measure step by step: what was measured, and its value."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = Recipe(sources=("python",), limit_bytes=megabytes * MB, vocab_size=32768)
+        tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=0)
+        texts = [t for task in tasks for piece in task for t in read(piece, "text") if not isinstance(t, Malformed)]
+        size = sum(len(text.encode()) for text in texts) / 1e6
+        yield "text, MB", round(size, 1)
+        paths = [folder / f"{i}.jsonl" for i in range(files)]
+        for i, path in enumerate(paths):
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::files]))
+        model = folder / "t.model"
+        model.write_bytes(train_on(tasks, recipe))
+        yield from _encoding(folder, model, paths[0])
+        yield from _end_to_end(folder, model, paths, size)
+
+
+def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]]:
+    size = sum(len(json.loads(line)["text"].encode()) for line in path.open()) / 1e6
+    theirs, expected = json.loads(_script(_ENCODE, model, path, "sentencepiece"))
+    ours, found = json.loads(_script(_ENCODE, model, path, "ours"))
+    yield "encode, one core, first pass: sentencepiece, MB/s", round(size / theirs, 2)
+    yield "encode, one core, first pass: ours, MB/s", round(size / ours, 2)
+    yield "encode: ours / sentencepiece", round(theirs / ours, 2)
+    yield "encode: ids equal", expected == found
+
+
+def _end_to_end(folder: Path, model: Path, paths: list[Path], size: float) -> Iterator[tuple[str, Any]]:
+    from pipeline.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.open(model)
+    base = Recipe(sources=tuple(map(str, paths)), vocab_size=tokenizer.vocab, tokenizer=tokenizer.fingerprint)
+    full = base.model_copy(
+        update={
+            "filters": Filters(quality=Quality(stop_words=0, symbol_ratio=1), repetition=Repetition()),
+            "dedup": Dedup(exact=True, near=Near()),
+        }
+    )
+    start = time.perf_counter()
+    with cluster(2):
+        yield "Ray start-up, s", round(time.perf_counter() - start, 1)
+
+        def seconds(recipe: Recipe) -> float:
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                start = time.perf_counter()
+                prepare(recipe, Path(out), model=tokenizer.model, workers=2)
+                return time.perf_counter() - start
+
+        # In turn, three times, and the middle of each: other work on the machine then slows both.
+        rounds = [(float(_script(_PLAIN, model, folder / "plain", *paths)), seconds(base)) for _ in range(3)]
+        plain, ours = (statistics.median(times) for times in zip(*rounds, strict=True))
+        yield "jsonl → shards, 2 plain processes with gigatoken, MB/s", round(size / plain, 2)
+        yield "jsonl → shards, ours, 2 workers, MB/s", round(size / ours, 2)
+        yield "jsonl → shards: ours / plain processes", round(plain / ours, 2)
+        yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / seconds(full), 2)
+    theirs = float(_script(_DATASETS, model, folder / "cache", *paths))
+    yield "jsonl → arrow, datasets.map with sentencepiece, 2 processes, MB/s", round(size / theirs, 2)
+    yield "jsonl → shards: ours / datasets.map", round(theirs / ours, 2)
+
+
+def _script(code: str, *arguments: str | Path) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # a file: the processes it spawns import it again
+        file.write(code)
+        file.flush()
+        command = [sys.executable, file.name, *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=600)
+    return done.stdout.strip().splitlines()[-1]
+
+
+def loader(corpus: Corpus, rows: int = 8, seq: int = 2048, step_s: float = 0.05) -> Iterator[tuple[str, Any]]:
+    """Batches from warm files against a bare permuted gather of the same bytes."""
+    ours = Loader(corpus, "train", seq=seq, rows=rows, seed=0)
+    with tempfile.NamedTemporaryFile() as file:  # one file, mapped: what a loader without shards would read
+        for shard in corpus.split("train").shards:
+            file.write(corpus.tokens(shard).tobytes())
+        file.flush()
+        yield from _against_gather(ours, np.memmap(file.name, corpus.manifest.dtype, "r"))
+    yield from _waiting(ours, step_s)
+
+
+def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Iterator[tuple[str, Any]]:
+    rows, seq = ours.rows, ours.seq
+    steps = min(ours.steps_per_epoch, 2000)
+    order = Permutation(ours.windows, 0)(np.arange(steps * rows))
+
+    def gather(step: int) -> None:
+        starts = order[step * rows : (step + 1) * rows] * seq
+        np.stack([stream[start : start + seq + 1] for start in starts]).astype(np.int64)
+
+    times: dict[str, list[float]] = {"ours": [], "bare": []}
+    for _ in range(5):  # in turn, so that a busy machine slows both
+        for name, function in (("ours", ours.batch), ("bare", gather)):
+            times[name].append(_seconds(function, steps))
+    tokens = steps * rows * seq / 1e6
+    yield f"loader {rows} × {seq}, shuffled, hashed, M tokens/s (best of 5)", round(tokens / min(times["ours"]))
+    yield "bare permuted memmap gather, M tokens/s (best of 5)", round(tokens / min(times["bare"]))
+    yield "bare / loader, median", round(statistics.median(times["ours"]) / statistics.median(times["bare"]), 2)
+
+
+def _waiting(ours: Loader, step_s: float, steps: int = 40) -> Iterator[tuple[str, Any]]:
+    waited = 0.0
+    batches = prefetch(ours, 0, steps + 1, 0, 1)
+    next(batches)
+    for _ in range(steps):
+        time.sleep(step_s)  # the training step
+        start = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - start
+    batches.close()
+    yield f"waiting for a batch, share of a {step_s * 1000:.0f} ms step", f"{waited / steps / step_s:.2%}"
+
+
+def _seconds(function: Callable[[int], object], steps: int) -> float:
+    start = time.perf_counter()
+    for step in range(steps):
+        function(step)
+    return time.perf_counter() - start

@@ -1,0 +1,161 @@
+"""Near-duplicates against brute force over every pair, and the whole pass through Ray."""
+
+import random
+import re
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.dedup import later_ones
+from pipeline.data.prepare import prepare
+from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Quality, Recipe
+from pipeline.data.shards import Corpus
+from pipeline.data.shingles import shingles, word_hashes
+from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
+from pipeline.data.tokenizer import Tokenizer
+from tests.data.conftest import some_texts, write_jsonl
+
+VOCABULARY = [f"w{i}" for i in range(4000)]
+
+
+def words_of(text: str) -> list[bytes]:
+    return re.findall(rb"[a-z0-9_\x80-\xff]+", text.lower().encode())
+
+
+@lru_cache(2000)
+def ngrams(text: str) -> frozenset[tuple[bytes, ...]]:
+    words = words_of(text)
+    return frozenset(tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4)))
+
+
+def jaccard(a: str, b: str) -> float:
+    """By definition, on sets of tuples."""
+    shared = len(ngrams(a) & ngrams(b))
+    return shared / (len(ngrams(a)) + len(ngrams(b)) - shared)
+
+
+def planted(families: int, seed: int) -> list[str]:
+    """Unrelated documents, each with a few copies that change a share of the words: similarities all over 0.3…1."""
+    source = random.Random(seed)
+    texts = []
+    for _ in range(families):
+        original = source.choices(VOCABULARY, k=source.randrange(60, 900))
+        texts.append(" ".join(original))
+        for _ in range(source.randrange(4)):
+            changed, share = list(original), source.choice([0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15])
+            for i in range(len(changed)):
+                if source.random() < share:
+                    changed[i] = source.choice(VOCABULARY)
+            texts.append(" ".join(changed))
+    source.shuffle(texts)
+    return texts
+
+
+def test_word_hashes_are_equal_exactly_where_words_are() -> None:
+    text = "The cat, the CAT; Überall  foo_bar\n\n42 42nd don't 東京 東"
+    found, expected = word_hashes(text.encode()).tolist(), words_of(text)
+    assert len(found) == len(expected)
+    assert [[a == b for b in found] for a in found] == [[a == b for b in expected] for a in expected]
+    assert word_hashes(b"a b")[1] == word_hashes(b"xxxxxxxxxx b")[1], "a word's hash depends on its place"
+    assert len(shingles(b"", 5)) == 0 and len(shingles(b"one two", 5)) == 1
+
+
+def test_similarity_is_exact_for_short_documents_and_close_for_long() -> None:
+    for text in planted(30, seed=1)[:40]:
+        other = text.replace("w1", "v1")
+        a, b = (bottom(shingles(t.encode(), 5)) for t in (text, other))
+        tolerance = 1e-9 if max(len(a), len(b)) < BOTTOM - 1 else 0.08
+        assert abs(similarity(a, b) - jaccard(text, other)) < tolerance
+
+
+def test_similarity_of_long_documents_of_different_length() -> None:
+    """Their sketches reach to different hashes; only what both cover may count."""
+    text = " ".join(random.Random(6).choices(VOCABULARY, k=6000))
+    for share in (0.25, 0.5, 0.8):
+        part = text[: int(len(text) * share)]
+        estimate = similarity(bottom(shingles(text.encode(), 5)), bottom(shingles(part.encode(), 5)))
+        assert abs(estimate - jaccard(text, part)) < 0.08
+
+
+def test_recall_and_precision_against_every_pair() -> None:
+    near = Near()
+    texts = planted(120, seed=2)
+    truth = {(i, j) for i, j in combinations(range(len(texts)), 2) if jaccard(texts[i], texts[j]) >= 0.8}
+    grams = [shingles(t.encode(), near.ngram) for t in texts]
+    bottoms = [bottom(g) for g in grams]
+    keys = [set(band_keys(g, near).tolist()) for g in grams]
+    candidates = {(i, j) for i, j in combinations(range(len(texts)), 2) if keys[i] & keys[j]}
+    found = {(i, j) for i, j in candidates if similarity(bottoms[i], bottoms[j]) >= near.threshold}
+    assert len(truth) > 60
+    assert len(found & truth) / len(truth) >= 0.95
+    assert len(found & truth) / len(found) >= 0.95
+
+
+def test_union_find_against_plain_sets() -> None:
+    source = random.Random(4)
+    for _ in range(50):
+        edges = [tuple(sorted(source.sample(range(40), 2))) for _ in range(source.randrange(1, 40))]
+        clusters: list[set[int]] = []
+        for a, b in edges:
+            joined = [c for c in clusters if a in c or b in c]
+            clusters = [c for c in clusters if c not in joined] + [set().union({a, b}, *joined)]
+        expected = sorted(n for c in clusters for n in c - {min(c)})
+        assert later_ones(np.array(edges, np.uint64)).tolist() == expected
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_corpus_with_duplicates_across_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Every pass through Ray: what stays is one document per cluster, the first, and the books add up."""
+    texts = planted(60, seed=3)
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", [*texts[i::3], "short", *texts[:3]]) for i in range(3)]
+    order = [t for i in range(3) for t in [*texts[i::3], "short", *texts[:3]]]
+    kept: list[str] = []
+    for text in order:
+        if text != "short" and not any(jaccard(text, other) >= 0.8 for other in kept):
+            kept.append(text)
+    recipe = Recipe(
+        sources=tuple(map(str, files)),
+        vocab_size=tokenizer.vocab,
+        tokenizer=tokenizer.fingerprint,
+        valid_share=0.2,
+        filters=Filters(quality=Quality(mean_word_length=(1, 10), stop_words=0)),
+        dedup=Dedup(exact=True, near=Near()),
+    )
+    manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
+    corpus = Corpus.open(tmp_path / "out", verify=True)
+    found = []
+    for split in ("train", "valid"):
+        for shard in corpus.split(split).shards:
+            ends = np.cumsum(corpus.lengths(shard))
+            found += [tokenizer.decode(d[:-1]) for d in np.split(corpus.tokens(shard), ends[:-1])]
+    assert len(set(found)) == len(found) == manifest.stages[-1].documents_kept
+    # Greedy brute force and clusters differ only where similarity is not transitive, and a pair may be missed.
+    assert len(set(found) ^ set(kept)) <= 0.05 * len(kept)
+    read, filtered, dedup = manifest.stages
+    assert (read.name, filtered.name, dedup.name) == ("read", "filter", "dedup")
+    assert filtered.dropped == {"words": (3, 15)}
+    assert filtered.documents_kept == dedup.documents_in == len(order) - 3
+    copies = len(order) - 3 - len({t for t in order if t != "short"})
+    assert dedup.dropped["exact"][0] == copies >= 6
+    assert dedup.documents_in == dedup.documents_kept + sum(n for n, _ in dedup.dropped.values())
+    assert dedup.bytes_in == dedup.bytes_kept + sum(b for _, b in dedup.dropped.values())
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = some_texts(60)
+    secret = " ".join(f"q{i}" for i in range(30))
+    texts[7] += f"\nAnswer: {secret.upper()}!"
+    texts[9] += " ".join(secret.split()[:12])  # twelve words in common are below the limit of thirteen
+    (tmp_path / "eval.txt").write_text(f"Question one.\n{secret}\n")
+    recipe = Recipe(
+        sources=(str(write_jsonl(tmp_path / "a.jsonl", texts)),),
+        vocab_size=tokenizer.vocab,
+        tokenizer=tokenizer.fingerprint,
+        decontaminate=Decontaminate(against=(str(tmp_path / "eval.txt"),)),
+    )
+    manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
+    assert manifest.stages[-1].dropped == {"overlap": (1, len(texts[7].encode()))}

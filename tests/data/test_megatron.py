@@ -1,0 +1,85 @@
+"""Tokenized corpora of others: through our shards and back, the ids unchanged."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.megatron import text_bytes
+from pipeline.data.prepare import prepare
+from pipeline.data.recipe import Dedup, Recipe
+from pipeline.data.shards import Corpus
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
+from tests.data.conftest import some_texts
+from tests.data.test_shards import megatron_documents
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def write_megatron(stem: Path, documents: list[list[list[int]]], code: int = 4, dtype: str = "<i4") -> Path:
+    """By the published layout, with documents of several sequences, as Megatron's own writer allows."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = np.array([len(s) for s in sequences], np.int32)
+    offsets = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * np.dtype(dtype).itemsize))
+    ends = np.cumsum([0] + [len(d) for d in documents], dtype=np.int64)
+    stem.with_suffix(".bin").write_bytes(np.concatenate([np.array(s, dtype) for s in sequences]).tobytes())
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
+    stem.with_suffix(".idx").write_bytes(head + lengths.tobytes() + offsets.astype(np.int64).tobytes() + ends.tobytes())
+    return stem.with_suffix(".idx")
+
+
+def recipe(source: Path, tokenizer: Tokenizer, **settings: object) -> Recipe:
+    given = {"sources": (str(source),), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
+    return Recipe.model_validate(given | settings)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (8, "<u2"), (5, "<i8")])
+def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype: str) -> None:
+    texts = some_texts(40)
+    encoded = [tokenizer.encode(text).tolist() for text in texts]
+    documents = [[ids[:5], [*ids[5:], tokenizer.eod]] if i % 2 else [ids] for i, ids in enumerate(encoded)]
+    source = write_megatron(tmp_path / "theirs", documents, code, dtype)
+    manifest, _ = prepare(recipe(source, tokenizer, valid_share=0.2), tmp_path / "out", model=tokenizer.model)
+    corpus = Corpus.open(tmp_path / "out", verify=True)
+    found = [
+        d
+        for split in ("train", "valid")
+        for s in corpus.split(split).shards
+        for d in megatron_documents(corpus.path / s.name)
+    ]
+    assert sorted(found) == sorted([*ids, tokenizer.eod] for ids in encoded)
+    assert sum(s.bytes for s in manifest.splits.values()) == sum(len(t.encode()) for t in texts)
+    assert 0 < manifest.splits["valid"].documents < 20
+
+
+def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    again, _ = prepare(recipe(corpus.path, tokenizer, valid_share=0), tmp_path / "out", model=tokenizer.model)
+    splits = corpus.manifest.splits.values()
+    assert again.splits["train"].tokens == sum(s.tokens for s in splits)
+    assert again.splits["train"].bytes == sum(s.bytes for s in splits)
+
+
+def test_text_bytes_without_decoding(tokenizer: Tokenizer) -> None:
+    for text in some_texts(20, seed=8):
+        assert text_bytes(tokenizer.encode(text), tokenizer) == len(text.encode())
+
+
+def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def fails(says: str, source: Path, model: bytes | None = tokenizer.model, **settings: object) -> None:
+        with pytest.raises(DataError, match=says):
+            prepare(recipe(source, tokenizer, **settings), tmp_path / "out", model=model)
+        assert not (tmp_path / "out" / "manifest.json").exists()
+
+    fails(f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]]))
+    good = write_megatron(tmp_path / "good", [[[5, 6, 7]], [[8, 9]]])
+    fails("holds tokens, not text", good, model=None)
+    fails("holds tokens, not text", good, dedup=Dedup(exact=True))
+    data = good.with_suffix(".bin")
+    data.write_bytes(data.read_bytes()[:-1])
+    fails("fewer than its index says", good)
+    good.write_bytes(good.read_bytes()[:40])
+    fails("too few for 2 sequences", good)
+    good.write_bytes(b"something else altogether, and long enough")
+    fails("not an index", good)

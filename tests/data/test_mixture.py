@@ -1,0 +1,110 @@
+"""Draws against their weights, epochs against counting, caps against arithmetic."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.data.loader import Loader
+from pipeline.data.mixture import BLOCK, Schedule, capped, mixed, places
+from pipeline.data.prepare import prepare
+from pipeline.data.recipe import Mixture, Recipe
+from pipeline.data.shards import Corpus, SourceShare
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import ConfigError
+from tests.data.conftest import some_texts, write_jsonl
+
+
+def source(name: str, tokens: int) -> SourceShare:
+    return SourceShare(name=name, documents=1, bytes=tokens, tokens=tokens)
+
+
+def test_gpt3s_table() -> None:
+    """Tokens, weights and epochs at 300B as the paper prints them."""
+    table = {
+        "crawl": (410, 0.60, 0.44),
+        "webtext": (19, 0.22, 2.9),
+        "books1": (12, 0.08, 1.9),
+        "books2": (55, 0.08, 0.43),
+        "wikipedia": (3, 0.03, 3.4),
+    }
+    weights = {name: weight for name, (_, weight, _) in table.items()}
+    result = mixed(
+        [source(n, b * 10**9) for n, (b, _, _) in table.items()], Mixture(weights=weights, tokens=300 * 10**9)
+    )
+    for share in result:
+        assert share.epochs == pytest.approx(
+            table[share.name][2], rel=0.2
+        )  # the paper rounds, and its weights sum to 1.01
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(0.001, 1), min_size=1, max_size=12))
+def test_places_fill_the_block(weights: list[float]) -> None:
+    share = np.array(weights) / sum(weights)
+    counts = places(share)
+    assert counts.sum() == BLOCK and (counts > 0).all()
+    assert np.abs(counts / BLOCK - share).max() <= len(weights) / BLOCK + 1e-9
+
+
+def test_schedule_numbers_every_draw_of_a_source() -> None:
+    schedule = Schedule([0.75, 0.125, 0.125], seed=3)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for block in range(3):
+        for stream, number in zip(*(a.tolist() for a in schedule.block(block)), strict=True):
+            seen[stream].append(number)
+    for numbers in seen.values():
+        assert numbers == list(range(len(numbers)))
+    assert len(seen[0]) == 3 * BLOCK * 3 // 4
+    assert not np.array_equal(schedule.block(0)[0], schedule.block(1)[0])
+
+
+def test_caps_give_way_to_the_rest() -> None:
+    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 9, 9])) == pytest.approx([0.1, 0.54, 0.36])
+    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.5, 9])) == pytest.approx([0.1, 0.5, 0.4])
+    with pytest.raises(ConfigError, match="most_epochs"):
+        capped(np.array([0.5, 0.5]), np.array([0.2, 0.3]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"weights": {"a": 1}}, "b without"),
+        ({"weights": {"a": 1, "b": 1, "c": 1}}, "c without"),
+        ({"weights": {"a": 1, "b": 1}, "most_epochs": 2}, "needs mixture.tokens"),
+    ],
+)
+def test_impossible_mixtures(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        mixed([source("a", 10), source("b", 10)], Mixture.model_validate(settings))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_mixed_corpus_through_the_loader(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    a = write_jsonl(tmp_path / "a.jsonl", ["alpha " * 300] * 60)
+    b = write_jsonl(tmp_path / "b.jsonl", some_texts(300))
+    recipe = Recipe(
+        sources=(str(a), str(b)),
+        vocab_size=tokenizer.vocab,
+        tokenizer=tokenizer.fingerprint,
+        mixture=Mixture(weights={str(a): 3, str(b): 1}, tokens=1_000_000),
+    )
+    manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
+    assert [s.weight for s in manifest.sources] == pytest.approx([0.75, 0.25], abs=1e-3)
+    assert manifest.sources[0].epochs == pytest.approx(750_000 / manifest.sources[0].tokens, rel=1e-2)
+    corpus = Corpus.open(tmp_path / "out")
+    loader = Loader(corpus, "train", seq=32, rows=64, seed=0)
+    counts = Counter(stream for step in range(128) for stream, _ in (loader._place(step * 64 + i) for i in range(64)))
+    assert counts[0] == round(manifest.sources[0].weight * BLOCK) * 2
+    alpha = set(tokenizer.encode("alpha " * 3).tolist()) | {tokenizer.eod}
+    for step in (0, 70):
+        whole = loader.batch(step)
+        from_a = [set(row) <= alpha for row in whole.tokens_BS.tolist()]
+        assert from_a == [loader._place(step * 64 + i)[0] == 0 for i in range(64)]
+        fresh = Loader(corpus, "train", seq=32, rows=64, seed=0)
+        parts = [fresh.batch(step, rank, 7) for rank in range(7)]
+        assert torch.equal(torch.cat([p.tokens_BS for p in parts]), whole.tokens_BS)

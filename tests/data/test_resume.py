@@ -1,0 +1,144 @@
+"""Killed at any moment, the next call finishes what is missing, and every byte is as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.tokenizer import Tokenizer
+from tests.data.conftest import some_texts, write_jsonl
+from tests.data.test_prepare import contents
+
+
+@pytest.fixture(scope="module")
+def arguments(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Eight sources, and so at least eight tasks, of some tenths of a second each."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "t.model").write_bytes(tokenizer.model)
+    files = [write_jsonl(folder / f"{i}.jsonl", some_texts(400, seed=i)) for i in range(8)]
+    sources = [part for file in files for part in ("--source", str(file))]
+    return [*sources, "--tokenizer", str(folder / "t.model"), "--set", "dedup.exact=true", "--set", "dedup.near={}"]
+
+
+@pytest.fixture(scope="module")
+def address(ray_cluster: None) -> Iterator[None]:
+    """Drivers of their own on the session's Ray, as on a cluster."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        yield
+
+
+def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch", "data", "prepare", "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(arguments: list[str], out: Path) -> None:
+    driver = start(arguments, out)
+    said = driver.communicate()[0]
+    assert driver.returncode == 0, said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    finish(arguments, out)
+    return contents(out)
+
+
+def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert driver.poll() is None, f"finished before it could be disturbed: {driver.communicate()[0]}"
+        assert time.monotonic() < deadline, "never got there"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("when", "how"), [("sketch-*.json", signal.SIGINT), ("0*.json", signal.SIGKILL)])
+def test_the_driver_is_killed(
+    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path, when: str, how: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    driver = start(arguments, out)
+    wait_for(lambda: list(out.glob(f".work/*/{when}")), driver)
+    driver.send_signal(how)
+    driver.wait()
+    assert not (out / "manifest.json").exists()
+    finish(arguments, out)
+    assert contents(out) == undisturbed
+
+
+def workers(function: str) -> list[int]:
+    """Processes of this session's Ray that are running the function right now, by the name Ray gives them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cmdline").read_bytes().startswith(f"ray::{function}".encode()) and ours(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def ours(pid: int) -> bool:
+    """Whether the process descends from this one: another Ray on the machine is none of our business."""
+    while pid > 1 and pid != os.getpid():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == os.getpid()
+
+
+@pytest.mark.parametrize("function", ["sketch", "tokenize"])
+def test_workers_are_killed(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path, function: str) -> None:
+    out = tmp_path / "out"
+    driver = start(arguments, out)
+    wait_for(lambda: workers(function), driver)
+    for pid in workers(function):
+        os.kill(pid, signal.SIGKILL)
+    said = driver.communicate()[0]
+    assert driver.returncode == 0, said
+    assert contents(out) == undisturbed
+
+
+NODE_LOSS = """
+import os, sys, threading, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from launch.__main__ import main
+
+out, arguments = Path(sys.argv[1]), sys.argv[2:]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+second = cluster.add_node(num_cpus=1)
+os.environ["RAY_ADDRESS"] = cluster.address
+
+def pull_the_plug():
+    while not list(out.glob(".work/*/sketch-*.json")):
+        time.sleep(0.005)
+    cluster.remove_node(second, allow_graceful=False)
+    print("node removed", flush=True)
+
+threading.Thread(target=pull_the_plug).start()
+sys.argv = ["launch", "data", "prepare", "--out", str(out), *arguments]
+try:
+    main()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+def test_a_node_is_lost(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    """A real two-node cluster of Ray, one node gone in the middle."""
+    alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    run = subprocess.run(
+        [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments], env=alone, capture_output=True, text=True
+    )
+    assert "node removed" in run.stdout, run.stderr
+    assert contents(tmp_path / "out") == undisturbed
