@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.files import TEMPORARY, as_data_error, replacing
+from pipeline.data.files import as_data_error, replacing
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError
+from pipeline.files import TEMPORARY
 
 MODEL = "tokenizer.model"
 RECIPE = "recipe.json"

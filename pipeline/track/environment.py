@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-from pipeline.track.atomic import replace
+from pipeline.files import replace
 
 FILE = "env.json"
 

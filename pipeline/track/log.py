@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RunError
-from pipeline.track.atomic import replace
+from pipeline.files import replace
 
 Record = dict[str, Any]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from pipeline.track.atomic import replace
+from pipeline.files import replace
 
 FILE = "mlflow.json"
 

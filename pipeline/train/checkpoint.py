@@ -16,6 +16,7 @@ import xxhash
 from pipeline.account import checkpoint_bytes
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
+from pipeline.files import replace, sync_directory
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 
@@ -49,19 +50,17 @@ def save(engine: Engine, config: RunConfig, root: Path, step: int, world: World)
             _prune(root, config.train.keep_last)
         world.barrier()
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        fault = _save_error(error, root, step)  # first: it looks how full the disk is
         shutil.rmtree(aside, ignore_errors=True)
-        raise _save_error(error, root, step) from error
+        raise fault from error
     return final
 
 
 def _commit(aside: Path, final: Path, manifest: dict[str, object]) -> None:
-    with (aside / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    replace(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)  # of a run that was rolled back past it
     aside.rename(final)
-    _sync(final.parent)
+    sync_directory(final.parent)
 
 
 def _prune(root: Path, keep: int) -> None:
@@ -125,12 +124,6 @@ def _digest(path: Path, *, sync: bool = False) -> str:
         if sync:
             os.fsync(file.fileno())
     return hasher.hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _check_space(config: RunConfig, root: Path, step: int, world: World) -> None:

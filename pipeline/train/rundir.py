@@ -17,6 +17,7 @@ from pipeline.config.dump import differences, to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError, UserError
+from pipeline.files import replace
 from pipeline.track.log import read
 
 # what a resumed run may change: how often it speaks and saves, and where its data and itself lie
@@ -48,8 +49,8 @@ class RunDir:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            write(self.path / "run.json", json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
-            write(self.config, to_toml(config))
+            replace(self.path / "run.json", json.dumps(facts, indent=1).encode() + b"\n")
+            replace(self.config, to_toml(config).encode())
         except OSError as error:
             raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
 
@@ -125,13 +126,3 @@ def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flo
         "seq": config.model.seq,
         "peak_flops": peak_flops,
     }
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all: a temporary name, synced, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
