@@ -32,7 +32,7 @@ system:  ## Debian packages that the tests use: a browser
 # ── the main job ─────────────────────────────────────────────────────────────────────────────────
 
 demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in minutes
-	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.02
+	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.05
 	set -e; for size in $(SIZES); do \
 	  echo; echo "+ launch pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume"; \
 	  $(LAUNCH) pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume; \

@@ -11,7 +11,7 @@ import torch
 class Batch:
     """One rank's rows of one global step."""
 
-    tokens_BS: torch.Tensor  # noqa: N815  # int64 inputs
-    targets_BS: torch.Tensor  # noqa: N815  # int64, the next token; -100 where a packed row predicts nothing
+    tokens_BS: torch.Tensor  # int64 inputs
+    targets_BS: torch.Tensor  # int64, the next token; -100 where a packed row predicts nothing
     hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
-    documents_BS: torch.Tensor | None = None  # noqa: N815  # int64, a token's document in its row; where asked for
+    documents_BS: torch.Tensor | None = None  # int64, a token's document in its row; where asked for
