@@ -19,9 +19,10 @@ app = typer.Typer(
 
 
 def _mount() -> None:
-    from launch import data, doctor, pretrain, scaling, show, track
+    from launch import bench, data, doctor, pretrain, scaling, show, track
 
     app.add_typer(data.app, name="data")
+    app.add_typer(bench.app, name="bench")
     for module in (show, pretrain, scaling, track, doctor):
         module.register(app)
 
