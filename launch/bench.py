@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.examples import examples
+
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
 
 
-@app.command(epilog="Examples:  launch bench data  ·  launch bench data --megabytes 100 --json")
+@app.command(epilog=examples("launch bench data", "launch bench data --megabytes 100 --json"))
 def data(
     megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
@@ -21,7 +23,7 @@ def data(
     _print(bench.data(megabytes), as_json)
 
 
-@app.command(epilog="Examples:  launch bench loader data/python  ·  launch bench loader data/web --seq 4096 --json")
+@app.command(epilog=examples("launch bench loader data/python", "launch bench loader data/web --seq 4096 --json"))
 def loader(
     path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
     rows: Annotated[int, typer.Option(min=1)] = 8,

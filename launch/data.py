@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.examples import examples
+
 if TYPE_CHECKING:
     from pipeline.data.prepare import Report
 
 app = typer.Typer(help="Turn text into token shards with Ray, and look at them.", no_args_is_help=True)
 
-PREPARE_EPILOG = """Examples:
-
-launch data prepare --source python --out data/python
-
-launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 --out data/web
-
-launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 --out data/crawl
-
-launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer data/web/tokenizer.model --out data/stories"""
+PREPARE = examples(
+    "launch data prepare --source python --out data/python",
+    "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 --out data/web",
+    "launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 --out data/crawl",
+    "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model --out data/stories",
+)
 
 
-@app.command(epilog=PREPARE_EPILOG)
+@app.command(epilog=PREPARE)
 def prepare(
     out: Annotated[Path, typer.Option(help="Directory for the shards.")],
     source: Annotated[
@@ -115,7 +114,7 @@ def prepare(
 
 @app.command(
     "tokenizer",
-    epilog="Example:\n\nlaunch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model",
+    epilog=examples("launch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model"),
 )
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],
@@ -167,7 +166,7 @@ def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
     return weights
 
 
-@app.command(epilog="Example:\n\nlaunch data inspect data/python --json")
+@app.command(epilog=examples("launch data inspect data/python --json"))
 def inspect(
     path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,

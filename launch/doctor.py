@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-EPILOG = "Examples:  launch doctor  ·  launch doctor --json"
+from launch.examples import examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Finding:
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(doctor)
+    app.command(epilog=examples("launch doctor", "launch doctor --json"))(doctor)
 
 
 def doctor(

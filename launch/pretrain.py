@@ -5,13 +5,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-EPILOG = """Examples:  launch pretrain --size tiny --data data/python --nproc 2 --steps 200  ·
-launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b  ·
-launch pretrain --resume --out runs/1b"""
+from launch.examples import examples
+
+EXAMPLES = examples(
+    "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
+    "launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b",
+    "launch pretrain --resume --out runs/1b",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(pretrain)
+    app.command(epilog=EXAMPLES)(pretrain)
 
 
 def pretrain(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.examples import examples
 from launch.scaling_tables import print_fit, print_forecast, print_json, print_scores
 from pipeline.errors import ConfigError
 
@@ -204,12 +205,16 @@ def above_zero(key: str, value: float | None) -> float:
 
 
 EXAMPLES: dict[Callable[..., None], str] = {
-    fit: "launch fit --runs runs/demo  ·  launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
-    forecast: "launch forecast --runs runs/ladder --size 1b --register  ·  "
-    "launch forecast --points runs.csv --flops 1e24 --json  ·  "
-    "launch forecast --points small.csv --targets large.csv",
-    score: "launch score --runs runs/ladder  ·  launch score --experiment ladder --json",
-    report: "launch report --runs runs/demo  ·  launch report --runs runs/demo --out report.html",
+    fit: examples(
+        "launch fit --runs runs/demo", "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json"
+    ),
+    forecast: examples(
+        "launch forecast --runs runs/ladder --size 1b --register",
+        "launch forecast --points runs.csv --flops 1e24 --json",
+        "launch forecast --points small.csv --targets large.csv",
+    ),
+    score: examples("launch score --runs runs/ladder", "launch score --experiment ladder --json"),
+    report: examples("launch report --runs runs/demo", "launch report --runs runs/demo --out report.html"),
 }
 
 
@@ -218,5 +223,5 @@ def register(app: typer.Typer) -> None:
     from launch import sweep
 
     app.add_typer(sweep.app, name="sweep")
-    for command, examples in EXAMPLES.items():
-        app.command(epilog=f"Examples:  {examples}")(command)
+    for command, epilog in EXAMPLES.items():
+        app.command(epilog=epilog)(command)

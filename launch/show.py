@@ -7,17 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
+from launch.examples import examples
 from pipeline import account
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
 
-EPILOG = """Examples:  launch show --size 1b  ·  launch show --size 7b --gpus 64 --cluster h100  ·
-launch show --size tiny --set model.seq=256 --json  ·  launch show --sizes"""
+EXAMPLES = examples(
+    "launch show --size 1b",
+    "launch show --size 7b --gpus 64 --cluster h100",
+    "launch show --size tiny --set model.seq=256 --json",
+    "launch show --sizes",
+)
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(show)
+    app.command(epilog=EXAMPLES)(show)
 
 
 def show(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from launch.examples import examples
 from launch.scaling_tables import print_json, print_plan
 from pipeline.errors import ConfigError
 
@@ -18,9 +19,11 @@ def group() -> None:
 
 
 @app.command(
-    epilog="Examples:  launch sweep plan configs/scaling/isoflop.toml  ·  "
-    "launch sweep plan configs/scaling/ladder.toml --json  ·  "
-    "launch sweep plan configs/scaling/isoflop.toml --budget 1e19 --points runs.csv"
+    epilog=examples(
+        "launch sweep plan configs/scaling/isoflop.toml",
+        "launch sweep plan configs/scaling/ladder.toml --json",
+        "launch sweep plan configs/scaling/isoflop.toml --budget 1e19 --points runs.csv",
+    )
 )
 def plan(
     file: Annotated[Path, typer.Argument(help="A sweep (configs/scaling).")],

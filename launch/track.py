@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
+from launch.examples import examples
 from pipeline.track import feed
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(sync)
+    app.command(epilog=examples("launch sync runs/tiny", "MLFLOW_TRACKING_URI=http://HOST:5000 launch sync runs/*"))(
+        sync
+    )
 
 
 def sync(
@@ -19,14 +22,7 @@ def sync(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Replay to MLflow what it has not got: after an outage, or for runs made without a server.
-
-    Examples:
-
-      launch sync runs/tiny
-
-      MLFLOW_TRACKING_URI=http://HOST:5000 launch sync runs/*
-    """
+    """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
     for run_dir in run_dirs:
         fed = feed.sync(run_dir, wait)
         if as_json:
