@@ -52,7 +52,7 @@ def pretrain(
         (("parallel", "zero"), zero),
         (("parallel", "engine"), engine),
         (("train", "steps"), steps),
-        (("train", "tokens"), None if tokens is None else int(tokens)),
+        (("train", "tokens"), tokens),
         (("train", "flops"), flops),
         (("train", "dtype"), dtype),
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import Model
 from pipeline.model.norm import norm
 from pipeline.model.position import rotary_table
-from pipeline.objective.loss import next_token_loss
+from pipeline.objective.loss import Terms, next_token_loss, terms
 
 
 class Losses(NamedTuple):
@@ -40,12 +40,13 @@ class Head(nn.Module):
     def __init__(self, weight_VW: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight_VW
+        self.terms: Terms = terms  # an engine may swap in a compiled one
 
     def forward(self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int) -> Tensor | Losses:
         if targets_BS is None:
             return h_BSW @ self.weight.T
         h_TW, targets_T = h_BSW.flatten(0, 1), targets_BS.flatten()
-        return Losses(*next_token_loss(h_TW, self.weight, targets_T, z_loss=z_loss, chunk=chunk))
+        return Losses(*next_token_loss(h_TW, self.weight, targets_T, z_loss=z_loss, chunk=chunk, terms=self.terms))
 
 
 class Decoder(nn.Module):

@@ -7,16 +7,33 @@ logits. The backward pass only scales the stored gradients: no logit is computed
 that predicts nothing, such as the padding of a packed row.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Terms = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def terms(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk's part of the mean loss, of the mean squared log-sum-exp, and the gradient of their sum.
+
+    Written for a compiler to make one pass of it: no indexed update, no copy that has to exist."""
+    logits = logits_TV.float()
+    lse = logits.logsumexp(dim=-1)
+    picked = logits.gather(1, targets_T[:, None]).squeeze(1)
+    # d(nll + z_loss·lse²)/dlogits = softmax·(1 + 2·z_loss·lse) − onehot
+    onehot = targets_T[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    scale = (share_T * (1 + 2 * z_loss * lse))[:, None]
+    grad = (logits - lse[:, None]).exp() * scale - torch.where(onehot, share_T[:, None], 0.0)
+    return ((lse - picked) * share_T).sum(), (lse.square() * share_T).sum(), grad.to(logits_TV.dtype)
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, z_loss: float, chunk: int
+        ctx: Any, h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, z_loss: float, chunk: int, terms: Terms
     ) -> tuple[Tensor, Tensor]:
         predicts_T = targets_T >= 0
         share_T = predicts_T / predicts_T.sum().clamp(min=1)  # of the mean: nothing where nothing is predicted
@@ -24,37 +41,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         train = h_TW.requires_grad or weight_VW.requires_grad
         grad_h = torch.empty_like(h_TW) if train else None
         grad_w = torch.zeros_like(weight_VW, dtype=torch.float32) if train else None
-        nll = h_TW.new_zeros((), dtype=torch.float32)
-        z = h_TW.new_zeros((), dtype=torch.float32)
+        nll, z = h_TW.new_zeros((2,), dtype=torch.float32)
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = (h_TW[part] @ weight_VW.T).float()
-            lse = logits.logsumexp(dim=-1)
-            picked = logits.gather(1, targets_T[part, None]).squeeze(1)
-            nll += (lse - picked) @ share_T[part]
-            z += lse.square() @ share_T[part]
-            if grad_h is None or grad_w is None:
-                continue
-            # d(nll + z_loss·lse²)/dlogits = softmax·(1 + 2·z_loss·lse) − onehot
-            grad = logits.sub_(lse[:, None]).exp_().mul_((1 + 2 * z_loss * lse)[:, None])
-            grad[torch.arange(grad.shape[0], device=grad.device), targets_T[part]] -= 1
-            grad = grad.mul_(share_T[part, None]).to(h_TW.dtype)
-            torch.mm(grad, weight_VW, out=grad_h[part])
-            grad_w += grad.T @ h_TW[part]
+            part_nll, part_z, grad = terms(h_TW[part] @ weight_VW.T, targets_T[part], share_T[part], z_loss)
+            nll, z = nll + part_nll, z + part_z
+            if grad_h is not None and grad_w is not None:
+                torch.mm(grad, weight_VW, out=grad_h[part])
+                grad_w += grad.T @ h_TW[part]
         if grad_h is not None and grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(weight_VW.dtype))
         ctx.mark_non_differentiable(nll)
         return nll + z_loss * z, nll
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None
+        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None
 
 
 def next_token_loss(
-    h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, *, z_loss: float, chunk: int
+    h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, *, z_loss: float, chunk: int, terms: Terms = terms
 ) -> tuple[Tensor, Tensor]:
     """What is minimised (with the z term), and the mean negative log likelihood in nats, which is what is reported."""
-    total, nll = _ChunkedCrossEntropy.apply(h_TW, weight_VW, targets_T, z_loss, chunk)  # type: ignore[no-untyped-call]
+    total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        h_TW, weight_VW, targets_T, z_loss, chunk, terms
+    )
     return total, nll

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, assert_never
 
+import torch
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
@@ -54,4 +55,5 @@ def _model(config: RunConfig) -> Decoder:
     if train.compile is True:
         for block in model.blocks:
             block.compile()  # per block: starts faster than the whole, and every layer shares one graph
+        model.head.terms = torch.compile(model.head.terms)
     return model
