@@ -16,7 +16,6 @@ from pipeline.data.packing import PackedStream
 from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus
 from pipeline.data.stream import Stream
-from pipeline.errors import DataError
 from pipeline.objective.batch import Batch
 
 
@@ -49,7 +48,7 @@ class Loader:
         self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
         self._windows = [s.windows for s in self._streams] + [s.windows for s in self._packed_streams]
         if 0 in self._windows:
-            raise DataError(_too_small(corpus, split, seq))
+            raise corpus.too_small(split, seq)
         self.windows = sum(self._windows)
         self.steps_per_epoch = max(1, self.windows // rows)
         # Caches only, of what is computed block by block: they change the speed, never the batch.
@@ -111,15 +110,6 @@ class Loader:
         index: npt.NDArray[np.int64] = np.arange(start, min(start + BLOCK, windows))
         order: list[int] = Permutation(windows, self.seed + stream, epoch)(index).tolist()
         return order
-
-
-def _too_small(corpus: Corpus, split: str, seq: int) -> str:
-    tokens = corpus.split(split).tokens
-    remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
-    return (
-        f"{corpus.path}: split {split!r} has {tokens:,} tokens, one window of seq={seq} needs {seq + 1:,}; "
-        f"{remedy} `launch data prepare`, or lower seq"
-    )
 
 
 def prefetch(

@@ -211,6 +211,14 @@ class Corpus:
             known = ", ".join(self.manifest.splits)
             raise DataError(f"{self.path}: split={name!r} does not exist; choose one of {known}") from None
 
+    def too_small(self, split: str, seq: int) -> DataError:
+        """What to say of a split that holds no window of this length."""
+        remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
+        return DataError(
+            f"{self.path}: split {split!r} has {self.split(split).tokens:,} tokens, one window of seq={seq} needs "
+            f"{seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
+        )
+
     def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
         """The shard's ids, mapped, not read."""
         mapped = np.memmap(self.path / f"{shard.name}.bin", self.manifest.dtype, "r", shape=(shard.tokens,))

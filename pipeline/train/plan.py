@@ -118,6 +118,9 @@ def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
             f"model.vocab={config.model.vocab:,} is smaller than the {vocab:,} of the tokenizer in {request.data}; "
             "leave model.vocab out or prepare the data with that vocabulary"
         )
+    for split in ("train", "valid"):
+        if corpus.split(split).tokens <= config.model.seq:
+            raise corpus.too_small(split, config.model.seq)
     return resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
 
 

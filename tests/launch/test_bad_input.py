@@ -64,6 +64,11 @@ def test_a_vocabulary_smaller_than_the_tokenizers(corpus, out):
     assert "model.vocab=256" in line and "512" in line
 
 
+def test_a_sequence_longer_than_the_split(corpus, out):
+    line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "model.seq=10000000", out=out)
+    assert "seq=10000000" in line and "split 'train'" in line
+
+
 def test_a_batch_that_does_not_divide(corpus, out):
     line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "train.batch_tokens=1000", out=out)
     assert "train.batch_tokens=1,000" in line and "try 896" in line
