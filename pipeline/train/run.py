@@ -8,7 +8,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
-from pipeline.parallel.engine import Engine, engine
+from pipeline.parallel.build import engine
+from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.track.console import Console
 from pipeline.track.log import Log

@@ -1,0 +1,36 @@
+"""Config → engine with its model drawn and compiled: the one place where engines are chosen."""
+
+from typing import assert_never
+
+import torch
+
+from pipeline.config.schema import RunConfig
+from pipeline.model.build import build, draw
+from pipeline.model.stack import Decoder
+from pipeline.parallel.engine import Engine
+from pipeline.parallel.world import World
+
+
+def engine(config: RunConfig, world: World) -> Engine:
+    match config.parallel.engine:
+        case "deepspeed":
+            from pipeline.parallel.zero import ZeroEngine
+
+            return ZeroEngine(config, _model(config), world)
+        case "accelerate":
+            from pipeline.parallel.ddp import DDPEngine
+
+            return DDPEngine(config, _model(config), world)
+        case _:
+            assert_never(config.parallel.engine)
+
+
+def _model(config: RunConfig) -> Decoder:
+    train = config.train
+    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=train.loss_chunk, recompute=train.recompute)
+    draw(model, config.model, config.seed)
+    if train.compile is True:
+        for block in model.blocks:
+            block.compile()  # per block: starts faster than the whole, and every layer shares one graph
+        model.head.terms = torch.compile(model.head.terms)
+    return model
