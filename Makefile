@@ -9,7 +9,7 @@ DATA   := data/demo
 RUNS   := runs/demo
 SIZES  := tiny 500k 1m
 
-.PHONY: demo test check install system clean help
+.PHONY: demo picture test check install system clean help
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,9 @@ demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in mi
 	done
 	$(LAUNCH) fit --runs $(RUNS)
 	$(LAUNCH) report --runs $(RUNS) --out $(RUNS)/report.html
+
+picture: demo system  ## the README's picture, from the demo's page
+	$(BIN)/python tests/browser/picture.py $(RUNS)/report.html docs/images/report.png
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────
 
