@@ -59,7 +59,7 @@ def test_everything_arrives(server: Server, run_dir: Path, log: Log, monkeypatch
     log.append(step_record(251, loss=float("nan"), grad_norm=float("inf"), **{"odd name(%)": 3}))
     log.append({"kind": "eval", "time": time.time(), "step": 251, "tokens": 5, "flops": 7, "loss": 3.5, "bpb": 1.25})
     log.append(event(251, "finish"))
-    assert feed.finish(sidecar) == ""
+    assert feed.finish(sidecar, wait_s=120) == ""
 
     run = the_run(server.uri, run_dir)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "one")
@@ -98,7 +98,7 @@ def test_server_killed_and_restarted(server: Server, run_dir: Path, log: Log, mo
     server.start()
     write(log, range(401, 501))
     log.append(event(500, "finish"))
-    assert feed.finish(sidecar) == ""
+    assert feed.finish(sidecar, wait_s=120) == ""
     for key in ("train/loss", "train/tokens", "train/flops"):
         assert steps_there(server.uri, run_dir, key) == list(range(1, 501))
     assert the_run(server.uri, run_dir).info.status == "FINISHED"
@@ -119,7 +119,7 @@ def test_frozen_server(server: Server, run_dir: Path, log: Log, monkeypatch: pyt
     finally:
         server.signal(signal.SIGCONT)
     log.append(event(250, "interrupt"))
-    assert feed.finish(sidecar) == ""
+    assert feed.finish(sidecar, wait_s=120) == ""
     assert steps_there(server.uri, run_dir) == list(range(1, 251))
     assert the_run(server.uri, run_dir).info.status == "KILLED"
 
@@ -148,7 +148,7 @@ def test_crash_and_resume_is_one_run(server: Server, run_dir: Path, log: Log, mo
     again.append(event(110, "resume"))
     write(again, range(111, 151))
     again.close()
-    assert feed.finish(sidecar) == ""  # without a word from training
+    assert feed.finish(sidecar, wait_s=120) == ""  # without a word from training
     run = the_run(server.uri, run_dir)
     assert steps_there(server.uri, run_dir) == list(range(1, 151))
     assert run.data.metrics["restarts"] == 2
@@ -233,7 +233,7 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
         records.append(event(0, "start"))
         write(records, range(1, 31))
         records.append(event(30, "finish"))
-    assert [feed.finish(sidecar) for sidecar in sidecars] == ["", ""]
+    assert [feed.finish(sidecar, wait_s=120) for sidecar in sidecars] == ["", ""]  # two imports of mlflow on a busy box
     second.close()
     uri = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
     assert steps_there(uri, run_dir) == list(range(1, 31))
@@ -253,4 +253,4 @@ def test_preemption_signal_waits_for_the_last_word(run_dir: Path, log: Log) -> N
     log.append(event(5, "interrupt"))
     sidecar.wait(timeout=15)
     assert state.load(run_dir).status == "KILLED"
-    assert feed.finish(sidecar) == ""
+    assert feed.finish(sidecar, wait_s=120) == ""
