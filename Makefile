@@ -20,6 +20,7 @@ install: $(VENV)/.installed  ## a virtual environment with everything pinned
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoflop needs Python 3.11 or newer; make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing what constraints.txt pins: about four minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
@@ -33,7 +34,7 @@ system:  ## Debian packages that the tests use: a browser
 
 demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in minutes
 	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.05
-	set -e; for size in $(SIZES); do \
+	@set -e; for size in $(SIZES); do \
 	  echo; echo "+ launch pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume"; \
 	  $(LAUNCH) pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume; \
 	done

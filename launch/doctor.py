@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,8 @@ from typing import Annotated, Literal
 import typer
 
 from launch.examples import examples
+
+PACKAGES = ("torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "gigatoken", "ray", "mlflow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +48,8 @@ def _findings() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "broken", version, "install Python 3.11 or newer")
     # each in a process of its own: a package that crashes on import must not take the doctor with it
-    for name, remedy in {
-        "torch": "pip install -c constraints.txt torch",
-        "deepspeed": "pip install -c constraints.txt deepspeed",
-        "accelerate": "pip install -c constraints.txt accelerate",
-        "datasets": "pip install -c constraints.txt datasets",
-        "sentencepiece": "pip install -c constraints.txt sentencepiece",
-        "gigatoken": "pip install -c constraints.txt gigatoken",
-        "ray": "pip install -c constraints.txt ray",
-        "mlflow": "pip install -c constraints.txt mlflow",
-    }.items():
-        yield _package(name, remedy)
+    with ThreadPoolExecutor() as pool:
+        yield from pool.map(_package, PACKAGES)
     yield _gpus()
     yield _tracking()
     yield _slurm()
@@ -70,7 +64,8 @@ def _findings() -> Iterator[Finding]:
     )
 
 
-def _package(name: str, remedy: str) -> Finding:
+def _package(name: str) -> Finding:
+    remedy = f"pip install -c constraints.txt {name}"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -23,7 +23,9 @@ def pretrain(
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
     data: Annotated[Path | None, typer.Option(help="Shards made by `launch data prepare`.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run directory; runs/EXPERIMENT/SIZE if left out.")] = None,
-    nproc: Annotated[int | None, typer.Option(help="Processes on this node; one per GPU if left out.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes on this node; if left out one per GPU, on --resume as before.", min=1)
+    ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3.")] = None,
     engine: Annotated[str | None, typer.Option(help="deepspeed, or accelerate as its referee.")] = None,
     steps: Annotated[int | None, typer.Option(help="Length in optimizer steps.")] = None,
@@ -42,10 +44,12 @@ def pretrain(
 ) -> None:
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
     from pipeline.train.plan import Devices, Request, settle
+    from pipeline.train.rundir import RunDir
     from pipeline.train.start import start
 
     devices = Devices.here()
-    ranks = nproc or max(1, devices.gpus)
+    before = RunDir(out).world if resume and out is not None else None
+    ranks = nproc or before or max(1, devices.gpus)
     given: list[tuple[tuple[str, ...], Any]] = [
         (("experiment",), experiment),
         (("seed",), seed),

@@ -101,7 +101,7 @@ def forecast(
     recipe = None
     match size, params, flops, targets:
         case str(), None, None, None:
-            recipe = foretell.recipe_of(size, arch, tokens, sets or (), gpus)
+            recipe = foretell.recipe_of(size, arch, tokens, [*shape_of(runs, experiment), *(sets or ())], gpus)
             places = foretell.at_recipe(done, recipe, size)
         case None, float(), None, None if tokens:
             places = foretell.at_sizes(done, above_zero("params", params), above_zero("tokens", tokens))
@@ -126,6 +126,14 @@ def forecast(
         data["registered"] = [str(path) for path in paths]
         data["warnings"] += [said] if (said := copied(paths, runs, experiment)) else []
     print_json(data) if as_json else print_forecast(data, [one.to_json() for one in made])
+
+
+def shape_of(runs: Path | None, experiment: str | None) -> list[str]:
+    """Vocabulary and sequence of the runs, as settings: what is forecast from them is one of them, larger."""
+    if runs is None and experiment is None:
+        return []
+    record = read(runs, experiment)[0].record
+    return [f"model.{key}={record[key]}" for key in ("vocab", "seq") if record.get(key)]
 
 
 def put_on_record(

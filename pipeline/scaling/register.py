@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ def register(folder: Path, made: Forecast, study: dict[str, Any], *, now: float)
     """Write a forecast where no forecast of this target is; the digest inside it shows later changes."""
     if not (made.N > 0 and made.D > 0):
         raise RunError("a registered forecast names one run; give --size, or --params and --tokens")
+    if not (math.isfinite(made.low) and math.isfinite(made.high)):
+        raise RunError(
+            f"forecast {made.loss:.4g} has no interval to be scored by: too few runs; add a size and fit again"
+        )
     content = {"version": VERSION, "time": now, "forecast": made.to_json(), "fit": study}
     path = folder / f"N{count(made.N)}-D{count(made.D)}.json"
     folder.mkdir(parents=True, exist_ok=True)

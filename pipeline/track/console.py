@@ -78,7 +78,9 @@ def _bar(total_steps: int) -> Any:
     except ImportError:  # the lines alone say everything
         return None
     columns = (BarColumn(bar_width=None), TaskProgressColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, refresh_per_second=2)  # its thread shares the processor with training
+    bar = Progress(
+        *columns, refresh_per_second=2, redirect_stdout=False, redirect_stderr=False
+    )  # its thread shares the processor with training
     bar.add_task("steps", total=total_steps)
     return bar
 

@@ -72,6 +72,14 @@ class RunDir:
         events = [record["event"] for record in read(self.log) if record["kind"] == "event"]
         return bool(events) and events[-1] == "finish"
 
+    @property
+    def world(self) -> int | None:
+        """How many processes trained it last."""
+        if not self.log.exists():
+            return None
+        worlds = [int(record["world"]) for record in read(self.log) if "world" in record]
+        return worlds[-1] if worlds else None
+
     def lock(self) -> int:
         """Hold the run for this process; the kernel lets go when it dies, however it dies."""
         handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
