@@ -29,8 +29,8 @@ def _mount() -> None:
 
 def main() -> None:
     """Exit codes: 0 done, 2 something the user can mend (one line), 130 interrupted, 1 a fault of ours."""
-    _mount()
     try:
+        _mount()
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -105,7 +105,7 @@ def _tracking() -> Finding:
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=3) as answer:
             return Finding("tracking", "ok", f"{uri} answers {answer.status}")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return Finding(
             "tracking", "note", f"{uri}: {error}", "start the server; runs train without it and `launch sync` replays"
         )

@@ -92,7 +92,7 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
     log = path / "log.jsonl"
     for record in read(log) if log.exists() else ():
         step = max(step, int(record.get("step", 0)))
-        if record["kind"] == "eval":
+        if record.get("kind") == "eval":
             last = record
     status: Literal["finished", "stopped"] = "finished" if step >= steps else "stopped"
     if as_json:

@@ -11,6 +11,7 @@ from pipeline.config.load import merge, validate
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
+_MOST_TOKENS = 1e18  # a hundred thousand times what anyone has
 _N0 = 108e6  # the size OLMo-core's ladder was tuned at
 
 
@@ -107,4 +108,6 @@ def _steps(config: RunConfig, batch_tokens: int) -> int:
         tokens = float(train.tokens)
     else:
         tokens = train.tokens_per_param * params(model).scaling
+    if not tokens < _MOST_TOKENS:
+        raise ConfigError(f"a run of {tokens:.3g} tokens has no end; lower --tokens, --flops or train.tokens_per_param")
     return max(1, round(tokens / batch_tokens))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from pipeline.config.dump import flat
 from pipeline.config.schema import VERSION, Arch, Frozen, RunConfig, Size
 from pipeline.config.shape import cross
 from pipeline.errors import ConfigError
@@ -42,15 +43,28 @@ def load(
     return validate(RunConfig, table)
 
 
-def reload(path: Path) -> RunConfig:
-    """A resolved config.toml, as a run directory holds it."""
+def reload(
+    path: Path,
+    layers: Iterable[Mapping[str, Any]] = (),
+    *,
+    file: Path | None = None,
+    sets: Iterable[str] = (),
+    over: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """A resolved config.toml, as a run directory holds it, with what is set on top of it."""
     table = read_toml(path)
     if (version := table.get("version")) != VERSION:
         raise ConfigError(
             f"version={version} in {path} but this isoflop reads version {VERSION}; "
             "continue the run with the release that started it, or start a new one"
         )
-    return validate(RunConfig, table, where=str(path))
+    for layer in [*layers, *([read_toml(file)] if file else []), *map(parse_set, sets), over or {}]:
+        table = merge(table, layer)
+    config = validate(RunConfig, table, where=str(path))
+    for key, value in flat(config).items():
+        if value == "auto" or (key == "train.steps" and value is None):
+            raise ConfigError(f"{key}={value!r} in {path} is not a number; restore the file or start a new run")
+    return config
 
 
 def names(kind: str) -> list[str]:
@@ -123,7 +137,7 @@ def validate(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
 def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     # unknown keys first: a misspelt key also makes its right name "missing", and the misspelling is the news
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    at = [str(part) for part in first["loc"]]
+    at = [str(part) for part in first["loc"] if str(part).isidentifier()]  # pydantic names a union's arms there too
     key = ".".join(at)
     place = f" in {where}" if where else ""
     match first["type"]:
@@ -134,7 +148,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
         case _:
             text = first["msg"].removeprefix("Value error, ")
             value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
-            return f"{key}{value}{place}: {text}"
+            return f"{key}{value}{place}: {text}" if key else text
 
 
 def _fields(kind: type[BaseModel], at: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-VERSION = 1  # of the schema: raised when an old config.toml would be read with another meaning
+VERSION: Literal[1] = 1  # of the schema: raised when an old config.toml would be read with another meaning
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0)]
@@ -200,7 +200,7 @@ class Cluster(Frozen):
 
 
 class RunConfig(Frozen):
-    version: int = VERSION
+    version: Literal[1] = VERSION
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     experiment: Annotated[str, Field(pattern=r"^[\w. /-]{1,64}$")]
     seed: Annotated[int, Field(ge=0)]
@@ -210,3 +210,12 @@ class RunConfig(Frozen):
     train: Train
     parallel: Parallel
     cluster: Cluster
+
+    @model_validator(mode="after")
+    def _referee(self) -> Self:
+        if self.parallel.engine == "accelerate" and (self.parallel.zero or self.train.dtype == "bf16"):
+            raise ValueError(
+                f"engine accelerate is plain fp32 DDP, not zero={self.parallel.zero} with dtype={self.train.dtype}; "
+                "give --zero 0 --dtype fp32"
+            )
+        return self

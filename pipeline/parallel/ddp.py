@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ConfigError
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw
 from pipeline.parallel.engine import Micro, Update
@@ -19,10 +18,6 @@ from pipeline.parallel.world import TIMEOUT, World
 
 class DDPEngine:
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
-        if config.parallel.zero:
-            raise ConfigError(f"parallel.zero={config.parallel.zero} but engine accelerate is plain DDP; give --zero 0")
-        if config.train.dtype != "fp32":
-            raise ConfigError(f"train.dtype={config.train.dtype} but engine accelerate keeps fp32; give --dtype fp32")
         # cpu is said outright: left to itself on a node without GPUs, Accelerate counts every process and yet leaves
         # the model unwrapped, so that each rank trains alone, without a word
         self._accelerator = Accelerator(

@@ -101,7 +101,10 @@ def decode(line: bytes) -> Record:
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"a record is a JSON object, not {line[:40]!r}")
-    for key, value in record.pop("nonfinite", {}).items():
+    nonfinite = record.pop("nonfinite", {})
+    if not isinstance(nonfinite, dict):
+        raise ValueError(f"nonfinite={nonfinite!r} is not a table")
+    for key, value in nonfinite.items():
         record[key] = float(value)
     return record
 

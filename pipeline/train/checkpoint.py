@@ -57,7 +57,7 @@ def save(engine: Engine, config: RunConfig, root: Path, step: int, world: World)
 
 
 def _commit(aside: Path, final: Path, manifest: dict[str, object]) -> None:
-    replace(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    replace(aside / _MANIFEST, json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode())
     shutil.rmtree(final, ignore_errors=True)  # of a run that was rolled back past it
     aside.rename(final)
     sync_directory(final.parent)
@@ -98,9 +98,12 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
 def _fault(path: Path, world: World) -> str | None:
     """What is wrong with a checkpoint, the same answer on every rank; ranks share the reading."""
     try:
-        files: dict[str, str] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        files, mine = {}, f"manifest: {type(error).__name__}"
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, str] = manifest["files"]
+        if manifest.pop("seal") != _seal(manifest) or path.name != f"step-{manifest['step']:08d}":
+            raise ValueError("not as it was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files, mine = {}, f"manifest: {error}"
     else:
         mine = ""
         for name in sorted(files)[world.rank :: world.size]:
@@ -110,6 +113,10 @@ def _fault(path: Path, world: World) -> str | None:
             except OSError as error:
                 mine = f"{name}: {error.strerror}"
     return next((str(fault) for fault in world.gather(mine) if fault), None)
+
+
+def _seal(manifest: dict[str, object]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def _steps(root: Path) -> list[Path]:

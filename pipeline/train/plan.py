@@ -1,5 +1,6 @@
 """Before the first process starts: settle the config of a run and refuse what cannot work, in one line."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,14 +57,8 @@ class Request:
 
 def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
     """The run directory, created or found fit to continue, and its resolved config."""
-    if request.resume and request.size is None:
-        if request.out is None or not RunDir(request.out).exists:
-            raise RunError(f"--resume without --size needs the --out of an existing run, got {request.out}")
-        run, config = RunDir(request.out), reload(RunDir(request.out).config)
-        _check_memory(config, request.nproc, devices)
-        return run, config
     if request.size is None:
-        raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
+        return _again(request, devices)
     if request.data is None:
         raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
     corpus = _corpus(request.data)
@@ -73,20 +68,42 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
     if run.exists and not request.resume:
         raise RunError(f"--out {run.path} holds a run already; add --resume to continue it or give another --out")
     if run.exists:
-        run.check_same(config)
-    else:
-        _check_disk(config, run.path)
-        train = corpus.manifest.splits["train"]
-        run.create(
-            config,
-            facts(
-                config,
-                tokenizer=corpus.manifest.tokenizer.fingerprint,
-                bytes_per_token=train.bytes / train.tokens,
-                peak_flops=config.cluster.peak_flops,
-            ),
-        )
+        run.continue_with(config)
+        return run, config
+    _check_disk(config, run.path)
+    train = corpus.manifest.splits["train"]
+    about = facts(
+        config,
+        tokenizer=corpus.manifest.tokenizer.fingerprint,
+        bytes_per_token=train.bytes / train.tokens,
+        peak_flops=config.cluster.peak_flops,
+    )
+    run.create(config, about)
     return run, config
+
+
+def _again(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
+    """A run as its directory has it; what is set besides must be what a resumed run may change."""
+    if not request.resume:
+        raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
+    if request.out is None or not RunDir(request.out).exists:
+        raise RunError(f"--resume without --size needs the --out of an existing run, got {request.out}")
+    run = RunDir(request.out)
+    moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
+    config = reload(run.config, [moved], file=request.file, sets=request.sets, over=request.over)
+    _check_memory(config, request.nproc, devices)
+    if not run.finished:
+        same_data(config, _corpus(Path(config.data.dir or ".")))
+    run.continue_with(config)
+    return run, config
+
+
+def same_data(config: RunConfig, corpus: Corpus) -> None:
+    if config.data.hash != corpus.manifest.hash:
+        raise RunError(
+            f"data.dir={config.data.dir} holds other data ({corpus.manifest.hash}) than the run began on "
+            f"({config.data.hash}); restore it or start anew with another --out"
+        )
 
 
 def _corpus(path: Path) -> Corpus:
@@ -100,7 +117,7 @@ def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
     assert request.size is not None and request.data is not None
     vocab = corpus.manifest.tokenizer.vocab
     layer = {
-        "name": request.out.name if request.out else request.size,
+        "name": re.sub(r"[^\w.-]", "-", request.out.resolve().name)[:64] if request.out else request.size,
         "model": {"vocab": -(-vocab // 64) * 64},  # GPUs multiply by multiples of 64 much faster
         "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
     }

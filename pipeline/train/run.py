@@ -12,11 +12,12 @@ from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.track.console import Console
-from pipeline.track.log import Log
+from pipeline.track.log import Log, read
 from pipeline.track.tracker import Fan, LocalLog, Tracker
 from pipeline.train import checkpoint
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.loop import Loop
+from pipeline.train.plan import same_data
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 
@@ -55,17 +56,19 @@ def _corpus(config: RunConfig) -> Corpus:
     if config.data.dir is None:
         raise RunError("data.dir is missing; give --data DIR, made by `launch data prepare`")
     corpus = Corpus.open(Path(config.data.dir))
-    if config.data.hash != corpus.manifest.hash:
-        raise RunError(
-            f"data.dir={config.data.dir} holds other data ({corpus.manifest.hash}) than the run began on "
-            f"({config.data.hash}); restore it or start anew with another --out"
-        )
+    same_data(config, corpus)
     return corpus
 
 
 def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[str]]:
     found, notes = checkpoint.find(directory.checkpoints, world)
     if found is None:
+        saved = [r["step"] for r in read(directory.log) if r.get("event") == "save"] if directory.log.exists() else []
+        if saved:
+            raise RunError(
+                f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, or start "
+                "anew with another --out"
+            )
         return 0, notes
     checkpoint.load(worker, found, world)
     return found.step, notes

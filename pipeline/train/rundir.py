@@ -54,22 +54,25 @@ class RunDir:
         except OSError as error:
             raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
 
-    def check_same(self, config: RunConfig) -> None:
-        """A resumed run is the same run: another config is another run."""
-        changed = {k: v for k, v in differences(reload(self.config), config).items() if k not in FREE}
-        if changed:
-            what = ", ".join(f"{k} was {a!r}, now {b!r}" for k, (a, b) in list(changed.items())[:3])
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    def continue_with(self, config: RunConfig) -> None:
+        """A resumed run is the same run; only what is free to change is taken over."""
+        changed = differences(reload(self.config), config)
+        fixed = {key: values for key, values in changed.items() if key not in FREE}
+        if fixed:
+            what = ", ".join(f"{k} was {a!r}, now {b!r}" for k, (a, b) in list(fixed.items())[:3])
+            more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
             raise RunError(
-                f"--resume {self.path} with another config: {what}{more}; take those back or give a new --out"
+                f"--resume {self.path} with another config: {what}{more}; take that back or give a new --out"
             )
+        if changed:
+            replace(self.config, to_toml(config).encode())
 
     @property
     def finished(self) -> bool:
         """Whether the last thing that happened is its end."""
         if not self.log.exists():
             return False
-        events = [record["event"] for record in read(self.log) if record["kind"] == "event"]
+        events = [record.get("event") for record in read(self.log) if record.get("kind") == "event"]
         return bool(events) and events[-1] == "finish"
 
     @property

@@ -1,11 +1,11 @@
 """Start a run's processes on this node, stand between them and the terminal, and say how it ended."""
 
-import contextlib
-import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -14,6 +14,7 @@ import psutil
 from pipeline.errors import RunError
 from pipeline.track import feed
 from pipeline.train.rundir import RunDir
+from pipeline.train.stop import SIGNALS, end_with_parent
 
 _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
@@ -34,7 +35,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
                 env=_environment(nproc, gpu=gpu),
                 stderr=noise,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
             code, asked = _wait(agent)
     finally:
@@ -54,12 +55,6 @@ def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
     return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), *(["--quiet"] if quiet else [])]
 
 
-def _end_with_parent() -> None:
-    """Should this launcher be killed, the kernel sends its agent SIGTERM, which asks the workers to save and stop."""
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # a restarted group must not find dead addresses
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -69,19 +64,27 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """The agent's exit code, and whether it was asked to stop. The first signal asks the workers to save and stop, the
-    second ends them."""
-    asked = False
+    """The agent's exit code, and whether it was asked to stop. The first signal asks every worker to save and stop,
+    also those that are still starting; another one, a second or more later, ends them."""
+    wishes: list[tuple[float, int]] = []
+    told: set[int] = set()
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        for worker in _workers(agent.pid):
-            worker.send_signal(signal.SIGKILL if asked else number)
-        asked = True
+    def note(number: int, _frame: FrameType | None) -> None:
+        wishes.append((time.monotonic(), number))
 
-    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    old = {number: signal.signal(number, note) for number in SIGNALS}
     try:
-        return agent.wait(), asked
+        while True:
+            try:
+                return agent.wait(timeout=0.2), bool(wishes)
+            except subprocess.TimeoutExpired:
+                pass
+            for worker in _workers(agent.pid) if wishes else ():
+                if wishes[-1][0] - wishes[0][0] > 1:
+                    worker.kill()
+                elif worker.pid not in told:
+                    worker.send_signal(wishes[0][1])
+                    told.add(worker.pid)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -97,6 +100,8 @@ def _workers(agent: int) -> list[psutil.Process]:
 
 def _failure(run: RunDir, code: int) -> RunError:
     fault = run.fault()
+    if fault is None and shutil.disk_usage(run.path).free < 1 << 20:  # too full even for the reason
+        return RunError(f"disk full at {run.path}; the last checkpoint is intact; make room and --resume")
     if fault is None:
         return RunError(
             f"run {run.path} ended with code {code} and no reason; see {run.path}/logs; --resume continues it"

@@ -11,12 +11,13 @@ from pipeline.errors import UserError
 from pipeline.parallel.world import World
 from pipeline.train.run import run
 from pipeline.train.rundir import RunDir
-from pipeline.train.stop import Stop
+from pipeline.train.stop import Stop, end_with_parent
 
 
 def main(arguments: list[str]) -> int:
     """0: finished, or stopped as asked; 2: a person can mend it; 1: a fault of ours or of the machine."""
     path, stop = Path(arguments[0]), Stop()
+    end_with_parent()
     try:
         run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments)
     except UserError as error:

@@ -87,6 +87,14 @@ def test_an_impossible_stage(corpus, out):
     assert "parallel.zero=5" in refused("pretrain", *TINY, "--data", corpus, "--zero", 5, "--out", out, out=out)
 
 
+def test_an_engine_that_cannot(corpus, out):
+    assert "--zero 0" in refused("pretrain", *TINY, "--data", corpus, "--engine", "accelerate", "--out", out, out=out)
+
+
+def test_a_length_without_end(corpus, out):
+    assert "no end" in refused("pretrain", *TINY, "--data", corpus, "--flops", "1e308", "--out", out, out=out)
+
+
 def test_an_unwritable_place(corpus):
     assert "/proc/run" in refused("pretrain", *TINY, "--data", corpus, "--out", "/proc/run")
 
@@ -105,6 +113,10 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     line = refused(*again, "--resume", "--set", "optim.clip=0.5", "--seed", 9)
     assert "optim.clip was 1.0, now 0.5" in line and "seed was 1234, now 9" in line
     assert {p: p.read_bytes() for p in begun.rglob("*") if p.is_file()} == before
+
+    again = ("pretrain", "--resume", "--out", begun)
+    assert "optim.lr was" in refused(*again, "--set", "optim.lr=0.5")
+    assert "nonsense is not a setting" in refused(*again, "--set", "nonsense=1")
 
     config = begun / "config.toml"
     config.write_text(before[config].decode().replace("version = 1", "version = 99"))
