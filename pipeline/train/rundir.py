@@ -95,7 +95,7 @@ class RunDir:
             ) from None
         return handle
 
-    def fail(self, error: BaseException, step: int | None = None) -> None:
+    def fail(self, error: BaseException) -> None:
         """Leave the reason for the launcher; the first process to fail is the cause, so it alone is kept."""
         fault = {
             "kind": type(error).__name__,
@@ -104,7 +104,7 @@ class RunDir:
         }
         try:
             with (self.path / "error.json").open("x", encoding="utf-8") as file:
-                json.dump({**fault, "step": step}, file)
+                json.dump(fault, file)
         except OSError:
             return  # another rank was first, or the disk is full: the log of this rank still has it
 

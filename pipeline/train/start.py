@@ -1,5 +1,6 @@
 """Start a run's processes on this node, stand between them and the terminal, and say how it ended."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -80,11 +81,12 @@ def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
             except subprocess.TimeoutExpired:
                 pass
             for worker in _workers(agent.pid) if wishes else ():
-                if wishes[-1][0] - wishes[0][0] > 1:
-                    worker.kill()
-                elif worker.pid not in told:
-                    worker.send_signal(wishes[0][1])
-                    told.add(worker.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+                    if wishes[-1][0] - wishes[0][0] > 1:
+                        worker.kill()
+                    elif worker.pid not in told:
+                        worker.send_signal(wishes[0][1])
+                        told.add(worker.pid)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
