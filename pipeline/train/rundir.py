@@ -18,7 +18,7 @@ from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError, UserError
 from pipeline.files import replace
-from pipeline.track.log import read
+from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, and where its data and itself lie
 FREE = {"train.log_every", "train.save_every", "train.keep_last", "train.eval_every", "data.dir", "name", "experiment"}
@@ -68,12 +68,14 @@ class RunDir:
             replace(self.config, to_toml(config).encode())
 
     @property
+    def last_event(self) -> Record:
+        """The last thing that happened, or an empty record."""
+        events = [r for r in read(self.log) if r.get("kind") == "event"] if self.log.exists() else []
+        return events[-1] if events else {}
+
+    @property
     def finished(self) -> bool:
-        """Whether the last thing that happened is its end."""
-        if not self.log.exists():
-            return False
-        events = [record.get("event") for record in read(self.log) if record.get("kind") == "event"]
-        return bool(events) and events[-1] == "finish"
+        return self.last_event.get("event") == "finish"
 
     @property
     def world(self) -> int | None:

@@ -14,6 +14,7 @@ import psutil
 
 from pipeline.errors import RunError
 from pipeline.track import feed
+from pipeline.track.log import Record
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import SIGNALS, end_with_parent
 
@@ -27,6 +28,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
     (run.path / "error.json").unlink(missing_ok=True)
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
+    before = run.last_event
     feeder, note = feed.start(run.path) if track else None, ""
     try:
         with (logs / "torchrun.log").open("ab") as noise:
@@ -42,9 +44,14 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
-    if code != 0 and not (asked and run.fault() is None):  # asked so early that the workers could not yet listen
+    if code != 0 and not (run.fault() is None and (asked or _saved_as_asked(run, before))):
         raise _failure(run, code)
     return note
+
+
+def _saved_as_asked(run: RunDir, before: Record) -> bool:
+    """torchrun makes one code of its workers' codes; their log says whether they were told to stop."""
+    return run.last_event != before and run.last_event.get("event") == "interrupt"
 
 
 def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:

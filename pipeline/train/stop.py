@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import os
 import signal
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOPPED = os.EX_TEMPFAIL  # 75: what a worker exits with that has saved as asked and has more to do
 
 
 class Stop:

@@ -11,15 +11,16 @@ from pipeline.errors import UserError
 from pipeline.parallel.world import World
 from pipeline.train.run import run
 from pipeline.train.rundir import RunDir
-from pipeline.train.stop import Stop, end_with_parent
+from pipeline.train.stop import STOPPED, Stop, end_with_parent
 
 
 def main(arguments: list[str]) -> int:
-    """0: finished, or stopped as asked; 2: a person can mend it; 1: a fault of ours or of the machine."""
+    """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
+    scheduler should try again; 1: a fault of ours or of the machine."""
     path, stop = Path(arguments[0]), Stop()
     end_with_parent()
     try:
-        run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments)
+        finished = run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments)
     except UserError as error:
         RunDir(path).fail(error)
         return 2
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return 1
     if dist.is_initialized():
         dist.destroy_process_group()
-    return 0
+    return 0 if finished else STOPPED
 
 
 if __name__ == "__main__":
