@@ -1,9 +1,14 @@
 """What the scaling commands print: tables for people, JSON for programs."""
 
 import json
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from pipeline.scaling.sweep import Member, Progress
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -87,13 +92,53 @@ def print_plan(data: dict[str, Any]) -> None:
     for run in data["runs"]:
         table.add_row(
             run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}", power(run["C"]),
-            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}", f"{run['memory_bytes'] / 2**30:.1f}",
+            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}", f"{run['memory_bytes'] / 2**30:.2g}",
             "–" if run["hours"] is None else f"{run['hours']:.3g}",
         )  # fmt: skip
     console.print(table)
     total = data["total"]
     time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another at 40% MFU"
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}", highlight=False)
+
+
+@contextmanager
+def sweep_display(members: "Sequence[Member]", missing: int, *, quiet: bool) -> "Iterator[Callable[[Progress], None]]":
+    """On a terminal a bar for the sweep and one for each running member; elsewhere a line when one begins or ends."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=quiet, quiet=quiet)
+    steps = {member.name: member.steps for member in members}
+    told: set[tuple[str, str]] = set()
+    console.print(f"{len(members) - missing} of {len(members)} runs are there, {missing} to go", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        overall = bars.add_task("runs", total=len(members), completed=len(members) - missing)
+        tasks = {}
+
+        def say(name: str, what: str, style: str = "") -> None:
+            if (name, what) not in told:
+                told.add((name, what))
+                bars.console.print(f"{name}: {what}", highlight=False, markup=False, style=style, soft_wrap=True)
+
+        def show(at: "Progress") -> None:
+            for name, member in at.running.items():
+                say(name, "running")
+                if name not in tasks:
+                    tasks[name] = bars.add_task(name, total=steps[name])
+                bars.update(tasks[name], completed=member.step)
+            for name in at.finished:
+                say(name, "finished")
+            for name, reason in at.failed.items():
+                say(name, f"failed: {reason}", "bold red")
+            if at.stopping:
+                say("sweep", "stopping; running ones save first (again to end them at once)", "bold yellow")
+            for name in [name for name in tasks if name not in at.running]:
+                bars.remove_task(tasks.pop(name))
+            bars.update(overall, completed=len(members) - missing + len(at.finished))
+
+        yield show
 
 
 def _table(title: str, *columns: str) -> tuple[Any, Any]:

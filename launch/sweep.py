@@ -1,21 +1,25 @@
-"""`launch sweep plan`: a grid of runs and its cost, before any of them is started."""
+"""`launch sweep plan | run`: a grid of runs, its cost before any of them is started, and then the runs."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launch.examples import examples
-from launch.scaling_tables import print_json, print_plan
-from pipeline.errors import ConfigError
+from launch.scaling_tables import print_json, print_plan, sweep_display
+from pipeline.errors import ConfigError, RunError
 
-app = typer.Typer(help="Plan a ladder or an isoFLOP grid of runs.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from pipeline.scaling.plan import Planned, Sweep
 
+app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
 
-@app.callback()
-def group() -> None:
-    """Plan a ladder or an isoFLOP grid of runs."""
+FILE = typer.Argument(help="A sweep (configs/scaling).")
+BUDGET = typer.Option(help="FLOPs for all runs together, instead of budgets.")
+HOURS = typer.Option(help="Hours on the sweep's GPUs, instead of budgets.")
+POINTS = typer.Option(help="Earlier runs (CSV): their law centres the grid.")
+DATA = typer.Option(help="Shards, instead of the sweep's own `data`; their vocabulary counts.")
 
 
 @app.command(
@@ -26,35 +30,88 @@ def group() -> None:
     )
 )
 def plan(
-    file: Annotated[Path, typer.Argument(help="A sweep (configs/scaling).")],
-    budget: Annotated[float | None, typer.Option(help="FLOPs for all runs together, instead of budgets.")] = None,
-    hours: Annotated[float | None, typer.Option(help="Hours on the sweep's GPUs, instead of budgets.")] = None,
-    points: Annotated[Path | None, typer.Option(help="Earlier runs (CSV): their law centres the grid.")] = None,
+    file: Annotated[Path, FILE],
+    budget: Annotated[float | None, BUDGET] = None,
+    hours: Annotated[float | None, HOURS] = None,
+    points: Annotated[Path | None, POINTS] = None,
+    data: Annotated[Path | None, DATA] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Lay out a sweep: every run's N, D, FLOPs, rate, batch, steps, time and memory, and the total."""
+    sweep, runs = lay_out(file, budget, hours, points, data)
+    total = {
+        "runs": len(runs),
+        "flops": sum(run.C for run in runs),
+        "hours": sum(run.hours for run in runs if run.hours is not None) if sweep.cluster else None,
+    }
+    told = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": [r.to_json() for r in runs], "total": total}
+    print_json(told) if as_json else print_plan(told)
+
+
+@app.command(
+    epilog=examples(
+        "launch sweep run configs/scaling/synthetic.toml --data data/synthetic",
+        "launch sweep run configs/scaling/ladder.toml --data data/web --jobs 2",
+    )
+)
+def run(
+    file: Annotated[Path, FILE],
+    jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = 1,
+    data: Annotated[Path | None, DATA] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the runs; runs/EXPERIMENT if left out.")] = None,
+    budget: Annotated[float | None, BUDGET] = None,
+    hours: Annotated[float | None, HOURS] = None,
+    points: Annotated[Path | None, POINTS] = None,
+    track: Annotated[bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local logs.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of progress.")] = False,
+) -> None:
+    """Run what is missing of a sweep. Ctrl-C saves what runs; the same command again continues."""
+    from pipeline.scaling import sweep as sweeping
+
+    sweep, runs = lay_out(file, budget, hours, points, data)
+    root = out or Path("runs") / sweep.experiment
+    every = sweeping.members(sweep, runs, root)
+    todo = [member for member in every if not member.finished]
+    with sweep_display(every, len(todo), quiet=as_json) as show:
+        done = sweeping.run(todo, jobs, show, track=track)
+    told = {
+        "experiment": sweep.experiment, "out": str(root), "finished": [m.name for m in every if m.finished],
+        "failed": done.failed, "missing": [m.name for m in every if not m.finished and m.name not in done.failed],
+    }  # fmt: skip
+    if as_json:
+        print_json(told)
+    else:
+        typer.echo(f"{len(told['finished'])} of {len(every)} runs in {root} have finished")
+    if done.stopping:
+        raise KeyboardInterrupt
+    if done.failed:
+        raise RunError(
+            f"{len(done.failed)} of {len(every)} runs failed: {', '.join(done.failed)}; mend that and run the same "
+            f"command again"
+        )
+
+
+def lay_out(
+    file: Path, budget: float | None, hours: float | None, points: Path | None, data: Path | None
+) -> "tuple[Sweep, list[Planned]]":
+    """The sweep of a file within these limits, and its runs."""
     from pipeline.config.load import load
     from pipeline.scaling import plan as planning
     from pipeline.scaling.forecast import MFU
 
     sweep = planning.read(file)
+    if data is not None:
+        sweep = sweep.model_copy(update={"data": str(data)})
     best = known_best(points) if points else None
     limits = [] if budget is None else [budget]
     if hours is not None:
         peak = load(size="tiny", cluster=sweep.cluster).cluster.peak_flops if sweep.cluster else None
         if peak is None:
             raise ConfigError("hours needs to know the GPUs; set cluster = 'h100' (configs/cluster) in the sweep")
-        limits.append(hours * 3600 * sweep.gpus * peak * MFU)
+        limits.append(hours * 3600 * sweep.nproc * peak * MFU)
     if limits:
         sweep = planning.within(sweep, min(limits), best)
-    runs = planning.plan(sweep, best)
-    total = {
-        "runs": len(runs),
-        "flops": sum(run.C for run in runs),
-        "hours": sum(run.hours for run in runs if run.hours is not None) if sweep.cluster else None,
-    }
-    data = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": [r.to_json() for r in runs], "total": total}
-    print_json(data) if as_json else print_plan(data)
+    return sweep, planning.plan(sweep, best)
 
 
 def known_best(points: Path) -> Callable[[float], float]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +12,7 @@ from pydantic import Field
 from pipeline import account
 from pipeline.config.load import load, names, read_toml, validate
 from pipeline.config.schema import Frozen, RunConfig
+from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError
 from pipeline.recipe import resolve
 from pipeline.scaling.figures import count, power
@@ -35,8 +36,9 @@ class Sweep(Frozen):
     )  # horizons of a ladder; the first is an isoFLOP grid's guess of D*/N*
     wide: Annotated[float, Field(ge=2)] = 8.0  # each budget's sizes reach from N*/wide to N*·wide
     set: tuple[str, ...] = ()  # settings over every run's config
-    gpus: Annotated[int, Field(ge=1)] = 8
-    cluster: str | None = None
+    data: str | None = None  # shards; known, every run is counted with their vocabulary
+    nproc: Annotated[int, Field(ge=1)] = 1  # processes of each run, one per GPU
+    cluster: str | None = None  # of configs/cluster; left out, the runs are planned for CPUs
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Planned:
     D: float
     C: float
     lr: float
+    warmup_steps: int
     batch_tokens: int
     steps: int
     memory_bytes: int  # per rank, ZeRO 1
@@ -64,7 +67,12 @@ def read(path: Path) -> Sweep:
 
 def plan(sweep: Sweep, best: Callable[[float], float] | None = None) -> list[Planned]:
     """Every run of the sweep; `best` gives N*(C) where an earlier fit knows it."""
-    rungs = {name: load(size=name, arch=sweep.arch, cluster=sweep.cluster, sets=sweep.set) for name in _rungs(sweep)}
+    # the vocabulary as `launch pretrain` takes it from the shards
+    layer = {"model": {"vocab": Corpus.open(Path(sweep.data)).padded_vocab}} if sweep.data else None
+    rungs = {
+        name: load(size=name, arch=sweep.arch, data=layer, cluster=sweep.cluster, sets=sweep.set)
+        for name in sweep.sizes or names("size")
+    }
     if sweep.kind == "ladder":
         if not sweep.sizes:
             raise ConfigError("sizes=[] in a ladder; name the rungs, such as sizes = ['tiny', '1m', '3m']")
@@ -76,10 +84,6 @@ def plan(sweep: Sweep, best: Callable[[float], float] | None = None) -> list[Pla
     if len(sweep.budgets) < 3:
         raise ConfigError(f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets; add larger ones")
     return [run for budget in sweep.budgets for run in _valley(sweep, rungs, budget, best)]
-
-
-def _rungs(sweep: Sweep) -> Sequence[str]:
-    return sweep.sizes or names("size")
 
 
 def _valley(
@@ -122,20 +126,20 @@ def _guess(rungs: dict[str, RunConfig], C: float, ratio: float) -> float:
 
 def _planned(sweep: Sweep, config: RunConfig, name: str, tokens: float) -> Planned:
     train = config.train.model_copy(update={"tokens": max(1, int(tokens)), "steps": None, "flops": None})
-    run = resolve(config.model_copy(update={"train": train}), ranks=sweep.gpus, gpu=True)
-    settled, lr = run.train, run.optim.lr
+    run = resolve(config.model_copy(update={"train": train}), ranks=sweep.nproc, gpu=sweep.cluster is not None)
+    settled, lr, warmup = run.train, run.optim.lr, run.optim.schedule.warmup_steps
     assert settled.steps and settled.batch_tokens != "auto" and settled.micro_batch != "auto"
-    assert settled.dtype != "auto" and lr != "auto"
+    assert settled.dtype != "auto" and lr != "auto" and warmup != "auto"
     D = float(settled.steps * settled.batch_tokens)
     C = D * account.flops_per_token(run.model).model
     memory = account.memory(
-        run.model, dtype=settled.dtype, zero=1, ranks=sweep.gpus, micro_batch=settled.micro_batch,
+        run.model, dtype=settled.dtype, zero=1, ranks=sweep.nproc, micro_batch=settled.micro_batch,
         loss_chunk=settled.loss_chunk, recompute=settled.recompute,
     )  # fmt: skip
     peak = run.cluster.peak_flops
-    hours = C / (peak * MFU * sweep.gpus) / 3600 if peak and sweep.cluster else None
+    hours = C / (peak * MFU * sweep.nproc) / 3600 if peak and sweep.cluster else None
     return Planned(
-        name, run.model.size, account.params(run.model).scaling, D, C, lr, settled.batch_tokens, settled.steps,
+        name, run.model.size, account.params(run.model).scaling, D, C, lr, warmup, settled.batch_tokens, settled.steps,
         memory.total, hours,
     )  # fmt: skip
 

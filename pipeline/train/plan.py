@@ -118,7 +118,7 @@ def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
     vocab = corpus.manifest.tokenizer.vocab
     layer = {
         "name": re.sub(r"[^\w.-]", "-", request.out.resolve().name)[:64] if request.out else request.size,
-        "model": {"vocab": -(-vocab // 64) * 64},  # GPUs multiply by multiples of 64 much faster
+        "model": {"vocab": corpus.padded_vocab},
         "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
     }
     config = load(

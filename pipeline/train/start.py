@@ -13,10 +13,11 @@ from types import FrameType
 import psutil
 
 from pipeline.errors import RunError
+from pipeline.process import end_with_parent
 from pipeline.track import feed
 from pipeline.track.log import Record
 from pipeline.train.rundir import RunDir
-from pipeline.train.stop import SIGNALS, end_with_parent
+from pipeline.train.stop import SIGNALS
 
 _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0

@@ -1,7 +1,5 @@
 """A wish to stop, from Ctrl-C, a scheduler or a preemption; the loop asks for it between steps."""
 
-import contextlib
-import ctypes
 import os
 import signal
 from types import FrameType
@@ -20,9 +18,3 @@ class Stop:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
-
-
-def end_with_parent() -> None:
-    """Should the parent be killed, the kernel sends this process SIGTERM: workers save and stop, none is orphaned."""
-    with contextlib.suppress(OSError, AttributeError):  # elsewhere than on Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

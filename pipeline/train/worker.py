@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
+from pipeline.process import end_with_parent
 from pipeline.train.run import run
 from pipeline.train.rundir import RunDir
-from pipeline.train.stop import STOPPED, Stop, end_with_parent
+from pipeline.train.stop import STOPPED, Stop
 
 
 def main(arguments: list[str]) -> int:
