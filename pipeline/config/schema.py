@@ -170,6 +170,7 @@ class Train(Frozen):
     save_every: Positive | Auto
     keep_last: Positive
     log_every: Positive
+    hang_s: Rate  # a step may last three times the p99 and this much more before it is taken for a hang
 
     @model_validator(mode="after")
     def _one_horizon(self) -> Self:

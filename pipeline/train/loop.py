@@ -16,13 +16,21 @@ from pipeline.train.evaluate import Evaluator, cut
 from pipeline.train.meter import Meter, peak_flops
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
+from pipeline.train.watch import Watch
 
 _SHIFTS = (0, 16, 32, 48)
 
 
 class Loop:
     def __init__(
-        self, config: RunConfig, run: RunDir, engine: Engine, world: World, tracker: Tracker, stop: Stop
+        self,
+        config: RunConfig,
+        run: RunDir,
+        engine: Engine,
+        world: World,
+        tracker: Tracker,
+        stop: Stop,
+        watch: Watch,
     ) -> None:
         assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
         self.config, self.run, self.engine, self.world, self.tracker = config, run, engine, world, tracker
@@ -30,7 +38,7 @@ class Loop:
         self.flops = flops_per_token(config.model).model
         peak = peak_flops(config.cluster, world.device)
         self.meter = Meter(self.batch_tokens, self.flops, None if peak is None else peak * world.size)
-        self.stop = stop
+        self.stop, self.watch = stop, watch
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """From step `start` to the end or to a wish to stop; whether the end was reached."""
@@ -38,13 +46,16 @@ class Loop:
         assert isinstance(train.eval_every, int) and isinstance(train.save_every, int)
         batches = prefetch(loader, start, self.steps, self.world.rank, self.world.size)
         self.meter.restart()
+        self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
         for step, batch in batches:
             stopping = self._step(step, batch, time.perf_counter() - asked)
             done = step + 1
             if evaluate := done % train.eval_every == 0 or done == self.steps:
+                self.watch.enter("evaluation", done)
                 self._record("eval", done, **evaluator(self.engine))
             if save := done % train.save_every == 0 or done == self.steps or stopping:
+                self.watch.enter("save", done)
                 self._save(done)
             if evaluate or save:
                 self.meter.restart()
@@ -52,6 +63,7 @@ class Loop:
                 batches.close()
                 self._record("event", done, event="interrupt", reason=self.stop.reason or "another rank's signal")
                 return False
+            self.watch.enter("step", done + 1)
             asked = time.perf_counter()
         self._record("event", self.steps, event="finish")
         return True

@@ -20,6 +20,7 @@ from pipeline.train.loop import Loop
 from pipeline.train.plan import same_data
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
+from pipeline.train.watch import Watch
 
 
 def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
@@ -32,6 +33,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
     assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
     rows = config.train.batch_tokens // config.model.seq
     loader = Loader(corpus, "train", seq=config.model.seq, rows=rows, seed=config.seed)
+    watch = Watch(directory, world, config.train.hang_s)
     worker = engine(config, world)
     start, notes = _resume(worker, directory, world)
     tracker = _tracker(directory, config, world, start, quiet=quiet)
@@ -46,9 +48,10 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
         }
     )
     try:
-        loop = Loop(config, directory, worker, world, tracker, stop)
+        loop = Loop(config, directory, worker, world, tracker, stop, watch)
         return loop.train(loader, Evaluator(config, corpus, world), start)
     finally:
+        watch.close()
         tracker.close()
 
 

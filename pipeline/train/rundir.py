@@ -21,7 +21,10 @@ from pipeline.files import replace
 from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, and where its data and itself lie
-FREE = {"train.log_every", "train.save_every", "train.keep_last", "train.eval_every", "data.dir", "name", "experiment"}
+FREE = {
+    *(f"train.{key}" for key in ("log_every", "save_every", "keep_last", "eval_every", "hang_s")),
+    *("data.dir", "name", "experiment"),
+}
 
 
 @dataclass(frozen=True, slots=True)

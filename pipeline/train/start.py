@@ -41,7 +41,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: boo
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-            code, asked = _wait(agent)
+            code, asked = _wait(run, agent)
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
@@ -72,9 +72,10 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
+def _wait(run: RunDir, agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
     """The agent's exit code, and whether it was asked to stop. The first signal asks every worker to save and stop,
-    also those that are still starting; another one, a second or more later, ends them."""
+    also those that are still starting; another one, a second or more later, ends them. After a fault a stopped worker
+    is killed at once: it cannot hear torchrun's SIGTERM, which would wait half a minute for it."""
     wishes: list[tuple[float, int]] = []
     told: set[int] = set()
 
@@ -88,6 +89,10 @@ def _wait(agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
                 return agent.wait(timeout=0.2), bool(wishes)
             except subprocess.TimeoutExpired:
                 pass
+            for worker in _workers(agent.pid) if run.fault() is not None else ():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if worker.status() == psutil.STATUS_STOPPED:
+                        worker.kill()
             for worker in _workers(agent.pid) if wishes else ():
                 with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
                     if wishes[-1][0] - wishes[0][0] > 1:
