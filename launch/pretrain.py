@@ -64,7 +64,14 @@ def pretrain(
         Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume), devices
     )
     if not run.finished:
-        note = start(run, nproc=ranks, gpu=devices.gpus > 0, quiet=quiet or as_json, track=track)
+        note = start(
+            run,
+            nproc=ranks,
+            gpu=devices.gpus > 0,
+            max_restarts=settled.train.max_restarts,
+            quiet=quiet or as_json,
+            track=track,
+        )
         if note:
             typer.echo(note, err=True)
     _conclude(run.path, settled.train.steps or 0, as_json=as_json, quiet=quiet)

@@ -43,7 +43,14 @@ class Run:
 
     def status(self, now: float) -> str:
         """finished, interrupted, failed, running or stale."""
-        told = {"start": "", "resume": "", "finish": "finished", "interrupt": "interrupted", "fail": "failed"}
+        told = {
+            "start": "",
+            "resume": "",
+            "restart": "",
+            "finish": "finished",
+            "interrupt": "interrupted",
+            "fail": "failed",
+        }
         ends = [told[e["event"]] for e in self.events if e["event"] in told]
         if ends and ends[-1]:
             return ends[-1]

@@ -18,7 +18,14 @@ NAME_CHARACTERS = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 VALUE_CHARACTERS = 500  # servers before 2.8 take no more; the whole value is in the artifact
 PREFIX = {"step": "train", "eval": "eval"}
 NOT_METRICS = {"kind", "time", "step"}
-STATUS = {"start": "RUNNING", "resume": "RUNNING", "finish": "FINISHED", "interrupt": "KILLED", "fail": "FAILED"}
+STATUS = {
+    "start": "RUNNING",
+    "resume": "RUNNING",
+    "restart": "RUNNING",
+    "finish": "FINISHED",
+    "interrupt": "KILLED",
+    "fail": "FAILED",
+}
 
 
 def run(run_dir: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Feeder:
             found = describe.metrics(record)
             if record.get("kind") == "event":
                 tags.update([describe.event_tag(record)])
-                if record.get("event") == "resume":
+                if record.get("event") in ("resume", "restart"):
                     restarts += 1
                     found = {"restarts": float(restarts)}
             if count and len(points) + len(found) > self._metrics_at_once:

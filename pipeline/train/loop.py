@@ -10,9 +10,11 @@ from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import rate
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
+from pipeline.track.log import read
 from pipeline.track.tracker import Tracker
 from pipeline.train import checkpoint
 from pipeline.train.evaluate import Evaluator, cut
+from pipeline.train.goodput import goodput
 from pipeline.train.meter import Meter, peak_flops
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
@@ -61,11 +63,11 @@ class Loop:
                 self.meter.restart()
             if stopping and done < self.steps:
                 batches.close()
-                self._record("event", done, event="interrupt", reason=self.stop.reason or "another rank's signal")
+                self._end(done, event="interrupt", reason=self.stop.reason or "another rank's signal")
                 return False
             self.watch.enter("step", done + 1)
             asked = time.perf_counter()
-        self._record("event", self.steps, event="finish")
+        self._end(self.steps, event="finish")
         return True
 
     def _step(self, step: int, batch: Batch, wait_s: float) -> bool:
@@ -96,6 +98,10 @@ class Loop:
         began = time.perf_counter()
         checkpoint.save(self.engine, self.config, self.run.checkpoints, done, self.world)
         self._record("event", done, event="save", seconds=time.perf_counter() - began)
+
+    def _end(self, done: int, **values: Any) -> None:
+        lost = goodput(read(self.run.log)) if self.world.first else {}
+        self._record("event", done, **values, **lost)
 
     def _record(self, kind: str, done: int, **values: Any) -> None:
         tokens = done * self.batch_tokens

@@ -14,8 +14,9 @@ from pipeline.parallel.world import World
 from pipeline.track.console import Console
 from pipeline.track.log import Log, read
 from pipeline.track.tracker import Fan, LocalLog, Tracker
-from pipeline.train import checkpoint
+from pipeline.train import checkpoint, faults
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.goodput import beginning, goodput
 from pipeline.train.loop import Loop
 from pipeline.train.plan import same_data
 from pipeline.train.rundir import RunDir
@@ -36,17 +37,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
     watch = Watch(directory, world, config.train.hang_s)
     worker = engine(config, world)
     start, notes = _resume(worker, directory, world)
-    tracker = _tracker(directory, config, world, start, quiet=quiet)
-    tracker.record(
-        {
-            "kind": "event",
-            "time": time.time(),
-            "step": start,
-            "event": "resume" if start else "start",
-            "world": world.size,
-            "notes": "; ".join(notes),
-        }
-    )
+    tracker = _tracker(directory, config, world, start, notes, quiet=quiet)
     try:
         loop = Loop(config, directory, worker, world, tracker, stop, watch)
         return loop.train(loader, Evaluator(config, corpus, world), start)
@@ -77,10 +68,28 @@ def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[
     return found.step, notes
 
 
-def _tracker(directory: RunDir, config: RunConfig, world: World, start: int, *, quiet: bool) -> Tracker:
+def _tracker(
+    directory: RunDir, config: RunConfig, world: World, start: int, notes: list[str], *, quiet: bool
+) -> Tracker:
+    """The log cut back to where the run stands, and told how it came to start there."""
     if not world.first:
         return Fan([])
     assert config.train.steps is not None
+    before = list(read(directory.log)) if directory.log.exists() else []
+    fault = faults.unheard(directory, before)
     log = Log(directory.log)
     log.truncate_after(start)
-    return Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
+    tracker = Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
+    event = {
+        "kind": "event",
+        "time": time.time(),
+        "step": start,
+        "event": "restart" if fault else "resume" if start else "start",
+        "world": world.size,
+        "reason": faults.line(fault) if fault else "",
+        "notes": "; ".join(notes),
+        **beginning(before, start, failed=fault is not None),
+    }
+    kept = [record for record in before if record["step"] <= start]
+    tracker.record({**event, "goodput": goodput([*kept, event])["goodput"] if kept else None})
+    return tracker

@@ -2,7 +2,7 @@
 
 config.toml    every setting, resolved          log.jsonl      what happened, append-only
 run.json       N, FLOPs, data: what fits need   checkpoints/   step-00000100/, newest last
-logs/          what each process wrote          error.json     why the last attempt stopped, if it did not finish
+logs/          what each process wrote          error.json     why this attempt fails; then faults.jsonl
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, and where its data and itself lie
 FREE = {
-    *(f"train.{key}" for key in ("log_every", "save_every", "keep_last", "eval_every", "hang_s")),
+    *(f"train.{key}" for key in ("log_every", "save_every", "keep_last", "eval_every", "max_restarts", "hang_s")),
     *("data.dir", "name", "experiment"),
 }
 
@@ -38,6 +38,10 @@ class RunDir:
     @property
     def log(self) -> Path:
         return self.path / "log.jsonl"
+
+    @property
+    def faults(self) -> Path:
+        return self.path / "faults.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -119,6 +123,9 @@ class RunDir:
             return fault
         except (FileNotFoundError, json.JSONDecodeError):
             return None
+
+    def forget_fault(self) -> None:
+        (self.path / "error.json").unlink(missing_ok=True)
 
 
 def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -15,44 +17,89 @@ import psutil
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent
 from pipeline.track import feed
-from pipeline.track.log import Record
+from pipeline.train import faults
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import SIGNALS
 
 _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
+_STRAY_WAIT_S = 60.0
+_KILLED = re.compile(rb"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the first process to fail
+Wish = tuple[float, int]  # when, and which signal
 
 
-def start(run: RunDir, *, nproc: int, gpu: bool, quiet: bool = False, track: bool = True) -> str:
+def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: bool = False, track: bool = True) -> str:
     """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show;
-    raises RunError with one line otherwise."""
-    (run.path / "error.json").unlink(missing_ok=True)
+    raises RunError with one line otherwise. After a fault the whole group is started anew, with a torchrun of its own:
+    torchrun's own restarts would repeat also what only a person can mend, and do not survive its death."""
+    run.forget_fault()
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
-    before = run.last_event
+    command, env = _command(run, nproc, logs, quiet=quiet), _environment(nproc, gpu=gpu)
+    old = len(faults.history(run))
     feeder, note = feed.start(run.path) if track else None, ""
     try:
-        with (logs / "torchrun.log").open("ab") as noise:
-            # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
-            agent = subprocess.Popen(
-                _command(run, nproc, logs, quiet=quiet),
-                env=_environment(nproc, gpu=gpu),
-                stderr=noise,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-            code, asked = _wait(run, agent)
+        with _listening() as wishes:
+            while code := _attempt(run, command, env, wishes):
+                _note_failure(run, code, old, 0 if wishes else max_restarts)
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
-    if code != 0 and not (run.fault() is None and (asked or _saved_as_asked(run, before))):
-        raise _failure(run, code)
     return note
 
 
-def _saved_as_asked(run: RunDir, before: Record) -> bool:
-    """torchrun makes one code of its workers' codes; their log says whether they were told to stop."""
-    return run.last_event != before and run.last_event.get("event") == "interrupt"
+def _attempt(run: RunDir, command: list[str], env: dict[str, str], wishes: list[Wish]) -> int:
+    """0 when the run finished or was stopped as asked, otherwise torchrun's code."""
+    before = run.last_event
+    noise_path = run.path / "logs" / "torchrun.log"
+    with noise_path.open("ab") as noise:
+        quiet_bytes = noise.tell()
+        # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
+        agent = subprocess.Popen(command, env=env, stderr=noise, start_new_session=True, preexec_fn=end_with_parent)
+        code = _wait(run, agent, wishes)
+    if code < 0:
+        _end_strays(run)
+    killed = _KILLED.search(noise_path.read_bytes(), quiet_bytes)
+    if killed and not wishes and not (run.fault() or {}).get("user"):  # the others only complain that it is gone
+        run.forget_fault()
+        run.fail(ChildProcessError(f"rank {int(killed[2])} was killed by {signal.Signals(int(killed[1])).name}"))
+    # torchrun makes one code of its workers' codes; their log says whether they were told to stop
+    told = code > 0 and run.last_event != before and run.last_event.get("event") == "interrupt"
+    return 0 if run.fault() is None and (wishes or told) else code
+
+
+def _note_failure(run: RunDir, code: int, old: int, max_restarts: int) -> None:
+    """Keep the reason of a failed attempt; raises it if there is not to be another one."""
+    if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:  # too full even for the reason
+        raise RunError(f"disk full at {run.path}; the last checkpoint is intact; make room and --resume")
+    fault = faults.note(run, code)
+    if reason := faults.verdict(faults.history(run)[old:], max_restarts):
+        mine = f"run {run.path} {reason}; see {run.path}/logs; --resume continues it"
+        raise RunError(reason if fault["user"] else mine)
+
+
+def _end_strays(run: RunDir) -> None:
+    """Workers whose torchrun was killed save and stop; they must be gone before others take their place."""
+    strays = [p for p in psutil.process_iter(["cmdline"]) if {_WORKER, str(run.path)} <= set(p.info["cmdline"] or ())]
+    _, alive = psutil.wait_procs(strays, timeout=_STRAY_WAIT_S)
+    for stray in alive:
+        stray.kill()
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[list[Wish]]:
+    """Signals become wishes, from the first attempt to the last."""
+    wishes: list[Wish] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        wishes.append((time.monotonic(), number))
+
+    old = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield wishes
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
@@ -72,37 +119,23 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def _wait(run: RunDir, agent: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """The agent's exit code, and whether it was asked to stop. The first signal asks every worker to save and stop,
-    also those that are still starting; another one, a second or more later, ends them. After a fault a stopped worker
-    is killed at once: it cannot hear torchrun's SIGTERM, which would wait half a minute for it."""
-    wishes: list[tuple[float, int]] = []
+def _wait(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> int:
+    """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
+    another one, a second or more later, ends them. After a fault a stopped worker is killed at once: it cannot hear
+    torchrun's SIGTERM, which would wait half a minute for it."""
     told: set[int] = set()
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        wishes.append((time.monotonic(), number))
-
-    old = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
-        while True:
-            try:
-                return agent.wait(timeout=0.2), bool(wishes)
-            except subprocess.TimeoutExpired:
-                pass
-            for worker in _workers(agent.pid) if run.fault() is not None else ():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if worker.status() == psutil.STATUS_STOPPED:
-                        worker.kill()
-            for worker in _workers(agent.pid) if wishes else ():
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-                    if wishes[-1][0] - wishes[0][0] > 1:
-                        worker.kill()
-                    elif worker.pid not in told:
-                        worker.send_signal(wishes[0][1])
-                        told.add(worker.pid)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return agent.wait(timeout=0.2)
+        failed = run.fault() is not None
+        for worker in _workers(agent.pid) if wishes or failed else ():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+                stopped = failed and worker.status() == psutil.STATUS_STOPPED
+                if stopped or (wishes and wishes[-1][0] - wishes[0][0] > 1):
+                    worker.kill()
+                elif wishes and worker.pid not in told:
+                    worker.send_signal(wishes[0][1])
+                    told.add(worker.pid)
 
 
 def _workers(agent: int) -> list[psutil.Process]:
@@ -111,17 +144,3 @@ def _workers(agent: int) -> list[psutil.Process]:
         return [child for child in children if _WORKER in child.cmdline()]
     except psutil.NoSuchProcess:
         return []
-
-
-def _failure(run: RunDir, code: int) -> RunError:
-    fault = run.fault()
-    if fault is None and shutil.disk_usage(run.path).free < 1 << 20:  # too full even for the reason
-        return RunError(f"disk full at {run.path}; the last checkpoint is intact; make room and --resume")
-    if fault is None:
-        return RunError(
-            f"run {run.path} ended with code {code} and no reason; see {run.path}/logs; --resume continues it"
-        )
-    if fault["user"]:
-        return RunError(fault["message"])
-    line = str(fault["message"]).splitlines()[0][:300]
-    return RunError(f"run {run.path} failed: {fault['kind']}: {line}; see {run.path}/logs; --resume continues it")

@@ -57,7 +57,7 @@ class Watch:
         self._phase, self._step, self._began, self._since, self._age_s = phase, step, time.monotonic(), time.time(), 0.0
 
     def _limit_s(self) -> float:
-        spans = sorted(self._spans[self._phase])
+        spans = sorted(self._spans[self._phase] or (self._spans["first step"] if self._phase == "step" else ()))
         if not spans:
             return TIMEOUT.total_seconds()
         if self._phase == "save":

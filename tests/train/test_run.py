@@ -112,29 +112,6 @@ def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, corpus, tmp_path, z
     assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
 
 
-@pytest.mark.parametrize("victim", ["pipeline.train.worker", "torch.distributed.run"])
-def test_a_killed_run_forgets_what_its_checkpoint_does_not_know(base, corpus, tmp_path, victim):
-    """kill -9 past a checkpoint: no process is left, the log is cut back to the checkpoint and grows the same again."""
-    out = tmp_path / "run"
-    options = ("--data", corpus, "--nproc", 2, "--out", out)
-    process = subprocess.Popen(
-        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment()
-    )
-    for line in process.stdout:
-        if line.startswith("step  7/"):
-            break
-    for pid in processes(f"{victim}.*{out}"):
-        os.kill(pid, signal.SIGKILL)
-    process.stdout.read()
-    assert process.wait(120) == 2
-    deadline = time.monotonic() + 60
-    while processes(f"pipeline.train.worker.*{out}"):
-        assert time.monotonic() < deadline, "orphans train on"
-        time.sleep(0.2)
-    launch("pretrain", "--resume", "--out", out, "--no-track")
-    assert losses(out) == losses(base) and hashes(out) == hashes(base)
-
-
 def processes(pattern: str) -> list[int]:
     return [int(pid) for pid in subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()]
 

@@ -1,41 +1,119 @@
-"""What a run lives through: a rank that stands still."""
+"""What a run lives through: ranks that die or stand still, at any step, again and again."""
 
+import random
 import re
 import signal
 import subprocess
-import time
+from pathlib import Path
 
+import numpy as np
 import psutil
+import pytest
 
-from tests.conftest import command, environment
-from tests.train.test_run import TINY, processes
+from pipeline.data.shards import Corpus, ShardWriter, Split
+from pipeline.train.faults import verdict
+from pipeline.train.goodput import goodput
+from tests.conftest import command, environment, launch
+from tests.train.test_run import hashes, losses, processes, records
+
+STEPS, SAVE = 40, 10
+OPTIONS = (
+    "--size", "tiny", "--steps", STEPS, "--no-track", "--nproc", 2, "--set", "model.seq=64",
+    "--set", "train.batch_tokens=1024", "--set", f"train.save_every={SAVE}", "--set", "train.eval_every=1000",
+    "--set", "train.eval_batches=2", "--set", "optim.lr=0.001",
+)  # fmt: skip
 
 
-def test_a_stopped_rank_is_found_and_named(corpus, tmp_path):
-    """SIGSTOP leaves a process that is alive, holds its sockets, and never answers."""
-    out = tmp_path / "run"
-    options = ("--steps", 100_000, "--set", "train.save_every=100000", "--data", corpus, "--nproc", 2, "--out", out)
+@pytest.fixture(scope="module")
+def few(corpus, tmp_path_factory) -> Path:
+    """A corpus of a few documents: an epoch ends every seven steps or so."""
+    out, whole = tmp_path_factory.mktemp("few"), Corpus.open(corpus)
+    splits = {}
+    for name, split in whole.manifest.splits.items():
+        writer, (shard,) = ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype), split.shards
+        lengths = whole.lengths(shard)[:16]
+        tokens = np.asarray(whole.tokens(shard)[: lengths.sum()], np.uint32)
+        writer.add(np.split(tokens, np.cumsum(lengths)[:-1]), text_bytes=shard.bytes)
+        splits[name] = Split.of([writer.close()])
+    (out / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
+    whole.manifest.model_copy(update={"splits": splits}).save(out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("zero", "faults"), [(1, ("kill 1", "kill 0", "stop 0", "kill torchrun")), (3, ("kill 1", "kill 0"))]
+)
+def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, tmp_path, zero, faults):
+    """Each fault at a random step past another checkpoint, the first of them before any."""
+    seed = random.randrange(1000)
+    print(f"seed {seed}")  # pytest shows it when the test fails
+    steps = [random.Random(seed + i).randrange(SAVE * i + 2, SAVE * i + SAVE - 2) for i in range(len(faults))]
+    base, out = tmp_path / "base", tmp_path / "run"
+    launch("pretrain", *OPTIONS, "--data", few, "--zero", zero, "--out", base)
+    told = disturb(out, steps, faults, "--data", few, "--zero", zero)
+    assert losses(out) == losses(base) and hashes(out) == hashes(base)
+    assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
+    restarts = [r for r in records(out, "event") if r["event"] == "restart"]
+    assert len(restarts) == len(faults) and all(r["reason"] for r in restarts)
+    assert not processes(f"pipeline.train.worker.*{out}"), "orphans"
+    for fault, restart in zip(faults, restarts, strict=True):
+        what = re.match(r"(stop|kill) (\d)", fault)
+        if what and what[1] == "kill":
+            assert f"rank {what[2]} was killed by SIGKILL" in restart["reason"]
+        elif what:
+            found = re.search(rf"HangError: step \d+ did not end within [\d.]+ s.*rank {what[2]} stands", told)
+            assert found and "HangError" in restart["reason"], told
+            stacks = (out / "logs" / f"stacks-rank-{1 - int(what[2])}.txt").read_text()
+            assert "loop.py" in stacks and "all_reduce" in stacks.partition("last collectives")[2]
+    share = goodput(records(out, "step") + records(out, "event"))
+    assert records(out, "event")[-1]["goodput"] < 1 and share["replay_s"] > 0 and share["start_s"] > 0
+
+
+def disturb(out: Path, steps: list[int], faults: tuple[str, ...], *options: object) -> str:
+    """Run to the end, doing each fault when its step is printed for the first time; what the run printed."""
     process = subprocess.Popen(
-        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(),
-    )  # fmt: skip
+        command("pretrain", *OPTIONS, "--out", out, *options), stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    told, due, victims = "", list(zip(steps, faults, strict=True)), {}
     for line in process.stdout:
-        if re.match(r"step +20/", line):
-            break
-    victim = next(p for p in map(psutil.Process, processes(f"pipeline.train.worker {out}")) if rank(p) == "1")
-    victim.send_signal(signal.SIGSTOP)
-    process.stdout.read()
-    said = process.stderr.read()
-    assert process.wait(60) == 2
-    assert re.search(r"HangError: step \d+ did not end within [\d.]+ s.*: rank 1 stands still", said), said
-    stacks = (out / "logs" / "stacks-rank-0.txt").read_text()
-    assert "loop.py" in stacks and "all_reduce" in stacks.partition("last collectives")[2]
-    assert not (out / "logs" / "stacks-rank-1.txt").exists()
-    deadline = time.monotonic() + 20  # SIGTERM alone would take torchrun half a minute
-    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the stopped rank is still there"
-        time.sleep(0.2)
+        told += line
+        if re.search(r"│ (start|restart) │", line):
+            there = [psutil.Process(pid) for pid in processes(f"pipeline.train.worker {out}")]
+            victims = {p.environ().get("RANK", "torchrun"): p for p in there}
+        if due and re.match(rf"step +{due[0][0]}/", line):
+            what, whom = due.pop(0)[1].split()
+            victims[whom].send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    assert process.wait(120) == 0 and not due, told
+    return told
 
 
-def rank(process: psutil.Process) -> str:
-    return process.environ().get("RANK", "")  # torchrun itself has none
+def test_a_fault_that_comes_again_is_not_tried_for_ever():
+    def fault(step: int, saved: int = 0, kind: str = "RuntimeError", user: bool = False) -> dict:
+        return {"step": step, "saved": saved, "kind": kind, "user": user, "message": "why\nwhere"}
+
+    assert verdict([fault(7, user=True)], 3) == "why\nwhere"  # a person must mend it
+    assert verdict([fault(7)], 3) is None
+    assert verdict([fault(7), fault(8)], 3) is None and verdict([fault(7), fault(7, kind="exit")], 3) is None
+    assert "twice at step 7: RuntimeError: why" in (verdict([fault(7), fault(7)], 3) or "")
+    in_vain = [fault(step) for step in (5, 6, 7, 8)]
+    assert verdict(in_vain[:3], 3) is None and "4 times" in (verdict(in_vain, 3) or "")
+    assert verdict([*in_vain[:3], fault(12, saved=8)], 3) is None  # a new checkpoint: it gets somewhere
+    assert "failed after step 0" in (verdict([fault(7)], 0) or "")
+
+
+def test_goodput_is_what_the_steps_left():
+    def at(time: float, kind: str = "event", **values: object) -> dict:
+        return {"time": time, "kind": kind, **values}
+
+    log = [
+        at(5, event="start", start_s=5.0),
+        at(6, kind="step", wait_s=0.25),
+        at(7, event="save", seconds=0.5),
+        at(30, event="restart", start_s=20.0, replay_s=3.0),  # 3 s of steps thrown away, 20 s until it trained again
+        at(31, event="interrupt"),
+        at(1000, event="resume", start_s=4.0),  # not running costs nothing
+        at(1003, event="skip", seconds=1.0),
+    ]
+    share = goodput(log)
+    assert share["wall_s"] == pytest.approx(5 + 2 + 23 + 1 + 4 + 3)
+    assert share["goodput"] == pytest.approx(1 - (5 + 20 + 4 + 3 + 0.25 + 0.5 + 1) / 38)

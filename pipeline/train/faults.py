@@ -1,0 +1,52 @@
+"""How a run's attempts failed, kept beside it; from this it follows whether another one is worth it."""
+
+import time
+from collections.abc import Sequence
+
+from pipeline.track.log import Log, Record, read
+from pipeline.train.rundir import RunDir
+
+
+def note(run: RunDir, code: int) -> Record:
+    """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
+    reason = run.fault() or {"kind": "exit", "message": f"it ended with code {code} and no reason", "user": False}
+    records = list(read(run.log)) if run.log.exists() else []
+    fault = {
+        "time": time.time(),
+        **reason,
+        "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
+        "saved": max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0),
+    }
+    log = Log(run.faults)
+    log.append(fault)
+    log.close()
+    run.forget_fault()
+    return fault
+
+
+def history(run: RunDir) -> list[Record]:
+    return list(read(run.faults)) if run.faults.exists() else []
+
+
+def unheard(run: RunDir, records: Sequence[Record]) -> Record | None:
+    """The fault after which nothing was recorded any more."""
+    last = history(run)[-1:]
+    return last[0] if last and last[0]["time"] > (records[-1]["time"] if records else 0.0) else None
+
+
+def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
+    """Why the run is not to be tried again, or None; restarts count until a new checkpoint is written."""
+    last = faults[-1]
+    in_vain = sum(fault["saved"] == last["saved"] for fault in faults)
+    twice = len(faults) > 1 and all(faults[-2][key] == last[key] for key in ("kind", "step"))
+    if last["user"]:
+        return str(last["message"])
+    if max_restarts and twice:
+        return f"failed twice at step {last['step']}: {line(last)}"
+    if in_vain > max_restarts:
+        return f"failed {f'{in_vain} times ' if max_restarts else ''}after step {last['saved']} was saved: {line(last)}"
+    return None
+
+
+def line(fault: Record) -> str:
+    return f"{fault['kind']}: {str(fault['message']).splitlines()[0][:300]}"

@@ -1,0 +1,44 @@
+"""Goodput: the share of a run's time that went into steps it kept, and what the rest went into, from its log alone."""
+
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from pipeline.track.log import Record
+
+BEGINNINGS = ("start", "resume", "restart")
+
+
+def beginning(before: list[Record], start: int, *, failed: bool) -> dict[str, float]:
+    """What an attempt that begins at step `start` has cost already, given all that was recorded before it: the work
+    past its checkpoint, and the time since the last word of an attempt that failed, else since this process began."""
+    now = time.time()
+    kept = [r["time"] for r in before if r["step"] <= start]
+    lost = [r["time"] for r in before if r["step"] > start]
+    return {
+        "start_s": now - before[-1]["time"] if failed and before else now - psutil.Process().create_time(),
+        "replay_s": lost[-1] - kept[-1] if lost and kept else 0.0,
+    }
+
+
+def goodput(records: Iterable[Record]) -> dict[str, float]:
+    """Seconds by cause, and the share that is left. Between a stop that was asked for and its resume no time passes."""
+    wall_s, last = 0.0, 0.0
+    lost = dict.fromkeys(("start_s", "replay_s", "checkpoint_s", "wait_s", "skipped_s"), 0.0)
+    for record in records:
+        event = record.get("event")
+        if event in BEGINNINGS:
+            for key in ("start_s", "replay_s"):
+                lost[key] += record.get(key, 0.0)
+                wall_s += record.get(key, 0.0)
+        else:
+            wall_s += record["time"] - last
+        if event == "save":
+            lost["checkpoint_s"] += record["blocked_s" if "blocked_s" in record else "seconds"]
+        elif event == "skip":
+            lost["skipped_s"] += record["seconds"]
+        elif record["kind"] == "step":
+            lost["wait_s"] += record["wait_s"]
+        last = record["time"]
+    return {"goodput": 1 - sum(lost.values()) / wall_s if wall_s else 1.0, "wall_s": wall_s, **lost}
