@@ -54,9 +54,10 @@ def _row(config: RunConfig) -> dict[str, Any]:
         "layers": model.layers,
         "width": model.width,
         "heads": model.attention.heads,
-        "kv_heads": model.attention.kv_heads,
+        "kv_heads": getattr(model.attention, "kv_heads", None),
         "ffn": model.ffn.hidden,
         "params": count.total,
+        "active": count.active,
         "non_embedding": count.non_embedding,
         "flops_per_token": account.flops_per_token(model).model,
     }

@@ -1,14 +1,15 @@
 """Every parameter, FLOP and byte, in integers and without torch. Planner, meter, sweep and fit all quote these.
 
 FLOPs are those of training one token: a multiply-add counts 2, the backward pass twice the forward. Matmuls cost
-6 × their parameters, the head included and the input embedding, a lookup, not; attention costs
-6·layers·heads·head_dim·seq, the causal half of 12·…, since the kernel skips what the mask hides.
+6 × the parameters a token meets, the head included and the input embedding, a lookup, not; attention costs
+3·heads·(score width + value width)·seq in every layer (6·heads·head_dim·seq where both are the head's), the causal
+half, since the kernel skips what the mask hides; a window hides more.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
-from pipeline.config.schema import FFN, GQA, Dtype, Model
+from pipeline.config.schema import FFN, GQA, MLA, Dtype, Learned, Model, MoE, RelativeBias
 
 CONVENTION = (
     "FLOPs = 6·matmul parameters (head in, input embedding out) + 6·layers·heads·head_dim·seq (causal attention); "
@@ -20,51 +21,121 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """`active` are those that one token meets; `scaling` is the N of every fit: with head, without input embedding,
-    which keeps small sizes on the same line as large ones (arXiv 2406.19146)."""
+    """`active` are those that one token meets when the model is used; `scaling` is the N of every fit: active, with
+    head, without input embedding, which keeps small sizes on the same line as large ones (arXiv 2406.19146)."""
 
     embedding: int
+    position: int  # learned
     head: int  # 0 when tied: the embedding serves twice
     attention: int
     ffn: int
     norm: int
+    mtp: int  # of multi-token prediction, which only training uses
+    experts: int  # of ffn and mtp, those that are routed
     active: int
     scaling: int
 
     @property
     def total(self) -> int:
-        return self.embedding + self.head + self.attention + self.ffn + self.norm
+        return self.embedding + self.position + self.head + self.attention + self.ffn + self.norm + self.mtp
 
     @property
     def non_embedding(self) -> int:
         return self.attention + self.ffn + self.norm
 
+    @property
+    def active_non_embedding(self) -> int:
+        return self.active - self.embedding - self.position - self.head
+
 
 def params(model: Model) -> Params:
     embedding = model.vocab * model.width
-    attention, qk_norm = _attention_params(model.width, model.attention)
-    ffn = _ffn_params(model.width, model.ffn)
-    norm = model.layers * (2 * model.width + qk_norm) + model.width
-    blocks = model.layers * (attention + ffn)
+    layers = [_layer(model, layer) for layer in range(model.layers)]
+    attention, ffn = sum(each.attention + each.vectors for each in layers), sum(each.ffn for each in layers)
+    final = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
+    norm = sum(each.norm for each in layers) + final
+    extra = _layer(model, model.layers - 1)
+    joint = 2 * model.width**2 + 3 * _norm(model, model.width)  # projection, its two norms, and one before the head
+    mtp = model.mtp * (joint + extra.attention + extra.vectors + extra.ffn + extra.norm)
     head = 0 if model.tied else embedding
+    position = _position(model)
+    idle = sum(each.ffn - each.ffn_active for each in layers)
+    blocks = attention + ffn + norm - idle
     return Params(
         embedding=embedding,
+        position=position,
         head=head,
-        attention=model.layers * attention,
-        ffn=model.layers * ffn,
+        attention=attention,
+        ffn=ffn,
         norm=norm,
-        active=embedding + head + blocks + norm,
-        scaling=blocks + norm + embedding,
+        mtp=mtp,
+        experts=sum(each.experts for each in layers) + model.mtp * extra.experts,
+        active=embedding + position + head + blocks,
+        scaling=blocks + embedding,
     )
 
 
-def _attention_params(width: int, cfg: GQA) -> tuple[int, int]:
-    """Matrices, and the gains of the query and key norms."""
-    return 2 * width * (cfg.heads + cfg.kv_heads) * cfg.head_dim, 2 * cfg.head_dim if cfg.qk_norm else 0
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention: int  # matrices
+    vectors: int  # biases and sinks of the attention
+    ffn: int  # all of it, biases too
+    ffn_active: int
+    ffn_matmul: int  # what of it a token is multiplied with
+    experts: int
+    norm: int
 
 
-def _ffn_params(width: int, cfg: FFN) -> int:
-    return (3 if cfg.gated else 2) * width * cfg.hidden
+def _layer(model: Model, layer: int) -> _Layer:
+    attention, vectors, inner = _attention(model)
+    outer = {"pre": 1 if model.parallel_block else 2, "post": 2, "sandwich": 4, "deepnorm": 2}[model.placement]
+    norm = outer * _norm(model, model.width) + inner
+    f = model.ffn
+    per_hidden = (3 if f.gated else 2) * model.width
+    if not model.routed(layer):
+        hidden = f.hidden if isinstance(f, FFN) else f.dense_hidden
+        biases = (2 if f.gated else 1) * hidden + model.width if isinstance(f, FFN) and f.bias else 0
+        matrices = per_hidden * hidden
+        return _Layer(attention, vectors, matrices + biases, matrices + biases, matrices, 0, norm)
+    assert isinstance(f, MoE)
+    always = model.width * f.experts + per_hidden * f.shared * f.hidden  # router and shared experts
+    experts = per_hidden * f.experts * f.hidden
+    active = always + per_hidden * f.top_k * f.hidden
+    return _Layer(attention, vectors, always + experts, active, active, experts, norm)
+
+
+def _norm(model: Model, width: int) -> int:
+    return width * (2 if model.norm.bias else 1)
+
+
+def _attention(model: Model) -> tuple[int, int, int]:
+    """Matrices, biases and sinks, and the gains of the norms inside."""
+    width, a = model.width, model.attention
+    sinks = a.heads if a.sinks else 0
+    match a:
+        case GQA():
+            qkv = (a.heads + 2 * a.kv_heads) * a.head_dim
+            biases = (qkv if a.bias else 0) + (width if a.out_bias else 0)
+            norms = 2 * _norm(model, a.head_dim) if a.qk_norm else 0
+            return width * qkv + a.heads * a.head_dim * width, biases + sinks, norms
+        case MLA():
+            q = a.heads * a.score_dim
+            queries = width * q if a.q_rank is None else a.q_rank * (width + q)
+            latent = width * (a.kv_rank + a.rope_dim) + a.kv_rank * a.heads * (a.nope_dim + a.v_dim)
+            norms = _norm(model, a.kv_rank) + (0 if a.q_rank is None else _norm(model, a.q_rank))
+            return queries + latent + a.heads * a.v_dim * width, sinks, norms
+        case _:
+            assert_never(a)
+
+
+def _position(model: Model) -> int:
+    match model.position:
+        case Learned():
+            return model.seq * model.width
+        case RelativeBias(buckets=buckets):
+            return buckets * model.attention.heads
+        case _:
+            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +156,22 @@ class Flops:
 
 
 def flops_per_token(model: Model, *, recompute: bool = False) -> Flops:
-    p = params(model)
-    blocks = p.attention + p.ffn
-    attention = 6 * model.layers * model.attention.heads * model.attention.head_dim * model.seq
+    layers = [*range(model.layers), *[model.layers - 1] * model.mtp]
+    blocks = sum(each.attention + each.ffn_matmul for each in (_layer(model, layer) for layer in layers))
+    heads = (1 + model.mtp) * model.vocab * model.width + model.mtp * 2 * model.width**2
+    attention = sum(_scores(model, layer) for layer in layers)
     return Flops(
-        matmul=6 * (blocks + model.vocab * model.width),
+        matmul=6 * (blocks + heads),
         attention=attention,
         recompute=2 * blocks + attention // 3 if recompute else 0,
     )
+
+
+def _scores(model: Model, layer: int) -> int:
+    """Scores and sums of values in one layer: a query sees half the sequence, or what of it the window leaves."""
+    a, seq = model.attention, model.seq
+    window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
+    return 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +198,50 @@ def memory(
     micro_batch: int,
     loss_chunk: int,
     recompute: bool = False,
+    ep: int = 1,
 ) -> Memory:
-    """ZeRO shards the optimizer at 1, the gradients at 2, the weights at 3; below 3 what a rank holds is whole."""
-    total, size = params(model).total, BYTES[dtype]
+    """ZeRO shards the optimizer at 1, the gradients at 2, the weights at 3; below 3 what a rank holds is whole, but for
+    the experts, of which it holds one part in `ep`."""
+    count, size = params(model), BYTES[dtype]
     master = 0 if dtype == "fp32" and zero == 0 else 4  # only unsharded fp32 updates the weights themselves
     tokens = micro_batch * model.seq
-    kept = model.layers * 2 * model.width * size if recompute else model.layers * _kept(model) * size
-    once = _kept(model) * size if recompute else 0
+    layers = [_kept(model, layer) for layer in [*range(model.layers), *[model.layers - 1] * model.mtp]]
+    kept = len(layers) * 2 * model.width if recompute else sum(layers)
+    once = max(layers) if recompute else 0
     chunk = min(loss_chunk, tokens)
+
+    def held(sharded: bool, of: int) -> int:
+        """Of `of` bytes per parameter: what ZeRO shards lies on every rank once, the experts on every ep-th."""
+        own = (count.total - count.experts) * of // (ranks if sharded else 1)
+        return own + count.experts * of // (ranks if sharded else ep)
+
     return Memory(
-        weights=-(-total * size // (ranks if zero >= 3 else 1)),
-        gradients=-(-total * size // (ranks if zero >= 2 else 1)),
-        optimizer=-(-total * (master + 8) // (ranks if zero >= 1 else 1)),
-        activations=tokens * (kept + once),
+        weights=held(zero >= 3, size),
+        gradients=held(zero >= 2, size),
+        optimizer=held(zero >= 1, master + 8),
+        activations=tokens * (kept + once) * size,
         loss=chunk * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
     )
 
 
-def _kept(model: Model) -> int:
+def _kept(model: Model, layer: int) -> int:
     """Numbers that autograd keeps per token and block: norm inputs and outputs, q k v before and after rotation, the
-    attention's output, and the FFN's inner tensors."""
-    a = model.attention
-    inner = (3 if model.ffn.gated else 2) * model.ffn.hidden
-    return 4 * model.width + 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + a.heads * a.head_dim + inner
+    attention's output, and the FFN's inner tensors, of a routed one with the rows on their way to the experts."""
+    a, f = model.attention, model.ffn
+    match a:
+        case GQA():
+            inner = 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + a.heads * a.head_dim
+        case MLA():
+            inner = 2 * ((a.q_rank or 0) + a.kv_rank) + a.heads * (2 * a.score_dim + a.nope_dim + 3 * a.v_dim)
+        case _:
+            assert_never(a)
+    per_hidden = 3 if f.gated else 2
+    if not model.routed(layer):
+        ffn = per_hidden * (f.hidden if isinstance(f, FFN) else f.dense_hidden)
+    else:
+        assert isinstance(f, MoE)
+        ffn = (f.top_k + f.shared) * per_hidden * f.hidden + 2 * f.top_k * model.width
+    return 4 * model.width + inner + ffn
 
 
 def checkpoint_bytes(model: Model, dtype: Dtype) -> int:

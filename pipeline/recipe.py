@@ -1,6 +1,7 @@
 """The numbers that follow from the size: a config with "auto" in it becomes one with numbers only.
 
-Sources are beside each default in configs/base.toml. N here is the non-embedding parameters, as in OLMo-core's ladder.
+Sources are beside each default in configs/base.toml. N here is the active non-embedding
+parameters, as in OLMo-core's ladder.
 """
 
 import math
@@ -19,7 +20,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly."""
     model, train = config.model, config.train
     count = params(model)
-    n = count.non_embedding
+    n = count.active_non_embedding
     batch_tokens = _batch_tokens(config, n, ranks)
     rows = batch_tokens // model.seq
     steps = _steps(config, batch_tokens)

@@ -6,6 +6,7 @@ the whole run. A field that may be "auto" follows from the size and is filled in
 starts, so that a run directory's config.toml holds numbers only.
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -36,83 +37,360 @@ class Size(Frozen):
     kv_heads: Positive | None = None  # as many as heads
     head_dim: Positive | None = None  # width / heads
     ffn: Positive  # hidden width of a gated FFN; an arch with a ratio of its own ignores it
-
-
-class ArchGQA(Frozen):
-    kind: Literal["gqa"] = "gqa"
-    qk_norm: bool
-    group: Positive | None = None  # query heads per key/value head; left out, the size's own
-
-
-class ArchFFN(Frozen):
-    activation: Activation
-    ratio: Rate | None = None  # hidden width over width; left out, the size's own
-
-
-# ── The model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    expert_ffn: Positive | None = None  # of one routed expert; left out, the arch's share of ffn
 
 
 class Norm(Frozen):
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     eps: Rate = 1e-6
+    bias: bool = False
+
+
+# ── Positions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Linear(Frozen):
+    kind: Literal["linear"] = "linear"
+    factor: Rate
+
+
+class NTK(Frozen):
+    kind: Literal["ntk"] = "ntk"
+    factor: Rate
+
+
+class YaRN(Frozen):
+    """arXiv 2309.00071. `attention` multiplies cosines and sines, `scores` the softmax scale, which is where DeepSeek
+    puts it; attention left out is the paper's 0.1·ln(factor) + 1."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: Rate
+    original_seq: Positive
+    beta_fast: Rate = 32.0
+    beta_slow: Rate = 1.0
+    attention: Rate | None = None
+    scores: Rate = 1.0
+
+
+class Llama3(Frozen):
+    kind: Literal["llama3"] = "llama3"
+    factor: Rate
+    original_seq: Positive
+    low: Rate = 1.0
+    high: Rate = 4.0
+
+
+Scaling = Annotated[Linear | NTK | YaRN | Llama3, Field(discriminator="kind")]
 
 
 class RoPE(Frozen):
     kind: Literal["rope"] = "rope"
     theta: Rate
+    scaling: Scaling | None = None
 
 
-class GQA(Frozen):
+class Learned(Frozen):
+    kind: Literal["learned"] = "learned"
+
+
+class Sinusoidal(Frozen):
+    kind: Literal["sinusoidal"] = "sinusoidal"
+
+
+class RelativeBias(Frozen):
+    """T5's: one learned bias per head and bucket of distance, shared by all layers."""
+
+    kind: Literal["relative"] = "relative"
+    buckets: Annotated[int, Field(ge=4)] = 32
+    max_distance: Positive = 128
+
+    @model_validator(mode="after")
+    def _reaches(self) -> Self:
+        if self.max_distance <= self.buckets // 2:
+            raise ValueError(
+                f"max_distance={self.max_distance} must exceed half of buckets={self.buckets}: those are one step wide"
+            )
+        return self
+
+
+class ALiBi(Frozen):
+    kind: Literal["alibi"] = "alibi"
+
+
+class NoPosition(Frozen):
+    kind: Literal["none"] = "none"
+
+
+Position = Annotated[RoPE | Learned | Sinusoidal | RelativeBias | ALiBi | NoPosition, Field(discriminator="kind")]
+
+
+# ── Attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Scores(Frozen):
+    """What shapes the scores of any attention."""
+
+    window: Positive | None = None  # tokens that a query sees, itself included
+    global_every: Positive | None = None  # with a window: every so many layers see everything
+    softcap: Rate | None = None
+    sinks: bool = False  # a learned score per head that takes attention and gives nothing
+
+    @model_validator(mode="after")
+    def _windowed(self) -> Self:
+        if self.global_every is not None and self.window is None:
+            raise ValueError(f"global_every={self.global_every} needs a window; without one every layer is global")
+        return self
+
+
+class GQAKind(Scores):
+    kind: Literal["gqa"] = "gqa"
+    qk_norm: bool = False
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
+
+
+class ArchGQA(GQAKind):
+    group: Positive | None = None  # query heads per key/value head; left out, the size's own
+
+
+class GQA(GQAKind):
     """Grouped-query attention; multi-head and multi-query are its two ends."""
 
-    kind: Literal["gqa"] = "gqa"
     heads: Positive
     kv_heads: Positive
     head_dim: Positive
-    qk_norm: bool
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs of channels")
         return self
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
 
-class FFN(Frozen):
+    @property
+    def score_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+
+class ArchMLA(Scores):
+    """Widths in units of the head, as the paper gives them (arXiv 2405.04434); no rank above half the model's width."""
+
+    kind: Literal["mla"] = "mla"
+    q_ratio: Rate | None = None  # left out: queries straight from the width
+    kv_ratio: Rate = 4.0
+    rope_ratio: Rate = 0.5
+
+
+class MLA(Scores):
+    """Multi-head latent attention: queries, keys and values through low ranks, positions in channels of their own."""
+
+    kind: Literal["mla"] = "mla"
+    heads: Positive
+    q_rank: Positive | None
+    kv_rank: Positive
+    nope_dim: Positive
+    rope_dim: Positive
+    v_dim: Positive
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    def score_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim
+
+
+ArchAttention = Annotated[ArchGQA | ArchMLA, Field(discriminator="kind")]
+Attention = Annotated[GQA | MLA, Field(discriminator="kind")]
+
+
+# ── Feed-forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FFNKind(Frozen):
+    kind: Literal["ffn"] = "ffn"
     activation: Activation
-    hidden: Positive
+    bias: bool = False
 
     @property
     def gated(self) -> bool:
         return self.activation.endswith("glu")
 
 
-class Arch(Frozen):
-    """Kinds and ratios, never widths."""
+class ArchFFN(FFNKind):
+    ratio: Rate | None = None  # hidden width over width; left out, the size's own
+
+
+class FFN(FFNKind):
+    hidden: Positive
+
+
+class MoEKind(Frozen):
+    """Routed experts. Dropless unless `capacity` is given; the router always works in fp32."""
+
+    kind: Literal["moe"] = "moe"
+    activation: Activation
+    experts: Positive
+    top_k: Positive
+    shared: Annotated[int, Field(ge=0)] = 0  # experts that every token meets
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True  # the chosen weights sum to 1
+    scale: Rate = 1.0  # of the routed experts' sum
+    groups: Positive = 1
+    top_groups: Positive = 1  # groups that a token may choose experts from
+    capacity: Rate | None = None  # of an expert, over its even share; what exceeds it is dropped: Switch
+    aux_loss: Annotated[float, Field(ge=0)] = 0.0  # Switch's balance loss over the micro-batch
+    seq_aux_loss: Annotated[float, Field(ge=0)] = 0.0  # the same within each sequence
+    z_loss: Annotated[float, Field(ge=0)] = 0.0  # of the router's logits
+    bias_step: Annotated[float, Field(ge=0)] = 0.0  # aux-loss-free balancing (arXiv 2408.15664)
+    dense_layers: Annotated[int, Field(ge=0)] = 0  # the first so many layers are dense
+    every: Positive = 1  # of the rest, every so many are routed
+
+    @property
+    def gated(self) -> bool:
+        return self.activation.endswith("glu")
+
+    @model_validator(mode="after")
+    def _choosable(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} is above experts={self.experts}; a token cannot meet more than all")
+        if self.experts % self.groups:
+            raise ValueError(f"experts={self.experts} is not a multiple of groups={self.groups}")
+        if self.top_groups > self.groups:
+            raise ValueError(f"top_groups={self.top_groups} is above groups={self.groups}")
+        if self.top_k > self.experts // self.groups * self.top_groups:
+            raise ValueError(
+                f"top_k={self.top_k} is above the {self.experts // self.groups * self.top_groups} experts of "
+                f"top_groups={self.top_groups} groups; raise top_groups or lower top_k"
+            )
+        return self
+
+
+class ArchMoE(MoEKind):
+    expert_share: Rate = 1.0  # an expert's hidden width over the size's ffn, unless the size gives expert_ffn
+    ratio: Rate | None = None  # hidden width over width; left out, the size's own
+
+
+class MoE(MoEKind):
+    hidden: Positive  # of one expert
+    dense_hidden: Positive  # of the dense layers
+
+
+ArchFeed = Annotated[ArchFFN | ArchMoE, Field(discriminator="kind")]
+Feed = Annotated[FFN | MoE, Field(discriminator="kind")]
+
+
+# ── The model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Multipliers(Frozen):
+    embedding: Rate = 1.0
+    residual: Rate = 1.0  # of what a layer adds to the stream
+    logits: Rate = 1.0
+
+
+class MuP(Frozen):
+    """Width transfer (arXiv 2203.03466, table 8 for Adam): what was tuned at base_width holds at any width."""
+
+    base_width: Positive
+    base_head_dim: Positive
+
+
+class Design(Frozen):
+    """What an architecture says of any size."""
 
     norm: Norm
-    position: RoPE
-    attention: ArchGQA
-    ffn: ArchFFN
-    tied: bool
+    placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
+    parallel_block: bool = False  # attention and feed-forward read the same normed input
+    position: Position
+    nope_every: Positive | None = None  # every so many layers know no position
+    tied: bool  # the head is the input embedding
+    mtp: Annotated[int, Field(ge=0)] = 0  # further tokens predicted, each by a block of its own: DeepSeek-V3
+    mtp_weight: Annotated[float, Field(ge=0)] = 0.3
     init_std: Rate
+    multipliers: Multipliers = Multipliers()
+    mup: MuP | None = None
+
+    @model_validator(mode="after")
+    def _composes(self) -> Self:
+        if self.parallel_block and self.placement != "pre":
+            raise ValueError(f'parallel_block needs placement="pre", got "{self.placement}"')
+        return self
 
 
-class Model(Frozen):
+class Arch(Design):
+    """Kinds and ratios, never widths."""
+
+    attention: ArchAttention
+    ffn: ArchFeed
+
+
+class Model(Design):
     size: str = "custom"
     arch: str = "custom"
     vocab: Positive
     seq: Positive
     width: Positive
     layers: Positive
-    norm: Norm
-    position: RoPE
-    attention: GQA
-    ffn: FFN
-    tied: bool  # the head is the input embedding
-    init_std: Rate
+    attention: Attention
+    ffn: Feed
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        a = self.attention
+        if isinstance(self.position, RoPE) and a.rotary_dim % 2:
+            key = "rope_dim" if isinstance(a, MLA) else "head_dim"
+            raise ValueError(f"attention.{key}={a.rotary_dim} is odd; rotary positions turn pairs of channels")
+        if isinstance(self.position, Sinusoidal) and self.width % 2:
+            raise ValueError(f"width={self.width} is odd; sinusoidal positions are pairs of sine and cosine")
+        if isinstance(a, MLA):
+            for key in ("q_rank", "kv_rank"):
+                if (getattr(a, key) or 0) > self.width:
+                    raise ValueError(
+                        f"attention.{key}={getattr(a, key)} is above width={self.width}; a low rank is below it"
+                    )
+        if isinstance(self.ffn, MoE) and self.ffn.dense_layers >= self.layers:
+            raise ValueError(f"ffn.dense_layers={self.ffn.dense_layers} leaves none of layers={self.layers} routed")
+        if self.mtp >= self.seq:
+            raise ValueError(f"mtp={self.mtp} predicts beyond seq={self.seq}")
+        return self
+
+    def routed(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is routed."""
+        f = self.ffn
+        return isinstance(f, MoE) and layer >= f.dense_layers and (layer - f.dense_layers) % f.every == f.every - 1
+
+    def windowed(self, layer: int) -> bool:
+        a = self.attention
+        return a.window is not None and not (a.global_every and layer % a.global_every == a.global_every - 1)
+
+    def placed(self, layer: int) -> bool:
+        """Whether a layer knows positions."""
+        return not (self.nope_every and layer % self.nope_every == self.nope_every - 1)
+
+    @property
+    def score_scale(self) -> float:
+        """Of q·k: 1/√d, and under muP ∝ 1/d."""
+        dim = self.attention.score_dim
+        scaling = self.position.scaling if isinstance(self.position, RoPE) else None
+        factor = scaling.scores if isinstance(scaling, YaRN) else 1.0
+        return factor * (1.0 if self.mup is None else math.sqrt(self.mup.base_head_dim / dim)) / math.sqrt(dim)
+
+    @property
+    def logit_scale(self) -> float:
+        return self.multipliers.logits * (1.0 if self.mup is None else self.mup.base_width / self.width)
 
 
 # ── How it is trained ────────────────────────────────────────────────────────────────────────────────────────────────

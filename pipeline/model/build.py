@@ -2,35 +2,96 @@
 
 import hashlib
 import math
+from typing import assert_never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipeline.config.schema import Model
-from pipeline.model.attention import GroupedAttention
+from pipeline.config.schema import FFN, GQA, MLA, Model, MoE
+from pipeline.model.attention import GroupedAttention, LatentAttention
 from pipeline.model.ffn import FeedForward
+from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.residual import deepnorm_beta
 from pipeline.model.stack import Block, Decoder
 
 
-def build(cfg: Model, *, z_loss: float = 0.0, loss_chunk: int = 2048, recompute: bool = False) -> Decoder:
-    """The model with its weights not yet drawn; under torch.device("meta") it takes no memory."""
+def build(
+    cfg: Model,
+    *,
+    z_loss: float = 0.0,
+    loss_chunk: int = 2048,
+    recompute: bool = False,
+    experts: range | None = None,
+) -> Decoder:
+    """The model with its weights not yet drawn; under torch.device("meta") it takes no memory. `experts` are those that
+    this process holds of every routed layer: all of them, unless it shares them with others."""
 
-    def block() -> Block:
-        return Block(cfg, GroupedAttention(cfg.width, cfg.attention, cfg.norm), FeedForward(cfg.width, cfg.ffn))
+    def block(layer: int) -> Block:
+        return Block(cfg, _attention(cfg, layer), _ffn(cfg, layer, experts))
 
     return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute)
 
 
+def _attention(cfg: Model, layer: int) -> nn.Module:
+    windowed, placed = cfg.windowed(layer), cfg.placed(layer)
+    match cfg.attention:
+        case GQA():
+            return GroupedAttention(cfg, cfg.attention, windowed=windowed, placed=placed)
+        case MLA():
+            return LatentAttention(cfg, cfg.attention, windowed=windowed, placed=placed)
+        case _:
+            assert_never(cfg.attention)
+
+
+def _ffn(cfg: Model, layer: int, experts: range | None) -> nn.Module:
+    match cfg.ffn:
+        case FFN(hidden=hidden, activation=activation, bias=bias):
+            return FeedForward(cfg.width, hidden, activation, bias=bias)
+        case MoE():
+            if cfg.routed(layer):
+                return MixtureOfExperts(cfg.width, cfg.ffn, experts or range(cfg.ffn.experts))
+            return FeedForward(cfg.width, cfg.ffn.dense_hidden, cfg.ffn.activation)
+        case _:
+            assert_never(cfg.ffn)
+
+
 @torch.no_grad()
 def draw(model: nn.Module, cfg: Model, seed: int) -> None:
-    """Weights ~ N(0, init_std), those that write into the residual stream / √(2·layers), norms 1.
+    """Gains 1, biases and sinks 0, all else ~ N(0, std).
 
-    Every matrix has a generator of its own, seeded by its name: the start is the same in every layout and order."""
+    Every matrix has a generator of its own, seeded by its name, and every expert too: the start is the same in every
+    layout and order."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            parameter.fill_(1.0)
-            continue
-        std = cfg.init_std / math.sqrt(2 * cfg.layers) if name.endswith(".out.weight") else cfg.init_std
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
+        elif hasattr(parameter, "expert"):
+            for index, one in enumerate(parameter, start=parameter.expert[0]):
+                _normal(one, _std(name, cfg), f"{seed}/{name}.{index}")
+        else:
+            _normal(parameter, _std(name, cfg), f"{seed}/{name}")
+        if cfg.placement == "deepnorm" and name.endswith("attention.qkv.weight") and isinstance(cfg.attention, GQA):
+            values = cfg.attention.kv_heads * cfg.attention.head_dim
+            parameter[-values:] *= deepnorm_beta(cfg.layers)  # the paper scales values, outputs and FFN, not q and k
+
+
+def _std(name: str, cfg: Model) -> float:
+    """The table. Outputs into the residual stream / √(2·layers) (Megatron-LM); DeepNorm has a factor of its own; under
+    muP what is width on both sides ∝ 1/√width."""
+    std = cfg.init_std
+    if cfg.mup is not None and hidden(name):
+        std *= math.sqrt(cfg.mup.base_width / cfg.width)
+    leaf = name.removesuffix(".weight")
+    if cfg.placement == "deepnorm":
+        return std * deepnorm_beta(cfg.layers) if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up")) else std
+    return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
+
+
+def hidden(name: str) -> bool:
+    """Whether a matrix has the model's width on its input side and is not the head."""
+    return not name.startswith(("embedding.", "position.", "head."))
+
+
+def _normal(out: Tensor, std: float, key: str) -> None:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    out.copy_(torch.empty(out.shape).normal_(0.0, std, generator=generator))

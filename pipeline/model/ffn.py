@@ -5,7 +5,7 @@ from typing import assert_never
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.schema import FFN, Activation
+from pipeline.config.schema import Activation
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
@@ -35,11 +35,11 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, width: int, cfg: FFN) -> None:
+    def __init__(self, width: int, hidden: int, activation: Activation, *, bias: bool = False) -> None:
         super().__init__()
-        self.activation = cfg.activation
-        self.up = nn.Linear(width, (2 if cfg.gated else 1) * cfg.hidden, bias=False)  # gated: gate rows first
-        self.out = nn.Linear(cfg.hidden, width, bias=False)
+        self.activation = activation
+        self.up = nn.Linear(width, hidden * (2 if activation.endswith("glu") else 1), bias=bias)  # gated: gate first
+        self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(activate(self.up(x), self.activation))

@@ -1,9 +1,9 @@
-"""Norms. The gain is the only parameter; the reduction runs in fp32 whatever the input."""
+"""Norms. The reduction runs in fp32 whatever the input."""
 
 from typing import assert_never
 
 import torch.nn.functional as F
-from torch import Tensor, nn, ones
+from torch import Tensor, nn, ones, zeros
 
 from pipeline.config.schema import Norm
 
@@ -18,12 +18,13 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
         self.gain, self.eps = nn.Parameter(ones(width)), eps
+        self.bias = nn.Parameter(zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.gain.shape, self.gain, None, self.eps)
+        return F.layer_norm(x, self.gain.shape, self.gain, self.bias, self.eps)
 
 
 def norm(width: int, cfg: Norm) -> nn.Module:
@@ -31,6 +32,6 @@ def norm(width: int, cfg: Norm) -> nn.Module:
         case "rmsnorm":
             return RMSNorm(width, cfg.eps)
         case "layernorm":
-            return LayerNorm(width, cfg.eps)
+            return LayerNorm(width, cfg.eps, cfg.bias)
         case _:
             assert_never(cfg.kind)

@@ -1,75 +1,210 @@
-"""The decoder: embedding, blocks, norm, head with its loss.
+"""The decoder: embedding, blocks, norm, head with its loss, and the blocks that predict further tokens.
 
 B batch · S sequence · W width · V vocabulary
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from pipeline.config.schema import Model
+from pipeline.config.schema import ALiBi, Learned, Model, RelativeBias, RoPE, Sinusoidal
+from pipeline.model.attend import Mask, make_mask
+from pipeline.model.attention import Context
+from pipeline.model.cache import Cache, LayerCache
+from pipeline.model.moe import MixtureOfExperts, Router, Routing
 from pipeline.model.norm import norm
-from pipeline.model.position import rotary_table
+from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
+from pipeline.model.residual import PLACEMENTS, Residual
 from pipeline.objective.loss import Terms, next_token_loss, terms
 
 
 class Losses(NamedTuple):
     total: Tensor  # what the backward pass starts from
     nll: Tensor  # nats per token: the loss of every curve and fit
+    routing: Routing | None = None  # of the routed layers, stacked
 
 
 class Block(nn.Module):
-    """Pre-norm residual block around an attention and a feed-forward layer."""
-
     def __init__(self, cfg: Model, attention: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
-        self.attention_norm, self.attention = norm(cfg.width, cfg.norm), attention
-        self.ffn_norm, self.ffn = norm(cfg.width, cfg.norm), ffn
+        self.attention, self.ffn = attention, ffn
+        self.at_attention = Residual(cfg)
+        self.at_ffn = None if cfg.parallel_block else Residual(cfg)
 
-    def forward(self, x_BSW: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BSW = x_BSW + self.attention(self.attention_norm(x_BSW), cos, sin)
-        out: Tensor = x_BSW + self.ffn(self.ffn_norm(x_BSW))
-        return out
+    def forward(
+        self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        normed = self.at_attention.leave(x_BSW)
+        seen = self.attention(normed, context, cache)
+        if self.at_ffn is None:  # both read the same input
+            fed, routing = self._feed(normed)
+            return self.at_attention.join(x_BSW, seen + fed), routing
+        x_BSW = self.at_attention.join(x_BSW, seen)
+        fed, routing = self._feed(self.at_ffn.leave(x_BSW))
+        return self.at_ffn.join(x_BSW, fed), routing
+
+    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        return self.ffn(x) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(x), None)
 
 
 class Head(nn.Module):
     """The output matrix. The loss is taken here, where ZeRO-3 has the whole matrix gathered."""
 
-    def __init__(self, weight_VW: nn.Parameter) -> None:
+    def __init__(self, weight_VW: nn.Parameter, scale: float) -> None:
         super().__init__()
-        self.weight = weight_VW
+        self.weight, self.scale = weight_VW, scale
         self.terms: Terms = terms  # an engine may swap in a compiled one
 
     def forward(self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int) -> Tensor | Losses:
+        h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             return h_BSW @ self.weight.T
         h_TW, targets_T = h_BSW.flatten(0, 1), targets_BS.flatten()
         return Losses(*next_token_loss(h_TW, self.weight, targets_T, z_loss=z_loss, chunk=chunk, terms=self.terms))
 
 
+class Ahead(nn.Module):
+    """Joins what is known of a place with the token after it, to predict one further (arXiv 2412.19437, §2.2)."""
+
+    def __init__(self, cfg: Model, block: Block) -> None:
+        super().__init__()
+        self.h_norm, self.e_norm, self.norm = (norm(cfg.width, cfg.norm) for _ in range(3))
+        self.join = nn.Linear(2 * cfg.width, cfg.width, bias=False)
+        self.block = block
+
+    def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
+        joined = self.join(torch.cat((self.h_norm(h_BSW), self.e_norm(embedded_BSW)), dim=-1))
+        out: tuple[Tensor, Routing | None] = self.block(joined, context)
+        return out
+
+
 class Decoder(nn.Module):
     def __init__(
-        self, cfg: Model, block: Callable[[], Block], *, z_loss: float = 0.0, loss_chunk: int = 2048, recompute: bool
+        self,
+        cfg: Model,
+        block: Callable[[int], Block],
+        *,
+        z_loss: float = 0.0,
+        loss_chunk: int = 2048,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.cfg, self.z_loss, self.loss_chunk, self.recompute = cfg, z_loss, loss_chunk, recompute
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
-        self.blocks = nn.ModuleList(block() for _ in range(cfg.layers))
-        self.norm = norm(cfg.width, cfg.norm)
-        shared = self.embedding.weight
-        assert isinstance(shared, nn.Parameter)
-        self.head = Head(shared if cfg.tied else nn.Parameter(shared.new_empty(shared.shape)))
+        self.position = _position(cfg)
+        self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
+        self.norm = norm(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
+        self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
+        shared = cast(nn.Parameter, self.embedding.weight)
+        self.head = Head(shared if cfg.tied else nn.Parameter(torch.empty_like(shared)), cfg.logit_scale)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor | None = None) -> Tensor | Losses:
-        """Logits, or with targets the losses, without the logits ever being whole."""
-        cos, sin = rotary_table(tokens_BS.shape[1], self.cfg.attention.head_dim, self.cfg.position, tokens_BS.device)
-        x_BSW = self.embedding(tokens_BS)
-        for block in self.blocks:
-            if self.recompute and self.training:
-                x_BSW = torch.utils.checkpoint.checkpoint(block, x_BSW, cos, sin, use_reentrant=False)
-            else:
-                x_BSW = block(x_BSW, cos, sin)
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor | Losses:
+        """Logits, or with targets the losses, without the logits ever being whole. With documents, a token sees its own
+        alone and positions begin anew in each; with a cache, the tokens follow those it has seen."""
+        places, context = self._context(tokens_BS, documents_BS, cache)
+        x_BSW = self._embed(tokens_BS, places)
+        routings = []
+        for layer, block in enumerate(self.blocks):
+            x_BSW, routing = self._run(block, x_BSW, context, None if cache is None else cache.layers[layer])
+            routings.append(routing)
         out: Tensor | Losses = self.head(self.norm(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
+        if targets_BS is None or isinstance(out, Tensor):
+            return out
+        total = out.total
+        if self.training:
+            for ahead in self.ahead:
+                # the next token is known and the one after it is asked for; the last place, and a document's, has none
+                x_BSW, routing = self._run(ahead, x_BSW, self._embed(targets_BS.clamp(min=0), places), context)
+                further = torch.cat((targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1)
+                targets_BS = torch.where(targets_BS < 0, -100, further)
+                losses = self.head(cast(nn.Module, ahead.norm)(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
+                total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
+                routings.append(routing)
+        routed = [routing for routing in routings if routing is not None]
+        if not routed:
+            return Losses(total, out.nll)
+        stacked = Routing(*(torch.stack(part) for part in zip(*routed, strict=True)))
+        return Losses(total + stacked.loss.sum(), out.nll, stacked)
+
+    def routers(self) -> list[Router]:
+        """In the order of `Losses.routing`."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def _run(self, block: nn.Module, *inputs: object) -> tuple[Tensor, Routing | None]:
+        if self.recompute and self.training:
+            kept: tuple[Tensor, Routing | None]
+            kept = torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
+            return kept
+        out: tuple[Tensor, Routing | None] = block(*inputs)
         return out
+
+    def _embed(self, tokens_BS: Tensor, places: Tensor) -> Tensor:
+        x_BSW: Tensor = self.embedding(tokens_BS)
+        if self.cfg.multipliers.embedding != 1:
+            x_BSW = x_BSW * self.cfg.multipliers.embedding
+        match self.cfg.position:
+            case Learned():
+                x_BSW = x_BSW + cast(nn.Module, self.position)(places)
+            case Sinusoidal():
+                x_BSW = x_BSW + sinusoidal(places, self.cfg.width).type_as(x_BSW)
+            case _:
+                pass
+        return x_BSW
+
+    def _context(self, tokens_BS: Tensor, documents_BS: Tensor | None, cache: Cache | None) -> tuple[Tensor, Context]:
+        """The tokens' places, (S) or (B, S), and what the layers share."""
+        cfg, device, queries = self.cfg, tokens_BS.device, tokens_BS.shape[1]
+        past = 0 if cache is None else cache.length
+        padding_B = None if cache is None else cache.padding_B
+        places = torch.arange(past, past + queries, device=device)
+        if padding_B is not None:
+            places = (places - padding_B[:, None]).clamp(min=0)
+        if documents_BS is not None:
+            begins = torch.ones_like(documents_BS, dtype=torch.bool)
+            begins[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+            places = places - torch.where(begins, places, 0).cummax(dim=1).values
+        position, a = cfg.position, cfg.attention
+        table = rotary(places, a.rotary_dim, position) if isinstance(position, RoPE) else None
+        bias = None
+        if isinstance(position, ALiBi | RelativeBias):
+            distance_QK = distances(queries, past + queries, device)
+            bias = (
+                alibi(distance_QK, a.heads)
+                if isinstance(position, ALiBi)
+                else cast(nn.Module, self.position)(distance_QK)
+            )
+
+        def mask(window: int | None) -> Mask:
+            hides = documents_BS is not None or (window is not None and window < queries)
+            flex = device.type == "cuda" and cache is None and (hides or a.softcap is not None or a.sinks)
+            return make_mask(
+                queries,
+                past + queries,
+                device,
+                window=window,
+                documents_BK=documents_BS,
+                padding_B=padding_B,
+                flex=flex,
+            )
+
+        far = mask(None)
+        return places, Context(table, bias, far if a.window is None else mask(a.window), far)
+
+
+def _position(cfg: Model) -> nn.Module | None:
+    match cfg.position:
+        case Learned():
+            return nn.Embedding(cfg.seq, cfg.width)
+        case RelativeBias():
+            return DistanceBias(cfg.attention.heads, cfg.position)
+        case _:
+            return None

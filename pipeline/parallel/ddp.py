@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
-from pipeline.optim.groups import adamw
+from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel.engine import Micro, Update
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -25,15 +25,13 @@ class DDPEngine:
             kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)],
         )
         assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
-        assert config.optim.lr != "auto", "resolve the recipe first"
         self._clip = config.optim.clip
-        optimizer = adamw(model.to(world.device), config.optim.optimizer, config.optim.lr)
+        optimizer = adamw(model.to(world.device), config)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
 
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self._optimizer, lr)
         self._model.train()
         nlls = []
         for micro in micros:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.model.stack import Decoder, Losses
-from pipeline.optim.groups import adamw
+from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel.engine import Micro, Update
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -38,15 +38,13 @@ class ZeroEngine:
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
         self._clip = config.optim.clip
         self._unsharded = config.parallel.zero == 0 and config.train.dtype == "fp32"
-        assert config.optim.lr != "auto", "resolve the recipe first"
-        optimizer = adamw(model.to(world.device), config.optim.optimizer, config.optim.lr)
+        optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(config, world)
         )
 
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self._optimizer, lr)
         self._engine.train()
         nlls, norm = [], None
         for micro in micros:

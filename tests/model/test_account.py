@@ -2,45 +2,172 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import account
 from pipeline.config.load import load, names
+from pipeline.config.schema import Model
 from pipeline.model.build import build
+from pipeline.model.build import draw as weights
+from pipeline.model.norm import LayerNorm, RMSNorm
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("arch", names("arch"))
-@pytest.mark.parametrize("size", names("size"))
-def test_parameters_are_exact_for_every_shipped_config(size, arch, tied):
-    config = load(size=size, arch=arch, sets=[f"model.tied={str(tied).lower()}"])
+def built(cfg):
     with torch.device("meta"):
-        model = build(config.model)
-    count = account.params(config.model)
-    built = {name: p.numel() for name, p in model.named_parameters()}
-    assert count.total == sum(built.values())
-    assert count.embedding == built["embedding.weight"]
-    assert count.head == built.get("head.weight", 0)
-    assert count.norm == sum(n for name, n in built.items() if "norm" in name)
-    assert count.scaling == count.non_embedding + config.model.vocab * config.model.width
+        return build(cfg)
+
+
+def exact(cfg):
+    model, count = built(cfg), account.params(cfg)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    norms = {id(p) for m in model.modules() if isinstance(m, RMSNorm | LayerNorm) for p in m.parameters()} - {
+        id(p) for p in model.ahead.parameters()
+    }
+    experts = sum(p.numel() for p in model.parameters() if hasattr(p, "expert"))
+    assert count.total == sum(sizes.values())
+    assert count.embedding == sizes["embedding.weight"]
+    assert count.position == sum(n for name, n in sizes.items() if name.startswith("position."))
+    assert count.head == sizes.get("head.weight", 0)
+    assert count.mtp == sum(n for name, n in sizes.items() if name.startswith("ahead."))
+    assert count.norm == sum(p.numel() for p in model.parameters() if id(p) in norms)
+    assert count.experts == experts
+    if experts:
+        idle = (1 - cfg.ffn.top_k / cfg.ffn.experts) * sum(
+            p.numel() for name, p in model.named_parameters() if hasattr(p, "expert") and not name.startswith("ahead.")
+        )
+        assert count.active == pytest.approx(count.total - count.mtp - idle, rel=1e-12)
+    else:
+        assert count.active == count.total - count.mtp
+    assert count.scaling == count.active_non_embedding + cfg.vocab * cfg.width
+
+
+@pytest.mark.parametrize("size", names("size"))
+def test_parameters_are_exact_for_every_size(size):
+    exact(load(size=size).model)
+
+
+@pytest.mark.parametrize("arch", names("arch"))
+def test_parameters_are_exact_for_every_architecture_and_it_crosses_with_every_size(arch):
+    for size in ("tiny", "125m", "1b"):
+        exact(load(size=size, arch=arch).model)
+    assert all(account.params(load(size=size, arch=arch).model).total for size in names("size"))
 
 
 @pytest.mark.parametrize(
-    "sets", [[], ["model.ffn.activation=gelu"], ["model.attention.qk_norm=false", "model.tied=true"]]
+    ("arch", "size", "vocab", "seq", "total", "active"),
+    [  # billions, as published
+        ("llama3", "7b", 128256, 8192, 8.03, 8.03),
+        ("llama3", "70b", 128256, 8192, 70.6, 70.6),
+        ("mixtral", "7b", 32000, 4096, 46.7, 12.9),
+        ("deepseek-v2-lite", "16b", 102400, 4096, 15.7, 2.4),
+        ("deepseek-v2", "236b", 102400, 4096, 236, 21),
+        ("deepseek-v3", "671b", 129280, 4096, 671, 37),
+        ("gpt3", "175b", 50257, 2048, 175, 175),
+    ],
 )
-def test_flops_match_torchs_counter(sets):
-    config = load(size="500k", sets=["model.seq=64", "model.vocab=256", *sets])
-    model = build(config.model)
-    tokens = torch.randint(256, (2, 64))
-    counter = FlopCounterMode(display=False)
-    with counter, sdpa_kernel(SDPBackend.MATH):  # logits and plain attention: every matmul is one that torch counts
-        model(tokens).sum().backward()
+def test_published_giants_build_with_their_published_counts(arch, size, vocab, seq, total, active):
+    cfg = load(size=size, arch=arch, sets=[f"model.vocab={vocab}", f"model.seq={seq}", "model.mtp=0"]).model
+    count = account.params(cfg)
+    assert sum(p.numel() for p in built(cfg).parameters()) == count.total
+    assert count.total / 1e9 == pytest.approx(total, rel=0.0025)
+    # DeepSeek counts active parameters without the input embedding, Mistral with it
+    counted = count.active - (count.embedding if arch.startswith("deepseek") else 0)
+    assert counted / 1e9 == pytest.approx(active, rel=0.025)
+
+
+POSITIONS = [
+    {"kind": "rope", "theta": 1e4},
+    {"kind": "rope", "theta": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_seq": 16}},
+    {"kind": "learned"},
+    {"kind": "sinusoidal"},
+    {"kind": "relative", "buckets": 8, "max_distance": 32},
+    {"kind": "alibi"},
+    {"kind": "none"},
+]
+
+
+@st.composite
+def models(draw):
+    """Any architecture that the types allow."""
+    pick = lambda *options: draw(st.sampled_from(options))  # noqa: E731
+    heads, dim, seq = pick(2, 4), pick(4, 8), 32
+    scores = {"window": pick(None, None, 8), "softcap": pick(None, None, 20.0), "sinks": pick(False, True)}
+    if scores["window"]:
+        scores["global_every"] = pick(None, 2)
+    if pick("gqa", "mla") == "gqa":
+        flags = {key: draw(st.booleans()) for key in ("qk_norm", "bias", "out_bias")}
+        attention = {"kind": "gqa", "heads": heads, "kv_heads": pick(1, 2, heads), "head_dim": dim, **flags}
+    else:
+        ranks = {"q_rank": pick(None, 12), "kv_rank": pick(8, 16)}
+        attention = {"kind": "mla", "heads": heads, "nope_dim": dim, "rope_dim": 4, "v_dim": pick(4, 8), **ranks}
+    activation = pick("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2")
+    if draw(st.booleans()):
+        ffn = {"kind": "ffn", "activation": activation, "hidden": pick(24, 40), "bias": draw(st.booleans())}
+    else:
+        ffn = {"kind": "moe", "activation": activation, "hidden": 16, "dense_hidden": 24, "experts": 8}
+        ffn |= {"top_k": pick(1, 2, 3), "shared": pick(0, 1, 2), "router": pick("softmax", "sigmoid")}
+        ffn |= {"groups": 4, "top_groups": 2} if draw(st.booleans()) else {}
+        ffn |= {"dense_layers": pick(0, 1), "every": pick(1, 2), "capacity": pick(None, 1.25), "aux_loss": 0.01}
+        ffn |= {"seq_aux_loss": 0.01, "z_loss": 0.01, "bias_step": pick(0.0, 0.001), "normalise": draw(st.booleans())}
+    placement = pick("pre", "post", "sandwich", "deepnorm")
+    kind = pick("rmsnorm", "layernorm")
+    return Model.model_validate(
+        {
+            "vocab": 64,
+            "seq": seq,
+            "width": 32,
+            "layers": 3,
+            "norm": {"kind": kind, "bias": kind == "layernorm" and draw(st.booleans())},
+            "placement": placement,
+            "parallel_block": placement == "pre" and draw(st.booleans()),
+            "position": pick(*POSITIONS),
+            "nope_every": pick(None, 2),
+            "tied": draw(st.booleans()),
+            "mtp": pick(0, 0, 1, 2),
+            "init_std": 0.02,
+            "attention": attention | scores,
+            "ffn": ffn,
+        }
+    )
+
+
+def grouped(a, b, *_args, out_shape=None, **_kwargs):
+    """Rows times a stack of matrices, or the gradient of the stack: either way every row meets one matrix."""
+    return 2 * a[0] * a[1] * b[-1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models())
+def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhere(cfg):
+    exact(cfg)
+    model = build(cfg, loss_chunk=64)
+    weights(model, cfg, 0)
+    tokens = torch.randint(cfg.vocab, (2, cfg.seq + 1), generator=torch.Generator().manual_seed(0))
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
+    with counter, sdpa_kernel(SDPBackend.MATH):  # every matmul is one that torch counts
+        losses = model(tokens[:, :-1], tokens[:, 1:])
+        losses.total.backward()
     by_op = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-    attention = by_op["aten.bmm"]
-    flops = account.flops_per_token(config.model)
-    assert sum(by_op.values()) - attention == flops.matmul * tokens.numel()
-    assert attention == 2 * flops.attention * tokens.numel()  # the plain one computes the masked half too
+    flops, full = (
+        account.flops_per_token(cfg),
+        cfg.model_copy(update={"attention": cfg.attention.model_copy(update={"window": None, "global_every": None})}),
+    )
+    assert sum(by_op.values()) - by_op["aten.bmm"] == flops.matmul * 2 * cfg.seq
+    # plain attention computes what the mask hides too
+    assert by_op["aten.bmm"] == 2 * account.flops_per_token(full).attention * 2 * cfg.seq
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_window_counts_what_it_sees():
+    cfg = load(size="1b", arch="mistral", sets=["model.seq=64", "model.attention.window=16"]).model
+    a = cfg.attention
+    seen = sum(min(i + 1, 16) for i in range(64))  # keys seen by all queries
+    exact_flops = 12 * cfg.layers * a.heads * a.head_dim * seen / 64
+    half = 12 * cfg.layers * a.heads * a.head_dim / 2  # the diagonal, of which the convention counts half
+    assert abs(account.flops_per_token(cfg).attention - exact_flops) <= half
 
 
 def test_recompute_costs_one_more_forward_of_the_blocks():

@@ -44,8 +44,8 @@ def translate(ours, cfg, tied):
             f"{at}mlp.gate_proj.weight": gate,
             f"{at}mlp.up_proj.weight": up,
             f"{at}mlp.down_proj.weight": block.ffn.out.weight,
-            f"{at}input_layernorm.weight": block.attention_norm.gain,
-            f"{at}post_attention_layernorm.weight": block.ffn_norm.gain,
+            f"{at}input_layernorm.weight": block.at_attention.before.gain,
+            f"{at}post_attention_layernorm.weight": block.at_ffn.before.gain,
         }
         if a.qk_norm:
             out |= {f"{at}self_attn.{c}_norm.weight": getattr(block.attention, f"{c}_norm").gain for c in "qk"}
