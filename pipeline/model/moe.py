@@ -47,9 +47,9 @@ def local_dispatch(x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], 
     return y_TW if beside is None else y_TW + beside()
 
 
-def sort(experts_TK: Tensor) -> tuple[Tensor, Tensor]:
+def sort(experts: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts the T·K rows by expert, tokens in order within each, and its inverse."""
-    order_N = experts_TK.flatten().argsort(stable=True)
+    order_N = experts.flatten().argsort(stable=True)
     home_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
     return order_N, home_N
 
@@ -118,7 +118,9 @@ class Router(nn.Module):
         load_BE = scores_BSE.new_zeros(len(experts_BN), c.experts)
         load_BE = load_BE.scatter_add(1, experts_BN, torch.ones_like(experts_BN, dtype=load_BE.dtype))
         choice = Choice(experts_BSK.flatten(0, 1), weights_BSK.flatten(0, 1) * c.scale, load_BE.sum(0))
-        kept_TK = None if c.capacity is None else self._within(choice, c.capacity)
+        kept_TK = (
+            None if c.capacity is None else self._within(experts_BN, load_BE, c.capacity).view_as(choice.experts_TK)
+        )
         if kept_TK is not None:
             choice = choice._replace(weights_TK=choice.weights_TK * kept_TK)
         dropped = logits_BSE.new_zeros(()) if kept_TK is None else 1 - kept_TK.float().mean()
@@ -142,13 +144,15 @@ class Router(nn.Module):
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(c.top_groups, dim=-1).indices, True)
         return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _within(self, choice: Choice, capacity: float) -> Tensor:
-        """Which rows an expert has room for: the first come."""
-        most = math.ceil(capacity * choice.experts_TK.numel() / self.cfg.experts)
-        order_N, home_N = sort(choice.experts_TK)
-        first_E = choice.load_E.cumsum(0) - choice.load_E
-        place_N = torch.arange(len(order_N), device=order_N.device) - first_E[choice.experts_TK.flatten()[order_N]]
-        return (place_N < most)[home_N].view_as(choice.experts_TK)
+    def _within(self, experts_BN: Tensor, load_BE: Tensor, capacity: float) -> Tensor:
+        """Which rows an expert has room for: the first of each sequence, so that no layout changes what is dropped."""
+        rows, experts = experts_BN.shape[1], self.cfg.experts
+        most = math.ceil(capacity * rows / experts)
+        key = (experts_BN + experts * torch.arange(len(experts_BN), device=experts_BN.device)[:, None]).flatten()
+        order, home = sort(key)
+        load = load_BE.flatten()
+        place = torch.arange(len(key), device=key.device) - (load.cumsum(0) - load)[key[order]]
+        return (place < most)[home]
 
     def _loss(self, logits_BSE: Tensor, probability_BSE: Tensor, load_BE: Tensor) -> Tensor:
         """Switch's balance loss, 1 at perfect balance, over the micro-batch and within sequences, and the z loss."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
-from pipeline.parallel.engine import Micro, Update
+from pipeline.parallel.engine import Micro, Update, balance
 from pipeline.parallel.world import TIMEOUT, World
 
 
@@ -25,7 +25,7 @@ class DDPEngine:
             kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)],
         )
         assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
-        self._clip = config.optim.clip
+        self._clip, self._world = config.optim.clip, world
         optimizer = adamw(model.to(world.device), config)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
@@ -33,15 +33,17 @@ class DDPEngine:
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
         set_rate(self._optimizer, lr)
         self._model.train()
-        nlls = []
+        nlls, routings = [], []
         for micro in micros:
             losses: Losses = self._model(*micro)
             self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
+            routings.append(losses.routing)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return Update(torch.stack(nlls).mean(), norm)
+        model = self._accelerator.unwrap_model(self._model)
+        return Update(torch.stack(nlls).mean(), norm, balance(model, routings, self._world))
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:

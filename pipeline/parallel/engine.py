@@ -4,14 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-Micro = tuple[Tensor, Tensor]  # tokens_BS and targets_BS of one forward pass
+from pipeline.model.moe import Routing
+from pipeline.model.stack import Decoder
+from pipeline.parallel.world import World
+
+
+class Micro(NamedTuple):
+    """One forward pass of one rank."""
+
+    tokens_BS: Tensor
+    targets_BS: Tensor
+    documents_BS: Tensor | None = None  # attention stays within each
 
 
 class Update(NamedTuple):
     nll: Tensor  # this rank's mean over its micro-batches, on the device: reading it waits for the device
     grad_norm: Tensor | float  # of the whole model, before clipping
+    routing: Routing | None = None  # of the whole batch, by layer: loads are sums, the rest means
 
 
 class Engine(Protocol):
@@ -26,3 +38,18 @@ class Engine(Protocol):
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote in the same world."""
+
+
+@torch.no_grad()
+def balance(model: Decoder, routings: Sequence[Routing | None], world: World) -> Routing | None:
+    """What the routers did with the whole batch of every rank, after which each takes one balancing step."""
+    routed = [routing for routing in routings if routing is not None]
+    if not routed:
+        return None
+    parts = [torch.stack(part).double().sum(0) for part in zip(*routed, strict=True)]
+    rows = world.reduce(torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1))
+    loss, load, dropped, entropy = torch.split(rows, [1, rows.shape[1] - 3, 1, 1], dim=1)
+    for router, load_E in zip(model.routers(), load, strict=True):
+        router.balance(load_E)
+    loss, dropped, entropy = (part.squeeze(1) / (len(routed) * world.size) for part in (loss, dropped, entropy))
+    return Routing(loss, load, dropped, entropy)

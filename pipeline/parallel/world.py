@@ -48,9 +48,13 @@ class World:
             total = total.pin_memory().to(self.device, non_blocking=True)
         if first is not None:
             total = torch.cat((first.detach().double().reshape(1), total))
+        return self.reduce(total)
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place; nothing here waits for the device."""
         if self.size > 1:
-            dist.all_reduce(total)
-        return total
+            dist.all_reduce(values)
+        return values
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so."""

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
-from pipeline.parallel.engine import Micro, Update
+from pipeline.parallel.engine import Micro, Update, balance
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow where it finds it: seconds in every process, and a tracker
@@ -36,7 +36,7 @@ class ZeroEngine:
             # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
-        self._clip = config.optim.clip
+        self._clip, self._world = config.optim.clip, world
         self._unsharded = config.parallel.zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -46,7 +46,7 @@ class ZeroEngine:
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
         set_rate(self._optimizer, lr)
         self._engine.train()
-        nlls, norm = [], None
+        nlls, routings, norm = [], [], None
         for micro in micros:
             losses: Losses = self._engine(*micro)
             self._engine.backward(losses.total)
@@ -57,7 +57,9 @@ class ZeroEngine:
                 )
             self._engine.step()
             nlls.append(losses.nll.detach())
-        return Update(torch.stack(nlls).mean(), self._engine.get_global_grad_norm() if norm is None else norm)
+            routings.append(losses.routing)
+        norm = self._engine.get_global_grad_norm() if norm is None else norm
+        return Update(torch.stack(nlls).mean(), norm, balance(self._engine.module, routings, self._world))
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:

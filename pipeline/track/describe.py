@@ -16,7 +16,7 @@ from pipeline.track import environment
 FILES = ("config.toml", "run.json", environment.FILE)
 NAME_CHARACTERS = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 VALUE_CHARACTERS = 500  # servers before 2.8 take no more; the whole value is in the artifact
-PREFIX = {"step": "train", "eval": "eval"}
+PREFIX = {"step": "train", "eval": "eval", "moe": "moe"}
 NOT_METRICS = {"kind", "time", "step"}
 STATUS = {
     "start": "RUNNING",

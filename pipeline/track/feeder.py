@@ -14,7 +14,7 @@ from pipeline.track.tail import Tail
 
 CHUNK_RECORDS = 500
 LEAST_METRICS = 50
-ALWAYS_THERE = {"step": ("train/tokens", "train/loss"), "eval": ("eval/tokens", "eval/loss")}
+ALWAYS_THERE = {"step": ("train/tokens", "train/loss"), "eval": ("eval/tokens", "eval/loss"), "moe": ("moe/tokens",)}
 
 
 class Feeder:

@@ -86,7 +86,9 @@ def encode(record: Mapping[str, object]) -> bytes:
     flat: dict[str, object] = {}
     nonfinite: dict[str, str] = {}
     for key, value in record.items():
-        if not isinstance(value, str | int | float | None):
+        if isinstance(value, list):  # of finite numbers or of such lists: an expert's load by layer
+            json.dumps(value, allow_nan=False)
+        elif not isinstance(value, str | int | float | None):
             value = _plain(key, value)
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[key] = str(value)  # nan, inf, -inf: what float() reads back

@@ -35,8 +35,7 @@ class Evaluator:
 
 def cut(batch: Batch, micro: int, world: World) -> list[Micro]:
     """This rank's rows as micro-batches on its device, copied without waiting."""
-    tokens, targets = batch.tokens_BS, batch.targets_BS
+    rows = [t for t in (batch.tokens_BS, batch.targets_BS, batch.documents_BS) if t is not None]
     if world.device.type == "cuda":
-        tokens = tokens.pin_memory().to(world.device, non_blocking=True)
-        targets = targets.pin_memory().to(world.device, non_blocking=True)
-    return list(zip(torch.split(tokens, micro), torch.split(targets, micro), strict=True))
+        rows = [t.pin_memory().to(world.device, non_blocking=True) for t in rows]
+    return [Micro(*part) for part in zip(*(torch.split(t, micro) for t in rows), strict=True)]

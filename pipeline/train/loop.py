@@ -6,6 +6,7 @@ from typing import Any
 from pipeline.account import flops_per_token
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
+from pipeline.model.moe import Routing
 from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import rate
 from pipeline.parallel.engine import Engine
@@ -41,6 +42,7 @@ class Loop:
         peak = peak_flops(config.cluster, world.device)
         self.meter = Meter(self.batch_tokens, self.flops, None if peak is None else peak * world.size)
         self.stop, self.watch = stop, watch
+        self._routing_every = max(1, self.steps // 100)  # what a heat map can show
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """From step `start` to the end or to a wish to stop; whether the end was reached."""
@@ -92,6 +94,8 @@ class Loop:
                 wait_s=wait_s,
                 hash=f"{sum(int(p) << s for p, s in zip(parts, _SHIFTS, strict=True)) % 2**64:016x}",
             )
+        if update.routing is not None and (done % self._routing_every == 0 or done == self.steps):
+            self._record("moe", done, **_routed(update.routing))
         return bool(stop)
 
     def _save(self, done: int) -> None:
@@ -108,3 +112,17 @@ class Loop:
         self.tracker.record(
             {"kind": kind, "time": time.time(), "step": done, "tokens": tokens, "flops": tokens * self.flops, **values}
         )
+
+
+def _routed(routing: Routing) -> dict[str, Any]:
+    """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
+    share_LE = routing.load_E / routing.load_E.sum(-1, keepdim=True)
+    return {
+        "load": [[round(share, 5) for share in layer] for layer in share_LE.tolist()],
+        "imbalance": [round(x, 4) for x in (share_LE.amax(-1) * share_LE.shape[-1]).tolist()],
+        "dropped": [round(x, 5) for x in routing.dropped.tolist()],
+        "entropy": [round(x, 4) for x in routing.entropy.tolist()],
+        "worst_imbalance": (share_LE.amax() * share_LE.shape[-1]).item(),
+        "dropped_share": routing.dropped.mean().item(),
+        "aux_loss": routing.loss.sum().item(),
+    }
