@@ -102,7 +102,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "dtype": train.dtype,
         "memory_bytes": {f"zero{z}": {**asdict(m), "total": m.total} for z, m in memory.items()},
         "device_memory_bytes": config.cluster.memory_bytes,
-        "checkpoint_bytes": account.checkpoint_bytes(model, train.dtype),
+        "checkpoint_bytes": account.checkpoint_bytes(model),
     }
 
 

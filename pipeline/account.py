@@ -244,6 +244,6 @@ def _kept(model: Model, layer: int) -> int:
     return 4 * model.width + inner + ffn
 
 
-def checkpoint_bytes(model: Model, dtype: Dtype) -> int:
-    """One checkpoint on disk, all ranks together: weights, fp32 masters and two moments."""
-    return params(model).total * (BYTES[dtype] + 12)
+def checkpoint_bytes(model: Model) -> int:
+    """One checkpoint on disk, all ranks together: fp32 masters and two moments."""
+    return params(model).total * 12

@@ -447,6 +447,7 @@ class Train(Frozen):
     eval_batches: Positive
     save_every: Positive | Auto
     keep_last: Positive
+    keep_every: Positive | None = None  # besides, every checkpoint whose step is a multiple
     log_every: Positive
     max_restarts: Annotated[int, Field(ge=0)]  # after a fault, until a new checkpoint is written
     hang_s: Rate  # a step may last three times the p99 and this much more before it is taken for a hang

@@ -1,7 +1,6 @@
 """The referee: the same training through Accelerate and torch's own DDP, against which DeepSpeed's is held."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
+from pipeline.parallel import fragments
 from pipeline.parallel.engine import Micro, Update, balance
+from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
 
@@ -51,8 +52,19 @@ class DDPEngine:
         losses: Losses = self._model(*micro)
         return losses.nll
 
-    def save(self, directory: Path) -> None:
-        self._accelerator.save_state(str(directory))
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = self._optimizer.optimizer
+        return inner
 
-    def load(self, directory: Path) -> None:
-        self._accelerator.load_state(str(directory))
+    def state(self, *, share: bool = False) -> list[Fragment]:
+        module, replica = self._accelerator.unwrap_model(self._model), (self._world.rank, self._world.size)
+        pieces = [Piece(name, p, p, 0, 0, p.numel(), replica) for name, p in module.named_parameters()]
+        fragments.ready(pieces, self.optimizer)
+        return [
+            *fragments.state(pieces, self.optimizer, share=share),
+            *fragments.buffers(module, replica, share=share),
+        ]
+
+    def adopt(self) -> None:
+        pass  # the weights are their own masters

@@ -1,7 +1,6 @@
 """What the loop asks of an engine; DeepSpeed answers everywhere, Accelerate's DDP is the referee it is held against."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from pipeline.model.moe import Routing
 from pipeline.model.stack import Decoder
+from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World
 
 
@@ -27,17 +27,22 @@ class Update(NamedTuple):
 
 
 class Engine(Protocol):
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, inside whatever wraps it: nothing else changes what `state` shows."""
+
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
         """Accumulate gradients over the micro-batches of every rank and take one clipped optimizer step."""
 
     def evaluate(self, micro: Micro) -> Tensor:
         """Mean loss in nats, without gradients."""
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's files; every rank calls it."""
+    def state(self, *, share: bool = False) -> list[Fragment]:
+        """This rank's part of masters and moments, as views; with `share` what it saves, so that the ranks' fragments
+        cover everything once."""
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote in the same world."""
+    def adopt(self) -> None:
+        """Take over what was written into `state`'s views: the weights follow their masters, on every rank."""
 
 
 @torch.no_grad()

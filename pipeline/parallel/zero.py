@@ -2,18 +2,19 @@
 
 import logging
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
-from pipeline.errors import RunError
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
+from pipeline.parallel import fragments
 from pipeline.parallel.engine import Micro, Update, balance
+from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow where it finds it: seconds in every process, and a tracker
@@ -21,11 +22,10 @@ from pipeline.parallel.world import TIMEOUT, World
 if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
+from deepspeed.utils import groups
 
 if hide:
     del sys.modules["mlflow"]
-
-_TAG = "engine"
 
 
 class ZeroEngine:
@@ -36,8 +36,8 @@ class ZeroEngine:
             # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
-        self._clip, self._world = config.optim.clip, world
-        self._unsharded = config.parallel.zero == 0 and config.train.dtype == "fp32"
+        self._world, self._zero = world, config.parallel.zero
+        self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(config, world)
@@ -67,13 +67,60 @@ class ZeroEngine:
         losses: Losses = self._engine(*micro)
         return losses.nll
 
-    def save(self, directory: Path) -> None:
-        self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = self._engine.basic_optimizer
+        return inner
 
-    def load(self, directory: Path) -> None:
-        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG)
-        if path is None:
-            raise RunError(f"checkpoint {directory} holds no engine state; resume from another or start anew")
+    def state(self, *, share: bool = False) -> list[Fragment]:
+        pieces = list(self._pieces())
+        fragments.ready(pieces, self.optimizer)
+        everywhere = (self._world.rank, self._world.size)
+        return [
+            *fragments.state(pieces, self.optimizer, share=share),
+            *fragments.buffers(self._engine.module, everywhere, share=share),
+        ]
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Where DeepSpeed 0.19.8 keeps the fp32 masters: four ways, by stage and dtype."""
+        wrapper = self._optimizer
+        masters: dict[int, Tensor] = {}
+        if self._zero == 0 and not self._unsharded:
+            for weights, copies in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                masters.update(zip(map(id, weights), copies, strict=True))
+        for name, p in self._engine.module.named_parameters():
+            if self._zero == 0:
+                yield Piece(name, p, masters.get(id(p), p), 0, 0, p.numel(), self._replica(p))
+            elif self._zero < 3:
+                if (held := p._hp_mapping) is not None:
+                    master = self.optimizer.param_groups[held.param_group_index]["params"][0]
+                    at, run = held.hp_fragment_address, held.lp_fragment_address
+                    yield Piece(name, p, master, at.start, run.start, at.numel)
+            else:
+                group, start, numel = wrapper.grad_position[wrapper.get_param_id(p)]
+                offset = dist.get_rank(p.ds_process_group) * numel  # the last partitions end in padding
+                held = max(0, min(numel, p.ds_numel - offset))
+                yield Piece(name, p, wrapper.fp32_partitioned_groups_flat[group], start, offset, held)
+
+    def _replica(self, p: torch.nn.Parameter) -> tuple[int, int]:
+        if (name := getattr(p, "group_name", None)) is not None:  # an expert: its copies are in another group
+            return groups._get_expert_data_parallel_rank(name), groups._get_expert_data_parallel_world_size(name)
+        return self._world.rank, self._world.size
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        wrapper = self._optimizer
+        if self._zero == 3:
+            wrapper.checkpoint_event_prologue()
+            for group in range(len(wrapper.fp16_groups)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(group)
+            wrapper.checkpoint_event_epilogue()
+        elif self._zero:
+            wrapper.update_lp_params()
+        elif not self._unsharded:
+            for weights, copies in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                for weight, copy in zip(weights, copies, strict=True):
+                    weight.copy_(copy)
 
 
 def _config(config: RunConfig, world: World) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from pipeline.account import flops_per_token
+from pipeline.checkpoint.save import Saved, Saver
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
 from pipeline.model.moe import Routing
@@ -13,7 +14,6 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.track.log import read
 from pipeline.track.tracker import Tracker
-from pipeline.train import checkpoint
 from pipeline.train.evaluate import Evaluator, cut
 from pipeline.train.goodput import goodput
 from pipeline.train.meter import Meter, peak_flops
@@ -43,6 +43,7 @@ class Loop:
         self.meter = Meter(self.batch_tokens, self.flops, None if peak is None else peak * world.size)
         self.stop, self.watch = stop, watch
         self._routing_every = max(1, self.steps // 100)  # what a heat map can show
+        self.saver = Saver(engine, config, run.checkpoints, world)
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """From step `start` to the end or to a wish to stop; whether the end was reached."""
@@ -60,7 +61,9 @@ class Loop:
                 self._record("eval", done, **evaluator(self.engine))
             if save := done % train.save_every == 0 or done == self.steps or stopping:
                 self.watch.enter("save", done)
-                self._save(done)
+                self._saved(done, self.saver.save(done))
+            end = stopping or done == self.steps
+            self._saved(done, self.saver.wait() if end else self.saver.finished())
             if evaluate or save:
                 self.meter.restart()
             if stopping and done < self.steps:
@@ -98,10 +101,11 @@ class Loop:
             self._record("moe", done, **_routed(update.routing))
         return bool(stop)
 
-    def _save(self, done: int) -> None:
-        began = time.perf_counter()
-        checkpoint.save(self.engine, self.config, self.run.checkpoints, done, self.world)
-        self._record("event", done, event="save", seconds=time.perf_counter() - began)
+    def _saved(self, done: int, saved: Saved | None) -> None:
+        """A checkpoint counts from its commit on, some steps after its own."""
+        if saved is not None:
+            seconds, blocked_s = saved.seconds, saved.blocked_s
+            self._record("event", done, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
 
     def _end(self, done: int, **values: Any) -> None:
         lost = goodput(read(self.run.log)) if self.world.first else {}

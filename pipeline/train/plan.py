@@ -62,15 +62,17 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
     if request.data is None:
         raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
     corpus = _corpus(request.data)
-    config = _config(request, corpus, devices)
-    _check_memory(config, request.nproc, devices)
+    config = _config(request, corpus)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
+    config = _fit(config, reload(run.config) if run.exists and request.resume else None, request, devices)
+    if not run.exists:
+        _check_disk(config, run.path)
+    run.claim()
     if run.exists and not request.resume:
         raise RunError(f"--out {run.path} holds a run already; add --resume to continue it or give another --out")
     if run.exists:
         run.continue_with(config)
         return run, config
-    _check_disk(config, run.path)
     train = corpus.manifest.splits["train"]
     about = facts(
         config,
@@ -90,8 +92,9 @@ def _again(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
         raise RunError(f"--resume without --size needs the --out of an existing run, got {request.out}")
     run = RunDir(request.out)
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
+    run.claim()
     config = reload(run.config, [moved], file=request.file, sets=request.sets, over=request.over)
-    _check_memory(config, request.nproc, devices)
+    config = _fit(config, reload(run.config), request, devices)
     if not run.finished:
         same_data(config, _corpus(Path(config.data.dir or ".")))
     run.continue_with(config)
@@ -113,7 +116,7 @@ def _corpus(path: Path) -> Corpus:
     return Corpus.open(path, verify=True) if size < _VERIFY_BYTES else corpus
 
 
-def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
+def _config(request: Request, corpus: Corpus) -> RunConfig:
     assert request.size is not None and request.data is not None
     vocab = corpus.manifest.tokenizer.vocab
     layer = {
@@ -138,7 +141,31 @@ def _config(request: Request, corpus: Corpus, devices: Devices) -> RunConfig:
     for split in ("train", "valid"):
         if corpus.split(split).tokens <= config.model.seq:
             raise corpus.too_small(split, config.model.seq)
-    return resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
+    return config
+
+
+def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices: Devices) -> RunConfig:
+    """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
+    if before is not None:
+        train, was = config.train, before.train
+        assert was.batch_tokens != "auto" and was.micro_batch != "auto"
+        batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
+        rows = batch // config.model.seq
+        if rows % request.nproc:
+            fits = max(n for n in range(1, request.nproc) if rows % n == 0)
+            raise ConfigError(
+                f"--nproc {request.nproc} does not divide the {rows} sequences of a batch, which a resumed run keeps; "
+                f"try --nproc {fits}"
+            )
+        micro = train.micro_batch
+        if micro in ("auto", was.micro_batch):  # not asked for
+            micro = "auto" if rows // request.nproc % was.micro_batch else was.micro_batch
+        config = config.model_copy(
+            update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
+        )
+    config = resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
+    _check_memory(config, request.nproc, devices)
+    return config
 
 
 def _check_memory(config: RunConfig, nproc: int, devices: Devices) -> None:
@@ -171,10 +198,9 @@ def _check_memory(config: RunConfig, nproc: int, devices: Devices) -> None:
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:
-    assert config.train.dtype != "auto"
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     # one more than is kept: the next is whole before the oldest goes
-    need = (config.train.keep_last + 1) * account.checkpoint_bytes(config.model, config.train.dtype)
+    need = (config.train.keep_last + 1) * account.checkpoint_bytes(config.model)
     free = shutil.disk_usage(there).free
     if need > free:
         raise RunError(

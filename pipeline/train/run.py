@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from pipeline.checkpoint.load import find, load
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader
@@ -14,7 +15,7 @@ from pipeline.parallel.world import World
 from pipeline.track.console import Console
 from pipeline.track.log import Log, read
 from pipeline.track.tracker import Fan, LocalLog, Tracker
-from pipeline.train import checkpoint, faults
+from pipeline.train import faults
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.goodput import beginning, goodput
 from pipeline.train.loop import Loop
@@ -55,16 +56,16 @@ def _corpus(config: RunConfig) -> Corpus:
 
 
 def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[str]]:
-    found, notes = checkpoint.find(directory.checkpoints, world)
+    found, notes = find(directory.checkpoints, world)
     if found is None:
-        saved = [r["step"] for r in read(directory.log) if r.get("event") == "save"] if directory.log.exists() else []
+        saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"] if directory.log.exists() else []
         if saved:
             raise RunError(
                 f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, or start "
                 "anew with another --out"
             )
         return 0, notes
-    checkpoint.load(worker, found, world)
+    load(worker, found, world)
     return found.step, notes
 
 

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from pipeline.errors import RunError, UserError
 from pipeline.files import replace
 from pipeline.track.log import Record, read
 
-# what a resumed run may change: how often it speaks and saves, and where its data and itself lie
-FREE = {
-    *(f"train.{key}" for key in ("log_every", "save_every", "keep_last", "eval_every", "max_restarts", "hang_s")),
-    *("data.dir", "name", "experiment"),
-}
+# what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
+FREE = (
+    *(
+        f"train.{key}"
+        for key in ("*_every", "keep_last", "max_restarts", "hang_s", "micro_batch", "recompute", "compile")
+    ),
+    *("parallel.*", "cluster.*", "data.dir", "name", "experiment"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class RunDir:
     def continue_with(self, config: RunConfig) -> None:
         """A resumed run is the same run; only what is free to change is taken over."""
         changed = differences(reload(self.config), config)
-        fixed = {key: values for key, values in changed.items() if key not in FREE}
+        fixed = {key: values for key, values in changed.items() if not any(fnmatch(key, free) for free in FREE)}
         if fixed:
             what = ", ".join(f"{k} was {a!r}, now {b!r}" for k, (a, b) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
@@ -92,9 +96,20 @@ class RunDir:
         worlds = [int(record["world"]) for record in read(self.log) if "world" in record]
         return worlds[-1] if worlds else None
 
-    def lock(self) -> int:
+    def claim(self) -> int:
+        """Hold the directory for this launcher, before anything is in it: of two first launches one is refused."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
+        return self.lock(".launch")
+
+    def lock(self, name: str = ".lock") -> int:
         """Hold the run for this process; the kernel lets go when it dies, however it dies."""
-        handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            handle = os.open(self.path / name, os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

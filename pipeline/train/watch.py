@@ -33,7 +33,7 @@ class HangError(RuntimeError):
 
 class Watch:
     """Times the phases of a rank. A step or an evaluation may take three times its p99 plus `hang_s`; a save, since a
-    disk is others' too, ten times its longest plus a minute; the first of each, which may compile, as long as a
+    disk is others' too and most saves are hardly waited for, ten times its longest plus ten minutes; the first of each, which may compile, as long as a
     collective may.
     """
 
@@ -61,7 +61,7 @@ class Watch:
         if not spans:
             return TIMEOUT.total_seconds()
         if self._phase == "save":
-            return 10 * spans[-1] + 60
+            return 10 * spans[-1] + 600
         return 3 * spans[math.ceil(0.99 * len(spans)) - 1] + self._hang_s
 
     def _work(self) -> None:

@@ -1,0 +1,155 @@
+"""Saving behind the training's back: it waits while its state is copied, not while the copy is written.
+
+Every rank writes aside, rank 0 gathers the checksums and commits by one rename. The training thread meets the writing
+one only before the next save and at the end; each has a process group of its own, for collectives of two threads in
+one group would meet in any order.
+"""
+
+import errno
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pipeline.account import checkpoint_bytes
+from pipeline.checkpoint import manifest, store
+from pipeline.checkpoint.manifest import CONFIG, Manifest
+from pipeline.checkpoint.random import random_state
+from pipeline.config.dump import to_toml
+from pipeline.config.schema import RunConfig
+from pipeline.errors import RunError
+from pipeline.files import replace
+from pipeline.parallel import fragments
+from pipeline.parallel.engine import Engine
+from pipeline.parallel.fragments import Fragment
+from pipeline.parallel.world import TIMEOUT, World
+
+_Part = tuple[dict[str, str], dict[str, list[int]]]  # a rank's files with their checksums, its tensors' shapes
+_ALIGN = 64  # bytes: between the copies of two fragments
+
+
+class Saved(NamedTuple):
+    step: int
+    seconds: float  # from the copy to the commit
+    blocked_s: float  # of them, those in which the training waited
+
+
+class Saver:
+    """One save at a time of one engine's state into one directory."""
+
+    def __init__(self, engine: Engine, config: RunConfig, root: Path, world: World) -> None:
+        self._engine, self._config, self._root, self._world = engine, config, root, world
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: tuple[int, float, float, Future[None]] | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._host = self._thread.submit(_host_memory, self._live(), pinned=world.device.type == "cuda")
+        engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
+
+    def save(self, step: int) -> Saved | None:
+        """Returns when the state is copied, with the save before it, which it waits for."""
+        began = time.perf_counter()
+        before = self.wait()
+        self._check_space(step)
+        count = fragments.steps(self._engine.optimizer)
+        copies = self._copy()
+        writing = self._thread.submit(self._write, step, count, copies)
+        self._pending = (step, began, time.perf_counter() - began, writing)
+        return before
+
+    def wait(self) -> Saved | None:
+        """The save under way, when it is committed; raises RunError if it failed."""
+        if self._pending is None:
+            return None
+        (step, began, blocked, writing), self._pending = self._pending, None
+        since = time.perf_counter()
+        writing.result()
+        now = time.perf_counter()
+        return Saved(step, now - began, blocked + now - since)
+
+    def finished(self) -> Saved | None:
+        """The save under way, if it has ended."""
+        return self.wait() if self._pending is not None and self._pending[-1].done() else None
+
+    def _live(self) -> list[Fragment]:
+        return [*self._engine.state(share=True), *random_state(self._world)]
+
+    def _copy(self) -> list[Fragment]:
+        live, host = self._live(), self._host.result()
+        assert len(live) == len(host), "the engine's layout changed while it ran"
+        if self._world.device.type == "cuda":
+            # beside the next forward and backward passes: only the next optimizer step has to wait for it
+            stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for fragment, copy in zip(live, host, strict=True):
+                    copy.copy_(fragment.data, non_blocking=True)
+                self._copied.record()
+        else:
+            for fragment, copy in zip(live, host, strict=True):
+                copy.copy_(fragment.data)
+        return [Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)]
+
+    def _hold(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _write(self, step: int, count: int, copies: list[Fragment]) -> None:
+        final, aside = self._root / f"step-{step:08d}", self._root / f".step-{step:08d}.tmp"
+        if self._copied is not None:
+            self._copied.synchronize()
+        try:
+            if self._world.first:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            if self._group is not None:
+                dist.barrier(self._group)
+            index = store.write(aside, copies, self._group)
+            sums = {p.name: manifest.digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
+            parts = self._gather((sums, {f.key: list(f.shape) for f in copies}))
+            if self._world.first:
+                replace(aside / CONFIG, to_toml(self._config).encode())
+                files = {name: each for part, _ in parts for name, each in part.items()}
+                files[CONFIG] = manifest.digest(aside / CONFIG)
+                shapes = {key: shape for _, part in parts for key, shape in part.items()}
+                about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
+                manifest.commit(aside, final, about)
+                manifest.prune(self._root, self._config.train.keep_last, self._config.train.keep_every)
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as RuntimeError
+            fault = self._error(error, step)  # first: it looks how full the disk is
+            shutil.rmtree(aside, ignore_errors=True)
+            raise fault from error
+
+    def _gather(self, mine: _Part) -> list[_Part]:
+        parts = [mine] * self._world.size
+        if self._group is not None:
+            dist.all_gather_object(parts, mine, group=self._group)
+        return parts
+
+    def _check_space(self, step: int) -> None:
+        need, free = checkpoint_bytes(self._config.model), shutil.disk_usage(self._root).free
+        if self._world.agree(free < need):
+            raise self._error(OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free"), step)
+
+    def _error(self, error: BaseException, step: int) -> RunError:
+        if isinstance(error, CheckpointException):  # of whichever ranks failed
+            error = next(iter(error.failures.values()))[0]
+        full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(self._root).free < 1 << 20
+        held = manifest.complete(self._root)
+        last = f"{held[-1].name} is intact" if held else "there is no earlier one"
+        what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        detail = f" ({error.args[1]})" if isinstance(error, OSError) and len(error.args) > 1 else ""
+        return RunError(f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume")
+
+
+def _host_memory(live: list[Fragment], *, pinned: bool) -> list[Tensor]:
+    """Room for the copies, in one piece, held for the whole run: pinning it takes longer than a save may."""
+    sizes = [-(-f.data.nbytes // _ALIGN) * _ALIGN for f in live]
+    room = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned), sizes)
+    return [part[: f.data.nbytes].view(f.data.dtype) for part, f in zip(room, live, strict=True)]
