@@ -32,9 +32,9 @@ class HangError(RuntimeError):
 
 
 class Watch:
-    """Times the phases of a rank. A step or an evaluation may take three times its p99 plus `hang_s`; a save, since a
-    disk is others' too and most saves are hardly waited for, ten times its longest plus ten minutes; the first of each, which may compile, as long as a
-    collective may.
+    """Times the phases of a rank. A step or an evaluation may take three times its p99 plus `hang_s`; a save, which
+    waits for the one before it only if the disk is slow, ten times its longest plus ten minutes; the first of each,
+    which may compile, as long as a collective may.
     """
 
     def __init__(self, run: RunDir, world: World, hang_s: float) -> None:
