@@ -1,0 +1,78 @@
+"""`python -m tests.checkpoint.killed ROOT TIMES SEED`: a process that saves without pause is killed and started again,
+and after each death what it left is read. The deaths are forks, so that imports are paid once.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint import manifest
+from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.save import Saver
+from pipeline.config.load import load as settings
+from pipeline.errors import RunError
+from pipeline.parallel.world import World
+from tests.checkpoint.plain import Plain
+
+ALONE = World(0, 1, torch.device("cpu"))
+SHAPES = [(300, 200), (100_000,), (7,)]
+
+
+def save_on(root: Path, config, ready: int) -> None:
+    engine = Plain(SHAPES)
+    found, damaged = find(root, ALONE)
+    assert not damaged, damaged
+    step = 0
+    if found is not None:
+        load(engine, found, ALONE)
+        step = engine.step()
+        assert step == found.step
+    saver = Saver(engine, config, root, ALONE)
+    while True:
+        os.write(ready, b"!")
+        step += 1
+        engine.stamp(step)
+        saver.save(step)
+
+
+def main(root: Path, times: int, seed: int) -> None:
+    torch.set_num_threads(1)  # threads do not survive a fork
+    config = settings(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
+    dice, last, during, engine, pace_s = random.Random(seed), 0, 0, Plain(SHAPES), 0.05
+    for _ in range(times):
+        hear, ready = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                save_on(root, config, ready)
+            finally:
+                os._exit(1)
+        os.close(ready)
+        for save in range(dice.choice((1, 2, 3, 3))):  # the third begins when the first is committed
+            began = time.monotonic()
+            assert os.read(hear, 1) == b"!", "it could not go on from what was left"
+            if save:
+                pace_s = time.monotonic() - began
+        os.close(hear)
+        time.sleep(dice.uniform(0, pace_s))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        during += bool(list(root.glob(".step-*")))
+        try:
+            newest = manifest.newest(root)
+        except RunError:
+            assert last == 0, "the last checkpoint is gone"
+            continue
+        load(engine, newest, ALONE)
+        assert engine.step() == newest.step >= last
+        last = newest.step
+    print(json.dumps({"during": during, "last": last}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

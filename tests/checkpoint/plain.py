@@ -1,0 +1,35 @@
+"""The least engine there is: a few tensors under torch's AdamW, whose every number tells the step it belongs to."""
+
+import torch
+from torch import nn
+
+from pipeline.parallel import fragments
+from pipeline.parallel.fragments import Fragment, Piece
+
+KINDS = {"model": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}
+
+
+class Plain:
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self._parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        self.optimizer = torch.optim.AdamW(self._parameters)
+
+    def state(self, *, share: bool = False) -> list[Fragment]:
+        pieces = [Piece(f"p{i}", p, p, 0, 0, p.numel()) for i, p in enumerate(self._parameters)]
+        fragments.ready(pieces, self.optimizer)
+        return list(fragments.state(pieces, self.optimizer, share=share))
+
+    def adopt(self) -> None:
+        pass
+
+    def stamp(self, step: int) -> None:
+        for fragment in self.state():
+            fragment.data.fill_(step + KINDS[fragment.key.split("/")[0]])
+        fragments.set_steps(self.optimizer, step)
+
+    def step(self) -> int:
+        """The step that all of it is of."""
+        values = [fragment.data - KINDS[fragment.key.split("/")[0]] for fragment in self.state()]
+        (step,) = torch.cat(values).unique().tolist()
+        assert step == fragments.steps(self.optimizer)
+        return int(step)

@@ -1,0 +1,94 @@
+"""Runs in worlds of several sizes for the price of one import: the ranks are forks of a process that has torch and
+DeepSpeed loaded. `python -m tests.checkpoint.worlds JOBS.json` does a list of jobs, one after the other.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.save import Saver
+from pipeline.config.load import reload
+from pipeline.parallel.build import engine
+from pipeline.parallel.world import World
+from pipeline.train.plan import Devices, Request, settle
+from pipeline.train.run import run
+from pipeline.train.stop import Stop
+
+
+def fork(ranks: int, work: Callable[[World], object]) -> None:
+    """`work` in `ranks` processes that find each other as torchrun's do; raises if one fails."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="localhost")
+            try:
+                work(World.from_environment(os.environ))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    assert not failed, f"{len(failed)} of {ranks} ranks failed"
+
+
+def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
+    """A run from where it stands to its end."""
+    path = Path(out)
+    resume = path.exists()
+    request = Request(
+        None if resume else "tiny", "dense", Path(rest["data"]), path, nproc, sets=rest.get("sets", ()), over=over,
+        resume=resume,
+    )  # fmt: skip
+    fork(1, lambda _: settle(request, Devices(0, 2**36, "CPU")))  # it holds the directory while it lives
+    fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
+
+
+def cut(out: str, step: int) -> None:
+    """Forget everything after a step."""
+    path = Path(out)
+    for checkpoint in (path / "checkpoints").glob("step-*"):
+        if int(checkpoint.name[5:]) > step:
+            shutil.rmtree(checkpoint)
+    log = path / "log.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"finish"' not in line))
+
+
+def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
+    """Load a run's newest checkpoint into another layout and save it from there at once."""
+    config = reload(Path(out) / "config.toml", over=over)
+    Path(to).mkdir(parents=True)
+
+    def work(world: World) -> None:
+        worker = engine(config, world)
+        found, _ = find(Path(out) / "checkpoints", world)
+        assert found is not None
+        load(worker, found, world)
+        saver = Saver(worker, config, Path(to), world)
+        saver.save(found.step)
+        saver.wait()
+
+    fork(nproc, work)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # threads do not survive a fork
+    import pipeline.parallel.ddp
+    import pipeline.parallel.zero  # noqa: F401
+
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        {"train": train, "cut": cut, "convert": convert, "copy": shutil.copytree}[job.pop("do")](**job)
+        print("done", job, flush=True)
