@@ -40,7 +40,8 @@ class Weights(Mapping[str, Tensor]):
 
     def fill(self, key: str, parameter: nn.Parameter | Tensor) -> Tensor:
         """A module's tensor whole: its experts, if it stacks them, one below the other."""
-        whole = torch.empty(parameter.shape, dtype=self._dtype or torch.float32)
+        dtype = self._dtype if self._dtype and parameter.is_floating_point() else parameter.dtype
+        whole = torch.empty(parameter.shape, dtype=dtype)
         run = whole.view(-1)
         parts = split(f"{WEIGHTS}/{key}", tuple(parameter.shape), getattr(parameter, "expert", None), 0, run)
         store.read(self._path, self._about.tensors, list(parts))
