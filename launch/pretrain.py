@@ -27,6 +27,7 @@ def pretrain(
         int | None, typer.Option(help="Processes on this node; if left out one per GPU, on --resume as before.", min=1)
     ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts of a routed model.")] = None,
     engine: Annotated[str | None, typer.Option(help="deepspeed, or accelerate as its referee.")] = None,
     steps: Annotated[int | None, typer.Option(help="Length in optimizer steps.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Length in tokens (1e9 works).")] = None,
@@ -54,6 +55,7 @@ def pretrain(
         (("experiment",), experiment),
         (("seed",), seed),
         (("parallel", "zero"), zero),
+        (("parallel", "ep"), ep),
         (("parallel", "engine"), engine),
         (("train", "steps"), steps),
         (("train", "tokens"), tokens),

@@ -463,6 +463,7 @@ class Train(Frozen):
 class Parallel(Frozen):
     engine: Literal["deepspeed", "accelerate"]
     zero: Annotated[int, Field(ge=0, le=3)]
+    ep: Positive = 1  # ranks that share the experts of a routed model
 
 
 class Data(Frozen):
@@ -498,5 +499,16 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"engine accelerate is plain fp32 DDP, not zero={self.parallel.zero} with dtype={self.train.dtype}; "
                 "give --zero 0 --dtype fp32"
+            )
+        if self.parallel.engine == "accelerate" and self.parallel.ep > 1:
+            raise ValueError(
+                f"engine accelerate puts every expert on every rank, not ep={self.parallel.ep}; give --ep 1"
+            )
+        if self.parallel.ep > 1 and not isinstance(self.model.ffn, MoE):
+            raise ValueError(f"parallel.ep={self.parallel.ep} needs a routed model; give --arch moe, or --ep 1")
+        if isinstance(self.model.ffn, MoE) and self.model.ffn.experts % self.parallel.ep:
+            raise ValueError(
+                f"parallel.ep={self.parallel.ep} does not divide experts={self.model.ffn.experts}; "
+                f"try --ep {math.gcd(self.parallel.ep, self.model.ffn.experts)}"
             )
         return self

@@ -10,21 +10,21 @@ from pipeline.config.schema import MuP, RunConfig
 
 def groups(model: nn.Module, decay: float, mup: MuP | None = None, width: int = 1) -> list[dict[str, Any]]:
     """Matrices decay; embeddings, norms and biases do not (OLMo 3). A tied head counts as the embedding. Under muP the
-    matrices with the width on their input side learn at base_width/width of the rate."""
-    named = dict(model.named_parameters())
-    kept = {n for n, p in named.items() if p.ndim < 2 or n.startswith(("embedding.", "position."))}
-    slowed = {n for n in named if mup is not None and n not in kept and not n.startswith("head.")}
-    slow = 1.0 if mup is None else mup.base_width / width
-    rows = [
-        ("decay", named.keys() - kept - slowed, decay, 1.0),
-        ("slow", slowed, decay, slow),
-        ("no_decay", kept, 0.0, 1.0),
-    ]
-    return [
-        {"params": [p for n, p in named.items() if n in names], "weight_decay": wd, "lr_scale": scale, "name": name}
-        for name, names, wd, scale in rows
-        if names
-    ]
+    matrices with the width on their input side learn at base_width/width of the rate. Experts that ranks share have a
+    group of their own, named as DeepSpeed knows them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        kept = parameter.ndim < 2 or name.startswith(("embedding.", "position."))
+        slowed = mup is not None and not kept and not name.startswith("head.")
+        shared = getattr(parameter, "group_name", None)
+        key = shared or ("no_decay" if kept else "slow" if slowed else "decay")
+        group: dict[str, Any] = {"params": [], "weight_decay": 0.0 if kept else decay, "lr_scale": 1.0, "name": key}
+        if mup is not None and slowed:
+            group["lr_scale"] = mup.base_width / width
+        if shared:
+            group["moe"] = True
+        found.setdefault(key, group)["params"].append(parameter)
+    return [found[key] for key in sorted(found, key=lambda key: ("moe" in found[key], "decay slow no_decay".find(key)))]
 
 
 def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:

@@ -4,7 +4,7 @@ from typing import assert_never
 
 import torch
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import MoE, RunConfig
 from pipeline.model.build import build, draw
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
@@ -16,19 +16,33 @@ def engine(config: RunConfig, world: World) -> Engine:
         case "deepspeed":
             from pipeline.parallel.zero import ZeroEngine
 
-            return ZeroEngine(config, _model(config), world)
+            return ZeroEngine(config, _model(config, world), world)
         case "accelerate":
             from pipeline.parallel.ddp import DDPEngine
 
-            return DDPEngine(config, _model(config), world)
+            return DDPEngine(config, _model(config, world), world)
         case _:
             assert_never(config.parallel.engine)
 
 
-def _model(config: RunConfig) -> Decoder:
-    train = config.train
-    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=train.loss_chunk, recompute=train.recompute)
+def _model(config: RunConfig, world: World) -> Decoder:
+    train, ep, ffn = config.train, config.parallel.ep, config.model.ffn
+    experts = None
+    if isinstance(ffn, MoE) and ep > 1:
+        share = ffn.experts // ep
+        experts = range(world.rank % ep * share, (world.rank % ep + 1) * share)
+    model = build(
+        config.model,
+        z_loss=config.optim.z_loss,
+        loss_chunk=train.loss_chunk,
+        recompute=train.recompute,
+        experts=experts,
+    )
     draw(model, config.model, config.seed)
+    if experts is not None:
+        from pipeline.parallel.expert import announce
+
+        announce(model, ep, world.rank)
     if train.compile is True:
         for block in model.blocks:
             block.compile()  # per block: starts faster than the whole, and every layer shares one graph

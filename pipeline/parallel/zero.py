@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed ZeRO, on one CPU process as on a cluster. The only file that imports deepspeed."""
+"""The engine: DeepSpeed ZeRO, on one CPU process as on a cluster."""
 
 import logging
 import sys
@@ -36,12 +36,13 @@ class ZeroEngine:
             # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
-        self._world, self._zero = world, config.parallel.zero
+        self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(config, world)
         )
+        assert self._engine.has_moe_layers == (self._ep > 1), "DeepSpeed did not recognise the routed layers"
 
     def update(self, micros: Sequence[Micro], lr: float) -> Update:
         set_rate(self._optimizer, lr)
@@ -51,15 +52,24 @@ class ZeroEngine:
             losses: Losses = self._engine(*micro)
             self._engine.backward(losses.total)
             if self._unsharded and self._engine.is_gradient_accumulation_boundary():
-                # with neither ZeRO nor a master copy DeepSpeed clips but does not keep the norm
-                norm = torch.nn.utils.get_total_norm(
-                    [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-                )
+                norm = self._norm()
             self._engine.step()
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return Update(torch.stack(nlls).mean(), norm, balance(self._engine.module, routings, self._world))
+
+    def _norm(self) -> Tensor:
+        """With neither ZeRO nor a master copy DeepSpeed clips but does not keep the norm. Shared experts are counted
+        where they lie, once."""
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        own, shared = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters if hasattr(p, "group_name") == kind]).square()
+            for kind in (False, True)
+        )
+        if self._ep > 1:
+            shared = self._world.reduce(shared) * self._ep / self._world.size
+        return (own + shared).sqrt()
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:

@@ -1,0 +1,126 @@
+"""Expert parallelism: every rank of a group holds its share of the experts, and rows travel to theirs and back.
+
+T tokens · W width · E experts · K experts per token · N rows on this rank · M rows that arrived · P ranks of the group
+
+Groups are of consecutive ranks, so that rows stay within a node where they can. Ranks that hold the same experts, one
+in each group, reduce their gradients among themselves; DeepSpeed does it for layers that it takes for its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject import auto_ep_layer as announced
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from pipeline.model.moe import Choice, MixtureOfExperts, Run, gather, permute, sort, spread
+
+
+class AllToAll:
+    """The dispatch that crosses ranks. Sizes are exchanged first and read on the host, the one wait per layer, since
+    rows without padding need them; `beside` then runs while the rows travel."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, group.size()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor:
+        order_N, home_N = sort(choice.experts_TK)
+        rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
+        load_E = choice.load_E.long()
+        load_PE = torch.empty_like(load_E)  # what each rank sends to each of our experts
+        dist.all_to_all_single(load_PE, load_E, group=self._group)
+        load_PE = load_PE.view(self._ranks, -1)
+        sent, arriving = torch.stack((load_E.view(self._ranks, -1).sum(1), load_PE.sum(1))).tolist()
+        rows_MW, work = _travel(rows_NW, arriving, sent, self._group)
+        extra_TW = None if beside is None else beside()
+        rows_MW = _Arrived.apply(rows_MW, work)  # type: ignore[no-untyped-call]
+        # they lie by sender and then by expert; the experts want them by expert
+        local = torch.arange(load_PE.shape[1], device=x_TW.device).repeat(self._ranks)
+        by_expert, by_sender = sort(local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving)))
+        done_MW = run(permute(rows_MW, by_expert, by_sender), load_PE.sum(0))
+        back_NW, work = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
+        back_NW = _Arrived.apply(back_NW, work)  # type: ignore[no-untyped-call]
+        y_TW = gather(back_NW, order_N, home_N, choice.weights_TK)
+        return y_TW if extra_TW is None else y_TW + extra_TW
+
+
+Works = list[dist.Work]
+
+
+def _travel(x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Works]:
+    work: Works = []
+    rows: Tensor = _Travel.apply(x, arriving, sent, group, work)  # type: ignore[no-untyped-call]
+    return rows, work
+
+
+class _Travel(torch.autograd.Function):
+    """Begins an exchange of rows; `work` is to be waited for. Every rank takes part, also one that has no row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup, work: list[dist.Work]
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (arriving, sent), group
+        out = x.new_empty(sum(arriving), x.shape[1])
+        work.append(dist.all_to_all_single(out, x.contiguous(), arriving, sent, group=group, async_op=True))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        arriving, sent = ctx.sizes
+        out = grads[0].new_empty(sum(sent), grads[0].shape[1])
+        dist.all_to_all_single(out, grads[0].contiguous(), sent, arriving, group=ctx.group)
+        return out, None, None, None, None
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, work: list[dist.Work]) -> Tensor:
+        for each in work:
+            each.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[misc]
+    """A routed layer that DeepSpeed takes for one of its own: it knows expert parameters by their layer's class alone,
+    and reduces those of any other over the whole world, without a word."""
+
+    def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:
+        if self.ep_group_name not in groups._get_expert_parallel_group_dict():
+            groups._create_expert_and_data_parallel(self.ep_size)
+        self.dispatch = AllToAll(groups._get_expert_parallel_group(self.ep_group_name))
+
+
+def announce(model: nn.Module, ep: int, rank: int) -> None:
+    """Present the routed layers of a model, built with this rank's experts, to DeepSpeed (internals of 0.19.8)."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    for layer in layers:
+        layer.__class__ = _Announced
+        total, local, ep_rank = layer.router.cfg.experts, len(layer.experts.up), rank % ep
+        layer.num_experts, layer.num_local_experts, layer.ep_size, layer.ep_rank = total, local, ep, ep_rank
+        layer.ep_group_name = group_name(ep)
+        placement = announced.legacy_uniform_autoep_placement_descriptor(total, local, ep)
+        layer.expert_placement_descriptor = placement
+        for stack in layer.experts.parameters():
+            shape = [total, *stack.shape[1:]]
+            stack.allreduce, stack.group_name = False, group_name(ep)
+            stack.ds_zero_placement_family, stack.ds_zero_partition_group_name = "autoep_expert", group_name(ep)
+            meta = {
+                announced.AUTOEP_EXPERT_PLACEMENT: placement,
+                announced.AFFINE_MAP: announced.autoep_placement_to_affine_map(placement, shape).to_dict(),
+                announced.AUTOEP_PARAM_LOGICAL_SHAPE: shape,
+                announced.AUTOEP_PARAM_EP_RANK: ep_rank,
+                announced.AUTOEP_PARAM_LOCAL_EXPERTS: list(announced.autoep_experts_for_rank(placement, ep_rank)),
+            }
+            setattr(stack, announced.DS_AUTOEP_UC_META, meta)
+
+
+def group_name(ep: int) -> str:
+    return f"ep_size_{ep}"
