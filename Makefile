@@ -39,10 +39,10 @@ demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in mi
 	  $(LAUNCH) pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume; \
 	done
 	$(LAUNCH) fit --runs $(RUNS)
-	$(LAUNCH) report --runs $(RUNS) --out $(RUNS)/report.html
+	$(LAUNCH) dashboard --runs $(RUNS) --static $(RUNS)/dashboard.html
 
 picture: demo system  ## the README's picture, from the demo's page
-	$(BIN)/python tests/browser/picture.py $(RUNS)/report.html docs/images/report.png
+	$(BIN)/python tests/browser/picture.py $(RUNS)/dashboard.html docs/images
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""`launch fit | forecast | score | report | sweep`: from runs to a law, from the law to a run foretold."""
+"""`launch fit | forecast | score | sweep`: from runs to a law, from the law to a run foretold."""
 
 import time
 from collections.abc import Callable
@@ -139,8 +139,8 @@ def shape_of(runs: Path | None, experiment: str | None) -> list[str]:
 def put_on_record(
     done: "Study", made: list[Any], runs: Path | None, experiment: str | None, points: Path | None, folder: Path | None
 ) -> list[Path]:
+    from pipeline.scaling.figures import finite
     from pipeline.scaling.register import register
-    from pipeline.scaling.report import finite
 
     where = folder or record_of(runs, experiment, points)
     return [register(where, one, finite(done.to_json()), now=time.time()) for one in made]
@@ -178,34 +178,6 @@ def score(
     print_json(data) if as_json else print_scores(data)
 
 
-def report(
-    runs: Annotated[Path | None, RUNS] = None,
-    experiment: Annotated[str | None, EXPERIMENT] = None,
-    out: Annotated[Path | None, typer.Option(help="The HTML file; by default report.html beside the runs.")] = None,
-    law: Annotated[str, LAW] = "auto",
-    as_json: Annotated[bool, JSON] = False,
-) -> None:
-    """Write the page: loss against compute, the law, the runs. One file, opens offline."""
-    from pipeline.scaling.register import registered
-    from pipeline.scaling.register import score as hold
-    from pipeline.scaling.report import page_data, render
-
-    found = read(runs, experiment)
-    root = runs or Path("runs") / str(experiment)
-    scores = hold(registered(record_of(runs, experiment, None)), found)
-    data = page_data(found, title=root.resolve().name, now=time.time(), law=law, forecasts=scores)
-    target = out or root / "report.html"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(render(data), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"out={target} cannot be written ({error.strerror}); choose another place") from None
-    if as_json:
-        print_json({"path": str(target), "fit": data["fit"]})
-    else:
-        typer.echo(f"Wrote {target} ({len(data['runs'])} runs). Open it in any browser; it needs no network.")
-
-
 def above_zero(key: str, value: float | None) -> float:
     if value is None or not 0 < value < float("inf"):
         raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
@@ -222,7 +194,6 @@ EXAMPLES: dict[Callable[..., None], str] = {
         "launch forecast --points small.csv --targets large.csv",
     ),
     score: examples("launch score --runs runs/ladder", "launch score --experiment ladder --json"),
-    report: examples("launch report --runs runs/demo", "launch report --runs runs/demo --out report.html"),
 }
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    from pipeline.scaling.report import finite
+    from pipeline.scaling.figures import finite
 
     typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
 

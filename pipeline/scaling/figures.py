@@ -1,6 +1,7 @@
 """Numbers as people write them: 320k tokens, 5.2×10¹³ FLOPs."""
 
 import math
+from typing import Any
 
 _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -19,3 +20,16 @@ def power(x: float) -> str:
         return str(x)
     lead, exponent = f"{x:.1e}".split("e")
     return f"{lead}×10{str(int(exponent)).translate(_RAISED)}"
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold: a number that is not finite becomes null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+        case _:
+            return value

@@ -1,7 +1,8 @@
 """Read an experiment from MLflow as run directories are read: the same runs, from the copy that a server keeps."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,26 @@ from pipeline.scaling.runs import Record, Run
 from pipeline.track import store
 
 EVENT = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
-NUMBERS = {"total", "active", "non_embedding", "scaling", "steps", "bytes_per_token", "flops_per_token", "version"}
+NUMBERS = {
+    "total",
+    "active",
+    "non_embedding",
+    "scaling",
+    "steps",
+    "bytes_per_token",
+    "flops_per_token",
+    "version",
+    "batch_tokens",
+}
 
 
 def read_experiment(name: str) -> list[Run]:
     """Every run of an experiment in the configured store (MLFLOW_TRACKING_URI, or the local database)."""
-    uri = _store()
+    uri = configured()
     if uri is None:
         raise RunError(f"experiment={name}: no runs/{name} here and no MLflow store; set MLFLOW_TRACKING_URI")
-    try:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-    except ImportError:
-        raise RunError(f"experiment={name}: MLflow is not installed; give --runs DIR") from None
-    try:
-        client = MlflowClient(tracking_uri=uri)
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            known = ", ".join(e.name for e in client.search_experiments(max_results=20) if e.name != "Default")
-            raise RunError(f"experiment={name} is not in {store.public(uri)}; it has {known or 'none'}")
-        runs = [read(client, run) for run in client.search_runs([found.experiment_id], max_results=5000)]
-    except MlflowException as error:
-        raise RunError(f"experiment={name}: {store.public(uri)}: {store.reason(error)}; give --runs DIR") from None
+    with asking(uri, name) as client:
+        runs = [read(client, run) for _, run in search(client, uri, name)]
     ours = [run for run in runs if run is not None]
     if not ours:
         raise RunError(
@@ -40,7 +39,37 @@ def read_experiment(name: str) -> list[Run]:
     return sorted(ours, key=lambda run: (run.N, run.name))
 
 
-def _store() -> str | None:
+@contextmanager
+def asking(uri: str, name: str | None) -> Iterator[Any]:
+    """A client of the store, whose failures are one line."""
+    try:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+    except ImportError:
+        raise RunError(f"experiment={name}: MLflow is not installed; give --runs DIR") from None
+    try:
+        yield MlflowClient(tracking_uri=uri)
+    except MlflowException as error:
+        raise RunError(f"experiment={name}: {store.public(uri)}: {store.reason(error)}; give --runs DIR") from None
+
+
+def search(client: Any, uri: str, name: str | None) -> Iterator[tuple[str, Any]]:
+    """The runs of an experiment, or of all, each with its experiment's name; their curves are not read."""
+    known = {e.experiment_id: e.name for e in client.search_experiments()}
+    ids = [key for key, known_name in known.items() if name in (None, known_name)]
+    if name is not None and not ids:
+        others = ", ".join(sorted(n for n in known.values() if n != "Default")[:20])
+        raise RunError(f"experiment={name} is not in {store.public(uri)}; it has {others or 'none'}")
+    token = None
+    while ids:
+        page = client.search_runs(ids, max_results=1000, page_token=token)
+        yield from ((known[run.info.experiment_id], run) for run in page)
+        token = page.token
+        if not token:
+            return
+
+
+def configured() -> str | None:
     """The configured store; None where it would be a local database that is not there."""
     store.quicken()
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table it looks at
@@ -50,7 +79,7 @@ def _store() -> str | None:
 
 def keep(experiment: str, paths: Sequence[Path]) -> str | None:
     """Copy registered forecasts to the experiment's own run; what went wrong, if it did: the files are the record."""
-    uri = _store()
+    uri = configured()
     if uri is None:
         return None  # nobody here uses MLflow
     try:
@@ -62,8 +91,8 @@ def keep(experiment: str, paths: Sequence[Path]) -> str | None:
     return None
 
 
-def read(client: Any, run: Any) -> Run | None:
-    """None for a run that another program logged."""
+def record_of(run: Any) -> Record | None:
+    """What the run is; None for one that another program logged."""
     record: Record = {"name": run.info.run_name, "convention": run.data.tags.get("convention", "unknown")}
     for key, text in run.data.params.items():
         if key.startswith("run."):
@@ -75,11 +104,32 @@ def read(client: Any, run: Any) -> Run | None:
     if "scaling" not in record.get("params", {}):
         return None
     record["steps"] = int(record.get("steps", 0))
-    events: list[Record] = [{"kind": "event", "time": run.info.start_time / 1000, "step": 0, "event": "start"}]
-    if event := EVENT.get(run.info.status):
-        events.append({"kind": "event", "time": (run.info.end_time or 0) / 1000, "step": 0, "event": event})
+    return record
+
+
+def read(client: Any, run: Any) -> Run | None:
+    """A run with its curves; None for one that another program logged."""
+    record = record_of(run)
+    if record is None:
+        return None
     steps, evals = (history(client, run, prefix) for prefix in ("train", "eval"))
-    return Run(Path(run.info.run_id), record, steps, evals, tuple(events))
+    return Run(Path(run.info.run_id), record, steps, evals, events(client, run))
+
+
+def events(client: Any, run: Any) -> tuple[Record, ...]:
+    """What happened, in order; the store's own status has the last word, whatever the log last said."""
+    found: list[Record] = []
+    for key in run.data.metrics:
+        if key.startswith("event/") and key != "event/world":
+            for metric in client.get_metric_history(run.info.run_id, key):
+                found.append({"step": metric.step, "time": metric.timestamp / 1000, "event": key[6:]})
+    if not found:
+        found.append({"time": run.info.start_time / 1000, "step": 0, "event": "start"})
+    told = [e for e in found if e["event"] not in EVENT.values()]
+    if event := EVENT.get(run.info.status):
+        told.append({"time": (run.info.end_time or 0) / 1000, "step": 0, "event": event})
+    world = run.data.metrics.get("event/world")
+    return tuple({"kind": "event", "world": world, **e} for e in sorted(told, key=lambda e: float(e["time"])))
 
 
 def history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:

@@ -63,8 +63,8 @@ class Run:
         return self.status(now=0.0) == "finished"
 
 
-def read_run(path: Path) -> Run:
-    """One run directory; records past a resume replace what they repeat, a torn last line is left out."""
+def read_record(path: Path) -> Record:
+    """What the run is: run.json, of a version and with the keys that everything here reads."""
     try:
         record = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -77,6 +77,12 @@ def read_run(path: Path) -> Run:
     for key in ("name", "params", "convention", "tokenizer"):
         if key not in record:
             raise RunError(f"{path}/run.json: {key} is missing; train the run again with this release")
+    return record
+
+
+def read_run(path: Path) -> Run:
+    """One run directory; records past a resume replace what they repeat, a torn last line is left out."""
+    record = read_record(path)
     kinds: dict[str, dict[int, Record]] = {"step": {}, "eval": {}}
     events: list[Record] = []
     log = path / "log.jsonl"
@@ -99,11 +105,16 @@ def read_run(path: Path) -> Run:
     return Run(path, record, steps, evals, tuple(events))
 
 
+def run_paths(root: Path) -> list[Path]:
+    """Every run directory in `root`, itself included."""
+    return [file.parent for pattern in ("run.json", "*/run.json", "*/*/run.json") for file in root.glob(pattern)]
+
+
 def read_runs(root: Path) -> list[Run]:
     """Every run in `root`, itself included, by size and then name."""
     if not root.is_dir():
         raise RunError(f"runs={root} is not a directory; give one that holds runs, such as runs/demo")
-    found = [file.parent for pattern in ("run.json", "*/run.json", "*/*/run.json") for file in root.glob(pattern)]
+    found = run_paths(root)
     if not found:
         raise RunError(f"runs={root} holds no run (no run.json below it); train one with `launch pretrain`")
     return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))

@@ -27,14 +27,19 @@ class Minima:
         return np.exp(self.levels[0]) * C**self.a, np.exp(self.levels[1]) * C**self.b
 
 
+def budgets_of(points: Points) -> list[Points]:
+    """The points of each isoFLOP budget, by compute."""
+    order = np.argsort(points.C)
+    parts = np.split(order, np.flatnonzero(np.diff(np.log(points.C[order])) > np.log(GAP)) + 1)
+    return [points.take(part) for part in parts]
+
+
 def isoflop(points: Points, method: Method = "akima") -> Minima:
     """Approach 2 of arXiv 2203.15556. Akima follows the valley; a parabola off its centre biases D* by 4–35%."""
-    order = np.argsort(points.C)
-    budgets = np.split(order, np.flatnonzero(np.diff(np.log(points.C[order])) > np.log(GAP)) + 1)
+    budgets = budgets_of(points)
     rows: list[tuple[float, float, float, float]] = []
     notes: list[str] = []
-    for budget in budgets:
-        group = points.take(budget)
+    for group in budgets:
         C = float(np.median(group.C))
         if group.C.max() > 1.5 * group.C.min():
             raise DataError(

@@ -69,12 +69,23 @@ def metrics(record: Mapping[str, object]) -> dict[str, float]:
     """Every number of a record, tokens and FLOPs among them: any of them can be the x-axis."""
     prefix = PREFIX.get(str(record.get("kind")))
     if prefix is None:
-        return {}
-    return {
+        return _event_metrics(record) if record.get("kind") == "event" else {}
+    found = {
         name(f"{prefix}/{key}"): float(value)
         for key, value in record.items()
         if key not in NOT_METRICS and isinstance(value, int | float)
     }
+    if isinstance(tokens := record.get("hash"), str):
+        found[f"{prefix}/hash"] = float(int(tokens[:13], 16))  # 52 bits: what a double holds exactly
+    return found
+
+
+def _event_metrics(record: Mapping[str, object]) -> dict[str, float]:
+    """An event as a point at its step: tags keep the latest of each sort, a page marks all of them."""
+    world = record.get("world")
+    return {name(f"event/{record.get('event')}"): 1.0} | (
+        {"event/world": float(world)} if isinstance(world, int) else {}
+    )
 
 
 def event_tag(record: Mapping[str, object]) -> tuple[str, str]:

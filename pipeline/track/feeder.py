@@ -111,7 +111,7 @@ class Feeder:
                 tags.update([describe.event_tag(record)])
                 if record.get("event") in ("resume", "restart"):
                     restarts += 1
-                    found = {"restarts": float(restarts)}
+                    found["restarts"] = float(restarts)
             if count and len(points) + len(found) > self._metrics_at_once:
                 break  # a record is never split, so that one metric tells how far all of them got
             time_ms, step = _time_ms(record) or 0, int(record.get("step") or 0)

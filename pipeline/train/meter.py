@@ -1,5 +1,7 @@
 """Speed of the run: tokens per second and the share of the device's peak that the model's own FLOPs use."""
 
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -21,6 +23,14 @@ def peak_flops(cluster: Cluster, device: torch.device) -> float | None:
     return None
 
 
+def peak_memory_bytes() -> float:
+    """The most this rank has held so far: on its device, or as a process where there is none."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(most if sys.platform == "darwin" else most * 1024)  # Linux counts in KiB
+
+
 @dataclass(slots=True)
 class Meter:
     """`peak_flops` is of all ranks together; None where the device is unknown: no MFU is better than a guessed one."""
@@ -39,4 +49,4 @@ class Meter:
         speed = self.tokens_per_step / max(now - self._last, 1e-9)
         self._last = now
         mfu = None if self.peak_flops is None else speed * self.flops_per_token / self.peak_flops
-        return {"tokens_per_s": speed, "mfu": mfu}
+        return {"tokens_per_s": speed, "mfu": mfu, "memory_bytes": peak_memory_bytes()}

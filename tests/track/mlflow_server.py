@@ -30,7 +30,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
             )
-        until(self.answers, 60)
+        until(self.answers, 240)
 
     def answers(self) -> bool:
         try:

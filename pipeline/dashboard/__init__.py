@@ -1,0 +1,1 @@
+"""The page: loss against compute, live or as one file."""

@@ -1,0 +1,131 @@
+// Loss against compute: one trace per size, its runs apart by gaps, so that a thousand runs are a dozen traces.
+(() => {
+  "use strict";
+  const { $, el, put, plain, short, fixed, power, tile, colour, fade, theme, dark, plot, lossAxis, padded } = iso;
+  const AXES = { flops: ["training compute (FLOPs)", "FLOPs"], tokens: ["tokens", "tokens"], step: ["steps", "steps"], hours: ["GPU-hours", "GPU-hours"] };
+
+  const MOST_CHIPS = 14;
+
+  const smoothed = (values, keep) => {
+    if (!keep) return values;
+    let mean = 0, weight = 0; // exponential, corrected for its start
+    return values.map((v) => (v == null ? v : ((mean = keep * mean + (1 - keep) * v), (weight = keep * weight + 1 - keep), mean / weight)));
+  };
+  // Nats per token to bits per byte needs the tokenizer's bytes per token.
+  const factor = (run) => $("unit").value === "nats" ? 1
+    : 1 / (Math.LN2 * (run?.bytes_per_token ?? [...iso.runs.values()].find((r) => r.row.bytes_per_token)?.row.bytes_per_token ?? NaN));
+
+  function joined(members, kind, axis, keep) {
+    const x = [], y = [], text = [], customdata = [];
+    for (const { row, curves } of members) {
+      const c = curves[kind], k = factor(row), label = `<b>${plain(row.name)}</b><br>N ${short(row.N)}`;
+      smoothed(c.loss, keep).forEach((loss, i) => {
+        x.push(c[axis][i] > 0 ? c[axis][i] : null); y.push(loss == null ? null : loss * k); text.push(label);
+        customdata.push([short(c.tokens[i]), short(c.tokens[i] / row.N)]);
+      });
+      x.push(null); y.push(null); text.push(""); customdata.push(["", ""]);
+    }
+    return { x, y, text, customdata };
+  }
+
+  // The best that any run has reached by then.
+  function frontier(members, axis) {
+    const all = members.flatMap(({ row, curves: { held_out: c } }) => c.loss.map((loss, i) => [c[axis][i], loss * factor(row)])).filter(([a, b]) => a > 0 && b);
+    all.sort((a, b) => a[0] - b[0]);
+    let least = Infinity;
+    return all.filter(([, loss]) => loss < least && ((least = loss), true));
+  }
+
+  function traces(axis, keep) {
+    const out = [], law = theme("--law"), fit = iso.law(), members = [...iso.runs.values()].filter((r) => !iso.hidden.has(r.row.size));
+    const hover = (what) => `%{text}<br>${what} <b>%{y:.4f}</b><br>D %{customdata[0]} · %{customdata[1]} tokens per parameter<br>%{x:.3s} ${AXES[axis][1]}<extra></extra>`;
+    if (fit.law && axis === "flops") {
+      const k = factor(), scale = (ys) => ys.map((y) => (y == null ? null : y * k)), { line } = fit;
+      const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
+      if (line.high[0] != null) out.push({ ...edge, y: scale(line.low) }, { ...edge, y: scale(line.high), fill: "tonexty", fillcolor: law + (dark.matches ? "26" : "1a") });
+      out.push({ x: line.C, y: scale(line.loss), mode: "lines", name: "law", line: { color: law, width: 2.5, dash: "dash" }, hovertemplate: "law at %{x:.3s} FLOPs: <b>%{y:.4f}</b><extra></extra>" });
+    }
+    for (const size of iso.sizes) {
+      const some = members.filter((r) => r.row.size === size), c = colour(size);
+      if (!some.length) continue;
+      const crowd = iso.runs.size > 60;
+      out.push({ ...joined(some, "train", axis, keep), mode: "lines", name: "train", connectgaps: false, line: { color: fade(c, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 }, hovertemplate: hover("training loss") });
+      out.push({ ...joined(some, "held_out", axis, 0), mode: crowd ? "lines" : "lines+markers", name: "held-out", connectgaps: false, line: { color: c, width: crowd ? 1.4 : 2 }, marker: { size: 5, color: c }, hovertemplate: hover("held-out loss") });
+    }
+    const best = frontier(members, axis);
+    if (best.length > 1) out.push({ x: best.map((p) => p[0]), y: best.map((p) => p[1]), mode: "lines", name: "frontier", line: { color: theme("--ink"), width: 1.2, dash: "dot" }, hoverinfo: "skip" });
+    for (const size of iso.sizes) {
+      const done = members.filter((r) => r.row.size === size && r.row.status === "finished" && r.curves.held_out.loss.length);
+      const last = done.map(({ row, curves }) => ({ row, curves: { held_out: Object.fromEntries(Object.entries(curves.held_out).map(([key, v]) => [key, v.slice(-1)])) } }));
+      if (last.length) out.push({ ...joined(last, "held_out", axis, 0), mode: "markers", name: "final", marker: { size: iso.runs.size > 60 ? 7 : 12, color: colour(size), line: { color: theme("--card"), width: 1.5 } }, hovertemplate: hover("final held-out loss") });
+    }
+    if (axis === "flops") for (const f of fit.forecasts ?? []) {
+      const k = factor(), landed = f.measured != null;
+      out.push({
+        x: [f.C], y: [f.forecast * k], mode: "markers", name: "forecast",
+        error_y: { type: "data", symmetric: false, array: [(f.high - f.forecast) * k], arrayminus: [(f.forecast - f.low) * k], color: law, thickness: 1.5 },
+        marker: { symbol: landed ? "diamond" : "diamond-open", size: 12, color: law, line: { width: 2, color: law } },
+        hovertemplate: `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.4f}${landed ? `, measured ${(f.measured * k).toFixed(4)}` : ", not run yet"}<extra></extra>`,
+      });
+    }
+    return out;
+  }
+
+  // The frame holds what was learned, not the first steps' fall from ln(vocabulary), and not the band's far end.
+  function frame(shown, axis) {
+    const xs = [], ys = [];
+    const late = new Map([...iso.runs.values()].map(({ row }) => [row.size, Infinity]));
+    for (const { row } of iso.runs.values()) late.set(row.size, Math.min(late.get(row.size), { flops: row.flops, tokens: row.tokens, step: row.step, hours: row.hours }[axis] * 0.04));
+    for (const t of shown) {
+      if (t.name === "law") { xs.push(t.x.at(-1)); ys.push(t.y.at(-1)); }
+      if (["final", "forecast", "held-out", "train"].includes(t.name)) {
+        const least = t.name === "train" || t.name === "held-out" ? Math.min(...late.values()) : 0;
+        const ends = t.x.map((x, i) => (i + 1 === t.x.length || t.x[i + 1] == null ? x : null));
+        let end = null;
+        for (let i = t.x.length - 1; i >= 0; i--) {
+          if (ends[i] != null) end = ends[i];
+          if (t.x[i] >= Math.max(least, end * 0.04) && t.y[i] != null) { xs.push(t.x[i]); ys.push(t.y[i]); }
+        }
+      }
+    }
+    return { x: padded(xs, 0.03), y: padded(ys, 0.06) };
+  }
+
+  function draw() {
+    const axis = $("axis").value, shown = traces(axis, +$("smooth").value), range = frame(shown, axis);
+    plot("chart", shown, {
+      key: axis + $("unit").value,
+      xaxis: { type: "log", title: { text: AXES[axis][0] }, range: range.x, dtick: 1 },
+      yaxis: lossAxis(range.y, $("unit").value === "nats" ? "loss (nats per token)" : "bits per byte"),
+    });
+  }
+
+  function legend() {
+    const swatch = (c) => Object.assign(el("i"), { style: `background:${c}` });
+    const many = iso.sizes.length > MOST_CHIPS;
+    const ramp = many ? [el("span", {}, iso.sizes[0], Object.assign(swatch(`linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map(iso.viridis)})`), { className: "ramp" }), `${iso.sizes.at(-1)} (${iso.sizes.length} sizes)`)] : [];
+    const chips = many ? [] : iso.sizes.map((size) => {
+      const chip = el("button", { type: "button", onclick: () => { iso.hidden.has(size) ? iso.hidden.delete(size) : iso.hidden.add(size); legend(); draw(); } }, swatch(colour(size)), size);
+      chip.setAttribute("aria-pressed", String(!iso.hidden.has(size)));
+      return chip;
+    });
+    const told = [iso.runs.size > 1 && ["frontier", theme("--ink")], iso.law().law && ["law and 95% interval", theme("--law")]].filter(Boolean).map(([t, c]) => el("span", {}, swatch(c), t));
+    if (iso.law().forecasts?.length) told.push(el("span", {}, "◇ registered forecast, ◆ landed"));
+    const held = document.activeElement?.closest?.("#legend button")?.textContent;
+    put($("legend"), ...ramp, ...chips, ...told);
+    chips.find((c) => c.textContent === held)?.focus();
+  }
+
+  function tiles() {
+    const rows = [...iso.runs.values()].map((r) => r.row), done = rows.filter((r) => r.status === "finished"), fit = iso.law();
+    const best = done.filter((r) => r.loss != null).sort((a, b) => a.loss - b.loss)[0], going = rows.filter((r) => r.status === "running").length;
+    put($("tiles"),
+      tile(`of ${rows.length} runs finished`, done.length, going ? `${going} running` : ""),
+      tile(best ? `best held-out loss (${best.size})` : "best held-out loss", fixed(best?.loss, 3)),
+      tile("bits per byte there", fixed(best?.bpb, 3)),
+      tile("FLOPs in all", power(rows.reduce((sum, r) => sum + (r.flops || 0), 0))),
+      fit.exponents ? tile("N* grows as", `C^${fit.exponents.a.toFixed(2)}`) : fit.law && fit.parameters.g ? tile("loss falls as", `C^−${fit.parameters.g.value.toFixed(3)}`) : tile("law", "–"));
+  }
+  for (const id of ["axis", "unit", "smooth"]) $(id).addEventListener("input", draw);
+  iso.drawLoss = () => { tiles(); legend(); draw(); };
+})();
