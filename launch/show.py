@@ -3,19 +3,23 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.examples import examples
-from pipeline import account
+from pipeline import account, layout
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 EXAMPLES = examples(
     "launch show --size 1b",
-    "launch show --size 7b --gpus 64 --cluster h100",
+    "launch show --size 7b --gpus 64 --cluster h100                        # layouts, and the one to take",
+    "launch show --size 671b --arch deepseek-v3 --gpus 2048 --cluster h100 --set model.seq=4096",
     "launch show --size tiny --set model.seq=256 --json",
     "launch show --sizes",
 )
@@ -29,13 +33,13 @@ def show(
     size: Annotated[str, typer.Option(help="A rung of the ladder (configs/sizes.toml).")] = "1b",
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
     gpus: Annotated[int, typer.Option(help="Ranks that share the run.", min=1)] = 8,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster): peak and memory.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster): adds step times.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="List the whole ladder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Parameters, FLOPs, memory by ZeRO stage and recipe of a size, in under a second."""
+    """Parameters, FLOPs, recipe and memory of a size; with a cluster, step time by layout and the one to take."""
     if sizes:
         rows = [
             _row(load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())) for name in names("size")
@@ -43,7 +47,10 @@ def show(
         print(json.dumps(rows, indent=1)) if as_json else _print_ladder(rows)
         return
     loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
-    figures = _figures(resolve(loaded, ranks=gpus, gpu=True), gpus)
+    settled = resolve(loaded, ranks=gpus, gpu=True)
+    figures = _figures(settled, gpus)
+    if settled.cluster.rates is not None:
+        figures |= _layouts(layout.plan(settled, gpus, loaded.train.micro_batch))
     print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
 
 
@@ -99,11 +106,26 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
             "flops": train.steps * train.batch_tokens * flops.model,
         },
         "ranks": ranks,
+        "cluster": config.cluster.name,
         "dtype": train.dtype,
         "memory_bytes": {f"zero{z}": {**asdict(m), "total": m.total} for z, m in memory.items()},
         "device_memory_bytes": config.cluster.memory_bytes,
         "checkpoint_bytes": account.checkpoint_bytes(model),
     }
+
+
+def _layouts(estimates: list[layout.Estimate]) -> dict[str, Any]:
+    """One row per ZeRO stage and ep; what is recommended is one of them, or nothing."""
+    rows = [
+        {
+            **asdict(e),
+            "memory": {**asdict(e.memory), "total": e.memory.total},
+            "traffic": {**asdict(e.traffic), "total": e.traffic.total},
+        }
+        for e in estimates
+    ]
+    take = layout.best(estimates)
+    return {"layouts": rows, "recommended": rows[estimates.index(take)] if take.fits else None}
 
 
 def _print_ladder(rows: list[dict[str, Any]]) -> None:
@@ -141,8 +163,17 @@ def _print_one(f: dict[str, Any]) -> None:
         about.add_row(name, value)
     out.print(f"[bold]{f['size']}[/bold] × {f['arch']}", highlight=False)
     out.print(about, highlight=False)
+    out.print(_layout_table(f) if "layouts" in f else _memory_table(f), highlight=False)
+    if "layouts" in f:
+        out.print(_advice(f), highlight=False)
+    out.print(f["convention"], style="dim", highlight=False)
+
+
+def _memory_table(f: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
     have = f["device_memory_bytes"]
-    title = f"memory of one of {f['ranks']} ranks, {f['dtype']}, micro-batch {recipe['micro_batch']}"
+    title = f"memory of one of {f['ranks']} ranks, {f['dtype']}, micro-batch {f['recipe']['micro_batch']}"
     table = Table("ZeRO", "weights", "gradients", "optimizer", "activations", "loss", "total", box=None, title=title)
     for stage, m in f["memory_bytes"].items():
         fits = "" if have is None else (" ✓" if m["total"] <= have else " ✗")
@@ -150,8 +181,46 @@ def _print_one(f: dict[str, Any]) -> None:
         table.add_row(stage.removeprefix("zero"), *parts, _gib(m["total"]) + fits)
     for column in table.columns[1:]:
         column.justify = "right"
-    out.print(table, highlight=False)
-    out.print(f["convention"], style="dim", highlight=False)
+    return table
+
+
+def _layout_table(f: dict[str, Any]) -> "Table":
+    """The layouts that fit, and of a stage where none does the smallest."""
+    from rich.table import Table
+
+    heads = ("ZeRO", "ep", "micro", "recompute", "GiB", "sent", "step", "tokens/s", "MFU", "GPU-h")
+    table = Table(
+        *heads,
+        box=None,
+        title=f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB held and sent by one GPU",
+    )
+    for zero in range(4):
+        rows = [row for row in f["layouts"] if row["layout"]["zero"] == zero]
+        for row in [row for row in rows if row["fits"]] or [min(rows, key=lambda row: int(row["memory"]["total"]))]:
+            table.add_row(
+                *(str(row["layout"][k]) for k in ("zero", "ep", "micro_batch")),
+                "yes" if row["layout"]["recompute"] else "no",
+                f"{row['memory']['total'] / 2**30:,.1f} {'✓' if row['fits'] else '✗'}",
+                f"{row['traffic']['total'] / 2**30:,.1f}",
+                f"{row['step_s']:,.3g} s",
+                _si(row["tokens_s"]),
+                f"{row['mfu']:.1%}",
+                _si(row["gpu_hours"]),
+                style="bold" if row is f["recommended"] else None,
+            )
+    for column in table.columns:
+        column.justify = "right"
+    return table
+
+
+def _advice(f: dict[str, Any]) -> str:
+    if (row := f["recommended"]) is None:
+        return "no layout fits; take more GPUs or a smaller size"
+    take, low, high = row["layout"], *(row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
+    flags = f"--zero {take['zero']}" + (f" --ep {take['ep']}" if take["ep"] > 1 else "")
+    flags += f" --set train.micro_batch={take['micro_batch']}"
+    flags += " --set train.recompute=true" if take["recompute"] else ""
+    return f"take [bold]{flags}[/bold]: {low:.3g} to {high:.3g} s a step, from published runs (docs/SCALE.md)"
 
 
 def _si(value: float) -> str:

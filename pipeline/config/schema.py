@@ -471,6 +471,17 @@ class Data(Frozen):
     hash: str | None = None  # of the manifest the run was started on: a resumed run refuses another
 
 
+class Rates(Frozen):
+    """What of its peaks a GPU reaches in training; links in bytes/s per GPU and direction."""
+
+    matmul_share: Share  # of peak_flops
+    expert_share: Share  # of peak_flops, in grouped matmuls of routed experts
+    attention_share: Share  # of peak_flops, with the masked half not counted
+    hbm_bytes_s: Rate
+    intra_bytes_s: Rate  # to GPUs of the same node
+    inter_bytes_s: Rate  # to other nodes
+
+
 class Cluster(Frozen):
     """What a GPU of the cluster can do; the source of every rate is in configs/cluster."""
 
@@ -479,6 +490,7 @@ class Cluster(Frozen):
     gpus_per_node: Positive = 8
     peak_flops: Rate | None = None  # dense bf16, per GPU
     memory_bytes: Positive | None = None  # per GPU
+    rates: Rates | None = None  # for predicted step times
 
 
 class RunConfig(Frozen):
