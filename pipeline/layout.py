@@ -15,8 +15,8 @@ from functools import lru_cache
 from pipeline import account
 from pipeline.config.schema import Auto, Cluster, Dtype, Model, MoE, Rates, RunConfig
 
-# HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; the first three are
-# measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
+# HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
+# are measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations: written, read, their gradients too, and one more: 13% of the step
 BLOCK_S = 2e-4  # that the device waits per block and micro-batch: 1.6% of the step
 UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms

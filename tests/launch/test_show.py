@@ -17,11 +17,21 @@ def test_show_counts_the_1b_shape():
     totals = [figures["memory_bytes"][f"zero{stage}"]["total"] for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
     text = launch("show", "--size", "1b", "--cluster", "h100").stdout
-    assert "1.11B total" in text and "ZeRO" in text and "✓" in text
+    assert "1.11B total" in text and "ZeRO" in text and "✓" in text and "take --zero 1" in text
+
+
+def test_show_lays_out_a_routed_model_over_nodes():
+    of = ("show", "--size", "16b", "--arch", "deepseek-v2-lite", "--gpus", 16, "--cluster", "h100", "--json")
+    figures = json.loads(launch(*of).stdout)
+    take, rows = figures["recommended"], figures["layouts"]
+    assert take in rows and take["fits"] and {row["layout"]["ep"] for row in rows} == {1, 2, 4, 8, 16}
+    assert take["step_s"] <= 1.01 * min(row["step_s"] for row in rows if row["fits"])
+    assert take["tokens_s"] * take["step_s"] == pytest.approx(figures["recipe"]["batch_tokens"])
+    assert any(not row["fits"] for row in rows)
 
 
 def test_show_never_imports_torch():
-    code = "import sys; sys.argv = ['launch', 'show', '--size', '175b']\nfrom launch.__main__ import main\n"
+    code = "import sys; sys.argv = ['launch', 'show', '--size', '175b', '--cluster', 'h100']\nfrom launch.__main__ import main\n"
     code += "try: main()\nexcept SystemExit: pass\nassert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
     done = subprocess.run([command()[0], "-c", code], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr

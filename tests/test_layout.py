@@ -1,0 +1,100 @@
+"""The planner's arithmetic against closed forms, and its times against what others published."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline import account
+from pipeline.config.load import load
+from pipeline.layout import Estimate, Layout, best, estimate, plan, traffic
+from pipeline.recipe import resolve
+
+
+def config(size, arch, ranks, rows=None, micro="auto", cluster="h100", seq=2048, vocab=32768, **sets):
+    flat = [f"model.vocab={vocab}", f"model.seq={seq}", "train.steps=1", *(f"{k}={v}" for k, v in sets.items())]
+    if rows:
+        flat.append(f"train.batch_tokens={rows * seq}")
+    loaded = load(size=size, arch=arch, cluster=cluster, sets=[*flat, f"train.micro_batch={micro}"])
+    return resolve(loaded, ranks=ranks, gpu=True)
+
+
+# ── What travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("micros", [1, 5])
+def test_bytes_of_zero_are_the_known_multiples_of_the_parameters(micros):
+    """(g + w)·ψ·(d − 1)/d with bf16 gradients and weights: ZeRO's paper (arXiv 1910.02054, section 7) and, where
+    micro-batches accumulate, what DeepSpeed does in each."""
+    model, d = load(size="1b").model, 8
+    psi = account.params(model).total
+    whole = 2 * psi * (d - 1) // d
+    expected = {0: 2 * whole, 1: 2 * whole, 2: (micros + 1) * whole, 3: 3 * micros * whole}
+    for zero, total in expected.items():
+        sent = traffic(model, Layout(d, zero), dtype="bf16", micros=micros)
+        assert (sent.total, sent.tokens) == (total, 0)
+
+
+def test_bytes_of_experts_by_hand():
+    """DeepSeek-V3: 58 routed layers and one that predicts further, 8 of 256 experts, width 7168."""
+    model = load(size="671b", arch="deepseek-v3", sets=["model.seq=4096"]).model
+    layout, micros = Layout(64, 1, ep=16, micro_batch=2), 3
+    sent = traffic(model, layout, dtype="bf16", micros=micros)
+    tokens = 3 * 2 * 4096
+    assert sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16  # there and home, forward and backward
+    assert traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros).tokens == sent.tokens * 3 // 2
+    experts, total = 59 * 256 * 3 * 7168 * 2048, account.params(model).total
+    assert account.params(model).experts == experts
+    # ranks that hold the same experts are 64 / 16; the rest is shared by all 64
+    assert sent.gradients == 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4 == sent.weights
+
+
+# ── How long it takes ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_by_hand():
+    """1b on two nodes of H100, ZeRO-1: every term written out once more."""
+    c = config("1b", "dense", 16, rows=128, micro=8)
+    e = estimate(c, Layout(16, 1, micro_batch=8))
+    matmul, attention, psi = 6_241_124_352, 402_653_184, 1_107_367_936
+    kept = 16 * 2 * (4 * 2048 + 2 * 24 * 128 + 16 * 128 + 3 * 8192)
+    token = (matmul / 0.66 + attention / 0.16) / 989e12 + 5 * kept / 1.9e12
+    compute = 8 * 2048 * token + 16 * 2e-4 + 36 * psi // 16 / 1.9e12
+    collectives = 2 * 2 * psi * 15 / 16 / 320e9 + 8e-6 * 2 * 15
+    assert e.compute_s == pytest.approx(compute, rel=1e-6)
+    assert e.collectives_s == pytest.approx(collectives, rel=1e-6)
+    assert e.step_s == pytest.approx(compute + 0.5 * collectives, rel=1e-6)
+    assert e.tokens_s == pytest.approx(128 * 2048 / e.step_s)
+    assert e.mfu == pytest.approx((matmul + attention) * 128 * 2048 / e.step_s / 16 / 989e12)
+    assert e.gpu_hours == pytest.approx(e.step_s * 16 / 3600)
+
+
+def test_more_of_anything_costs_what_it_should():
+    c = config("7b", "moe", 64, rows=512)
+
+    def at(config=c, **change) -> Estimate:
+        return estimate(config, replace(Layout(64, 1, ep=8, micro_batch=2), **change))
+
+    slow = c.model_copy(
+        update={
+            "cluster": c.cluster.model_copy(update={"rates": c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})})
+        }
+    )
+    assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
+    assert at(ep=16).experts_s > 2 * at(ep=8).experts_s > 0 == at(ep=1).experts_s  # beyond the node, and none
+    assert at(recompute=True).compute_s > 1.2 * at().compute_s
+    assert at(recompute=True).memory.total < at().memory.total
+    assert at(micro_batch=8).compute_s < at(micro_batch=1).compute_s
+    stages = [at(zero=zero) for zero in range(4)]
+    assert [e.memory.total for e in stages] == sorted((e.memory.total for e in stages), reverse=True)
+    assert [e.traffic.total for e in stages] == sorted(e.traffic.total for e in stages)
+
+
+def test_the_plan_takes_the_fastest_that_fits():
+    c = config("7b", "moe", 64, rows=512)
+    rows = plan(c, 64)
+    assert [(e.layout.zero, e.layout.ep) for e in rows] == [(z, ep) for z in range(4) for ep in (1, 2, 4, 8, 16)]
+    take = best(rows)
+    assert take.fits and all(take.step_s <= 1.01 * e.step_s for e in rows if e.fits)
+    assert take.memory.total <= 0.92 * c.cluster.memory_bytes
+    tight = c.model_copy(update={"cluster": c.cluster.model_copy(update={"memory_bytes": 2**30})})
+    assert not best(plan(tight, 64)).fits
