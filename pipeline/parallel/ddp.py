@@ -12,7 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.engine import Micro, Update, balance
+from pipeline.parallel.engine import Clock, Micro, Update, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -27,6 +27,7 @@ class DDPEngine:
         )
         assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
         self._clip, self._world = config.optim.clip, world
+        self.clock: Clock = untimed
         optimizer = adamw(model.to(world.device), config)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
@@ -36,8 +37,10 @@ class DDPEngine:
         self._model.train()
         nlls, routings = [], []
         for micro in micros:
-            losses: Losses = self._model(*micro)
-            self._accelerator.backward(losses.total / len(micros))
+            with self.clock("forward"):
+                losses: Losses = self._model(*micro)
+            with self.clock("backward"):
+                self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
         norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)

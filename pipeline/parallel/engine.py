@@ -1,6 +1,7 @@
 """What the loop asks of an engine; DeepSpeed answers everywhere, Accelerate's DDP is the referee it is held against."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,16 @@ class Update(NamedTuple):
     routing: Routing | None = None  # of the whole batch, by layer: loads are sums, the rest means
 
 
+Clock = Callable[[str], AbstractContextManager[None]]  # around forward, backward and optimizer
+
+
+def untimed(_part: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Engine(Protocol):
+    clock: Clock  # a benchmark's; nothing waits otherwise
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """torch's own, inside whatever wraps it: nothing else changes what `state` shows."""

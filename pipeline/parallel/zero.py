@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.engine import Micro, Update, balance
+from pipeline.parallel.engine import Clock, Micro, Update, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -37,6 +37,7 @@ class ZeroEngine:
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
         self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
+        self.clock: Clock = untimed
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -49,11 +50,14 @@ class ZeroEngine:
         self._engine.train()
         nlls, routings, norm = [], [], None
         for micro in micros:
-            losses: Losses = self._engine(*micro)
-            self._engine.backward(losses.total)
+            with self.clock("forward"):
+                losses: Losses = self._engine(*micro)
+            with self.clock("backward"):
+                self._engine.backward(losses.total)
             if self._unsharded and self._engine.is_gradient_accumulation_boundary():
                 norm = self._norm()
-            self._engine.step()
+            with self.clock("optimizer"):
+                self._engine.step()
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
         norm = self._engine.get_global_grad_norm() if norm is None else norm
