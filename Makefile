@@ -24,10 +24,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
-system:  ## Debian packages that the tests use: a browser
-	@if command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then \
+system:  ## Debian packages that the tests use: a browser, and a SLURM to start on this host
+	@if command -v apt-get >/dev/null && ! { command -v chromium && command -v slurmctld && command -v ip; } >/dev/null; then \
 	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
-	  $$SUDO apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -qq -y --no-install-recommends chromium; \
+	  $$SUDO apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -qq -y --no-install-recommends \
+	    chromium munge slurmctld slurmd slurm-client iproute2 procps util-linux; \
 	fi
 
 # ── the main job ─────────────────────────────────────────────────────────────────────────────────

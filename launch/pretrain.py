@@ -1,16 +1,25 @@
 """`launch pretrain`: one dial, one run."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from launch.examples import examples
+from pipeline.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from pipeline.slurm.submit import Nodes
+    from pipeline.train.plan import Devices, Settled
 
 EXAMPLES = examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
     "launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b",
     "launch pretrain --resume --out runs/1b",
+    "launch pretrain --size 1b --data data/web --cluster h100 --slurm --nodes 4 --time 24:00:00",
+    "launch pretrain --size 1b --data data/web --slurm --nodes 4 --dry-run",
 )
 
 
@@ -24,7 +33,7 @@ def pretrain(
     data: Annotated[Path | None, typer.Option(help="Shards made by `launch data prepare`.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run directory; runs/EXPERIMENT/SIZE if left out.")] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Processes on this node; if left out one per GPU, on --resume as before.", min=1)
+        int | None, typer.Option(help="Processes per node; if left out one per GPU, on --resume as before.", min=1)
     ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3.")] = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that share the experts of a routed model.")] = None,
@@ -35,22 +44,40 @@ def pretrain(
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")] = False,
     experiment: Annotated[str | None, typer.Option(help="MLflow experiment that the run belongs to.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster).")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), or a TOML file of yours.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data order.", min=0)] = None,
     track: Annotated[bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local log.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last held-out figures as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No step lines.")] = False,
-) -> None:
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a SLURM job that requeues itself.")] = False,
+    nodes: Annotated[str | None, typer.Option(help="Of the job: 4, or 2-4 for what is free.  [default: 1]")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Of the job; 0 trains on CPUs.  [default: the cluster's]", min=0)
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="Of the job, as sbatch takes it: 24:00:00, 2-12.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")] = False,
+) -> tuple[Any, Any]:  # Settled, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
     from pipeline.train.plan import Devices, Request, settle
     from pipeline.train.rundir import RunDir
     from pipeline.train.start import start
 
-    devices = Devices.here()
+    for option, value in {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--time": time}.items():
+        if value is not None and not slurm:
+            raise ConfigError(f"{option} {value} is for a job; add --slurm")
+    if dry_run and not slurm:
+        raise ConfigError("--dry-run is for a job; add --slurm, or see `launch show`")
+    asked: Nodes | None = None
+    if slurm:
+        asked, devices = _cluster(
+            nodes or "1", nproc, gpus_per_node, cluster, config, sets or (), out if resume else None
+        )
+    else:
+        devices = Devices.here()
     before = RunDir(out).world if resume and out is not None else None
-    ranks = nproc or before or max(1, devices.gpus)
+    ranks = asked.worlds[-1] if asked else nproc or before or max(1, devices.gpus)
     given: list[tuple[tuple[str, ...], Any]] = [
         (("experiment",), experiment),
         (("seed",), seed),
@@ -61,22 +88,88 @@ def pretrain(
         (("train", "tokens"), tokens),
         (("train", "flops"), flops),
         (("train", "dtype"), dtype),
+        (("cluster", "slurm", "time"), time),
     ]
-    run, settled = settle(
-        Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume), devices
-    )
+    wish = Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume)
+    if asked:
+        wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
+    settled = settle(wish, devices)
+    if asked:
+        if not (dry_run and quiet):
+            submit(settled, asked, track=track, dry_run=dry_run, as_json=as_json)
+        return settled, asked
+    run = settled.commit().run
     if not run.finished:
         note = start(
             run,
             nproc=ranks,
             gpu=devices.gpus > 0,
-            max_restarts=settled.train.max_restarts,
+            max_restarts=settled.config.train.max_restarts,
             quiet=quiet or as_json,
             track=track,
         )
         if note:
             typer.echo(note, err=True)
-    _conclude(run.path, settled.train.steps or 0, as_json=as_json, quiet=quiet)
+    _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
+    return settled, None
+
+
+def as_job(arguments: Sequence[str]) -> "tuple[Settled, Nodes]":
+    """What `launch pretrain` with these arguments would submit; refused like there."""
+    alone = typer.Typer(pretty_exceptions_enable=False)
+    register(alone)
+    command = typer.main.get_command(alone)
+    settled, nodes = command.main([*arguments, "--slurm", "--dry-run", "--quiet"], standalone_mode=False)
+    return settled, nodes
+
+
+def _cluster(
+    nodes: str,
+    nproc: int | None,
+    gpus: int | None,
+    name: str | None,
+    file: Path | None,
+    sets: Sequence[str],
+    run: Path | None,
+) -> "tuple[Nodes, Devices]":
+    """The nodes that the job asks for, and what one of them trains on."""
+    from pipeline.config.load import load_cluster
+    from pipeline.slurm.submit import Nodes
+    from pipeline.train.plan import Devices
+    from pipeline.train.rundir import RunDir
+
+    before = RunDir(run).config if run is not None and RunDir(run).exists else None
+    machine = load_cluster(name, run=before, file=file, sets=sets)
+    gpus = machine.gpus_per_node if gpus is None else gpus
+    return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(machine, gpus)
+
+
+def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool) -> None:
+    """Refused before the run directory exists, or in the queue."""
+    import json
+
+    from pipeline.slurm import queue
+    from pipeline.slurm.submit import job_of, remember, train
+
+    run, site = settled.run.path.absolute(), settled.config.cluster.slurm
+    job = train(run, settled.config.name, site, nodes, track=track)
+    if dry_run:
+        print(job.shown())
+        print(f"# {job.test() or 'no SLURM here: not validated'}")
+        return
+    if (old := job_of(run)) and settled.facts is None and (there := queue.entry(old)) and there.living:
+        raise RunError(f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it")
+    if settled.run.finished:
+        raise RunError(f"run {run} has finished; there is nothing to submit")
+    job.test()
+    settled = settled.commit()
+    run = settled.run.path.absolute()
+    number = train(run, settled.config.name, site, nodes, track=track).submit()
+    remember(run, number, nodes)
+    if as_json:
+        print(json.dumps({"job": number, "run": str(run)}))
+    else:
+        print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}\nwatch it with: launch status {run}")
 
 
 def _nest(given: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:

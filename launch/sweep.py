@@ -1,5 +1,7 @@
 """`launch sweep plan | run`: a grid of runs, its cost before any of them is started, and then the runs."""
 
+import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +14,7 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.scaling.plan import Planned, Sweep
+    from pipeline.scaling.sweep import Member
 
 app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
 
@@ -52,6 +55,8 @@ def plan(
     epilog=examples(
         "launch sweep run configs/scaling/synthetic.toml --data data/synthetic",
         "launch sweep run configs/scaling/ladder.toml --data data/web --jobs 2",
+        "launch sweep run configs/scaling/ladder.toml --data data/web --slurm --jobs 4 --fit",
+        "launch sweep run configs/scaling/ladder.toml --data data/web --slurm --after 1234",
     )
 )
 def run(
@@ -64,14 +69,29 @@ def run(
     points: Annotated[Path | None, POINTS] = None,
     track: Annotated[bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local logs.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of progress.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit one array; --jobs is its limit.")] = False,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Of an array's member.  [default: one per process, 0 without a cluster]", min=0)
+    ] = None,
+    after: Annotated[str | None, typer.Option(help="A job that must have succeeded first: the data's.")] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Then `launch fit` the runs, in a job of its own.")] = False,
 ) -> None:
     """Run what is missing of a sweep. Ctrl-C saves what runs; the same command again continues."""
     from pipeline.scaling import sweep as sweeping
 
+    if not slurm and (after or fit or gpus_per_node is not None):
+        raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
+    if after:
+        submit_later(file, data, after, as_json=as_json)
+        return
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = sweeping.members(sweep, runs, root)
     todo = [member for member in every if not member.finished]
+    if slurm:
+        gpus = gpus_per_node if gpus_per_node is not None else sweep.nproc if sweep.cluster else 0
+        submit(todo, root, jobs, gpus, sweep.experiment, track=track, fit=fit, as_json=as_json)
+        return
     with sweep_display(every, len(todo), quiet=as_json) as show:
         done = sweeping.run(todo, jobs, show, track=track)
     told = {
@@ -89,6 +109,55 @@ def run(
             f"{len(done.failed)} of {len(every)} runs failed: {', '.join(done.failed)}; mend that and run the same "
             f"command again"
         )
+
+
+def submit(
+    todo: "list[Member]", root: Path, jobs: int, gpus: int, name: str, *, track: bool, fit: bool, as_json: bool
+) -> None:
+    """What is missing as one array; refused as a whole if one of its runs is."""
+    from launch.pretrain import as_job
+    from pipeline.slurm import queue
+    from pipeline.slurm.submit import array, command, job_of, remember, tidy
+
+    there = {job for job, entry in queue.entries().items() if entry.living}
+    todo = [member for member in todo if job_of(member.out) not in there]
+    if not todo:
+        raise RunError(f"every run of {root} has finished or is in the queue; `launch status {root}` shows them")
+    wanted = [as_job([*member.argv[1:], "--gpus-per-node", str(gpus)]) for member in todo]
+    nodes, site = wanted[0][1], wanted[0][0].config.cluster.slurm
+    root.mkdir(parents=True, exist_ok=True)
+    members = root.absolute() / f"members-{secrets.token_hex(4)}.txt"
+    array(members, len(wanted), jobs, tidy(name), site, nodes, track=track).test()
+    runs = [settled.commit().run.path.absolute() for settled, _ in wanted]
+    members.write_text("".join(f"{run}\n" for run in runs))
+    number = array(members, len(runs), jobs, tidy(name), site, nodes, track=track).submit()
+    for index, run in enumerate(runs):
+        remember(run, f"{number}_{index}", nodes)
+    told = {"job": number, "runs": list(map(str, runs)), "fit": None}
+    if fit:
+        arguments = ("fit", "--runs", str(root.absolute()))
+        told["fit"] = command(arguments, tidy(f"{name}-fit"), site, root.absolute() / "fit.log", number).submit()
+    if as_json:
+        print_json(told)
+    else:
+        then = f"; job {told['fit']} fits them" if fit else ""
+        typer.echo(f"job {number}: {len(runs)} runs, {jobs} at a time{then}\nwatch them with: launch status {root}")
+
+
+def submit_later(file: Path, data: Path | None, after: str, *, as_json: bool) -> None:
+    """The shards, whose vocabulary counts, are not there yet: a job that waits for them calls this same command."""
+    from pipeline.config.load import load_cluster
+    from pipeline.scaling.plan import read
+    from pipeline.slurm.submit import command, tidy
+
+    sweep = read(file)
+    site = load_cluster(sweep.cluster, sets=sweep.set).slurm
+    at = next(i for i, word in enumerate(sys.argv) if word.partition("=")[0] == "--after")
+    again = sys.argv[1:at] + sys.argv[at + (1 if "=" in sys.argv[at] else 2) :]
+    log = Path.cwd() / f"{tidy(sweep.experiment)}-sweep.log"
+    number = command(again, tidy(f"{sweep.experiment}-sweep"), site, log, after).submit()
+    told = f"job {number} submits the sweep when job {after} has made {data or sweep.data}; it speaks in {log}"
+    print_json({"job": number, "log": str(log)}) if as_json else typer.echo(told)
 
 
 def lay_out(

@@ -31,6 +31,8 @@ def _value(value: object) -> str:
             return text if {".", "e", "n"} & set(text) else f"{text}.0"
         case str():
             return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
         case _:
             return str(value)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.dump import flat
-from pipeline.config.schema import VERSION, Arch, Frozen, RunConfig, Size
+from pipeline.config.schema import VERSION, Arch, Cluster, Frozen, RunConfig, Size
 from pipeline.config.shape import cross
 from pipeline.errors import ConfigError
 
@@ -33,7 +33,7 @@ def load(
     shape = {"size": size, "arch": arch, **cross(_size(size), _arch(arch))}
     layers: list[Mapping[str, Any]] = [{"model": shape}, data or {}]
     if cluster:
-        layers.append(read_toml(_named("cluster", cluster)))
+        layers.append(cluster_layer(cluster))
     if file:
         layers.append(read_toml(file))
     layers += [parse_set(s) for s in sets]
@@ -47,6 +47,7 @@ def reload(
     path: Path,
     layers: Iterable[Mapping[str, Any]] = (),
     *,
+    cluster: str | None = None,
     file: Path | None = None,
     sets: Iterable[str] = (),
     over: Mapping[str, Any] | None = None,
@@ -58,6 +59,8 @@ def reload(
             f"version={version} in {path} but this isoflop reads version {VERSION}; "
             "continue the run with the release that started it, or start a new one"
         )
+    if cluster:
+        table |= cluster_layer(cluster)  # another machine: nothing of the old one stays
     for layer in [*layers, *([read_toml(file)] if file else []), *map(parse_set, sets), over or {}]:
         table = merge(table, layer)
     config = validate(RunConfig, table, where=str(path))
@@ -83,6 +86,25 @@ def _size(name: str) -> Size:
 
 def _arch(name: str) -> Arch:
     return validate(Arch, read_toml(_named("arch", name)), where=f"configs/arch/{name}.toml")
+
+
+class _Machine(Frozen):
+    cluster: Cluster
+
+
+def load_cluster(
+    name: str | None, *, run: Path | None = None, file: Path | None = None, sets: Iterable[str] = ()
+) -> Cluster:
+    """The machine alone, before the run on it is settled; `run` is the config.toml of the one to be continued."""
+    table = read_toml(run or CONFIGS / "base.toml") | (cluster_layer(name) if name else {})
+    for layer in [read_toml(file) if file else {}, *map(parse_set, sets)]:
+        table = merge(table, {"cluster": layer.get("cluster", {})})
+    return validate(_Machine, {"cluster": table["cluster"]}).cluster
+
+
+def cluster_layer(name: str) -> dict[str, Any]:
+    """A shipped cluster by its name, or a site's own file by its path."""
+    return read_toml(Path(name) if name.endswith(".toml") else _named("cluster", name))
 
 
 def _named(kind: str, name: str) -> Path:

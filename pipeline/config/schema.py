@@ -17,6 +17,7 @@ Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # one line of text that ends where it seems to end
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
 Dtype = Literal["fp32", "bf16"]
 
@@ -482,8 +483,39 @@ class Rates(Frozen):
     inter_bytes_s: Rate  # to other nodes
 
 
+class Container(Frozen):
+    """What the processes of a job run in."""
+
+    kind: Literal["pyxis", "apptainer"]
+    image: Word
+    mounts: tuple[Word, ...] = ()  # HOST:INSIDE; the run's and the data's folders must be among them
+    python: Word = "python3"  # inside
+
+
+class Slurm(Frozen):
+    """How a site takes jobs: each value is an argument of sbatch or srun, or an exported variable, never text of a
+    script."""
+
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    constraint: Word | None = None
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None  # left out, the partition's
+    cpus_per_task: Positive | None = None
+    sbatch: tuple[Word, ...] = ()  # further arguments, such as "--exclusive"
+    srun: tuple[Word, ...] = ()
+    modules: tuple[Annotated[str, Field(pattern=r"^[\w./+-]+$")], ...] = ()
+    setup: Word | None = None  # a shell file that every job sources first
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Word] = {}
+    container: Container | None = None
+    scratch: Word | None = None  # a folder on each node's own disk, to which shards are copied first
+    launcher: Literal["srun", "torchrun"] = "srun"
+    grace_s: Positive = 300  # so long before the limit the run is asked to save
+    max_restarts: Annotated[int, Field(ge=0)] = 100  # of one job, for whatever reason
+
+
 class Cluster(Frozen):
-    """What a GPU of the cluster can do; the source of every rate is in configs/cluster."""
+    """What a GPU of the cluster can do, with its source in configs/cluster, and how its SLURM takes jobs."""
 
     name: str
     device: str | None = None  # as torch names it, in part
@@ -491,6 +523,7 @@ class Cluster(Frozen):
     peak_flops: Rate | None = None  # dense bf16, per GPU
     memory_bytes: Positive | None = None  # per GPU
     rates: Rates | None = None  # for predicted step times
+    slurm: Slurm = Slurm()
 
 
 class RunConfig(Frozen):

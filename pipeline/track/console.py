@@ -60,7 +60,7 @@ def format_record(record: Mapping[str, object], total_steps: int, eta_s: float |
             f"lr {_power(record.get('lr'))}",
             f"{_rate(record.get('tokens_per_s'))} tok/s",
             f"mfu {_percent(record.get('mfu'))}",
-            f"eta {_span(eta_s)}",
+            f"eta {span(eta_s)}",
         ]
     elif kind == "eval":
         columns = [f"eval {steps}", f"loss {_number(record.get('loss'), 6)}", f"bpb {_number(record.get('bpb'), 6)}"]
@@ -127,7 +127,7 @@ def _percent(value: object) -> str:
     return f"{value * 100:4.1f}%".rjust(5) if isinstance(value, int | float) else f"{UNKNOWN:>5}"
 
 
-def _span(seconds: float | None) -> str:
+def span(seconds: float | None) -> str:
     """3h12, 12m05, 45s, 2d03."""
     if seconds is None:
         return UNKNOWN

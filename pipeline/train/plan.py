@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import psutil
 
 from pipeline import account
 from pipeline.config.load import load, reload
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.recipe import resolve
@@ -22,10 +22,10 @@ _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What this node trains on."""
+    """What a node trains on."""
 
     gpus: int
-    memory_bytes: int  # of one GPU, or of the host when there is none
+    memory_bytes: int | None  # of one GPU, or of the host when there is none; None: unknown from here
     name: str
 
     @classmethod
@@ -37,6 +37,11 @@ class Devices:
                 properties = torch.cuda.get_device_properties(0)
                 return cls(torch.cuda.device_count(), properties.total_memory, properties.name)
         return cls(0, psutil.virtual_memory().available, "CPU")
+
+    @classmethod
+    def of(cls, cluster: Cluster, gpus: int) -> "Devices":
+        """Of a cluster's node, seen from its login node."""
+        return cls(gpus, cluster.memory_bytes if gpus else None, cluster.device or "GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,53 @@ class Request:
     sets: Sequence[str] = ()
     over: dict[str, Any] | None = None
     resume: bool = False
+    fresh: bool = False  # without an `out`: a directory of its own, beside those there are
+    fewest: int | None = None  # processes, of a job that may start with fewer than nproc
 
 
-def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
-    """The run directory, created or found fit to continue, and its resolved config."""
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A run that can work, not yet written."""
+
+    run: RunDir
+    config: RunConfig
+    facts: dict[str, Any] | None  # None: the run exists
+    fresh: bool = False
+
+    def commit(self) -> "Settled":
+        """Hold the run directory for this launcher, and create it or find it fit to continue."""
+        settled = self
+        while not settled._taken_over():
+            settled = self._beside()
+        return settled
+
+    def _taken_over(self) -> bool:
+        """False: it is another's, and the next one will do."""
+        try:
+            self.run.claim()
+            if self.facts is not None and self.run.exists:
+                raise _taken(self.run)
+        except RunError:
+            if self.fresh and self.run.path.exists():
+                return False
+            raise
+        if self.facts is None:
+            self.run.continue_with(self.config)
+        else:
+            self.run.create(self.config, {**self.facts, "name": self.config.name})
+        return True
+
+    def _beside(self) -> "Settled":
+        """The same run in the next directory that is not there: 1b, 1b-2, 1b-3 …"""
+        parent, stem, number = self.run.path.parent, self.config.name[:58], 2
+        while (parent / f"{stem}-{number}").exists():
+            number += 1
+        name = f"{stem}-{number}"
+        return replace(self, run=RunDir(parent / name), config=self.config.model_copy(update={"name": name}))
+
+
+def settle(request: Request, devices: Devices) -> Settled:
+    """Everything that can be refused is refused here, before anything is written."""
     if request.size is None:
         return _again(request, devices)
     if request.data is None:
@@ -65,14 +113,12 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
     config = _config(request, corpus)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
     config = _fit(config, reload(run.config) if run.exists and request.resume else None, request, devices)
-    if not run.exists:
-        _check_disk(config, run.path)
-    run.claim()
-    if run.exists and not request.resume:
-        raise RunError(f"--out {run.path} holds a run already; add --resume to continue it or give another --out")
-    if run.exists:
-        run.continue_with(config)
-        return run, config
+    fresh = request.fresh and request.out is None
+    if run.exists and not fresh:
+        if not request.resume:
+            raise _taken(run)
+        return Settled(run, config, None)
+    _check_disk(config, run.path)
     train = corpus.manifest.splits["train"]
     about = facts(
         config,
@@ -80,11 +126,14 @@ def settle(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
         bytes_per_token=train.bytes / train.tokens,
         peak_flops=config.cluster.peak_flops,
     )
-    run.create(config, about)
-    return run, config
+    return Settled(run, config, about, fresh)
 
 
-def _again(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
+def _taken(run: RunDir) -> RunError:
+    return RunError(f"--out {run.path} holds a run already; add --resume to continue it or give another --out")
+
+
+def _again(request: Request, devices: Devices) -> Settled:
     """A run as its directory has it; what is set besides must be what a resumed run may change."""
     if not request.resume:
         raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
@@ -92,13 +141,13 @@ def _again(request: Request, devices: Devices) -> tuple[RunDir, RunConfig]:
         raise RunError(f"--resume without --size needs the --out of an existing run, got {request.out}")
     run = RunDir(request.out)
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
-    run.claim()
-    config = reload(run.config, [moved], file=request.file, sets=request.sets, over=request.over)
+    config = reload(
+        run.config, [moved], cluster=request.cluster, file=request.file, sets=request.sets, over=request.over
+    )
     config = _fit(config, reload(run.config), request, devices)
     if not run.finished:
         same_data(config, _corpus(Path(config.data.dir or ".")))
-    run.continue_with(config)
-    return run, config
+    return Settled(run, config, None)
 
 
 def same_data(config: RunConfig, corpus: Corpus) -> None:
@@ -164,7 +213,7 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
             update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
         )
     config = resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
-    _check_memory(config, request.nproc, devices)
+    _check_memory(config, request.fewest or request.nproc, devices)
     return config
 
 
@@ -185,7 +234,7 @@ def _check_memory(config: RunConfig, nproc: int, devices: Devices) -> None:
         for zero in range(4)
     }
     have, zero = devices.memory_bytes, config.parallel.zero
-    if need[zero] <= have:
+    if have is None or need[zero] <= have:
         return
     fits = [z for z in range(zero + 1, 4) if need[z] <= have]
     remedy = (

@@ -25,12 +25,12 @@ from pipeline.train.stop import Stop
 from pipeline.train.watch import Watch
 
 
-def run(path: Path, world: World, stop: Stop, *, quiet: bool = False) -> bool:
-    """Train the run in a directory from where it stands; whether it reached its end."""
+def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path | None = None) -> bool:
+    """Train the run in a directory from where it stands; whether it reached its end. `data`: a nearer copy of it."""
     directory = RunDir(path)
     if world.first:
         directory.lock()
-    config = reload(directory.config)
+    config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
     corpus = _corpus(config)
     assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
     rows = config.train.batch_tokens // config.model.seq

@@ -39,7 +39,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     old = len(faults.history(run))
     feeder, note = feed.start(run.path) if track else None, ""
     try:
-        with _listening() as wishes:
+        with listening() as wishes:
             while code := _attempt(run, command, env, wishes):
                 _note_failure(run, code, old, 0 if wishes else max_restarts)
     finally:
@@ -56,7 +56,7 @@ def _attempt(run: RunDir, command: list[str], env: dict[str, str], wishes: list[
         quiet_bytes = noise.tell()
         # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
         agent = subprocess.Popen(command, env=env, stderr=noise, start_new_session=True, preexec_fn=end_with_parent)
-        code = _wait(run, agent, wishes)
+        code = attend(run, agent, wishes)
     if code < 0:
         _end_strays(run)
     killed = _KILLED.search(noise_path.read_bytes(), quiet_bytes)
@@ -87,7 +87,7 @@ def _end_strays(run: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[list[Wish]]:
+def listening() -> Iterator[list[Wish]]:
     """Signals become wishes, from the first attempt to the last."""
     wishes: list[Wish] = []
 
@@ -119,7 +119,7 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def _wait(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> int:
+def attend(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> int:
     """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
     another one, a second or more later, ends them. After a fault a stopped worker is killed at once: it cannot hear
     torchrun's SIGTERM, which would wait half a minute for it."""

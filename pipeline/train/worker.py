@@ -1,4 +1,5 @@
-"""The edge of a training process: `python -m pipeline.train.worker RUN_DIR [--quiet]`, started by torchrun or srun."""
+"""The edge of a training process, started by torchrun or srun:
+`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY]`."""
 
 import os
 import sys
@@ -19,9 +20,10 @@ def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
     path, stop = Path(arguments[0]), Stop()
+    copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     end_with_parent()
     try:
-        finished = run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments)
+        finished = run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments, data=copy)
     except UserError as error:
         RunDir(path).fail(error)
         return 2

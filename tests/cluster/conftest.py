@@ -1,0 +1,22 @@
+"""One SLURM for the whole suite; where there is none, the reason is shown."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import Slurm, absent, running
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    if reason := absent():
+        pytest.skip(reason)
+    state = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: sockets live in it
+    try:
+        with running(state) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(state, ignore_errors=True)

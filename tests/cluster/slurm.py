@@ -1,0 +1,244 @@
+"""A real SLURM on this host: munge, slurmctld and slurmd "nodes", each in namespaces of its own, as root.
+
+A node is `slurmd -N nodeX` in its own UTS, PID, mount and network namespace: hostnames differ, a bridge joins them, and
+killing the outer process is a power cut, after which nobody even refuses a connection. Nothing outside the state folder
+is written; names of nodes are known inside the namespaces only.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}({net}.254)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# seconds after which a requeued job may start again: its old credential has to expire (two minutes by default)
+AuthInfo=socket={state}/munge/socket,cred_expire=5
+StateSaveLocation={state}/ctld
+SlurmdSpoolDir={state}/spool.%n
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmdPidFile={state}/slurmd.%n.pid
+SlurmctldLogFile={state}/slurmctld.log
+SlurmdLogFile={state}/slurmd.%n.log
+SlurmctldDebug=verbose
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+GresTypes=gpu
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
+SlurmctldTimeout=5
+SlurmdTimeout={timeout}
+KillWait=10
+MinJobAge=600
+Waittime=0
+CompleteWait=0
+MessageTimeout=5
+TCPTimeout=2
+ReturnToService=2
+JobRequeue=1
+PropagateResourceLimits=NONE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node[1-2] NodeHostname={host} NodeAddr={net}.[1-2] Port=[{first}-{last}] CPUs=8 RealMemory=8000 Gres=gpu:4
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 State=UP
+PartitionName=high Nodes=ALL PriorityTier=10 State=UP
+PartitionName=closed Nodes=ALL State=DOWN
+"""
+HOSTS = "127.0.0.1 localhost\n{net}.1 node1\n{net}.2 node2\n{net}.254 {host}\n"
+INSIDE = """
+hostname {node}
+mount --bind {state}/hosts /etc/hosts
+ip link set lo up
+until ip link set {link} up 2>/dev/null; do sleep 0.02; done
+ip addr add {net}.{number}/24 dev {link}
+slurmd -D -N {node} & wait $!
+"""
+
+
+class Slurm:
+    def __init__(self, state: Path, *, node_timeout_s: int = 5) -> None:
+        self.state, self.timeout = state, node_timeout_s
+        self.env = {"SLURM_CONF": str(state / "slurm.conf")}
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        number = os.getpid() % 250  # two suites on one host do not meet
+        self._net, self._bridge = f"10.87.{number}", f"slurm{number}"
+
+    def start(self) -> None:
+        for folder in ("munge", "ctld", "dev"):
+            (self.state / folder).mkdir(parents=True)
+        self.state.chmod(0o755)
+        self._port = port = _free_ports()
+        host = socket.gethostname().partition(".")[0]
+        about = {"state": self.state, "host": host, "net": self._net, "timeout": self.timeout, "port": port}
+        (self.state / "slurm.conf").write_text(CONFIG.format(**about, first=port + 1, last=port + 2))
+        (self.state / "hosts").write_text(HOSTS.format(**about))
+        self.run("ip", "link", "add", self._bridge, "type", "bridge")
+        self.run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
+        self.run("ip", "link", "set", self._bridge, "up")
+        (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        for number in range(4):  # gres.conf wants character devices: more of /dev/null
+            os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
+        (self.state / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.state}/dev/nvidia[0-3]\n")
+        self._munge()
+        self.run("slurmctld")
+        for node in ("node1", "node2"):
+            self.power_on(node)
+
+    def _munge(self) -> None:
+        folder = self.state / "munge"
+        key = folder / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        shutil.chown(folder, "munge", "munge")
+        shutil.chown(key, "munge", "munge")
+        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munged = ["munged", "--force", *(f"--{option}={folder}/{name}" for option, name in options.items())]
+        self.run("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", *munged)
+
+    def power_on(self, node: str) -> None:
+        log = (self.state / f"{node}.out").open("ab")
+        number, plug = node[-1], f"{self._bridge}{node[-1]}"
+        inside = INSIDE.format(state=self.state, node=node, link=f"{plug}i", net=self._net, number=number)
+        spaces = ("--uts", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc")
+        process = self._nodes[node] = subprocess.Popen(
+            ["unshare", *spaces, "bash", "-c", inside], env={**os.environ, **self.env},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        self.until(lambda: _child(process.pid))
+        self.run("ip", "link", "add", plug, "type", "veth", "peer", "name", f"{plug}i", "netns", _child(process.pid))
+        self.run("ip", "link", "set", plug, "master", self._bridge, "up")
+        self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
+        self.until(lambda: self.run("sinfo", "-hN", "-n", node, "-p", "main", "-o", "%t") in ("idle", "mix", "alloc"))
+
+    def power_off(self, node: str) -> None:
+        """The cable first: a process that dies would otherwise say so to its peers."""
+        process = self._nodes.pop(node)
+        subprocess.run(["ip", "link", "del", f"{self._bridge}{node[-1]}"], capture_output=True)
+        process.kill()  # --kill-child: everything in the namespace goes with it
+        process.wait()
+
+    def stop(self) -> None:
+        for call in (("scancel", "--user=root", "--quiet"), ("scontrol", "shutdown")):
+            subprocess.run(call, env={**os.environ, **self.env}, timeout=20, capture_output=True)
+        for node in list(self._nodes):
+            self.power_off(node)
+        for file in (self.state / "slurmctld.pid", self.state / "munge/pid"):
+            _end(file)
+        subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
+
+    def run(self, *command: object) -> str:
+        done = subprocess.run(
+            list(map(str, command)), env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def field(self, job: str, name: str) -> str:
+        return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={name}:100")
+
+    def inside(self, node: str, pattern: str) -> list[int]:
+        """Processes of a node by their command line, as this host numbers them."""
+        space = _child(self._nodes[node].pid)
+        pids = subprocess.run(
+            ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern], capture_output=True, text=True
+        ).stdout.split()
+        return [int(pid) for pid in pids]
+
+    def until(self, true: Callable[[], object], seconds: float = 400) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"waited {seconds} s in vain\n{self.run('squeue', '--states=all')}\n{self._said()}"
+                )
+            time.sleep(0.1)
+
+    def _said(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.state.glob("*.log")))
+
+
+def absent() -> str | None:
+    """Why a SLURM cannot be started here."""
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip") if shutil.which(name) is None
+    ]
+    if missing:
+        return f"no {', '.join(missing)}; `make system` installs SLURM from Debian's packages"
+    if os.geteuid() != 0:
+        return "SLURM's nodes are namespaces, which need root"
+    probe = subprocess.run(
+        ["unshare", "--uts", "--pid", "--mount", "--net", "--fork", "true"], capture_output=True, text=True
+    )
+    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+@contextmanager
+def running(state: Path) -> Iterator[Slurm]:
+    slurm = Slurm(state)
+    try:
+        slurm.start()
+        yield slurm
+    finally:
+        slurm.stop()
+
+
+def _child(pid: int) -> int | None:
+    """The first process inside a node, once it is there."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_ports() -> int:
+    """The first of three in a row that nothing listens on."""
+    for port in range(21000, 32000, 7):
+        sockets = [socket.socket() for _ in range(3)]
+        try:
+            for offset, probe in enumerate(sockets):
+                probe.bind(("0.0.0.0", port + offset))
+            return port
+        except OSError:
+            continue
+        finally:
+            for probe in sockets:
+                probe.close()
+    raise AssertionError("no three free ports in a row")
+
+
+def _end(file: Path) -> None:
+    """A daemon by its pid file; a zombie has ended."""
+    try:
+        pid = int(file.read_text())
+        os.kill(pid, signal.SIGTERM)
+        for _ in range(100):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError):
+        return

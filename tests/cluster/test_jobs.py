@@ -1,0 +1,161 @@
+"""Training on a real SLURM: submitted, disturbed in every way a cluster knows, and never another curve."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import Slurm
+from tests.conftest import launch
+from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
+
+STEPS = 200  # room for five disturbances on a fast machine
+LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=100")
+pytestmark = pytest.mark.timeout(1500)  # a busy box; alone it takes a tenth
+
+
+def submit(slurm: Slurm, *arguments: object, **env: str) -> str:
+    cpus = ("--slurm", "--gpus-per-node", 0, "--json")
+    return json.loads(launch("pretrain", *cpus, *arguments, **slurm.env, **env).stdout)["job"]
+
+
+def step(run: Path) -> int:
+    try:
+        return records(run, "step")[-1]["step"]
+    except (OSError, IndexError):
+        return 0
+
+
+def beginnings(run: Path) -> list[int]:
+    """The steps at which training began."""
+    try:
+        return [r["step"] for r in records(run, "event") if r["event"] in ("start", "resume", "restart")]
+    except OSError:
+        return []
+
+
+def attempts(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+
+
+def verdicts(run: Path) -> list[tuple[str, str]]:
+    return [(a["event"], a["reason"]) for a in attempts(run) if a["event"] != "begin"]
+
+
+@pytest.fixture(scope="module")
+def whole(slurm, corpus, tmp_path_factory) -> Path:
+    """2 nodes × 1 task, never disturbed; beside it, on the same host, a job of 2 nodes × 2 tasks."""
+    runs = tmp_path_factory.mktemp("cluster")
+    wide = submit(slurm, *TINY, "--data", corpus, "--nodes", 2, "--nproc", 2, "--out", runs / "wide")
+    long = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", runs / "whole")
+    slurm.until(lambda: {slurm.field(job, "state") for job in (wide, long)} == {"COMPLETED"})
+    return runs / "whole"
+
+
+def test_two_jobs_side_by_side(slurm, whole):
+    """They were on the same nodes at the same time, and met only their own."""
+    wide = whole.parent / "wide"
+    assert losses(wide) == pytest.approx(GOLDEN["loss"], abs=1e-5)
+    assert records(wide, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
+    assert step(whole) == STEPS and hashes(whole)[:12] == hashes(wide)
+    spans = [(a[0]["time"], a[-1]["time"]) for a in map(attempts, (whole, wide))]
+    assert max(began for began, _ in spans) < min(ended for _, ended in spans)
+    assert {a["nodes"] for a in attempts(wide)[:1]} == {"node[1-2]"}
+    rows = [json.loads(line) for line in launch("status", whole.parent, "--json", **slurm.env).stdout.splitlines()]
+    assert [(r["state"], r["step"], r["steps"], r["restarts"]) for r in rows] == [
+        ("FINISHED", STEPS, STEPS, 0),
+        ("FINISHED", 12, 12, 0),
+    ]
+    assert "step 12/12" in launch("logs", wide, **slurm.env).stdout
+    assert "step 12/12" not in launch("logs", wide, "--rank", 3, **slurm.env).stdout
+
+
+def test_whatever_befalls_it_the_curve_is_the_same(slurm, whole, corpus, tmp_path):
+    """USR1, kill -9 of a rank, preemption, a hang, a power cut and its end: one job, one curve, bit for bit."""
+    run = tmp_path / "run"
+    job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run)
+
+    def training(starts: int) -> None:
+        """Wait until the job has begun so many times, and has made a few steps since."""
+        slurm.until(lambda: len(beginnings(run)) == starts and step(run) >= beginnings(run)[-1] + 4)
+
+    # before the time limit SLURM sends USR1 to the batch step
+    training(1)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    training(2)
+    assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
+
+    # a rank dies
+    os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGKILL)
+    training(3)
+    assert verdicts(run)[-1][0] == "requeue" and "as asked" not in verdicts(run)[-1][1]
+
+    # someone more important comes by
+    guest = slurm.run("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
+    training(4)
+    assert slurm.field(guest, "state") == "COMPLETED"
+    assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
+
+    # a node loses its power and has it back before SLURM has noticed: the job is RUNNING, and a rank is gone
+    slurm.power_off("node2")
+    slurm.power_on("node2")
+    training(5)
+    assert verdicts(run)[-1][0] == "requeue" and "rank 1 stands still" in verdicts(run)[-1][1]
+    stacks = (run / "logs" / "stacks-rank-0.txt").read_text()
+    assert "loop.py" in stacks and "all_reduce" in stacks.partition("last collectives")[2]
+
+    # it loses it for longer: SLURM takes the job back by itself
+    slurm.power_off("node2")
+    slurm.until(lambda: slurm.field(job, "state") == "PENDING")
+    slurm.power_on("node2")
+    training(6)
+
+    slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
+    assert slurm.field(job, "restartcnt") == "5" and verdicts(run)[-1] == ("done", f"finished at step {STEPS}")
+    assert hashes(run) == hashes(whole) and losses(run) == losses(whole)
+    assert [r["loss"] for r in records(run, "eval")] == [r["loss"] for r in records(whole, "eval")]
+
+
+APPTAINER = """#!/bin/bash
+# apptainer exec --nv --bind=… IMAGE COMMAND…
+echo "$@" >> "$(dirname "$0")/called"
+while [ "$1" != ubuntu.sif ]; do shift; done
+exec "${@:2}"
+"""
+
+
+def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, tmp_path):
+    """In a container, by torchrun, from shards on the nodes' own disk; then by srun, without any of that."""
+    tool, scratch, run = tmp_path / "bin" / "apptainer", tmp_path / "scratch", tmp_path / "run"
+    tool.parent.mkdir()
+    tool.write_text(APPTAINER)
+    tool.chmod(0o755)
+    site = tmp_path / "site.toml"
+    site.write_text(
+        f'[cluster]\nname = "ours"\n[cluster.slurm]\nlauncher = "torchrun"\nscratch = "{scratch}"\n'
+        f'[cluster.slurm.container]\nkind = "apptainer"\nimage = "ubuntu.sif"\npython = "{sys.executable}"\n'
+        f'mounts = ["{tmp_path}"]\n'
+    )
+    path = f"{tool.parent}:{os.environ['PATH']}"
+    job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run, "--cluster", site, PATH=path)
+    slurm.until(lambda: step(run) >= 4)
+    assert "asked to save" in launch("cancel", run, **slurm.env).stdout
+    slurm.until(lambda: slurm.field(job, "state") == "FAILED")
+    assert (
+        verdicts(run) == [("stop", f"told to end; saved at step {step(run)}")] and slurm.field(job, "restartcnt") == "0"
+    )
+    assert json.loads(launch("status", run, "--json", **slurm.env).stdout)["state"] == "STOPPED"
+    assert f"--nv --bind={tmp_path} ubuntu.sif {sys.executable}" in (tool.parent / "called").read_text()
+    assert [path.name for path in scratch.iterdir()] == [
+        f"isoflop-{json.loads((run / 'run.json').read_text())['data']}"
+    ]
+
+    site.write_text('[cluster]\nname = "ours"\n[cluster.slurm]\nlauncher = "srun"\n')
+    job = submit(slurm, "--resume", "--out", run, "--nodes", 2, "--nproc", 1, "--no-track", "--cluster", site)
+    row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
+    assert row["job"] == job and row["state"] in ("PENDING", "RUNNING") and row["step"] >= 4
+    slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
+    assert hashes(run) == hashes(whole) and losses(run) == losses(whole)

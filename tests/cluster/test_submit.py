@@ -1,0 +1,170 @@
+"""What reaches SLURM, and what is refused before it does."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.dump import to_toml
+from pipeline.config.load import load, validate
+from pipeline.config.schema import RunConfig
+from pipeline.recipe import resolve
+from pipeline.slurm.attempts import Ending, decide
+from pipeline.slurm.submit import TEMPLATES
+from tests.cluster.test_jobs import attempts, submit, verdicts
+from tests.conftest import environment, launch
+from tests.train.test_run import TINY
+
+HELD = ("--set", 'cluster.slurm.sbatch=["--hold"]')
+
+
+def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
+    out = tmp_path / "50% done"
+    site = tmp_path / "site.toml"
+    site.write_text(
+        '[cluster]\nname = "ours"\ngpus_per_node = 2\n[cluster.slurm]\npartition = "high"\ntime = "1:00:00"\n'
+        'modules = ["cuda/12.8"]\nenv = { NCCL_DEBUG = "WARN; touch pwned" }\n'
+    )
+    asked = ("pretrain", *TINY, "--data", corpus, "--out", out, "--cluster", site, "--slurm", "--nodes", 2, "--dry-run")
+    said = launch(*asked, **slurm.env).stdout
+    for word in ("--partition=high", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "--time=1:00:00"):
+        assert word in said
+    assert "50%% done/logs/job.log" in said and "NCCL_DEBUG='WARN; touch pwned'" in said
+    assert (TEMPLATES / "pretrain.sbatch").read_text() in said
+    assert "to start at" in said.splitlines()[-1]  # sbatch --test-only
+    assert not out.exists()
+    bare = launch(*asked, PATH=str(tmp_path))  # a machine without SLURM
+    assert "not validated" in bare.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--nodes", 4), ("--nodes=4", "node configuration is not available")),
+        (("--nodes", 2, "--set", "cluster.slurm.partition=gpu"), ("--partition=gpu", "Invalid partition")),
+        (("--nodes", "4-2"), ("--nodes '4-2'",)),
+        (("--nodes", 2, "--time", "soon"), ("cluster.slurm.time='soon'",)),
+        (("--nodes", 1, "--set", "name=a\ntouch pwned"), ("name='a\\ntouch pwned'",)),
+        (("--nodes", 1, "--set", 'cluster.slurm.account="a\\nb"'), ("cluster.slurm.account='a\\nb'",)),
+        (("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1), ("size=7b", "this A100 has")),
+    ],
+)
+def test_refused_in_one_line(slurm, corpus, tmp_path, arguments, words):
+    out = tmp_path / "run"
+    wanted = ("pretrain", *TINY, "--data", corpus, "--out", out, "--slurm", "--gpus-per-node", 0, *arguments)
+    lines = launch(*wanted, code=2, **slurm.env).stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    assert all(word in lines[0] for word in words), lines[0]
+    assert not out.exists()
+
+
+def test_the_example_site_is_one():
+    config = resolve(load(size="tiny", cluster="example"), ranks=8, gpu=True)
+    assert validate(RunConfig, tomllib.loads(to_toml(config))) == config
+    assert config.cluster.slurm.container is not None and config.cluster.slurm.env["NCCL_IB_HCA"] == "mlx5"
+
+
+def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
+    """A path with line ends and SLURM's own words in it: the script in the queue is the template, byte for byte."""
+    out = tmp_path / "a\n#SBATCH --nodes=2\ntouch pwned; $(touch pwned)\n"
+    job = submit(slurm, *TINY, "--data", corpus, "--out", out, "--nproc", 1, *HELD)
+    assert (out / "slurm.json").exists()
+    slurm.run("scontrol", "write", "batch_script", job, tmp_path / "script")
+    assert (tmp_path / "script").read_bytes().rstrip(b"\0") == (TEMPLATES / "pretrain.sbatch").read_bytes()
+    assert slurm.field(job, "numnodes") == "1"
+    again = launch("pretrain", "--resume", "--slurm", "--out", out, "--gpus-per-node", 0, code=2, **slurm.env)
+    assert f"in the queue as job {job} (PENDING)" in again.stderr
+    assert "cancelled" in launch("cancel", out, **slurm.env).stdout
+    assert slurm.field(job, "state") == "CANCELLED"
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
+    """Without --out each takes a directory of its own, however close they come."""
+    wanted = [
+        "launch",
+        "pretrain",
+        *TINY,
+        "--data",
+        corpus,
+        "--slurm",
+        "--gpus-per-node",
+        0,
+        "--nproc",
+        1,
+        "--json",
+        *HELD,
+    ]
+    program = textwrap.dedent(
+        """
+        import os, sys
+        from launch import pretrain
+        from launch.__main__ import main
+        from pipeline.slurm import queue, submit
+        from pipeline.train import plan
+        children = []
+        for number in range(50):  # forked: one import for all of them
+            if (child := os.fork()) == 0:
+                sys.stdout = open(f"{number}.json", "w")
+                main()
+            children.append(child)
+        sys.exit(max(os.waitpid(child, 0)[1] for child in children))
+        """
+    )
+    program = f"import sys; sys.argv = {list(map(str, wanted))!r}\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment(**slurm.env), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(50)]
+    assert len({t["job"] for t in told}) == len({t["run"] for t in told}) == 50
+    for one in told:
+        run = Path(one["run"])
+        assert json.loads((run / "slurm.json").read_text())["job"] == one["job"]
+        assert json.loads((run / "run.json").read_text())["name"] == run.name
+    assert len(launch("status", tmp_path / "runs", "--json", **slurm.env).stdout.splitlines()) == 50
+    slurm.run("scancel", *(t["job"] for t in told))
+
+
+def test_what_fails_twice_alike_is_not_tried_a_third_time(slurm, corpus, tmp_path):
+    """A wrong network variable: the job comes back once, then stops with the reason."""
+    run = tmp_path / "run"
+    wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
+    job = submit(slurm, *TINY, "--data", corpus, "--out", run, "--nodes", 2, "--nproc", 1, *wrong)
+    slurm.until(lambda: slurm.field(job, "state") == "FAILED")
+    assert [event for event, _ in verdicts(run)] == ["requeue", "stop"]
+    assert slurm.field(job, "restartcnt") == "1" and len(attempts(run)) == 4
+    reason = verdicts(run)[-1][1]
+    assert "failed twice at step 0" in reason and f"launch pretrain --resume --slurm --out {run}" in reason
+    assert reason in (run / "logs" / "job.log").read_text()
+    row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
+    assert (row["state"], row["restarts"], row["note"]) == ("FAILED", 1, reason)
+
+
+FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "action", "words"),
+    [
+        ({"finished": True}, "done", "finished at step 7"),
+        ({"saved": True}, "requeue", "saved at step 7"),
+        ({"saved": True, "restarts": 100}, "stop", "max_restarts=100"),
+        ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # before it could listen
+        ({"saved": True, "asked": "SIGTERM"}, "stop", "told to end; saved at step 7"),
+        ({"fault": FAULT}, "requeue", "RuntimeError: out of luck at step 7"),
+        ({"fault": FAULT, "restarts": 100}, "stop", "max_restarts=100"),
+        ({"fault": FAULT, "hopeless": "failed twice"}, "stop", "failed twice; see runs/x/logs"),
+        ({"fault": {**FAULT, "user": True}, "hopeless": "disk full"}, "stop", "disk full; see runs/x/logs"),
+    ],
+)
+def test_whether_to_come_back(change, action, words):
+    restarts = change.pop("restarts", 0)
+    plain = {"step": 7, "finished": False, "saved": False, "asked": None, "fault": None, "hopeless": None}
+    verdict = decide(Ending(**plain | change), restarts=restarts, most=100, run=Path("runs/x"))
+    assert verdict.action == action and words in verdict.reason
+    assert (verdict.code == 0) == (action == "done")
