@@ -31,8 +31,9 @@ def test_show_lays_out_a_routed_model_over_nodes():
 
 
 def test_show_never_imports_torch():
-    code = "import sys; sys.argv = ['launch', 'show', '--size', '175b', '--cluster', 'h100']\nfrom launch.__main__ import main\n"
-    code += "try: main()\nexcept SystemExit: pass\nassert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
+    code = "import sys; sys.argv = ['launch', 'show', '--size', '175b', '--cluster', 'h100']\n"
+    code += "from launch.__main__ import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
     done = subprocess.run([command()[0], "-c", code], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
 
