@@ -173,12 +173,12 @@ def _memory_table(f: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     have = f["device_memory_bytes"]
-    title = f"memory of one of {f['ranks']} ranks, {f['dtype']}, micro-batch {f['recipe']['micro_batch']}"
-    table = Table("ZeRO", "weights", "gradients", "optimizer", "activations", "loss", "total", box=None, title=title)
+    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, micro-batch {f['recipe']['micro_batch']}"
+    table = Table("ZeRO", *f["memory_bytes"]["zero0"], box=None, title=title)
     for stage, m in f["memory_bytes"].items():
         fits = "" if have is None else (" ✓" if m["total"] <= have else " ✗")
-        parts = [_gib(m[k]) for k in ("weights", "gradients", "optimizer", "activations", "loss")]
-        table.add_row(stage.removeprefix("zero"), *parts, _gib(m["total"]) + fits)
+        *parts, total = (f"{value / 2**30:,.2f}" for value in m.values())
+        table.add_row(stage.removeprefix("zero"), *parts, total + fits)
     for column in table.columns[1:]:
         column.justify = "right"
     return table

@@ -181,12 +181,13 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    gathered: int  # of what ZeRO shards, the largest block whole: weights in use and of the next block, gradients
     activations: int
     loss: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.loss
 
 
 def memory(
@@ -209,6 +210,10 @@ def memory(
     kept = len(layers) * 2 * model.width if recompute else sum(layers)
     once = max(layers) if recompute else 0
     chunk = min(loss_chunk, tokens)
+    block = max(
+        each.attention + each.vectors + each.ffn + each.norm - each.experts + each.experts // ep
+        for each in (_layer(model, layer) for layer in range(model.layers))
+    )
 
     def held(sharded: bool, of: int) -> int:
         """Of `of` bytes per parameter: what ZeRO shards lies on every rank once, the experts on every ep-th."""
@@ -219,6 +224,7 @@ def memory(
         weights=held(zero >= 3, size),
         gradients=held(zero >= 2, size),
         optimizer=held(zero >= 1, master + 8),
+        gathered=(0, 0, 1, 3)[zero] * block * size if ranks > 1 else 0,
         activations=tokens * (kept + once) * size,
         loss=chunk * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
     )

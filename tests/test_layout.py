@@ -1,13 +1,15 @@
 """The planner's arithmetic against closed forms, and its times against what others published."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from pipeline import account
 from pipeline.config.load import load
-from pipeline.layout import Estimate, Layout, best, estimate, plan, traffic
+from pipeline.layout import ERROR, Estimate, Layout, best, estimate, plan, traffic
 from pipeline.recipe import resolve
+from tests.published import OTHER, SAME, ladder_rows
 
 
 def config(size, arch, ranks, rows=None, micro="auto", cluster="h100", seq=2048, vocab=32768, **sets):
@@ -98,3 +100,18 @@ def test_the_plan_takes_the_fastest_that_fits():
     assert take.memory.total <= 0.92 * c.cluster.memory_bytes
     tight = c.model_copy(update={"cluster": c.cluster.model_copy(update={"memory_bytes": 2**30})})
     assert not best(plan(tight, 64)).fits
+
+
+# ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_published_runs_are_met_within_the_stated_error():
+    for run in SAME:
+        assert abs(run.predict().tokens_s / run.gpus / run.published - 1) <= ERROR, run.row()
+
+
+def test_the_page_says_what_the_planner_says():
+    """Every row of docs/SCALE.md, printed anew by `python -m tests.published`."""
+    page = (Path(__file__).parent.parent / "docs" / "SCALE.md").read_text(encoding="utf-8").splitlines()
+    rows = [*ladder_rows(), *(run.row() for run in SAME + OTHER)]
+    assert [row for row in rows if row not in page] == []

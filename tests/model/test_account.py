@@ -194,3 +194,8 @@ def test_zero_shards_what_it_says():
     assert states(1, 8) == pytest.approx((4 + 12 / 8) * total, rel=1e-6)
     assert states(2, 8) == pytest.approx((2 + 14 / 8) * total, rel=1e-6)
     assert states(3, 8) == pytest.approx(16 / 8 * total, rel=1e-6)
+    block = (count := account.params(model)).attention // 16 + count.ffn // 16 + 2 * 2048 + 2 * 128
+    whole = [
+        account.memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered for z in range(4)
+    ]
+    assert whole == [0, 0, 2 * block, 3 * 2 * block]
