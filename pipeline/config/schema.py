@@ -451,6 +451,7 @@ class Train(Frozen):
     keep_every: Positive | None = None  # besides, every checkpoint whose step is a multiple
     log_every: Positive
     max_restarts: Annotated[int, Field(ge=0)]  # after a fault, until a new checkpoint is written
+    check_every: Positive  # steps between comparisons of the ranks' copies
     hang_s: Rate  # a step may last three times the p99 and this much more before it is taken for a hang
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.engine import Clock, Micro, Update, balance, untimed
+from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -32,7 +32,7 @@ class DDPEngine:
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
 
-    def update(self, micros: Sequence[Micro], lr: float) -> Update:
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
         set_rate(self._optimizer, lr)
         self._model.train()
         nlls, routings = [], []
@@ -43,11 +43,13 @@ class DDPEngine:
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)
-        self._optimizer.step()
+        nll, norm = torch.stack(nlls).mean(), torch.nn.utils.get_total_norm(self.held().gradients)
+        if accepted := accept(nll, norm):
+            torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
+            self._optimizer.step()
         self._optimizer.zero_grad()
         model = self._accelerator.unwrap_model(self._model)
-        return Update(torch.stack(nlls).mean(), norm, balance(model, routings, self._world))
+        return Update(nll, norm, balance(model, routings, self._world) if accepted else None)
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:
@@ -59,6 +61,11 @@ class DDPEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = self._optimizer.optimizer
         return inner
+
+    def held(self) -> Held:
+        parameters = list(self._model.parameters())
+        buffers = [b for b in self._model.buffers() if b.is_floating_point()]
+        return Held([*buffers, *parameters], [], [p.grad for p in parameters if p.grad is not None])
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         module, replica = self._accelerator.unwrap_model(self._model), (self._world.rank, self._world.size)

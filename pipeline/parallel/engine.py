@@ -34,6 +34,21 @@ def untimed(_part: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class Held(NamedTuple):
+    """What a rank holds of the model now, as views."""
+
+    everywhere: list[Tensor]  # weights that every rank holds a copy of
+    here: list[Tensor]  # weights that only some ranks hold: partitions, experts
+    gradients: list[Tensor]  # reduced, of which every rank holds a copy
+
+
+Accept = Callable[[Tensor, Tensor], bool]  # this rank's mean loss and the whole model's gradient norm
+
+
+def always(_nll: Tensor, _grad_norm: Tensor) -> bool:
+    return True
+
+
 class Engine(Protocol):
     clock: Clock  # a benchmark's; nothing waits otherwise
 
@@ -41,11 +56,15 @@ class Engine(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """torch's own, inside whatever wraps it: nothing else changes what `state` shows."""
 
-    def update(self, micros: Sequence[Micro], lr: float) -> Update:
-        """Accumulate gradients over the micro-batches of every rank and take one clipped optimizer step."""
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
+        """Accumulate gradients over the micro-batches of every rank and take one clipped optimizer step, if `accept`
+        says so: it is asked once, before anything is written; after a no, weights and moments are as they were."""
 
     def evaluate(self, micro: Micro) -> Tensor:
         """Mean loss in nats, without gradients."""
+
+    def held(self) -> Held:
+        """For comparing: between updates, or while `accept` is asked."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         """This rank's part of masters and moments, as views; with `share` what it saves, so that the ranks' fragments

@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +44,13 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
-        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, a scalar still being computed on the
-        device, is put before the values; nothing here waits for the device."""
+        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, still being computed on the device, is put
+        before the values; nothing here waits for the device."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.device.type == "cuda":
             total = total.pin_memory().to(self.device, non_blocking=True)
         if first is not None:
-            total = torch.cat((first.detach().double().reshape(1), total))
+            total = torch.cat((first.detach().double().reshape(-1), total))
         return self.reduce(total)
 
     def reduce(self, values: Tensor) -> Tensor:
@@ -56,17 +59,31 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def differ(self, values: Tensor) -> Tensor:
+        """Where the ranks' integers are not all the same, on every rank; nothing here waits for the device."""
+        both = torch.cat((values, ~values))  # the largest complement is the complement of the smallest
+        if self.size > 1:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        top, bottom = both.chunk(2)
+        return top != ~bottom
+
     def agree(self, flag: bool) -> bool:
         """Whether any rank says so."""
         return bool(self.sum([float(flag)]).item())
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank, in rank order."""
-        if self.size == 1:
-            return [value]
-        out: list[object] = [None] * self.size
-        dist.all_gather_object(out, value)
+        out = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(out, value)
         return out
+
+    def first_says(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.engine import Clock, Micro, Update, balance, untimed
+from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -22,6 +22,7 @@ from pipeline.parallel.world import TIMEOUT, World
 if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import groups
 
 if hide:
@@ -44,26 +45,62 @@ class ZeroEngine:
             model=model, optimizer=optimizer, config=_config(config, world)
         )
         assert self._engine.has_moe_layers == (self._ep > 1), "DeepSpeed did not recognise the routed layers"
+        self._ask_before_stepping()
 
-    def update(self, micros: Sequence[Micro], lr: float) -> Update:
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
         set_rate(self._optimizer, lr)
         self._engine.train()
-        nlls, routings, norm = [], [], None
+        nlls: list[Tensor] = []
+        routings = []
+        self._accept: Callable[[Tensor], bool] = lambda norm: accept(torch.stack(nlls).mean(), norm)
         for micro in micros:
             with self.clock("forward"):
                 losses: Losses = self._engine(*micro)
             with self.clock("backward"):
                 self._engine.backward(losses.total)
-            if self._unsharded and self._engine.is_gradient_accumulation_boundary():
-                norm = self._norm()
-            with self.clock("optimizer"):
-                self._engine.step()
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        norm = self._engine.get_global_grad_norm() if norm is None else norm
-        return Update(torch.stack(nlls).mean(), norm, balance(self._engine.module, routings, self._world))
+            if self._unsharded and self._engine.is_gradient_accumulation_boundary():
+                self._ask(self._norm_of_copies())  # before DeepSpeed clips
+            with self.clock("optimizer"):
+                self._engine.step()
+        routing = balance(self._engine.module, routings, self._world) if self._accepted else None
+        return Update(torch.stack(nlls).mean(), self._grad_norm, routing)
 
-    def _norm(self) -> Tensor:
+    def _ask(self, norm: Tensor) -> bool:
+        self._grad_norm, self._accepted = norm, self._accept(norm)
+        return self._accepted
+
+    def _ask_before_stepping(self) -> None:
+        """DeepSpeed 0.19.8 discards a step whose gradients overflowed. We take the place of that check, in each of its
+        four optimizers: they clean up after a no, and clip by the norm that was asked about, computed once."""
+        wrapper: Any = self._optimizer
+        if self._unsharded:
+            step = wrapper.step
+            wrapper.step = lambda: step() if self._accepted else None
+        elif self._zero == 0:
+            wrapper.overflow_checker.check = lambda: not self._ask(self._norm_of_copies())
+        elif self._zero < 3:
+            norm_of = wrapper.scaled_global_norm
+
+            def check(partition_gradients: bool = True) -> None:
+                norm = norm_of()
+                wrapper.scaled_global_norm = lambda: norm
+                wrapper.overflow = not self._ask(norm)
+
+            wrapper.check_grad_overflow, wrapper.check_overflow = True, check
+        else:
+            norms_of = wrapper._get_norm_groups
+
+            def check3(update_scale: bool = True) -> bool:
+                norms = norms_of()
+                wrapper._get_norm_groups = lambda: norms
+                wrapper.overflow = not self._ask(combine_grad_norm_groups(norms))
+                return bool(wrapper.overflow)
+
+            wrapper._overflow_check_and_loss_scale_update = check3
+
+    def _norm_of_copies(self) -> Tensor:
         """With neither ZeRO nor a master copy DeepSpeed clips but does not keep the norm. Shared experts are counted
         where they lie, once."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
@@ -85,6 +122,23 @@ class ZeroEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = self._engine.basic_optimizer
         return inner
+
+    def held(self) -> Held:
+        module, wrapper = self._engine.module, self._optimizer
+        buffers = [b for b in module.buffers() if b.is_floating_point()]
+        if self._zero == 3:  # no rank has a copy of another's weights
+            return Held(buffers, [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None], [])
+        if self._zero:
+            experts = map(wrapper.is_moe_group, wrapper.optimizer.param_groups)
+            flats = list(zip(wrapper.bit16_groups_flat, experts, strict=True))
+            return Held([*buffers, *(t for t, own in flats if not own)], [t for t, own in flats if own], [])
+        copies: list[Tensor] = []
+        own: list[Tensor] = []
+        for parameter in module.parameters():
+            (own if hasattr(parameter, "group_name") else copies).append(parameter)
+        gradients = [p.grad for p in copies if p.grad is not None]
+        masters = [] if self._unsharded else [master for group in wrapper.fp32_groups for master in group]
+        return Held([*buffers, *copies], [*own, *masters], gradients)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         pieces = list(self._pieces())

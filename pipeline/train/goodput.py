@@ -7,7 +7,7 @@ import psutil
 
 from pipeline.track.log import Record
 
-BEGINNINGS = ("start", "resume", "restart")
+BEGINNINGS = ("start", "resume", "restart", "rollback")
 
 
 def beginning(before: list[Record], start: int, *, failed: bool) -> dict[str, float]:

@@ -1,9 +1,11 @@
 """One process's part of a run, assembled from its config: the file to read first."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader
@@ -18,6 +20,7 @@ from pipeline.track.tracker import Fan, LocalLog, Tracker
 from pipeline.train import faults
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.goodput import beginning, goodput
+from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
 from pipeline.train.plan import same_data
 from pipeline.train.rundir import RunDir
@@ -35,16 +38,22 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
     assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
     rows = config.train.batch_tokens // config.model.seq
     loader = Loader(corpus, "train", seq=config.model.seq, rows=rows, seed=config.seed)
-    watch = Watch(directory, world, config.train.hang_s)
-    worker = engine(config, world)
-    start, notes = _resume(worker, directory, world)
-    tracker = _tracker(directory, config, world, start, notes, quiet=quiet)
-    try:
-        loop = Loop(config, directory, worker, world, tracker, stop, watch)
-        return loop.train(loader, Evaluator(config, corpus, world), start)
-    finally:
-        watch.close()
-        tracker.close()
+    with closing(Watch(directory, world, config.train.hang_s)) as watch:
+        worker, back = engine(config, world), None
+        evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)
+        while True:
+            start, notes = _resume(worker, directory, world, back)
+            tracker = _tracker(directory, config, world, start, notes, back, quiet=quiet)
+            guard = Guard(world.first_says(relevant(read(directory.log)) if world.first else []))
+            loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
+            try:
+                return loop.train(loader, evaluator, start)
+            except RollbackError as trouble:
+                watch.enter("rollback", trouble.last)
+                saver.wait()
+                back = trouble
+            finally:
+                tracker.close()
 
 
 def _corpus(config: RunConfig) -> Corpus:
@@ -55,8 +64,12 @@ def _corpus(config: RunConfig) -> Corpus:
     return corpus
 
 
-def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[str]]:
+def _resume(
+    worker: Engine, directory: RunDir, world: World, back: RollbackError | None = None
+) -> tuple[int, list[str]]:
     found, notes = find(directory.checkpoints, world)
+    if found is None and back is not None:
+        raise RunError(f"{back}, and there is no checkpoint to go back to; lower optim.lr or train.save_every")
     if found is None:
         saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"] if directory.log.exists() else []
         if saved:
@@ -70,7 +83,14 @@ def _resume(worker: Engine, directory: RunDir, world: World) -> tuple[int, list[
 
 
 def _tracker(
-    directory: RunDir, config: RunConfig, world: World, start: int, notes: list[str], *, quiet: bool
+    directory: RunDir,
+    config: RunConfig,
+    world: World,
+    start: int,
+    notes: list[str],
+    back: RollbackError | None,
+    *,
+    quiet: bool,
 ) -> Tracker:
     """The log cut back to where the run stands, and told how it came to start there."""
     if not world.first:
@@ -85,11 +105,12 @@ def _tracker(
         "kind": "event",
         "time": time.time(),
         "step": start,
-        "event": "restart" if fault else "resume" if start else "start",
+        "event": "rollback" if back else "restart" if fault else "resume" if start else "start",
         "world": world.size,
-        "reason": faults.line(fault) if fault else "",
+        "reason": back.reason if back else faults.line(fault) if fault else "",
         "notes": "; ".join(notes),
-        **beginning(before, start, failed=fault is not None),
+        **({"first": back.first, "last": back.last} if back else {}),
+        **beginning(before, start, failed=bool(back or fault)),
     }
     kept = [record for record in before if record["step"] <= start]
     tracker.record({**event, "goodput": goodput([*kept, event])["goodput"] if kept else None})

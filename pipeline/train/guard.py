@@ -1,0 +1,86 @@
+"""A step that would hurt the run is not taken: before the weights change, all ranks judge the same two numbers.
+
+A loss or gradient norm that is not finite, or beyond 6σ of the last 128 recorded ones (OLMo 3; Marin's 32B report), is
+skipped. Several skips close together are no single bad batch: the run goes back to its last checkpoint and leaves those
+batches out. If that does not help, it stops. All that the guard knows is in the run's log, so that a resumed run judges
+as the one that was never interrupted.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import fmean, stdev
+from typing import Any
+
+from pipeline.errors import RunError
+
+_WINDOW, _SIGMAS = 128, 6.0
+_FLOOR = 1e-3  # of the mean, for σ: a loss that hardly moves is not to be held against its own noise
+_REPEATED, _NEAR = 3, 16  # so many skips within so many steps
+_HEARD = ("skip", "rollback")
+
+
+class RollbackError(Exception):
+    """Back to the last checkpoint, and then past the batches of steps first…last."""
+
+    def __init__(self, first: int, last: int, reason: str) -> None:
+        super().__init__(f"steps {first} to {last}: {reason}")
+        self.first, self.last, self.reason = first, last, reason
+
+
+class Guard:
+    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+        self._window: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # loss and gradient norm
+        self._skips: list[int] = []
+        self._rolled = -math.inf  # the last step of the trouble before
+        self._left_out: list[range] = []
+        for record in records:
+            self.hear(record)
+
+    def hear(self, record: Mapping[str, Any]) -> None:
+        """What the log is told, or was."""
+        if record["kind"] == "step":
+            self._window.append((record["loss"], record["grad_norm"]))
+        elif record.get("event") == "skip":
+            self._skips.append(record["step"])
+        elif record.get("event") == "rollback":
+            self._rolled = record["last"]
+            self._left_out.append(range(record["first"], record["last"] + 1))
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether the run went back past this step, counted from 1, for its batch's sake."""
+        return any(step in steps for steps in self._left_out)
+
+    def judge(self, loss: float, grad_norm: float) -> str:
+        """What speaks against taking the step, or nothing."""
+        for name, value, before in zip(
+            ("loss", "gradient norm"), (loss, grad_norm), zip(*self._window, strict=True) if self._window else ((), ()),
+            strict=True,
+        ):  # fmt: skip
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+            if len(before) >= _WINDOW // 2:
+                mean = fmean(before)
+                sigma = max(stdev(before), _FLOOR * abs(mean))
+                if value > mean + _SIGMAS * sigma:
+                    return f"{name} {value:.4g} is {(value - mean) / sigma:.1f}σ above the mean {mean:.4g}"
+        return ""
+
+    def escalate(self, step: int, reason: str) -> None:
+        """After a skip was heard: enough of them close together call for more."""
+        near = [skip for skip in self._skips if skip > step - _NEAR]
+        if len(near) < _REPEATED:
+            return
+        if step - self._rolled < _WINDOW:
+            raise RunError(
+                f"step {step}: {reason}, the third time within {_NEAR} steps, and going back from step "
+                f"{self._rolled} did not help; look at those batches or lower optim.lr, then --resume"
+            )
+        raise RollbackError(near[0], step, reason)
+
+
+def relevant(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What of a log a guard is made from."""
+    records = list(records)
+    steps = [{k: r[k] for k in ("kind", "loss", "grad_norm")} for r in records if r["kind"] == "step"]
+    return [*steps[-_WINDOW:], *(r for r in records if r.get("event") in _HEARD)]

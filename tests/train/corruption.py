@@ -1,0 +1,161 @@
+"""`torchrun … -m tests.train.corruption FLIPS STEPS` on three ranks: every engine skips a step, is struck by flipped
+bits, and trains in peace; rank 0 prints what was seen.
+
+One launch for all: importing is most of what it costs. The third rank is there so that a majority can name the odd one.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from pipeline.config.load import load
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.build import engine
+from pipeline.parallel.engine import Engine, Micro
+from pipeline.parallel.world import World
+from pipeline.recipe import resolve
+from pipeline.train.guard import Guard
+from pipeline.train.replicas import Replicas
+
+LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
+VOCAB, SEQ = 64, 16
+WORLD = World.from_environment(os.environ)
+
+
+def config(engine: str, zero: int) -> RunConfig:
+    sets = (f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={3 * SEQ}", "train.micro_batch=1",
+            "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}", f"parallel.engine={engine}",
+            "train.dtype=fp32")  # fmt: skip
+    return resolve(load(size="tiny", arch="dense", sets=sets), ranks=WORLD.size, gpu=False)
+
+
+def batch(step: int) -> list[Micro]:
+    """One row of this rank."""
+    source = torch.Generator().manual_seed(step * WORLD.size + WORLD.rank)
+    rows = torch.randint(VOCAB, (1, 1, SEQ + 1), generator=source)
+    return [Micro(row[:, :-1], row[:, 1:]) for row in rows]
+
+
+def state(worker: Any) -> list[Tensor]:
+    """Weights, their fp32 masters and Adam's moments and counts, wherever the engine keeps them."""
+    held, wrapper = worker.held(), worker._optimizer
+    optimizer = getattr(wrapper, "optimizer", wrapper)
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = [m for p in masters for m in optimizer.state[p].values()]
+    return [t.detach().clone() for t in (*held.everywhere, *held.here, *masters, *moments)]
+
+
+@contextmanager
+def nan_on(rank: int) -> Iterator[None]:
+    def poison(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
+        return output * torch.nan if isinstance(module, nn.Embedding) and rank == WORLD.rank else None
+
+    handle = register_module_forward_hook(poison)
+    yield
+    handle.remove()
+
+
+def skipped(name: str, zero: int) -> dict[str, bool]:
+    """A NaN on one rank: all refuse the step, nothing changes, and what follows is as if it had never been."""
+    struck, spared, guard = engine(config(name, zero), WORLD), engine(config(name, zero), WORLD), Guard([])
+    said: list[str] = []
+
+    def accept(nll: Tensor, norm: Tensor) -> bool:
+        loss, norm = (WORLD.sum([], first=torch.stack((nll, norm))) / WORLD.size).tolist()
+        said.append(guard.judge(loss, norm))
+        return not said[-1]
+
+    for worker in (struck, spared):
+        worker.update(batch(0), 1e-3, accept)
+    before = state(struck)
+    with nan_on(rank=1):
+        struck.update(batch(9), 1e-3, accept)
+    untouched = all(map(torch.equal, before, state(struck)))
+    losses = [[worker.update(batch(step), 1e-3, accept).nll.item() for step in (1, 2)] for worker in (struck, spared)]
+    return {
+        "refused": said == ["", "", "loss is nan", "", "", "", ""],
+        "untouched": untouched,
+        "same after": losses[0] == losses[1] and all(map(torch.equal, state(struck), state(spared))),
+    }
+
+
+def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, int]:
+    words = source.choice(tensors).detach().reshape(-1).view(torch.int32)
+    index, bit = source.randrange(len(words)), source.randrange(32)
+    words[index] ^= _bit(bit)
+    return words, index, bit
+
+
+def _bit(bit: int) -> int:
+    return (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed word
+
+
+def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None) -> str:
+    """What was said of a step in which a bit flips on one rank, the one that has a source of its own."""
+    held, done, told = worker.held(), [], []
+    if where == "result" and mine:  # as if its optimizer had computed something else
+        done = [flip(held.everywhere, mine)]
+    replicas.remember()
+    if where == "memory" and mine:  # weights that change while nobody writes
+        done = [flip([*held.everywhere, *held.here], mine)]
+
+    def accept(_nll: Tensor, _norm: Tensor) -> bool:
+        if where == "gradient" and mine:
+            flip(worker.held().gradients, mine)
+        if WORLD.sum([], first=replicas.look()).any():
+            told.append(str(replicas.blame(step)))
+        return not told
+
+    worker.update(batch(step), 1e-3, accept)
+    for words, index, bit in done:
+        words[index] ^= _bit(bit)
+    return told[0] if told else ""
+
+
+def flips(name: str, zero: int, count: int) -> int:
+    """How many of so many flips were caught before the step, with the struck rank named."""
+    worker, caught, source = engine(config(name, zero), WORLD), 0, random.Random(zero)
+    replicas = Replicas(worker, WORLD)
+    for step in range(count):
+        where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
+        victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
+        told = strike(worker, replicas, step, where, random.Random(seed) if victim == WORLD.rank else None)
+        caught += f"of rank {victim} " in told
+        assert worker.update(batch(step), 1e-3).nll.isfinite(), "the flip was not taken back"
+    return caught
+
+
+def clean(count: int) -> list[str]:
+    """Alarms in so many good steps."""
+    worker, guard, alarms = engine(config("deepspeed", 1), WORLD), Guard([]), []
+    replicas = Replicas(worker, WORLD)
+
+    def accept(nll: Tensor, norm: Tensor) -> bool:
+        first = torch.cat((torch.stack((nll.double(), norm.double())), replicas.look()))
+        loss, norm, *wrong = (WORLD.sum([], first=first) / WORLD.size).tolist()
+        if reason := guard.judge(loss, norm) or (any(wrong) and str(replicas.blame(0))):
+            alarms.append(reason)
+        guard.hear({"kind": "step", "loss": loss, "grad_norm": norm})
+        return True
+
+    for step in range(count):
+        worker.update(batch(step), 1e-3, accept)
+        replicas.remember()
+    return alarms
+
+
+if __name__ == "__main__":
+    struck, steps = (int(argument) for argument in sys.argv[1:])
+    seen = {f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS}
+    caught = {f"{name} {zero}": flips(name, zero, struck // len(LAYOUTS)) for name, zero in LAYOUTS}
+    alarms = clean(steps)
+    if WORLD.first:
+        print("RESULT", json.dumps({"skipped": seen, "caught": caught, "alarms": alarms}))

@@ -1,0 +1,34 @@
+"""A worker with bad batches: `torchrun … -m tests.train.poisoned RUN_DIR STEP…`. Whatever forward pass sees a row that
+is rank 1's in one of these steps, of two ranks, gets NaN for it."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from pipeline.config.load import reload
+from pipeline.data.loader import Loader
+from pipeline.data.shards import Corpus
+from pipeline.train import worker
+
+path, steps = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+config = reload(path / "config.toml")
+rows = config.train.batch_tokens // config.model.seq
+loader = Loader(Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed)
+bad = {row.numpy().tobytes() for step in steps for row in loader.batch(step - 1, 1, 2).tokens_BS}
+
+
+def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    if not isinstance(module, nn.Embedding):
+        return None
+    struck = torch.tensor([row.numpy().tobytes() in bad for row in inputs[0]])
+    return torch.where(struck[:, None, None], torch.nan, output)
+
+
+register_module_forward_hook(poison)
+code = worker.main([str(path), "--quiet"])
+sys.stdout.flush()
+os._exit(code)

@@ -1,0 +1,117 @@
+"""Bad numbers: a step that would hurt is not taken, and no bit flips unseen."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RunError
+from pipeline.train.guard import Guard, RollbackError, relevant
+from pipeline.train.plan import Devices, Request, settle
+from tests.conftest import environment
+from tests.train.test_run import hashes, losses, records
+
+STEPS, BAD = 27, (2, 20, 21, 22)
+
+
+def torchrun(nproc: int, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), "-m"]
+    env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    return subprocess.run([*start, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=290)
+
+
+def step(number: int, loss: float = 3.0, norm: float = 1.0) -> dict:
+    return {"kind": "step", "step": number, "loss": loss, "grad_norm": norm}
+
+
+def noise(count: int) -> list[dict]:
+    source = random.Random(1)
+    return [step(i, 3 + source.gauss(0, 0.1), 1 + source.gauss(0, 0.05)) for i in range(count)]
+
+
+def test_what_is_not_finite_or_far_from_the_window_is_refused():
+    young, old = Guard(noise(63)), Guard(noise(200))
+    for guard in (young, old):
+        assert guard.judge(math.nan, 1.0) == "loss is nan" and guard.judge(3.0, math.inf) == "gradient norm is inf"
+        assert guard.judge(3.3, 1.1) == "" and guard.judge(0.5, 0.1) == ""  # better than expected is no harm
+    assert young.judge(30.0, 50.0) == ""  # too few to know
+    assert "σ above the mean" in old.judge(3.9, 1.0) and "gradient norm 2 is" in old.judge(3.0, 2.0)
+    still = Guard([step(i) for i in range(128)])
+    assert still.judge(3.017, 1.0) == "" and still.judge(3.019, 1.0)  # σ is zero
+
+
+def test_skips_that_repeat_lead_back_and_then_to_an_end():
+    guard = Guard(noise(100))
+
+    def skip(number: int) -> None:
+        guard.hear({"kind": "event", "event": "skip", "step": number})
+        guard.escalate(number, "loss is nan")
+
+    skip(100)
+    skip(120)
+    skip(130)  # three, but not close together
+    with pytest.raises(RollbackError) as back:
+        skip(135)
+    assert (back.value.first, back.value.last) == (120, 135)
+    guard = Guard([*noise(100), {"kind": "event", "event": "rollback", "step": 110, "first": 120, "last": 135}])
+    assert [n for n in range(115, 140) if guard.leaves_out(n)] == list(range(120, 136))
+    skip(150)
+    skip(151)
+    with pytest.raises(RunError, match="going back from step 135 did not help"):
+        skip(152)
+
+
+def test_a_resumed_guard_judges_as_the_one_that_went_on():
+    log = noise(300)
+    log.insert(250, {"kind": "event", "event": "skip", "step": 250, "loss": math.nan})
+    whole, resumed = Guard(log), Guard(relevant(log))
+    assert vars(whole) == vars(resumed)
+
+
+def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
+    done = torchrun(3, "tests.train.corruption", 50, 1000)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+    assert line, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    seen = json.loads(line.removeprefix("RESULT"))
+    assert all(all(layout.values()) for layout in seen["skipped"].values()), seen["skipped"]
+    assert sum(seen["caught"].values()) == 50, seen["caught"]
+    assert seen["alarms"] == []
+
+
+@pytest.fixture(scope="module")
+def poisoned(corpus, tmp_path_factory) -> Path:
+    """Two processes, rank 1 of which gets NaN out of its rows in four of the steps."""
+    run = made(corpus, tmp_path_factory.mktemp("poisoned") / "two", nproc=2)
+    done = torchrun(2, "tests.train.poisoned", run, *BAD)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run
+
+
+def made(corpus: Path, out: Path, nproc: int) -> Path:
+    sets = ("model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
+            "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
+    run, _ = settle(Request("tiny", "dense", corpus, out, nproc, sets=sets), Devices(0, 2**34, "CPU"))
+    return run.path
+
+
+def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
+    events = {(r["event"], r["step"]) for r in records(poisoned, "event")}
+    assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22), ("finish", STEPS)} <= events
+    assert [r["step"] for r in records(poisoned, "step")] == [n for n in range(1, STEPS + 1) if n not in BAD]
+    (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
+    assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
+    assert all(map(math.isfinite, losses(poisoned)))
+
+
+def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(poisoned, corpus, tmp_path):
+    run = made(corpus, tmp_path / "one", nproc=1)
+    done = torchrun(1, "tests.train.poisoned", run, *BAD, 24, 25, 26)
+    assert done.returncode != 0
+    fault = json.loads((run / "error.json").read_text())
+    assert fault["user"] and fault["message"].startswith("step 26: loss is nan, the third time within 16 steps")
+    assert losses(run) == pytest.approx(losses(poisoned)[: len(losses(run))], abs=1e-5)
+    assert hashes(run) == hashes(poisoned)[: len(hashes(run))] and len(hashes(run)) == 19
