@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from pipeline.config.schema import Frozen
+from pipeline.data import synthetic
 from pipeline.data.claim import MODEL, WORK, claimed
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
@@ -29,7 +30,6 @@ from pipeline.data.shards import MANIFEST, VERSION, Corpus, Manifest, SourceShar
 from pipeline.data.shingles import shingles
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
-from pipeline.data.synthetic import entropy_nats_per_byte
 from pipeline.data.tokenize import SPLITS, Done, tokenize
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -216,10 +216,11 @@ def _manifest(
 def _share(source: str, done: Sequence[Done]) -> SourceShare:
     """What training can draw from the source; held-out documents are not in it."""
     split = Split.of([d.shards["train"] for d in done if d.source == source and "train" in d.shards])
+    language = synthetic.LANGUAGES.get(source)
     return SourceShare(
         name=source,
         documents=split.documents,
         bytes=split.bytes,
         tokens=split.tokens,
-        entropy_nats_per_byte=entropy_nats_per_byte() if source == "synthetic" else None,
+        entropy_nats_per_byte=synthetic.entropy_nats_per_byte(language) if language else None,
     )

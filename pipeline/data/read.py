@@ -49,7 +49,8 @@ def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 yield from _values(piece, hub.rows(piece, key), key)
             case "synthetic":
                 for batch in range(piece.start, piece.stop):
-                    yield from synthetic.documents(int(piece.path.removeprefix("seed=")), batch)
+                    seed, language = int(piece.path.removeprefix("seed=")), synthetic.LANGUAGES[piece.source]
+                    yield from synthetic.documents(seed, batch, language)
             case _:
                 assert_never(piece.kind)
     except OSError as error:

@@ -57,9 +57,10 @@ def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> I
 def _inputs(source: str, limit_bytes: int | None, seed: int) -> Iterator[Piece]:
     if source == "python":
         yield from _python(source)
-    elif source == "synthetic":
-        for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // synthetic.batch_bytes())):
-            yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, synthetic.batch_bytes())
+    elif language := synthetic.LANGUAGES.get(source):
+        size = synthetic.batch_bytes(language)
+        for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // size)):
+            yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, size)
     elif source.startswith("hf:"):
         yield from hub.pieces(source)
     else:
@@ -91,7 +92,7 @@ def _files(source: str) -> list[Path]:
     found = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())  # noqa: PTH207  # absolute too
     if not found:
         raise DataError(
-            f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic); "
+            f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic, synthetic:small); "
             "for the Hugging Face hub write hf:NAME[:split]"
         )
     return found

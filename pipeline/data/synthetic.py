@@ -16,6 +16,7 @@ to be compared with held-out loss × tokens / bytes, where tokens count the docu
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -23,59 +24,74 @@ import numpy.typing as npt
 
 from pipeline.data.permute import U64, mix
 
-CLASSES = (16, 64, 256, 1024, 4096)  # words per class, powers of two: the permutations are arithmetic modulo them
-LENGTHS = (2, 4, 4, 6, 6)  # bytes per word: frequent words are short
-WEIGHTS = (0.32, 0.24, 0.18, 0.14, 0.12)  # a word of class c is 3–5 times as frequent as one of class c + 1
+
+@dataclass(frozen=True)
+class Language:
+    classes: tuple[int, ...]  # words per class, powers of two: the permutations are arithmetic modulo them
+    lengths: tuple[int, ...]  # bytes per word: frequent words are short
+    weights: tuple[float, ...]  # a word of class c is 3–5 times as frequent as one of class c + 1
+
+
+LANGUAGES = {
+    "synthetic": Language((16, 64, 256, 1024, 4096), (2, 4, 4, 6, 6), (0.32, 0.24, 0.18, 0.14, 0.12)),
+    # few enough words that CPU-minutes come near the entropy, so that a ladder of them can find it
+    "synthetic:small": Language((8, 32, 128), (2, 4, 4), (0.5, 0.3, 0.2)),
+}
+FULL = LANGUAGES["synthetic"]
 SKEW = 1.3  # Zipf's exponent within a class: what knowing the context is worth
 WORDS = 256  # mean words per document
 DOCUMENTS = 2048  # per batch; about 2.5 MB of text
 
 
-def entropy_nats_per_byte() -> float:
+def entropy_nats_per_byte(language: Language = FULL) -> float:
     """Exact, from the definition above."""
     end = 1 / WORDS
     nats = -(end * math.log(end) + (1 - end) * math.log(1 - end))
-    for size, weight in zip(CLASSES, WEIGHTS, strict=True):
+    for size, weight in zip(language.classes, language.weights, strict=True):
         rank = _zipf(size)
         nats += -weight * math.log(weight) - weight * float(rank @ np.log(rank))
-    return nats / bytes_per_word()
+    return nats / bytes_per_word(language)
 
 
-def bytes_per_word() -> float:
+def bytes_per_word(language: Language = FULL) -> float:
     """The separator included: words are joined by spaces and a newline ends the document."""
-    return sum(w * n for w, n in zip(WEIGHTS, LENGTHS, strict=True)) + 1
+    return sum(w * n for w, n in zip(language.weights, language.lengths, strict=True)) + 1
 
 
-def batch_bytes() -> int:
-    return round(DOCUMENTS * WORDS * bytes_per_word())
+def batch_bytes(language: Language = FULL) -> int:
+    return round(DOCUMENTS * WORDS * bytes_per_word(language))
 
 
-def documents(seed: int, batch: int) -> list[str]:
+def documents(seed: int, batch: int, language: Language = FULL) -> list[str]:
     """The batch-th group of documents of the corpus with this seed: a pure function of both."""
     random = np.random.Generator(np.random.Philox(key=[seed, batch]))
     # Uniform draws alone, inverted here: numpy keeps only their stream fixed across its releases.
     lengths = 1 + np.floor(np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)).astype(np.int64)
-    drawn_class = np.searchsorted(np.cumsum(WEIGHTS)[:-1], random.random(int(lengths.sum())), side="right")
+    drawn_class = np.searchsorted(np.cumsum(language.weights)[:-1], random.random(int(lengths.sum())), side="right")
     uniform = random.random(len(drawn_class))
     drawn_rank = np.empty(len(drawn_class), np.uint64)
-    for c, size in enumerate(CLASSES):
+    for c, size in enumerate(language.classes):
         here = drawn_class == c
         drawn_rank[here] = np.searchsorted(np.cumsum(_zipf(size))[:-1], uniform[here], side="right")
-    words = _chain(seed, lengths, drawn_class, drawn_rank)
-    spelling = _spelling(seed)
+    words = _chain(seed, language, lengths, drawn_class, drawn_rank)
+    spelling = _spelling(seed, language)
     rows = zip(words.tolist(), lengths.tolist(), strict=True)
     return [" ".join([spelling[word] for word in row[:length]]) + "\n" for row, length in rows]
 
 
 def _chain(
-    seed: int, lengths: npt.NDArray[np.int64], drawn_class: npt.NDArray[np.int64], drawn_rank: U64
+    seed: int,
+    language: Language,
+    lengths: npt.NDArray[np.int64],
+    drawn_class: npt.NDArray[np.int64],
+    drawn_rank: U64,
 ) -> npt.NDArray[np.int64]:
     """Ranks to words, one position at a time, all documents that are still going on at once."""
-    sizes = np.array(CLASSES, np.uint64)
-    first = np.concatenate(([0], np.cumsum(CLASSES)[:-1])).astype(np.uint64)
+    sizes = np.array(language.classes, np.uint64)
+    first = np.concatenate(([0], np.cumsum(language.classes)[:-1])).astype(np.uint64)
     words = np.zeros((len(lengths), int(lengths.max())), np.int64)
     rows = np.argsort(-lengths, kind="stable")
-    previous = np.full(len(rows), sum(CLASSES), np.uint64)  # the start of a document is a context of its own
+    previous = np.full(len(rows), sum(language.classes), np.uint64)  # the start of a document is a context of its own
     before = np.zeros(len(rows), np.uint64)
     salt = np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     done = 0
@@ -107,12 +123,12 @@ def _zipf(size: int) -> npt.NDArray[np.float64]:
 
 
 @lru_cache(2)
-def _spelling(seed: int) -> tuple[str, ...]:
+def _spelling(seed: int, language: Language) -> tuple[str, ...]:
     """Distinct pronounceable words, the right length for their class."""
     random = np.random.Generator(np.random.Philox(key=[seed, 2**63]))
     syllables = [c + v for c in "bdfghjklmnprstvz" for v in "aeiou"]
     words: dict[str, None] = {}
-    for size, length in zip(CLASSES, LENGTHS, strict=True):
+    for size, length in zip(language.classes, language.lengths, strict=True):
         target = len(words) + size
         while len(words) < target:
             words["".join(syllables[i] for i in random.integers(0, len(syllables), length // 2))] = None

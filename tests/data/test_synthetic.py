@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from pipeline.data import synthetic
 
@@ -20,29 +21,30 @@ def test_bytes_and_document_lengths() -> None:
     count = sum(map(len, words))
     assert abs(sum(map(len, texts)) / count - synthetic.bytes_per_word()) < 0.02
     assert abs(count / len(texts) / synthetic.WORDS - 1) < 0.1
-    assert len({w for ws in words for w in ws}) <= sum(synthetic.CLASSES)
+    assert len({w for ws in words for w in ws}) <= sum(synthetic.FULL.classes)
 
 
 def test_shuffles_are_bijections() -> None:
-    for size in synthetic.CLASSES:
+    for size in synthetic.FULL.classes:
         for key in np.random.default_rng(0).integers(0, 2**63, 40, dtype=np.uint64):
             ranks = np.arange(size, dtype=np.uint64)
             shuffled = synthetic._shuffle(ranks, np.full(size, size, np.uint64), np.full(size, key, np.uint64))
             assert sorted(shuffled.tolist()) == ranks.tolist()
 
 
-def test_entropy_of_what_follows_frequent_words() -> None:
+@pytest.mark.parametrize("language", synthetic.LANGUAGES.values(), ids=synthetic.LANGUAGES)
+def test_entropy_of_what_follows_frequent_words(language: synthetic.Language) -> None:
     """Counted from the text alone: after a frequent word, the next word of the first class is as stated."""
-    spelling = {word: i for i, word in enumerate(synthetic._spelling(0))}
-    edges = np.cumsum(synthetic.CLASSES)
+    spelling = {word: i for i, word in enumerate(synthetic._spelling(0, language))}
+    edges = np.cumsum(language.classes)
     follow: dict[str, Counter[int]] = {}
     for batch in range(3):
-        for text in synthetic.documents(0, batch):
+        for text in synthetic.documents(0, batch, language):
             words = text.split()
             for before, word in pairwise(words):
                 if spelling[word] < edges[0]:  # the first class: its permutation depends on the previous word alone
                     follow.setdefault(before, Counter())[spelling[word]] += 1
-    zipf = synthetic._zipf(synthetic.CLASSES[0])
+    zipf = synthetic._zipf(language.classes[0])
     truth = -float(zipf @ np.log(zipf))
     for counts in sorted(follow.values(), key=Counter.total)[-5:]:
         share = np.array(list(counts.values())) / counts.total()
