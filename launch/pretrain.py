@@ -43,6 +43,9 @@ def pretrain(
     flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")] = False,
+    branch: Annotated[
+        Path | None, typer.Option(help="Begin in this run's plateau, where the decay of the new one begins (WSD).")
+    ] = None,
     experiment: Annotated[str | None, typer.Option(help="MLflow experiment that the run belongs to.")] = None,
     cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), or a TOML file of yours.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
@@ -90,7 +93,7 @@ def pretrain(
         (("train", "dtype"), dtype),
         (("cluster", "slurm", "time"), time),
     ]
-    wish = Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume)
+    wish = Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume, branch=branch)
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
     settled = settle(wish, devices)

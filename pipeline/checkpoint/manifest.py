@@ -7,6 +7,7 @@ step-00000100/manifest.json    step, world, Adam's step count, where each tensor
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,11 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step-*") if p.is_dir())
 
 
-def prune(root: Path, keep_last: int, keep_every: int | None) -> None:
-    """The newest few stay, and every one whose step is a multiple."""
+def prune(root: Path, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()) -> None:
+    """The newest few stay, every one whose step is a multiple, and those where branches begin."""
     for old in complete(root)[:-keep_last]:
-        if not keep_every or int(old.name.removeprefix("step-")) % keep_every:
+        step = int(old.name.removeprefix("step-"))
+        if step not in keep_at and (not keep_every or step % keep_every):
             remove(old)
 
 

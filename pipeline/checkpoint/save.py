@@ -120,7 +120,8 @@ class Saver:
                 shapes = {key: shape for _, part in parts for key, shape in part.items()}
                 about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
                 manifest.commit(aside, final, about)
-                manifest.prune(self._root, self._config.train.keep_last, self._config.train.keep_every)
+                train = self._config.train
+                manifest.prune(self._root, train.keep_last, train.keep_every, train.keep_at)
         except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as RuntimeError
             fault = self._error(error, step)  # first: it looks how full the disk is
             shutil.rmtree(aside, ignore_errors=True)

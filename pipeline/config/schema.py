@@ -449,6 +449,7 @@ class Train(Frozen):
     save_every: Positive | Auto
     keep_last: Positive
     keep_every: Positive | None = None  # besides, every checkpoint whose step is a multiple
+    keep_at: tuple[Positive, ...] = ()  # steps whose checkpoints are written and stay: where branches begin
     log_every: Positive
     max_restarts: Annotated[int, Field(ge=0)]  # after a fault, until a new checkpoint is written
     check_every: Positive  # steps between comparisons of the ranks' copies

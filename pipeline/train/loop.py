@@ -79,7 +79,7 @@ class Loop:
                 if evaluate := done % train.eval_every == 0 or done == self.steps:
                     self.watch.enter("evaluation", done)
                     self._record("eval", done, **evaluator(self.engine))
-                if save := done % train.save_every == 0 or done == self.steps or stopping:
+                if save := done % train.save_every == 0 or done in train.keep_at or done == self.steps or stopping:
                     self.watch.enter("save", done)
                     self._save(done)
                 end = stopping or done == self.steps

@@ -15,6 +15,7 @@ from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.recipe import resolve
+from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts
 
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
@@ -60,6 +61,7 @@ class Request:
     resume: bool = False
     fresh: bool = False  # without an `out`: a directory of its own, beside those there are
     fewest: int | None = None  # processes, of a job that may start with fewer than nproc
+    branch: Path | None = None  # a run whose plateau this one begins in
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Settled:
         if self.facts is None:
             self.run.continue_with(self.config)
         else:
+            if branch := self.facts.get("branch"):
+                begin(self.run, RunDir(Path(branch["of"])), branch["step"])
             self.run.create(self.config, {**self.facts, "name": self.config.name})
         return True
 
@@ -126,6 +130,8 @@ def settle(request: Request, devices: Devices) -> Settled:
         bytes_per_token=train.bytes / train.tokens,
         peak_flops=config.cluster.peak_flops,
     )
+    if request.branch is not None and not run.exists:
+        about["branch"] = {"of": str(request.branch), "step": meeting(config, RunDir(request.branch))}
     return Settled(run, config, about, fresh)
 
 

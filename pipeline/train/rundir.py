@@ -23,10 +23,7 @@ from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
 FREE = (
-    *(
-        f"train.{key}"
-        for key in ("*_every", "keep_last", "max_restarts", "hang_s", "micro_batch", "recompute", "compile")
-    ),
+    *(f"train.{key}" for key in ("*_every", "keep_*", "max_restarts", "hang_s", "micro_batch", "recompute", "compile")),
     *("parallel.*", "cluster.*", "data.dir", "name", "experiment"),
 )
 
@@ -146,6 +143,8 @@ class RunDir:
 def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None) -> dict[str, Any]:
     """What fits and pages need to know of a run, without importing or recomputing anything."""
     count = account.params(config.model)
+    assert config.train.steps is not None and config.train.batch_tokens != "auto", "resolve the recipe first"
+    tokens = config.train.steps * config.train.batch_tokens
     return {
         "version": 1,
         "name": config.name,
@@ -161,6 +160,8 @@ def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flo
         "bytes_per_token": bytes_per_token,
         "batch_tokens": config.train.batch_tokens,
         "steps": config.train.steps,
+        "tokens": tokens,
+        "flops": tokens * account.flops_per_token(config.model).model,
         "seq": config.model.seq,
         "peak_flops": peak_flops,
     }
