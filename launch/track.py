@@ -7,26 +7,40 @@ from typing import Annotated
 import typer
 
 from launch.examples import examples
-from pipeline.track import feed
+from pipeline.errors import RunError
+from pipeline.track import describe, feed
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=examples("launch sync runs/tiny", "MLFLOW_TRACKING_URI=http://HOST:5000 launch sync runs/*"))(
-        sync
-    )
+    app.command(
+        epilog=examples(
+            "launch sync runs/tiny",
+            "launch sync runs/ladder",
+            "MLFLOW_TRACKING_URI=http://HOST:5000 launch sync runs/*",
+        )
+    )(sync)
 
 
 def sync(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR…", help="Run directories, such as runs/demo/*.")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR…", help="Run directories, such as runs/demo/*, or a sweep's.")
+    ],
     wait: Annotated[float, typer.Option(help="Seconds to go on trying a server that does not answer.")] = feed.WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
     """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
-    for run_dir in run_dirs:
-        fed = feed.sync(run_dir, wait)
-        if as_json:
-            facts = {"run_dir": str(run_dir), "records": fed.records_sent}
-            print(json.dumps(facts | {"uri": fed.state.uri, "run_id": fed.state.run_id}))
-        elif not quiet:
-            print(f"{run_dir} │ {fed.records_sent:,} records sent │ run {fed.state.run_id} at {fed.state.uri}")
+    for folder in run_dirs:
+        sweep = bool(describe.sweep(folder))
+        for run_dir in sorted(log.parent for log in folder.glob("*/log.jsonl")) if sweep else [folder]:
+            fed = feed.sync(run_dir, wait)
+            if as_json:
+                facts = {"run_dir": str(run_dir), "records": fed.records_sent}
+                print(json.dumps(facts | {"uri": fed.state.uri, "run_id": fed.state.run_id}))
+            elif not quiet:
+                print(f"{run_dir} │ {fed.records_sent:,} records sent │ run {fed.state.run_id} at {fed.state.uri}")
+        if sweep:
+            from launch.sweep import show_all
+
+            if fault := show_all(folder):
+                raise RunError(f"sweep={folder}: {fault}")

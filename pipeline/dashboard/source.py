@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from pipeline.dashboard.curve import Folded, Rows
 from pipeline.errors import RunError
 from pipeline.scaling import mlflow_runs
+from pipeline.scaling.mlflow_runs import FORECASTS
 from pipeline.scaling.register import registered
 from pipeline.scaling.runs import Record, Run, read_record, run_paths
 from pipeline.track import state, store
@@ -126,12 +127,12 @@ class Store:
         """Those that `launch forecast --register` copied here."""
         with mlflow_runs.asking(self.uri, self.experiment) as client:
             for key, (seen, _) in self._kept.items():
-                now = tuple(sorted(artifact.path for artifact in client.list_artifacts(key)))
+                now = tuple(sorted(artifact.path for artifact in client.list_artifacts(key, FORECASTS)))
                 if now != seen:
                     with tempfile.TemporaryDirectory() as folder:
                         for path in now:
                             client.download_artifacts(key, path, folder)
-                        self._kept[key] = now, registered(Path(folder))
+                        self._kept[key] = now, registered(Path(folder) / FORECASTS)
         return [content for _, kept in self._kept.values() for content in kept]
 
 
@@ -148,7 +149,7 @@ def open_source(runs: Path | None, experiment: str | None) -> Source:
 
 
 def is_record(run: Any) -> bool:
-    return str(run.data.tags.get(store.ID_TAG, "")).startswith("forecasts-")
+    return str(run.data.tags.get(store.ID_TAG, "")).startswith(store.SWEEP)
 
 
 def stamp(path: Path) -> Hashable:

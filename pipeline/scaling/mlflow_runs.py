@@ -8,8 +8,9 @@ from typing import Any
 
 from pipeline.errors import RunError
 from pipeline.scaling.runs import Record, Run
-from pipeline.track import store
+from pipeline.track import describe, store
 
+FORECASTS = "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
 EVENT = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
 NUMBERS = {
     "total",
@@ -77,17 +78,23 @@ def configured() -> str | None:
     return None if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists() else uri
 
 
-def keep(experiment: str, paths: Sequence[Path]) -> str | None:
-    """Copy registered forecasts to the experiment's own run; what went wrong, if it did: the files are the record."""
+def keep(experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any) -> str | None:
+    """Copy files to the sweep's parent run, and what it is; a line where that failed: the files are the record."""
     uri = configured()
     if uri is None:
         return None  # nobody here uses MLflow
     try:
         there = store.Store(uri)
-        run_id, _ = there.open(experiment, "forecasts", f"forecasts-{experiment}", None)
+        run_id = there.parent(experiment)
+        if about:
+            there.describe(run_id, describe.flat(about), {})
+            there.set_status(run_id, "FINISHED", None)
         there.upload(run_id, paths)
+        there.upload(run_id, forecasts, FORECASTS)
     except Exception as error:  # a server may fail in any way, and none may cost the forecast
-        return f"MLflow has no copy of this forecast ({store.reason(error)}); the file is the record."
+        return (
+            f"MLflow has no copy of this ({store.reason(error)}); the files are the record, `launch sync` sends them."
+        )
     return None
 
 

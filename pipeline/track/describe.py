@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.track import environment
 
 FILES = ("config.toml", "run.json", environment.FILE)
+SWEEP = "sweep.json"
 NAME_CHARACTERS = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 VALUE_CHARACTERS = 500  # servers before 2.8 take no more; the whole value is in the artifact
 PREFIX = {"step": "train", "eval": "eval", "moe": "moe"}
@@ -33,6 +34,11 @@ def run(run_dir: Path) -> dict[str, Any]:
     return _json(run_dir / "run.json")
 
 
+def sweep(folder: Path) -> dict[str, Any]:
+    """sweep.json, which makes the run directories beside it the children of one parent; or nothing."""
+    return _json(folder / SWEEP)
+
+
 def digest(run_dir: Path) -> str:
     """Changes when params or artifacts should be sent again."""
     whole = hashlib.sha256()
@@ -48,8 +54,11 @@ def params(run_dir: Path) -> dict[str, str]:
         config = tomllib.loads((run_dir / "config.toml").read_text())
     except (FileNotFoundError, ValueError):
         config = {}
-    pairs = [*_flat("", config), *_flat("run.", run(run_dir))]
-    return {name(key): clip(value, VALUE_CHARACTERS) for key, value in pairs}
+    return flat({**config, "run": run(run_dir)})
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, str]:
+    return {name(key): clip(value, VALUE_CHARACTERS) for key, value in _flat("", table)}
 
 
 def tags(run_dir: Path) -> dict[str, str]:

@@ -70,6 +70,8 @@ class Feeder:
             first = next(iter(Tail(self._tail.path).take(1)), {})  # a replay may come days after the run began
             opened = store.open(self.state.experiment, name, self.state.id, _time_ms(first))
             self.state.run_id, self.state.sending = opened
+        if describe.sweep(self.run_dir.resolve().parent):
+            store.adopt(self.state.run_id, store.parent(self.state.experiment))
         if self.state.sending:
             self._ask_how_far(store)
         state.save(self.run_dir, self.state)

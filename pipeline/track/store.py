@@ -12,6 +12,7 @@ DEFAULT = "sqlite:///mlflow.db"  # what a plain `mlflow ui` in the same folder o
 BATCH_METRICS = 1000  # MLflow's limits per request
 BATCH_PARAMS = 100
 ID_TAG = "isoflop.id"
+SWEEP = "sweep-"  # before the experiment's name, the identity of a sweep's parent run
 
 
 class UnusableError(Exception):
@@ -97,6 +98,17 @@ class Store:
         run = self.client.create_run(experiment_id, began_ms, {ID_TAG: identity}, name)
         return run.info.run_id, False
 
+    def parent(self, experiment: str) -> str:
+        """The run that stands for the whole sweep; an experiment holds one, made by whoever needs it first."""
+        run_id, there = self.open(experiment, "sweep", f"{SWEEP}{experiment}", None)
+        first = run_id if there else self.open(experiment, "sweep", f"{SWEEP}{experiment}", None)[0]
+        if first != run_id:  # two came at once: the earlier one stays
+            self.client.delete_run(run_id)
+        return first
+
+    def adopt(self, run_id: str, parent: str) -> None:
+        self.client.set_tag(run_id, "mlflow.parentRunId", parent)  # what the UI nests by
+
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
@@ -129,9 +141,9 @@ class Store:
             self.client.log_batch(run_id, params=new[start : start + BATCH_PARAMS], synchronous=True)
         self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
 
-    def upload(self, run_id: str, paths: Sequence[Path]) -> None:
+    def upload(self, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
         for path in paths:
-            self.client.log_artifact(run_id, str(path))
+            self.client.log_artifact(run_id, str(path), folder)
 
     def send(self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]) -> None:
         """Points are (name, value, time in ms, step). Sending the same ones twice stores them once: all four are the

@@ -49,8 +49,9 @@ def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
     data = json.loads(launch(*call))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("demo")
-    (kept,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "forecasts"]
-    assert [a.path for a in client.list_artifacts(kept.info.run_id)] == [Path(data["registered"][0]).name]
+    (kept,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "sweep"]
+    (there,) = client.list_artifacts(kept.info.run_id, "forecasts")
+    assert Path(there.path).name == Path(data["registered"][0]).name
     assert len(read_experiment("demo")) == 3  # it is not taken for a training run
 
 
