@@ -117,6 +117,8 @@ def forecast(
         "warnings": [*done.warnings, *foretell.cautions(done, made)],
         **(made[0].to_json() if targets is None else {"forecasts": [one.to_json() for one in made]}),
     }
+    if recipe is None and targets is None:
+        recipe = foretell.recipe_at(made[0].N, made[0].D, made[0].C)
     if recipe is not None:
         data["recipe"] = {"lr": recipe.lr, "batch_tokens": recipe.batch_tokens, "steps": recipe.steps}
     if cluster is not None:
@@ -151,7 +153,7 @@ def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str 
     from pipeline.scaling.mlflow_runs import keep
 
     name = experiment or (runs.resolve().name if runs else None)
-    return keep(name, paths) if name else None
+    return keep(name, forecasts=paths) if name else None
 
 
 def record_of(runs: Path | None, experiment: str | None, points: Path | None) -> Path:

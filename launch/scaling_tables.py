@@ -88,17 +88,25 @@ def print_plan(data: dict[str, Any]) -> None:
     from pipeline.scaling.figures import count, power
 
     title = f"{data['kind']} sweep {data['experiment']}"
-    console, table = _table(title, "run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "GiB per rank", "hours")
+    console, table = _table(
+        title, "run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank", "hours"
+    )
     for run in data["runs"]:
         table.add_row(
             run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}", power(run["C"]),
-            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}", f"{run['memory_bytes'] / 2**30:.2g}",
+            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}",
+            f"{run['begins']:,}" if run["trunk"] else "–", f"{run['memory_bytes'] / 2**30:.2g}",
             "–" if run["hours"] is None else f"{run['hours']:.3g}",
         )  # fmt: skip
     console.print(table)
     total = data["total"]
-    time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another at 40% MFU"
+    time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another ({total['timing']})"
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}", highlight=False)
+    if total["saved"]:
+        share = total["saved"] / (total["flops"] + total["saved"])
+        console.print(
+            f"Branches begin in the plateau of their size's longest run, at the step under `from`: {share:.0%} less "
+            f"than {power(total['flops'] + total['saved'])} FLOPs for whole runs", highlight=False)  # fmt: skip
 
 
 @contextmanager

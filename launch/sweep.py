@@ -38,14 +38,21 @@ def plan(
     hours: Annotated[float | None, HOURS] = None,
     points: Annotated[Path | None, POINTS] = None,
     data: Annotated[Path | None, DATA] = None,
+    mfu: Annotated[
+        float | None, typer.Option(help="Of peak, for the time, instead of a rule.", min=0.001, max=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Lay out a sweep: every run's N, D, FLOPs, rate, batch, steps, time and memory, and the total."""
-    sweep, runs = lay_out(file, budget, hours, points, data)
+    from pipeline.scaling.plan import TIMING
+
+    sweep, runs = lay_out(file, budget, hours, points, data, mfu)
     total = {
         "runs": len(runs),
-        "flops": sum(run.C for run in runs),
+        "flops": sum(run.cost for run in runs),
+        "saved": sum(run.C - run.cost for run in runs),  # by branches, which begin where a longer run has been
         "hours": sum(run.hours for run in runs if run.hours is not None) if sweep.cluster else None,
+        "timing": TIMING if mfu is None else f"MFU {mfu:g}",
     }
     told = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": [r.to_json() for r in runs], "total": total}
     print_json(told) if as_json else print_plan(told)
@@ -77,20 +84,26 @@ def run(
     fit: Annotated[bool, typer.Option("--fit", help="Then `launch fit` the runs, in a job of its own.")] = False,
 ) -> None:
     """Run what is missing of a sweep. Ctrl-C saves what runs; the same command again continues."""
+    from pipeline.scaling import publish
     from pipeline.scaling import sweep as sweeping
 
     if not slurm and (after or fit or gpus_per_node is not None):
         raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
     if after:
-        submit_later(file, data, after, as_json=as_json)
+        from pipeline.scaling.plan import read
+
+        number, log = submit_later(read(file), after)
+        told = f"job {number} submits the sweep when job {after} has made its data; it speaks in {log}"
+        print_json({"job": number, "log": str(log)}) if as_json else typer.echo(told)
         return
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = sweeping.members(sweep, runs, root)
+    publish.record(root, sweep)
     todo = [member for member in every if not member.finished]
     if slurm:
         gpus = gpus_per_node if gpus_per_node is not None else sweep.nproc if sweep.cluster else 0
-        submit(todo, root, jobs, gpus, sweep.experiment, track=track, fit=fit, as_json=as_json)
+        submit(sweep, todo, root, jobs, gpus, track=track, fit=fit, as_json=as_json)
         return
     with sweep_display(every, len(todo), quiet=as_json) as show:
         done = sweeping.run(todo, jobs, show, track=track)
@@ -98,6 +111,8 @@ def run(
         "experiment": sweep.experiment, "out": str(root), "finished": [m.name for m in every if m.finished],
         "failed": done.failed, "missing": [m.name for m in every if not m.finished and m.name not in done.failed],
     }  # fmt: skip
+    if told["finished"] and (note := show_all(root, track=track)):
+        typer.echo(note, err=True)
     if as_json:
         print_json(told)
     else:
@@ -112,9 +127,9 @@ def run(
 
 
 def submit(
-    todo: "list[Member]", root: Path, jobs: int, gpus: int, name: str, *, track: bool, fit: bool, as_json: bool
+    sweep: "Sweep", todo: "list[Member]", root: Path, jobs: int, gpus: int, *, track: bool, fit: bool, as_json: bool
 ) -> None:
-    """What is missing as one array; refused as a whole if one of its runs is."""
+    """What is missing as one array, refused as a whole if one of its runs is; branches follow when it has succeeded."""
     from launch.pretrain import as_job
     from pipeline.slurm import queue
     from pipeline.slurm.submit import array, command, job_of, remember, tidy
@@ -123,6 +138,9 @@ def submit(
     todo = [member for member in todo if job_of(member.out) not in there]
     if not todo:
         raise RunError(f"every run of {root} has finished or is in the queue; `launch status {root}` shows them")
+    name, missing = sweep.experiment, {member.name for member in todo}
+    branches = [member for member in todo if member.after in missing]
+    todo = [member for member in todo if member not in branches]
     wanted = [as_job([*member.argv[1:], "--gpus-per-node", str(gpus)]) for member in todo]
     nodes, site = wanted[0][1], wanted[0][0].config.cluster.slurm
     root.mkdir(parents=True, exist_ok=True)
@@ -133,54 +151,69 @@ def submit(
     number = array(members, len(runs), jobs, tidy(name), site, nodes, track=track).submit()
     for index, run in enumerate(runs):
         remember(run, f"{number}_{index}", nodes)
-    told = {"job": number, "runs": list(map(str, runs)), "fit": None}
-    if fit:
+    told = {"job": number, "runs": list(map(str, runs)), "fit": None, "later": len(branches)}
+    if branches:
+        submit_later(sweep, number)
+    elif fit:
         arguments = ("fit", "--runs", str(root.absolute()))
         told["fit"] = command(arguments, tidy(f"{name}-fit"), site, root.absolute() / "fit.log", number).submit()
     if as_json:
         print_json(told)
     else:
-        then = f"; job {told['fit']} fits them" if fit else ""
+        then = f"; job {told['fit']} fits them" if told["fit"] else ""
+        then += f"; then {len(branches)} branches of them" if branches else ""
         typer.echo(f"job {number}: {len(runs)} runs, {jobs} at a time{then}\nwatch them with: launch status {root}")
 
 
-def submit_later(file: Path, data: Path | None, after: str, *, as_json: bool) -> None:
-    """The shards, whose vocabulary counts, are not there yet: a job that waits for them calls this same command."""
+def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
+    """Shards whose vocabulary counts, or trunks, are not there yet: a job that waits for them calls this command."""
     from pipeline.config.load import load_cluster
-    from pipeline.scaling.plan import read
     from pipeline.slurm.submit import command, tidy
 
-    sweep = read(file)
     site = load_cluster(sweep.cluster, sets=sweep.set).slurm
-    at = next(i for i, word in enumerate(sys.argv) if word.partition("=")[0] == "--after")
-    again = sys.argv[1:at] + sys.argv[at + (1 if "=" in sys.argv[at] else 2) :]
+    again = sys.argv[1:]
+    for at, word in enumerate(again):
+        if word.partition("=")[0] == "--after":
+            del again[at : at + (1 if "=" in word else 2)]
+            break
     log = Path.cwd() / f"{tidy(sweep.experiment)}-sweep.log"
-    number = command(again, tidy(f"{sweep.experiment}-sweep"), site, log, after).submit()
-    told = f"job {number} submits the sweep when job {after} has made {data or sweep.data}; it speaks in {log}"
-    print_json({"job": number, "log": str(log)}) if as_json else typer.echo(told)
+    return command(again, tidy(f"{sweep.experiment}-sweep"), site, log, after).submit(), log
+
+
+def show_all(root: Path, *, track: bool = True) -> str | None:
+    """What the sweep has shown, as files beside its runs and in MLflow; a line to print where that failed."""
+    from pipeline.dashboard.files import static_page
+    from pipeline.dashboard.source import open_source
+    from pipeline.dashboard.watch import Watcher
+    from pipeline.files import replace
+    from pipeline.scaling.publish import publish, write
+
+    watcher = Watcher(open_source(root, None))
+    watcher.refresh(strict=True)
+    page = root / "dashboard.html"
+    replace(page, static_page(watcher.everything()))
+    files = [*write(root), page]
+    return publish(root, files) if track else None
 
 
 def lay_out(
-    file: Path, budget: float | None, hours: float | None, points: Path | None, data: Path | None
+    file: Path,
+    budget: float | None,
+    hours: float | None,
+    points: Path | None,
+    data: Path | None,
+    mfu: float | None = None,
 ) -> "tuple[Sweep, list[Planned]]":
     """The sweep of a file within these limits, and its runs."""
-    from pipeline.config.load import load
     from pipeline.scaling import plan as planning
-    from pipeline.scaling.forecast import MFU
 
     sweep = planning.read(file)
     if data is not None:
         sweep = sweep.model_copy(update={"data": str(data)})
     best = known_best(points) if points else None
-    limits = [] if budget is None else [budget]
-    if hours is not None:
-        peak = load(size="tiny", cluster=sweep.cluster).cluster.peak_flops if sweep.cluster else None
-        if peak is None:
-            raise ConfigError("hours needs to know the GPUs; set cluster = 'h100' (configs/cluster) in the sweep")
-        limits.append(hours * 3600 * sweep.nproc * peak * MFU)
-    if limits:
-        sweep = planning.within(sweep, min(limits), best)
-    return sweep, planning.plan(sweep, best)
+    if budget is not None or hours is not None:
+        sweep = planning.within(sweep, budget, hours, best, mfu)
+    return sweep, planning.plan(sweep, best, mfu)
 
 
 def known_best(points: Path) -> Callable[[float], float]:

@@ -39,7 +39,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
             "save_every": max(50, steps // 10) if train.save_every == "auto" else train.save_every,
         },
         "optim": {
-            "lr": _lr(n, steps * batch_tokens / count.scaling) if config.optim.lr == "auto" else config.optim.lr,
+            "lr": lr(n, steps * batch_tokens / count.scaling) if config.optim.lr == "auto" else config.optim.lr,
             "optimizer": {"beta2": _beta2(config, batch_tokens)},
             "schedule": {"warmup_steps": _warmup(n, steps, batch_tokens) if warmup == "auto" else warmup},
         },
@@ -47,7 +47,12 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     return validate(RunConfig, merge(config.model_dump(), over))
 
 
-def _lr(n: int, tokens_per_param: float) -> float:
+def rule(n: float, tokens: float, seq: int = 2048) -> tuple[float, int]:
+    """Peak rate and batch in tokens for n parameters on so many tokens, whatever their shape."""
+    return lr(n, tokens / n), seq * _rows(n, seq)
+
+
+def lr(n: float, tokens_per_param: float) -> float:
     """Peak rate at 20 tokens per parameter; longer runs × 1/√multiple. Three digits: it is a rule of thumb."""
     multiple = max(1.0, tokens_per_param / 20)
     return float(f"{0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5:.3g}")
@@ -68,7 +73,7 @@ def _batch_tokens(config: RunConfig, n: int, ranks: int) -> int:
     """The global batch: a given one must cut evenly, a chosen one is rounded until it does."""
     seq, asked = config.model.seq, config.train.batch_tokens
     if asked == "auto":
-        rows = _snap(2048 * 160 * (n / _N0) ** (2 / 3) / seq)
+        rows = _rows(n, seq)
         return seq * (rows if rows % ranks == 0 else max(1, round(rows / ranks)) * ranks)
     micro = config.train.micro_batch
     unit = seq * ranks * (1 if micro == "auto" else micro)
@@ -80,8 +85,9 @@ def _batch_tokens(config: RunConfig, n: int, ranks: int) -> int:
     return asked
 
 
-def _snap(rows: float) -> int:
+def _rows(n: float, seq: int) -> int:
     """The nearest 2^k or 3·2^k, at least 8: such a batch cuts evenly over most worlds, so they train the same one."""
+    rows = 2048 * 160 * (n / _N0) ** (2 / 3) / seq
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
     return min(steps, key=lambda s: abs(math.log(s / rows)))
 

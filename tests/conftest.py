@@ -20,11 +20,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launch(
-    *arguments: object, code: int = 0, cwd: Path | None = None, **env: str
+    *arguments: object, code: int = 0, cwd: Path | None = None, timeout: float = 280, **env: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end and hold its exit code."""
     done = subprocess.run(
-        command(*arguments), capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=280
+        command(*arguments), capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout
     )
     assert done.returncode == code, (
         f"exit {done.returncode}, wanted {code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

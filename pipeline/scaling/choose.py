@@ -21,7 +21,8 @@ def check(points: Points) -> None:
     """Refuse what no law can be drawn through."""
     if len(points) < 2:
         raise DataError(
-            f"points={len(points)}: a law needs at least two finished runs of different compute; {more(points)}"
+            f"points={len(points)}: a law needs at least two finished runs of different compute; train "
+            f"{runs_across(points)}"
         )
     if points.C.max() < 1.5 * points.C.min():
         raise DataError(
@@ -34,8 +35,8 @@ def check(points: Points) -> None:
     if late.min() >= early.min():
         raise DataError(
             f"loss rises with compute (best {early.min():.4g} at the smallest budgets, {late.min():.4g} at the "
-            f"largest): no law describes that; look for runs that diverged or stopped early, such as "
-            f"{points.run[order[-1]]}"
+            f"largest): no law describes that; look for runs that diverged or stopped early, and train "
+            f"{points.run[order[-1]]} again, at a lower rate"
         )
 
 
@@ -44,11 +45,11 @@ def check_law(points: Points, law: Law) -> None:
     missing = len(law.parameters) - len(points)
     if missing > 0:
         raise DataError(
-            f"law={law.name} has {len(law.parameters)} parameters and there are {len(points)} points; "
-            f"train {missing} more runs or choose --law auto"
+            f"law={law.name} has {len(law.parameters)} parameters and there are {len(points)} points; train "
+            f"{missing} more, such as {runs_across(points)}, or choose --law auto"
         )
     if law.name not in ("compute", "power") and len(np.unique(points.N)) < 2:
-        raise DataError(f"law={law.name}: all runs have N = {count(points.N[0])}; add runs of two other sizes")
+        raise DataError(f"law={law.name}: all runs have N = {count(points.N[0])}; train {runs_across(points)}")
     if law == LAWS["moe"] and (points.experts is None or len(np.unique(points.experts)) < 2):
         raise DataError("law=moe needs a column `experts` with at least two values (1 for dense runs)")
     if law == LAWS["data-constrained"] and (points.unique is None or not (1.5 * points.unique < points.D).any()):
@@ -108,14 +109,19 @@ def by_backtest(points: Points) -> tuple[Law, Backtest | None, list[str]]:
 
 
 def more(points: Points) -> str:
-    """Which runs would determine more."""
+    """How many runs would determine more, and which."""
+    return (
+        f"{max(2, 5 + SPARE - len(points))} more runs would, off this line and at equal compute: {runs_across(points)}."
+    )
+
+
+def runs_across(points: Points) -> str:
+    """Runs that tell what N does from what D does: about one that is there, its compute split otherwise."""
     if not len(points):
-        return "start with three sizes at 20 tokens per parameter."
+        return "three sizes at 20 tokens per parameter"
     middle = int(np.argsort(points.C)[len(points) // 2])
     N, D, C = points.N[middle], points.D[middle], points.C[middle]
-    missing = max(2, 5 + SPARE - len(points))
     return (
-        f"{missing} more runs would, off this line and at equal compute: for C ≈ {power(C)} FLOPs, "
-        f"N = {count(N / 2)} on {count(D * 2)} tokens and N = {count(N * 2)} on {count(D / 2)}, and the same about a "
-        f"smaller and a larger run."
+        f"for C ≈ {power(C)} FLOPs N = {count(N / 2)} on {count(D * 2)} tokens and N = {count(N * 2)} on "
+        f"{count(D / 2)}, and the same about a smaller and a larger run"
     )

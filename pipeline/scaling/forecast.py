@@ -1,5 +1,6 @@
 """What a run that has not been made will reach: its loss with an interval, and the best split of its compute."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from pipeline.account import flops_per_token, params
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
-from pipeline.recipe import resolve
+from pipeline.recipe import resolve, rule
 from pipeline.scaling.figures import count
 from pipeline.scaling.frontier import at, flops_per_parameter_token
 from pipeline.scaling.points import Points, column, read_table
@@ -85,6 +86,14 @@ def recipe_of(size: str, arch: str, tokens: float | None, sets: Sequence[str], g
     D = float(train.steps * train.batch_tokens)
     C = D * flops_per_token(config.model).model
     return Recipe(params(config.model).scaling, D, C, lr, train.batch_tokens, train.steps)
+
+
+def recipe_at(N: float, D: float, C: float) -> Recipe | None:
+    """The recipe's rule for a run that is on no rung, taking N for its parameters; None where the law knows no N."""
+    if not (math.isfinite(N) and math.isfinite(D)):
+        return None
+    lr, batch_tokens = rule(N, D)
+    return Recipe(N, D, C, lr, batch_tokens, max(1, round(D / batch_tokens)))
 
 
 def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.scaling.choose import runs_across
+from pipeline.scaling.figures import count
 from pipeline.scaling.fit import DELTA, Fit, descend
 from pipeline.scaling.interval import Scatter
 from pipeline.scaling.points import Array
@@ -41,6 +43,8 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     """What in this fit should not be quoted."""
     said: list[str] = []
     values = fit.values
+    most = {letter: float(getattr(fit.points, letter).max()) for letter in "NDC"}
+    nearer = f"Runs nearer to it would tell, such as N = {count(4 * most['N'])} on {count(4 * most['D'])} tokens."
     if spread.freedom <= 0:
         said.append("As many parameters as points: nothing is left over to say how wrong the law is.")
     elif spread.freedom <= 2:
@@ -48,16 +52,24 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
         said.append(f"Only {spare} to spare: the interval is wide because little is known.")
     if "E" in values:
         if values["E"] < 1e-2 * fit.points.loss.min():
-            said.append("E ran to zero: the floor is not determined by these points. Do not quote it.")
+            said.append(f"E ran to zero: the floor is not determined by these points. Do not quote it. {nearer}")
         elif of_e is not None and of_e.low == 0:
-            said.append(f"E = {values['E']:.3g}, but zero fits as well: the floor is not determined. Do not quote it.")
-    for name in ("alpha", "beta", "g", "alpha_N", "alpha_D"):
+            said.append(
+                f"E = {values['E']:.3g}, but zero fits as well: the floor is not determined. Do not quote it. {nearer}"
+            )
+    for name, letter in {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}.items():
         if name in values and values[name] <= 0:
             said.append(f"{name} = {values[name]:.3g} is not above zero: loss does not fall that way in these points.")
         elif name in values and values[name] > 2:
-            said.append(f"{name} = {values[name]:.3g} is steeper than any known law: its term is hardly seen here.")
+            said.append(
+                f"{name} = {values[name]:.3g} is steeper than any known law: its term is hardly seen here. Runs with "
+                f"{letter} = {count(most[letter] * 4)} and {count(most[letter] / 16)}, the rest alike, would show it."
+            )
     if spread.condition > 1e10:
-        said.append("Some parameters can be traded for each other freely: quote predictions, not parameters.")
+        said.append(
+            f"Some parameters can be traded for each other freely: quote predictions, not "
+            f"parameters. What would part them: {runs_across(fit.points)}."
+        )
     if fit.agreement < 0.2:
         share = f"{fit.agreement:.0%}"
         said.append(f"Only {share} of the starts reached this optimum: there may be a better one (--full-grid).")

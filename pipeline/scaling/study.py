@@ -143,7 +143,7 @@ def study(
     of_e = None if law == "vpnls" else profile(result)
     draws = None
     # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
-    if resamples and law != "vpnls" and len(set(points.run)) >= 4 * len(chosen.parameters):
+    if resamples and len(set(points.run)) >= 4 * len(chosen.parameters):
         draws = result.law.natural(bootstrap(result, resamples), result.inputs)
     name = chosen.name if law == "auto" else law
     said = (*notes, *doubts(result, scatter(result), of_e))

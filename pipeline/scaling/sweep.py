@@ -55,13 +55,16 @@ def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:
             *sweep.set, f"optim.lr={run.lr}", f"optim.schedule.warmup_steps={run.warmup_steps}",
             f"train.batch_tokens={run.batch_tokens}",
         )  # fmt: skip
+        if branches := [other.begins for other in runs if other.trunk == run.name]:
+            sets = (*sets, f"train.keep_at={sorted(branches)}")
         out = root / run.name
         argv = [
             "pretrain", "--size", run.size, "--arch", sweep.arch, "--data", sweep.data, "--out", str(out),
             "--experiment", sweep.experiment, "--nproc", str(sweep.nproc), "--steps", str(run.steps), "--resume",
-            *(["--cluster", sweep.cluster] if sweep.cluster else []), *(part for s in sets for part in ("--set", s)),
+            *(["--cluster", sweep.cluster] if sweep.cluster else []),
+            *(["--branch", str(root / run.trunk)] if run.trunk else []), *(part for s in sets for part in ("--set", s)),
         ]  # fmt: skip
-        found.append(Member(run.name, tuple(argv), out, run.steps))
+        found.append(Member(run.name, tuple(argv), out, run.steps, run.trunk))
     return found
 
 

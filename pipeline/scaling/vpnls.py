@@ -13,9 +13,29 @@ from scipy import optimize
 
 from pipeline.scaling.fit import Fit
 from pipeline.scaling.laws import Chinchilla, Inputs
+from pipeline.scaling.minimize import minimize
 from pipeline.scaling.points import Array, Points
 
 LAW = replace(Chinchilla(), name="vpnls")
+
+
+def refit(fit: Fit, weights: Array) -> Array:
+    """Theta of the same least squares for each row of `weights`, all at once, followed from this optimum."""
+    loss = fit.points.loss
+
+    def objective(theta: Array, rows: npt.NDArray[np.intp]) -> tuple[Array, Array]:
+        value, jacobian = LAW.log_loss(theta, fit.inputs)
+        gap = np.exp(value) - loss
+        gradient = np.einsum("pri,ri->rp", jacobian, weights[rows] * gap * np.exp(value))
+        return 0.5 * np.einsum("ri,ri->r", weights[rows] * gap, gap), gradient
+
+    def metric(theta: Array, rows: npt.NDArray[np.intp]) -> Array:
+        value, jacobian = LAW.log_loss(theta, fit.inputs)
+        slope = jacobian * np.exp(value)
+        normal: Array = np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True)
+        return normal
+
+    return minimize(objective, metric, np.repeat(fit.theta[None], len(weights), axis=0), tolerance=1e-10)[0]
 
 
 def vpnls(points: Points) -> Fit:

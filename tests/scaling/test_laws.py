@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from pipeline.errors import DataError
+from pipeline.scaling.bootstrap import bootstrap
 from pipeline.scaling.choose import LAWS
 from pipeline.scaling.fit import fit
 from pipeline.scaling.frontier import optimum
 from pipeline.scaling.points import Points
 from pipeline.scaling.study import study
 from pipeline.scaling.valleys import envelope, isoflop
-from pipeline.scaling.vpnls import vpnls
+from pipeline.scaling.vpnls import refit, vpnls
 from tests.scaling.made_runs import LAW, true_loss
 
 
@@ -138,3 +139,17 @@ def test_the_envelope_follows_the_best_curve() -> None:
     assert any("not annealed" in warning for warning in done.warnings)
     with pytest.raises(DataError, match="three sizes"):
         envelope(curves.take(sizes[2] > N))
+
+
+def test_the_resamples_of_vpnls_gather_about_its_optimum() -> None:
+    N, D = grid()
+    made = points(N, D, true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, N.size)))
+    done = vpnls(made)
+    assert refit(done, np.ones((1, len(made))))[0] == pytest.approx(done.theta, rel=1e-3)
+    draws = done.law.natural(bootstrap(done, 200), done.inputs)
+    spread = dict(zip(done.law.parameters, draws.std(axis=0), strict=True))
+    twin = fit(made, LAWS["chinchilla"])
+    draws = twin.law.natural(bootstrap(twin, 200), twin.inputs)
+    other = dict(zip(twin.law.parameters, draws.std(axis=0), strict=True))
+    for name in ("E", "alpha", "beta"):
+        assert 0.4 < spread[name] / other[name] < 2  # least squares against Huber on the same points

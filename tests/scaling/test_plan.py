@@ -39,15 +39,20 @@ def test_an_optimum_bound_to_an_edge_is_refused() -> None:
 def test_a_total_is_kept() -> None:
     sweep = read(CONFIGS / "isoflop.toml")
     runs = plan(within(sweep, 1e19))
-    assert 0.5e19 < sum(run.C for run in runs) <= 1e19
+    assert 0.5e19 < sum(run.cost for run in runs) <= 1e19
+    short = plan(within(sweep, 1e19, hours=4.0))
+    assert 2 < sum(run.hours or 0 for run in short) <= 4
+    assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (runs[-1].mfu or 0)  # small models starve a GPU
     with pytest.raises(ConfigError, match="does not buy"):
         within(sweep, 1e9)
+    with pytest.raises(ConfigError, match="the least takes"):
+        within(sweep, None, hours=0.1)
 
 
 def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     data = json.loads(launch("sweep", "plan", CONFIGS / "ladder.toml", "--json"))
     assert data["total"]["runs"] == 12
-    assert data["total"]["flops"] == pytest.approx(sum(run["C"] for run in data["runs"]))
+    assert data["total"]["flops"] == pytest.approx(sum(run["cost"] for run in data["runs"]))
     assert {round(run["D"] / run["N"]) for run in data["runs"]} == {20, 60}
     assert "12 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
 

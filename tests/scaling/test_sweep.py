@@ -1,6 +1,7 @@
-"""A sweep through the command line: interrupted, continued, with a member that cannot run."""
+"""A sweep through the command line: interrupted, continued, branched off its trunk, with a member that cannot run."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -9,37 +10,108 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import command, environment, launch
+from tests.track.mlflow_server import Server
 
-SWEEP = """
+SETS = (
+    "model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2", "train.save_every=20",
+    "train.keep_last=1",
+)  # fmt: skip
+SWEEP = f"""
 kind = "ladder"
 experiment = "short"
 sizes = ["tiny", "175b"]
-tokens_per_param = [0.3]
-set = ["model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2", "train.save_every=20"]
+tokens = [51200, 81920]
+set = {list(SETS)}
 """
 
 
-@pytest.mark.timeout(600)
-def test_a_sweep_is_continued_and_a_failed_run_stops_no_other(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "sweep.toml").write_text(SWEEP)
-    call = ("sweep", "run", "sweep.toml", "--data", corpus, "--no-track")
-    first = subprocess.Popen(
-        command(*call), cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    log = tmp_path / "runs" / "short" / "tiny-0.3x" / "log.jsonl"
-    until = time.monotonic() + 200
-    while not (log.exists() and b'"kind":"step"' in log.read_bytes()) and time.monotonic() < until:
-        time.sleep(0.1)
-    first.send_signal(signal.SIGINT)
-    said, wrong = first.communicate(timeout=200)
-    assert first.returncode == 130, said + wrong
-    assert "0 of 2 runs in runs/short have finished" in said
-    assert [json.loads(line).get("event") for line in log.read_text().splitlines()][-1] == "interrupt"
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
-    done = launch(*call, "--json", code=2, cwd=tmp_path)
+
+@pytest.mark.timeout(1500)
+def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.start()
+    tracked = {"MLFLOW_TRACKING_URI": server.uri}
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    root = tmp_path / "runs" / "short"
+    trunk, branch = root / "tiny-81.9k", root / "tiny-51.2k"
+    call = ("sweep", "run", "sweep.toml", "--data", corpus)
+
+    process = subprocess.Popen(
+        command(*call), cwd=tmp_path, env=environment(**tracked), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    until = time.monotonic() + 250
+    while not ((trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, wrong = process.communicate(timeout=250)
+    assert process.returncode == 130, said + wrong
+    assert "0 of 4 runs in runs/short have finished" in said
+    assert records(trunk)[-1]["event"] == "interrupt"
+
+    done = launch(*call, "--json", code=2, cwd=tmp_path, timeout=800, **tracked)
     told = json.loads(done.stdout)
-    assert told["finished"] == ["tiny-0.3x"] and told["missing"] == []
-    assert "needs about" in told["failed"]["175b-0.3x"]
-    assert done.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed: 175b-0.3x")
-    events = [r for r in map(json.loads, log.read_text().splitlines()) if r["kind"] == "event"]
-    assert {"start", "interrupt", "resume", "finish"} <= {r["event"] for r in events}
+    assert sorted(told["finished"]) == ["tiny-51.2k", "tiny-81.9k"] and told["missing"] == []
+    assert "needs about" in told["failed"]["175b-81.9k"]
+    assert "which failed" in told["failed"]["175b-51.2k"]  # its trunk
+    assert done.stderr.splitlines()[-1].startswith("error: 2 of 4 runs failed: 175b-81.9k, 175b-51.2k")
+    assert {"interrupt", "resume", "finish"} <= {r.get("event") for r in records(trunk)}
+    _holds_the_branch(branch, corpus, tmp_path)
+
+    _holds_mlflow(server.uri, root)
+    server.kill()
+    (tmp_path / "server.db").unlink()  # all of it again, from the directories alone
+    for run in (trunk, branch):
+        (run / "mlflow.json").unlink()
+    shutil.rmtree(tmp_path / "artifacts")
+    for file in ("points.csv", "fit.json", "dashboard.html"):
+        (root / file).unlink()
+    server.start()
+    launch("sync", root, **tracked)
+    _holds_mlflow(server.uri, root)
+    server.kill()
+
+
+def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
+    """It is the run that a run of its own would have been, and cost only its decay."""
+    sets = (part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s))
+    call = ("pretrain", "--size", "tiny", "--steps", 50, "--data", corpus, "--nproc", 1, "--no-track", "--quiet")
+    launch(*call, "--out", tmp_path / "whole", *sets)
+    for key in ("step", "loss", "lr", "hash", "flops"):
+        whole, branched = (
+            [r[key] for r in records(run) if r["kind"] == "step"] for run in (tmp_path / "whole", branch)
+        )
+        assert branched == whole  # to the last bit
+    began = next(r for r in reversed(records(branch)) if r.get("event") == "resume")
+    assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
+    line = launch(*call, "--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5, code=2).stderr
+    assert "seed is 1234 there and 5 here" in line or "is another run" in line
+
+
+def _holds_mlflow(uri: str, root: Path) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("short")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert sorted(runs) == ["sweep", "tiny-51.2k", "tiny-81.9k"]
+    parent = runs.pop("sweep")
+    for name, run in runs.items():
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        record = json.loads((root / name / "run.json").read_text())
+        for key in ("total", "active", "non_embedding", "scaling"):
+            assert int(run.data.params[f"run.params.{key}"]) == record["params"][key]
+        assert int(run.data.params["run.tokens"]) == record["batch_tokens"] * record["steps"]
+        assert int(run.data.params["run.flops"]) == record["flops_per_token"] * record["tokens"]
+        assert run.data.metrics["eval/flops"] == record["flops"]
+        assert run.data.metrics["eval/loss"] == pytest.approx(
+            [r for r in records(root / name) if r["kind"] == "eval"][-1]["loss"]
+        )
+    assert parent.info.status == "FINISHED" and parent.data.params["sweep.kind"] == "ladder"
+    there = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    assert there >= {"sweep.json", "points.csv", "fit.json", "dashboard.html"}
+    fitted = json.loads(Path(client.download_artifacts(parent.info.run_id, "fit.json")).read_text())
+    assert fitted["law"] == "power" and fitted["points"]["used"] == 2
