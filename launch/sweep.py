@@ -93,8 +93,8 @@ def run(
         from pipeline.scaling.plan import read
 
         number, log = submit_later(read(file), after)
-        told = f"job {number} submits the sweep when job {after} has made its data; it speaks in {log}"
-        print_json({"job": number, "log": str(log)}) if as_json else typer.echo(told)
+        said = f"job {number} submits the sweep when job {after} has made its data; it speaks in {log}"
+        print_json({"job": number, "log": str(log)}) if as_json else typer.echo(said)
         return
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
