@@ -48,6 +48,7 @@ def show(
         return
     loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
     settled = resolve(loaded, ranks=gpus, gpu=True)
+    layout.check(settled, gpus)
     figures = _figures(settled, gpus)
     if settled.cluster.rates is not None:
         figures |= _layouts(layout.plan(settled, gpus, loaded.train.micro_batch))
@@ -216,10 +217,8 @@ def _layout_table(f: dict[str, Any]) -> "Table":
 def _advice(f: dict[str, Any]) -> str:
     if (row := f["recommended"]) is None:
         return "no layout fits; take more GPUs or a smaller size"
-    take, low, high = row["layout"], *(row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
-    flags = f"--zero {take['zero']}" + (f" --ep {take['ep']}" if take["ep"] > 1 else "")
-    flags += f" --set train.micro_batch={take['micro_batch']}"
-    flags += " --set train.recompute=true" if take["recompute"] else ""
+    low, high = (row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
+    flags = layout.Layout(**row["layout"]).flags()
     return f"take [bold]{flags}[/bold]: {low:.3g} to {high:.3g} s a step, from published runs (docs/SCALE.md)"
 
 

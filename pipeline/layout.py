@@ -8,12 +8,13 @@ Tensor and pipeline parallelism do not exist here. docs/SCALE.md holds all this 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from pipeline import account
 from pipeline.config.schema import Auto, Cluster, Dtype, Model, MoE, Rates, RunConfig
+from pipeline.errors import ConfigError
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
 # are measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
@@ -33,6 +34,23 @@ class Layout:
     ep: int = 1
     micro_batch: int = 1
     recompute: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, ranks: int) -> "Layout":
+        micro = config.train.micro_batch
+        assert micro != "auto", "resolve the recipe first"
+        return cls(ranks, config.parallel.zero, config.parallel.ep, micro, config.train.recompute)
+
+    def flags(self, before: "Layout | None" = None) -> str:
+        """As the command line says it: what differs from another layout, or from the defaults."""
+        spelled = {
+            "zero": f"--zero {self.zero}",
+            "ep": f"--ep {self.ep}",
+            "micro_batch": f"--set train.micro_batch={self.micro_batch}",
+            "recompute": f"--set train.recompute={str(self.recompute).lower()}",
+        }
+        before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
+        return " ".join(text for key, text in spelled.items() if getattr(self, key) != getattr(before, key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +103,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     assert rates is not None and peak is not None, "the cluster gives no rates"
     micros = batch // (model.seq * layout.micro_batch * layout.ranks)
     sent = traffic(model, layout, dtype=dtype, micros=micros)
-    memory = account.memory(
-        model,
-        dtype=dtype,
-        zero=layout.zero,
-        ranks=layout.ranks,
-        micro_batch=layout.micro_batch,
-        loss_chunk=train.loss_chunk,
-        recompute=layout.recompute,
-        ep=layout.ep,
-    )
+    memory = _memory(config, layout)
     compute = (
         batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
         + micros * len(_blocks(model)) * BLOCK_S
@@ -116,6 +125,21 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
         gpu_hours=train.steps * step * layout.ranks / 3600,
         fits=config.cluster.memory_bytes is None or memory.total <= USABLE * config.cluster.memory_bytes,
         error=ERROR * (2 if layout.ep > 1 else 1),
+    )
+
+
+def _memory(config: RunConfig, layout: Layout) -> account.Memory:
+    train = config.train
+    assert train.dtype != "auto", "resolve the recipe first"
+    return account.memory(
+        config.model,
+        dtype=train.dtype,
+        zero=layout.zero,
+        ranks=layout.ranks,
+        micro_batch=layout.micro_batch,
+        loss_chunk=train.loss_chunk,
+        recompute=layout.recompute,
+        ep=layout.ep,
     )
 
 
@@ -183,14 +207,11 @@ def _experts_s(cluster: Cluster, rates: Rates, layout: Layout, sent: int) -> flo
 
 def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
     """For every ZeRO stage and every ep that the experts and ranks allow, its best micro-batch and recomputation."""
-    model, batch = config.model, config.train.batch_tokens
-    assert batch != "auto"
-    rows = batch // model.seq // ranks
-    micros = [micro_batch] if micro_batch != "auto" else [m for m in range(1, min(rows, 64) + 1) if rows % m == 0]
+    micros = micro_batches(config, ranks) if micro_batch == "auto" else [micro_batch]
     return [
         best([estimate(config, Layout(ranks, zero, ep, micro, again)) for again in (False, True) for micro in micros])
         for zero in range(4)
-        for ep in degrees(model, ranks)
+        for ep in degrees(config.model, ranks)
     ]
 
 
@@ -200,9 +221,74 @@ def degrees(model: Model, ranks: int) -> list[int]:
     return [ep for ep in range(1, most + 1) if most % ep == 0]
 
 
+def micro_batches(config: RunConfig, ranks: int) -> list[int]:
+    """What divides a rank's share of the batch."""
+    assert config.train.batch_tokens != "auto"
+    rows = config.train.batch_tokens // config.model.seq // ranks
+    return [m for m in range(1, min(rows, 64) + 1) if rows % m == 0]
+
+
 def best(estimates: Sequence[Estimate]) -> Estimate:
     """The fastest that fits: of those within 1% of it, the smallest; and where none fits, the smallest of all."""
     fitting = [e for e in estimates if e.fits] or estimates
     fastest = min(e.step_s for e in fitting)
     near = [e for e in fitting if e.step_s <= 1.01 * fastest] if fitting[0].fits else fitting
     return min(near, key=lambda e: e.memory.total)
+
+
+def check(
+    config: RunConfig, ranks: int, *, memory_bytes: int | None = None, device: str = "GPU", shared: bool = False
+) -> None:
+    """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks; what is wrong
+    with any number of them the types refuse. `shared`: the ranks share one memory, as on a CPU."""
+    now = Layout.of(config, ranks)
+    if ranks % now.ep:
+        near = min(degrees(config.model, ranks), key=lambda ep: abs(math.log(ep / now.ep)))
+        up = -(-ranks // now.ep) * now.ep
+        raise ConfigError(f"parallel.ep={now.ep} does not divide the {ranks} ranks; try --ep {near}, or {up} ranks")
+    if memory_bytes is None:
+        return
+    have = memory_bytes if shared else int(USABLE * memory_bytes)
+
+    def need(layout: Layout) -> int:
+        return _memory(config, layout).total * (ranks if shared else 1)
+
+    if need(now) <= have:
+        return
+    remedy = "take a smaller --size"
+    if fitting := _nearest(config, now, lambda layout: need(layout) <= have):
+        remedy = f"try {fitting.flags(now)}"
+    elif not shared and (more := _enough(config, ranks, have)):
+        remedy = f"take {more.ranks} of them with {more.flags()}"
+    raise ConfigError(
+        f"size={config.model.size} needs about {need(now) / 2**30:,.1f} GiB with {now.flags()} on {ranks} ranks and "
+        f"this {device} gives {have / 2**30:,.1f} GiB{' to all of them' if shared else ' to each'}; {remedy}"
+    )
+
+
+def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> Layout | None:
+    """That fits with the fewest changes; the stage is changed before the micro-batch, ep, and what is recomputed."""
+    stages = range(now.zero, 4) if config.parallel.engine == "deepspeed" else [now.zero]
+    options = (
+        Layout(now.ranks, zero, ep, micro, again)
+        for zero in stages
+        for ep in (degrees(config.model, now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
+        for micro in micro_batches(config, now.ranks)
+        for again in {now.recompute, True}
+    )
+
+    def distance(option: Layout) -> tuple[int, bool, bool, bool, int, int]:
+        again, ep, micro = option.recompute != now.recompute, option.ep != now.ep, option.micro_batch != now.micro_batch
+        return again + ep + micro + (option.zero != now.zero), again, ep, micro, option.zero, -option.micro_batch
+
+    return next((option for option in sorted(options, key=distance) if fits(option)), None)
+
+
+def _enough(config: RunConfig, ranks: int, have: int) -> Layout | None:
+    """The first doubling of the ranks on which the smallest layout fits."""
+    for more in (ranks << k for k in range(1, 11)):
+        for ep in degrees(config.model, more):
+            layout = Layout(more, 3, ep, 1, True)
+            if _memory(config, layout).total <= have:
+                return layout
+    return None

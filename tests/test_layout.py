@@ -1,5 +1,6 @@
 """The planner's arithmetic against closed forms, and its times against what others published."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,16 +8,17 @@ import pytest
 
 from pipeline import account
 from pipeline.config.load import load
-from pipeline.layout import ERROR, Estimate, Layout, best, estimate, plan, traffic
+from pipeline.errors import ConfigError
+from pipeline.layout import ERROR, Estimate, Layout, best, check, estimate, plan, traffic
 from pipeline.recipe import resolve
 from tests.published import OTHER, SAME, ladder_rows
 
 
-def config(size, arch, ranks, rows=None, micro="auto", cluster="h100", seq=2048, vocab=32768, **sets):
+def config(size, arch, ranks, rows=None, cluster="h100", seq=2048, vocab=32768, **sets):
     flat = [f"model.vocab={vocab}", f"model.seq={seq}", "train.steps=1", *(f"{k}={v}" for k, v in sets.items())]
     if rows:
         flat.append(f"train.batch_tokens={rows * seq}")
-    loaded = load(size=size, arch=arch, cluster=cluster, sets=[*flat, f"train.micro_batch={micro}"])
+    loaded = load(size=size, arch=arch, cluster=cluster, sets=flat)
     return resolve(loaded, ranks=ranks, gpu=True)
 
 
@@ -55,7 +57,7 @@ def test_bytes_of_experts_by_hand():
 
 def test_a_step_by_hand():
     """1b on two nodes of H100, ZeRO-1: every term written out once more."""
-    c = config("1b", "dense", 16, rows=128, micro=8)
+    c = config("1b", "dense", 16, rows=128)
     e = estimate(c, Layout(16, 1, micro_batch=8))
     matmul, attention, psi = 6_241_124_352, 402_653_184, 1_107_367_936
     kept = 16 * 2 * (4 * 2048 + 2 * 24 * 128 + 16 * 128 + 3 * 8192)
@@ -100,6 +102,45 @@ def test_the_plan_takes_the_fastest_that_fits():
     assert take.memory.total <= 0.92 * c.cluster.memory_bytes
     tight = c.model_copy(update={"cluster": c.cluster.model_copy(update={"memory_bytes": 2**30})})
     assert not best(plan(tight, 64)).fits
+
+
+# ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("size", "arch", "ranks", "memory", "sets", "words"),
+    [
+        (
+            "tiny",
+            "moe",
+            6,
+            None,
+            {"parallel.ep": 4},
+            ["parallel.ep=4 does not divide the 6 ranks; try --ep 2, or 8"],
+        ),
+        ("tiny", "moe", 3, None, {"parallel.ep": 2}, ["--ep 1, or 4 ranks"]),
+        ("1b", "dense", 8, 28 * GIB, {}, ["needs about 26.5 GiB", "gives 25.8 GiB to each; try --zero 2"]),
+        ("1b", "dense", 8, 20 * GIB, {}, ["try --set train.micro_batch=4"]),
+        ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["try --set train.micro_batch=3"]),
+        ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),
+        ("7b", "dense", 8, 24 * GIB, {}, ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"]),
+        ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
+        ("tiny", "dense", 2, GIB // 64, {}, ["take a smaller --size"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, ranks, memory, sets, words):
+    c = config(size, arch, ranks, **sets)
+    with pytest.raises(ConfigError) as refused:
+        check(c, ranks, memory_bytes=memory, device="H100", shared=size == "tiny")
+    message = str(refused.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    if "try" in message and memory:  # and what it names does work
+        over = re.findall(r"--zero (\d)|--ep (\d+)|--set (\S+)", message.split("; try ")[1])
+        named = [(z and f"parallel.zero={z}") or (e and f"parallel.ep={e}") or s for z, e, s in over]
+        again = {**sets, **dict(pair.split("=") for pair in named)}
+        check(config(size, arch, ranks, **again), ranks, memory_bytes=memory, device="H100")
 
 
 # ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.layout import check
 from pipeline.recipe import resolve
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts
@@ -219,37 +220,15 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
             update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
         )
     config = resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
-    _check_memory(config, request.fewest or request.nproc, devices)
+    check(config, request.nproc)
+    check(
+        config,
+        request.fewest or request.nproc,
+        memory_bytes=devices.memory_bytes,
+        device=devices.name,
+        shared=not devices.gpus,
+    )
     return config
-
-
-def _check_memory(config: RunConfig, nproc: int, devices: Devices) -> None:
-    train, micro = config.train, config.train.micro_batch
-    assert train.dtype != "auto" and micro != "auto", "resolve the recipe first"
-    need = {
-        zero: account.memory(
-            config.model,
-            dtype=train.dtype,
-            zero=zero,
-            ranks=nproc,
-            micro_batch=micro,
-            loss_chunk=train.loss_chunk,
-            recompute=train.recompute,
-        ).total
-        * (1 if devices.gpus else nproc)  # the processes of a CPU node share its memory
-        for zero in range(4)
-    }
-    have, zero = devices.memory_bytes, config.parallel.zero
-    if have is None or need[zero] <= have:
-        return
-    fits = [z for z in range(zero + 1, 4) if need[z] <= have]
-    remedy = (
-        f"try --zero {fits[0]}" if fits else "take a smaller --size, more processes on more nodes, or a smaller batch"
-    )
-    raise ConfigError(
-        f"size={config.model.size} needs about {need[zero] / 2**30:,.1f} GiB with --zero {zero} --nproc {nproc}, "
-        f"this {devices.name} has {have / 2**30:,.1f} GiB; {remedy}"
-    )
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:

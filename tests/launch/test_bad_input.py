@@ -87,6 +87,11 @@ def test_an_impossible_stage(corpus, out):
     assert "parallel.zero=5" in refused("pretrain", *TINY, "--data", corpus, "--zero", 5, "--out", out, out=out)
 
 
+def test_a_share_of_experts_that_does_not_divide_the_ranks(corpus, out):
+    options = ("--arch", "moe", "--data", corpus, "--ep", 4, "--out", out)
+    assert "parallel.ep=4 does not divide the 2 ranks; try --ep 2" in refused("pretrain", *TINY, *options, out=out)
+
+
 def test_an_engine_that_cannot(corpus, out):
     assert "--zero 0" in refused("pretrain", *TINY, "--data", corpus, "--engine", "accelerate", "--out", out, out=out)
 
