@@ -52,6 +52,9 @@ def show(
     figures = _figures(settled, gpus)
     if settled.cluster.rates is not None:
         figures |= _layouts(layout.plan(settled, gpus, loaded.train.micro_batch))
+        if figures["recommended"] is None and settled.cluster.memory_bytes:
+            more = layout.enough(settled, gpus, settled.cluster.memory_bytes)
+            figures["enough_gpus"] = more.ranks if more else None
     print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
 
 
@@ -201,9 +204,9 @@ def _layout_table(f: dict[str, Any]) -> "Table":
             table.add_row(
                 *(str(row["layout"][k]) for k in ("zero", "ep", "micro_batch")),
                 "yes" if row["layout"]["recompute"] else "no",
-                f"{row['memory']['total'] / 2**30:,.1f} {'✓' if row['fits'] else '✗'}",
-                f"{row['traffic']['total'] / 2**30:,.1f}",
-                f"{row['step_s']:,.3g} s",
+                f"{_digits(row['memory']['total'] / 2**30)} {'✓' if row['fits'] else '✗'}",
+                _digits(row["traffic"]["total"] / 2**30),
+                f"{_digits(row['step_s'])} s",
                 _si(row["tokens_s"]),
                 f"{row['mfu']:.1%}",
                 _si(row["gpu_hours"]),
@@ -216,10 +219,14 @@ def _layout_table(f: dict[str, Any]) -> "Table":
 
 def _advice(f: dict[str, Any]) -> str:
     if (row := f["recommended"]) is None:
-        return "no layout fits; take more GPUs or a smaller size"
+        return "no layout fits; take a smaller --size" + (f", or --gpus {n}" if (n := f["enough_gpus"]) else "")
     low, high = (row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
     flags = layout.Layout(**row["layout"]).flags()
-    return f"take [bold]{flags}[/bold]: {low:.3g} to {high:.3g} s a step, from published runs (docs/SCALE.md)"
+    return f"take [bold]{flags}[/bold]: {_digits(low)} to {_digits(high)} s a step, from published runs (docs/SCALE.md)"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _si(value: float) -> str:

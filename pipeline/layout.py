@@ -258,7 +258,7 @@ def check(
     remedy = "take a smaller --size"
     if fitting := _nearest(config, now, lambda layout: need(layout) <= have):
         remedy = f"try {fitting.flags(now)}"
-    elif not shared and (more := _enough(config, ranks, have)):
+    elif not shared and (more := enough(config, ranks, memory_bytes)):
         remedy = f"take {more.ranks} of them with {more.flags()}"
     raise ConfigError(
         f"size={config.model.size} needs about {need(now) / 2**30:,.1f} GiB with {now.flags()} on {ranks} ranks and "
@@ -284,11 +284,11 @@ def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> 
     return next((option for option in sorted(options, key=distance) if fits(option)), None)
 
 
-def _enough(config: RunConfig, ranks: int, have: int) -> Layout | None:
-    """The first doubling of the ranks on which the smallest layout fits."""
+def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
+    """The first doubling of the GPUs on which the smallest layout fits."""
     for more in (ranks << k for k in range(1, 11)):
         for ep in degrees(config.model, more):
             layout = Layout(more, 3, ep, 1, True)
-            if _memory(config, layout).total <= have:
+            if _memory(config, layout).total <= USABLE * memory_bytes:
                 return layout
     return None

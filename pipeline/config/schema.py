@@ -527,6 +527,12 @@ class Cluster(Frozen):
     rates: Rates | None = None  # for predicted step times
     slurm: Slurm = Slurm()
 
+    @model_validator(mode="after")
+    def _shares_of_something(self) -> Self:
+        if self.rates is not None and self.peak_flops is None:
+            raise ValueError("rates are shares of peak_flops, which is missing; give it, or leave rates out")
+        return self
+
 
 class RunConfig(Frozen):
     version: Literal[1] = VERSION

@@ -28,6 +28,7 @@ def test_show_lays_out_a_routed_model_over_nodes():
     assert take["step_s"] <= 1.01 * min(row["step_s"] for row in rows if row["fits"])
     assert take["tokens_s"] * take["step_s"] == pytest.approx(figures["recipe"]["batch_tokens"])
     assert any(not row["fits"] for row in rows)
+    assert "--gpus 32" in launch("show", "--size", "70b", "--gpus", 8, "--cluster", "h100").stdout  # none fits 8
 
 
 def test_show_never_imports_torch():
