@@ -13,8 +13,8 @@ from pipeline.scaling.runs import Record
 from pipeline.track.describe import STATUS
 
 AXES = ("step", "tokens", "flops", "hours")
-STEP = (*AXES, "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "wait_s", "time")
-EVAL = (*AXES, "loss", "bpb", "time")
+STEP = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "wait_s", "time")
+EVAL = ("loss", "bpb", "time")
 SLACK = 4  # rows may grow to so many times their limit between two thinnings
 WINDOW, SIGMAS = 128, 6.0  # a spike by the rule that skips steps (OLMo 3: 6σ of a 128-step window)
 MOST_EVENTS, MOST_LOADS = 500, 64
@@ -35,33 +35,34 @@ def thin(x: Array, keep: Sequence[Array], buckets: int) -> list[int]:
 
 
 class Rows:
-    """Records of one kind as rows of numbers; NaN where a record says nothing."""
+    """Records of one kind as rows of what they say, None where they say nothing."""
 
     def __init__(self, keys: tuple[str, ...], limit: int | None) -> None:
-        self.keys, self.limit = keys, limit
-        self.rows: list[tuple[float, ...]] = []
+        self.keys, self.limit = (*AXES, *keys), limit
+        self.rows: list[tuple[Any, ...]] = []
+        self._rest = keys
 
-    def before(self, step: float) -> tuple[float, ...]:
+    def before(self, step: float) -> tuple[Any, ...]:
         """The row before a step; a resume tells steps again, and the newer word counts."""
         while self.rows and self.rows[-1][0] >= step:
             self.rows.pop()
-        return self.rows[-1] if self.rows else (0.0, 0.0, 0.0, 0.0)
+        return self.rows[-1] if self.rows else (0, 0, 0, 0.0)
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        self.before(record["step"])
-        self.rows.append(tuple(number(record.get(key)) for key in self.keys))
+    def add(self, record: Mapping[str, Any], hours: float) -> None:
+        get = record.get
+        self.rows.append((record["step"], get("tokens"), get("flops"), hours, *map(get, self._rest)))
         if self.limit is not None and len(self.rows) > SLACK * self.limit:
             self.rows = [self.rows[i] for i in self._thinned(self.limit, log=True)]
 
     def column(self, key: str) -> Array:
         at = self.keys.index(key)
-        return np.array([row[at] for row in self.rows])
+        return np.array([number(row[at]) for row in self.rows])
 
     def columns(self, keys: Sequence[str], limit: int, *, log: bool) -> dict[str, list[float]]:
         """For drawing: at most about `limit` rows."""
         chosen = self._thinned(limit, log=log) if len(self.rows) > limit else range(len(self.rows))
         places = [self.keys.index(key) for key in keys]
-        return {k: [short(self.rows[i][p]) for i in chosen] for k, p in zip(keys, places, strict=True)}
+        return {k: [short(number(self.rows[i][p])) for i in chosen] for k, p in zip(keys, places, strict=True)}
 
     def _thinned(self, limit: int, *, log: bool) -> list[int]:
         x = self.column("step")
@@ -84,21 +85,24 @@ class Folded:
         self.steps, self.evals = Rows(STEP, self.limit), Rows(EVAL, self.limit)
 
     def add(self, record: Record) -> None:
+        if not math.isfinite(step := number(record.get("step"))):
+            return  # none of ours
         match record.get("kind"):
             case "step":
-                _, tokens, _, hours, *_ = self.steps.before(record["step"])
-                if speed := record.get("tokens_per_s"):
-                    self.hours = hours + (record["tokens"] - tokens) / speed / 3600 * self.world
-                self.steps.add({**record, "hours": self.hours})
-                if self.limit is None and "hash" in record:
-                    self.hashes.append((record["step"], token_hash(record["hash"])))
+                _, tokens, _, hours, *_ = self.steps.before(step)
+                trained, speed = number(record.get("tokens")) - number(tokens), number(record.get("tokens_per_s"))
+                self.hours = hours + (trained / speed / 3600 * self.world if trained > 0 and speed > 0 else 0)
+                self.steps.add(record, self.hours)
+                if self.limit is None and isinstance(record.get("hash"), str | float):
+                    self.hashes.append((int(step), token_hash(record["hash"])))
             case "eval":
-                self.evals.add({**record, "hours": self.hours})
+                self.evals.before(step)
+                self.evals.add(record, self.hours)
             case "moe":
                 self.loads.append(record)
                 if len(self.loads) > 2 * MOST_LOADS:
                     self.loads = [*self.loads[:-1:2], self.loads[-1]]
-            case "event":
+            case "event" if isinstance(record.get("event"), str):
                 self.world = int(record.get("world") or self.world)
                 told = record.get("event") in STATUS  # what the run is doing is never left out
                 if told or (record.get("event") != "save" and len(self.events) < MOST_EVENTS):
@@ -129,7 +133,7 @@ def token_hash(value: str | float) -> str:
 
 
 def number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def short(value: float) -> float:

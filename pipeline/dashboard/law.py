@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,7 @@ def grid(done: Study) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@cache
 def clusters() -> list[dict[str, Any]]:
     """The shipped clusters whose peak is known, for the time that a forecast run takes."""
     tables = [read_toml(path)["cluster"] for path in sorted((CONFIGS / "cluster").glob("*.toml"))]

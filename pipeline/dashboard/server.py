@@ -81,7 +81,7 @@ def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = N
     def run(key: Annotated[str, Path(pattern="^[0-9a-f]{8,64}$", description="an id from /api/runs")]) -> Response:
         found = watcher.page(key)
         if found is None:
-            return JSONResponse({"detail": "no such run"}, 404)
+            return JSONResponse({"detail": "no such run, or it cannot be read now"}, 404)
         return Response(found, media_type="application/json", headers={"cache-control": "no-cache"})
 
     return Guard(app, host, token)
@@ -104,7 +104,8 @@ class Guard:
     def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
         self.app, self.token = app, token
         self.elsewhere = host not in LOCAL
-        self.names = LOCAL | ({host, socket.gethostname(), socket.getfqdn()} if self.elsewhere else set())
+        own = {host, socket.gethostname(), socket.getfqdn()} if self.elsewhere else set()
+        self.names = LOCAL | {name.lower() for name in own}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.dashboard.curve import Folded, Rows
+from pipeline.dashboard.curve import Folded, Rows, number
 from pipeline.errors import RunError
 from pipeline.scaling import mlflow_runs
 from pipeline.scaling.mlflow_runs import FORECASTS
@@ -32,8 +32,8 @@ class Seen:
     @property
     def run(self) -> Run:
         """As the fits read it."""
-        steps, evals = records(self.folded.steps), records(self.folded.evals)
-        return Run(Path(), self.record, steps[-1:], evals, tuple(self.folded.events))
+        steps, evals = records(self.folded.steps, 1), records(self.folded.evals)
+        return Run(Path(), self.record, steps, evals, tuple(self.folded.events))
 
 
 class Source(Protocol):
@@ -139,9 +139,10 @@ class Store:
 def open_source(runs: Path | None, experiment: str | None) -> Source:
     """`--runs`, or the configured store, or the run directories where there is none."""
     if runs is not None:
-        if not runs.is_dir():
-            raise RunError(f"runs={runs} is not a directory; give one that holds runs, such as runs/demo")
-        return Directories(runs / experiment if experiment else runs)
+        root = runs / experiment if experiment else runs
+        if not root.is_dir():
+            raise RunError(f"runs={root} is not a directory; give one that holds runs, such as runs/demo")
+        return Directories(root)
     uri = mlflow_runs.configured()
     if uri is not None:
         return Store(uri, experiment)
@@ -160,5 +161,8 @@ def stamp(path: Path) -> Hashable:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def records(rows: Rows) -> tuple[Record, ...]:
-    return tuple({**dict(zip(rows.keys, row, strict=True)), "step": int(row[0])} for row in rows.rows)
+def records(rows: Rows, last: int = 0) -> tuple[Record, ...]:
+    """What the fits read, in numbers."""
+    return tuple(
+        {**{k: number(v) for k, v in zip(rows.keys, row, strict=True)}, "step": row[0]} for row in rows.rows[-last:]
+    )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +21,9 @@ EVERY_S = 2.0
 AT_REST = 4  # of the time that a look took: watching a large store must not become its load
 POINTS, LEAST, MOST = 40_000, 40, 512  # drawn on one chart in all, and per run
 PAGE_POINTS, STATIC_POINTS = 1200, 60_000  # on a run's own page, and on all of them in one file
+
+
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)  # what a record of another shape comes to
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,11 @@ class Watcher:
     def _watch(self) -> None:
         while not self._stop.is_set():
             began = time.monotonic()
-            self.refresh()
+            try:
+                self.refresh()
+            except Exception as error:  # a fault of ours: say so, and go on watching
+                logging.getLogger(__name__).exception("looking for changes failed")
+                self._publish([f"{type(error).__name__} while looking for changes: {error}"], self.snapshot.laws)
             self._stop.wait(max(EVERY_S, AT_REST * (time.monotonic() - began)))
 
     def refresh(self, *, strict: bool = False) -> None:
@@ -73,9 +81,13 @@ class Watcher:
         shown = time.monotonic()
         for done, key in enumerate(changed):
             try:
-                self._seen[key] = there[key], self.source.read(key)
+                seen = self.source.read(key)
+                rows.row(key, seen, 0.0)
+                self._seen[key] = there[key], seen
             except UserError as error:
                 notes.append(str(error))
+            except UNREADABLE as error:
+                notes.append(f"run {key} is not as our runs are ({error!r}); it is left out")
             if time.monotonic() - shown > EVERY_S:  # a large store shows what it has so far
                 self._publish(notes, self.snapshot.laws, (done + 1, len(changed)), len(there))
                 shown = time.monotonic()
@@ -152,7 +164,10 @@ class Watcher:
         """A run's own page; None for an id that is not one of ours."""
         if key not in self.snapshot.runs:
             return None
-        return encode(rows.page(key, self.source.read(key, whole=True), time.time(), limit))
+        try:
+            return encode(rows.page(key, self.source.read(key, whole=True), time.time(), limit))
+        except (UserError, *UNREADABLE):
+            return None  # it has gone since, or its store has
 
     def everything(self) -> bytes:
         """All answers in one: what the page needs where there is nobody to ask."""

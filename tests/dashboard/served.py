@@ -20,7 +20,9 @@ def serving(source: Source, host: str = "127.0.0.1", token: str | None = None) -
     server = uvicorn.Server(uvicorn.Config(application(watcher, host, token), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
-    until(lambda: server.started and watcher.snapshot.reading is None and watcher.snapshot.laws_revision > 0, 60)
-    yield listening.getsockname()[1], watcher
-    server.should_exit = True
-    thread.join(20)
+    try:
+        until(lambda: server.started and watcher.snapshot.reading is None and watcher.snapshot.laws_revision > 0, 240)
+        yield listening.getsockname()[1], watcher
+    finally:
+        server.should_exit = True
+        thread.join(20)

@@ -113,6 +113,22 @@ def test_only_what_changed_is_sent_again(tmp_path: Path) -> None:
         assert len(news["ids"]) == 3 and "run.json is not JSON" in news["notes"][0]
 
 
+def test_a_log_of_another_shape_costs_its_own_row_alone(tmp_path: Path) -> None:
+    root = make_ladder(tmp_path / "demo", 2)
+    odd = [{"kind": "step"}, {"kind": "step", "step": "x"}, {"kind": "step", "step": 401, "loss": "low"},
+           {"kind": "eval", "step": 402, "loss": None}, {"kind": "moe", "step": 1}, {"kind": "event", "step": 3},
+           {"kind": "event", "step": 1, "event": ["x"]}, {"kind": 7, "step": 1}, [], "text"]  # fmt: skip
+    with (root / "tiny-20x" / "log.jsonl").open("a") as log:
+        log.writelines(json.dumps(record) + "\n" for record in odd)
+    make_run(root, "no-params", 1e5, 2e6, params={})
+    watcher = Watcher(Directories(root))
+    watcher.refresh()
+    names = [json.loads(text)["row"]["name"] for _, text in watcher.snapshot.runs.values()]
+    assert set(names) == {"tiny-20x", "mini-20x"} and "is not as our runs are" in watcher.snapshot.notes[0]
+    for key in watcher.snapshot.runs:
+        assert watcher.page(key)
+
+
 def test_a_live_log_is_read_on_and_a_rewritten_one_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo", "one", 2e5, 4e6, finish=False)
     os.utime(run / "log.jsonl")

@@ -32,28 +32,29 @@
     for (const id of iso.runs.keys()) if (!there.has(id)) iso.runs.delete(id);
     if (laws) iso.laws = laws;
     iso.sizes = [...new Map([...iso.runs.values()].map(({ row }) => [row.size, row.N])).entries()].sort((a, b) => a[1] - b[1]).map(([size]) => size);
-    if (news.revision !== known.revision || laws) all(Boolean(laws));
+    if (news.revision !== known.revision || laws) all(Boolean(laws), news.runs);
     const notes = [...news.notes, ...(news.reading ? [news.reading[1] ? `Read ${news.reading[0]} of ${news.reading[1]} runs …` : "Reading …"] : [])];
     put($("notes"), ...notes.map((note) => el("li", { textContent: note })));
   }
-  function all(laws = true) {
+  function all(laws = true, changed = [...iso.runs.values()]) {
     document.title = `${iso.head.title} · Isoflop`;
     say($("title"), iso.head.title);
     $("empty").hidden = iso.runs.size > 0 || Boolean(iso.head.reading);
     groups();
     say($("convention"), iso.law().convention ? `How N and FLOPs are counted: ${iso.law().convention}.` : "");
-    route();
+    route(changed);
     iso.drawLoss();
     if (laws) iso.drawLaw();
     iso.drawRuns();
     iso.drawCompare();
   }
-  function route() {
+  function route(changed) {
     const id = /^#run\/([0-9a-f]+)$/.exec(location.hash)?.[1], was = $("run").hidden;
     $("run").hidden = !id;
     $("overview").hidden = Boolean(id) || iso.runs.size === 0;
-    if (id) iso.runPage(id).then(() => { if (was) { scrollTo(0, 0); $("run-title").focus(); } });
-    else if (!was && location.hash) $(location.hash.slice(1))?.scrollIntoView();
+    const fresh = was || $("run").dataset.id !== id;
+    if (id && (fresh || changed.some((r) => r.row.id === id))) iso.runPage(id).then(() => { if (fresh) { scrollTo(0, 0); $("run-title").focus(); } });
+    else if (!id && !was && location.hash) $(location.hash.slice(1))?.scrollIntoView();
   }
 
   async function look() {
@@ -75,7 +76,7 @@
   }
 
   $("group").addEventListener("input", () => { iso.group = $("group").value; all(); });
-  addEventListener("hashchange", route);
+  addEventListener("hashchange", () => route([]));
   iso.dark.addEventListener("change", () => all());
   if (inside) { take(inside.runs, inside.laws); say($("when"), `written ${clock(inside.runs.time)}`); } else look();
 })();

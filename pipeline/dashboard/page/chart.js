@@ -21,9 +21,9 @@
       const c = curves[kind], k = factor(row), label = `<b>${plain(row.name)}</b><br>N ${short(row.N)}`;
       smoothed(c.loss, keep).forEach((loss, i) => {
         x.push(c[axis][i] > 0 ? c[axis][i] : null); y.push(loss == null ? null : loss * k); text.push(label);
-        customdata.push([short(c.tokens[i]), short(c.tokens[i] / row.N)]);
+        customdata.push([short(c.tokens[i]), short(c.tokens[i] / row.N), axis === "flops" ? power(c.flops[i]) : short(c[axis][i])]);
       });
-      x.push(null); y.push(null); text.push(""); customdata.push(["", ""]);
+      x.push(null); y.push(null); text.push(""); customdata.push(["", "", ""]);
     }
     return { x, y, text, customdata };
   }
@@ -38,12 +38,12 @@
 
   function traces(axis, keep) {
     const out = [], law = theme("--law"), fit = iso.law(), members = [...iso.runs.values()].filter((r) => !iso.hidden.has(r.row.size));
-    const hover = (what) => `%{text}<br>${what} <b>%{y:.4f}</b><br>D %{customdata[0]} · %{customdata[1]} tokens per parameter<br>%{x:.3s} ${AXES[axis][1]}<extra></extra>`;
+    const hover = (what) => `%{text}<br>${what} <b>%{y:.4f}</b><br>D %{customdata[0]} · %{customdata[1]} tokens per parameter<br>%{customdata[2]} ${AXES[axis][1]}<extra></extra>`;
     if (fit.law && axis === "flops") {
       const k = factor(), scale = (ys) => ys.map((y) => (y == null ? null : y * k)), { line } = fit;
       const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
       if (line.high[0] != null) out.push({ ...edge, y: scale(line.low) }, { ...edge, y: scale(line.high), fill: "tonexty", fillcolor: law + (dark.matches ? "26" : "1a") });
-      out.push({ x: line.C, y: scale(line.loss), mode: "lines", name: "law", line: { color: law, width: 2.5, dash: "dash" }, hovertemplate: "law at %{x:.3s} FLOPs: <b>%{y:.4f}</b><extra></extra>" });
+      out.push({ x: line.C, y: scale(line.loss), mode: "lines", name: "law", text: line.C.map((C) => power(C)), line: { color: law, width: 2.5, dash: "dash" }, hovertemplate: "law at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>" });
     }
     for (const size of iso.sizes) {
       const some = members.filter((r) => r.row.size === size), c = colour(size);

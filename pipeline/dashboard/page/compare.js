@@ -31,6 +31,7 @@
   }
 
   function draw() {
+    if (!iso.compared) $("sides").value = new Set([...iso.runs.values()].map((r) => r.row.arch)).size > 1 ? "arch" : "size";
     const found = sides(), from = Math.max(...found.map((s) => s.C[0])), to = Math.min(...found.map((s) => s.C.at(-1)));
     const enough = found.length > 1;
     $("compare-body").hidden = !enough;
@@ -39,7 +40,7 @@
     if (!enough) return;
     const C = to > from ? from * (to / from) ** (+$("equal").value / 100) : null;
     say($("equal-out"), `${power(C)} FLOPs`);
-    const shown = found.map((s, i) => ({ x: s.C, y: s.loss, mode: "lines", line: { color: side(i), width: 2.2, dash: ["solid", "dash", "dot", "dashdot"][Math.floor(i / 8) % 4] }, hovertemplate: `<b>${plain(s.name)}</b><br>%{x:.3s} FLOPs: %{y:.4f}<extra></extra>` }));
+    const shown = found.map((s, i) => ({ x: s.C, y: s.loss, mode: "lines", line: { color: side(i), width: 2.2, dash: ["solid", "dash", "dot", "dashdot"][Math.floor(i / 8) % 4] }, text: s.C.map((C) => power(C)), hovertemplate: `<b>${plain(s.name)}</b><br>%{text} FLOPs: %{y:.4f}<extra></extra>` }));
     plot("compare-chart", shown, { key: found.map((s) => s.name).join(), xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(found.flatMap((s) => s.loss.slice(Math.floor(s.loss.length / 8))), 0.05), "held-out loss (nats per token)"),
       shapes: C ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line: { color: theme("--quiet"), width: 1, dash: "dot" } }] : [] });
     const [base] = found, there = C && along(C, base.C, base.loss), down = [...base.loss].map((l, i) => Math.min(...base.loss.slice(0, i + 1)));
@@ -48,6 +49,7 @@
       return [el("span", {}, Object.assign(el("span", { className: "dot" }), { style: `background:${side(i)}` }), s.name), fixed(loss, 4), i && loss ? signed(loss / there - 1) : "–", i && need ? `${number(+(need / C).toPrecision(3))}×` : "–"];
     }));
   }
-  for (const id of ["sides", "equal"]) $(id).addEventListener("input", draw);
+  $("sides").addEventListener("input", () => { iso.compared = true; draw(); });
+  $("equal").addEventListener("input", draw);
   iso.drawCompare = draw;
 })();

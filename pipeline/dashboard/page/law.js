@@ -26,8 +26,8 @@
     const two = [["N*", "N", 1, "#0072b2", "#56b4e9"], ["D*", "D", 2, "#b25000", "#e69f00"]].flatMap(([name, key, column, light, night]) => {
       const c = dark.matches ? night : light;
       return [
-        { x: at.map((p) => p[0]), y: at.map((p) => p[column]), mode: "lines", line: { color: c, width: 2, dash: "dash" }, hovertemplate: `${name} %{y:.3s} at %{x:.3s} FLOPs<extra></extra>` },
-        { x: deep.map((b) => b.budget), y: deep.map((b) => b.minimum[key]), mode: "markers+text", text: deep.map((b, i) => (i + 1 === deep.length ? `${name} ` : "")), textposition: "top left", textfont: { color: c }, marker: { symbol: "star", size: 11, color: c }, hovertemplate: `measured ${name} %{y:.3s} at %{x:.3s} FLOPs<extra></extra>` },
+        { x: at.map((p) => p[0]), y: at.map((p) => p[column]), mode: "lines", line: { color: c, width: 2, dash: "dash" }, text: at.map((p) => power(p[0])), hovertemplate: `${name} %{y:.3s} at %{text} FLOPs<extra></extra>` },
+        { x: deep.map((b) => b.budget), y: deep.map((b) => b.minimum[key]), mode: "markers+text", text: deep.map((b, i) => (i + 1 === deep.length ? `${name} ` : "")), textposition: "top left", textfont: { color: c }, marker: { symbol: "star", size: 11, color: c }, customdata: deep.map((b) => power(b.budget)), hovertemplate: `measured ${name} %{y:.3s} at %{customdata} FLOPs<extra></extra>` },
       ];
     });
     plot("path", two, { xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 }, yaxis: { type: "log", title: { text: "best N and D" }, dtick: 1 } });
@@ -118,7 +118,7 @@
     const ink = theme("--law"), xs = grid.sizes ? grid.sizes.map((s) => s * grid.N[i]) : grid.C, first = grid.sizes ? i * width : 0;
     const part = (list) => list.slice(first, first + xs.length), edge = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
     const band = grid.high[k] == null ? [] : [{ ...edge, y: part(grid.low) }, { ...edge, y: part(grid.high), fill: "tonexty", fillcolor: ink + (dark.matches ? "26" : "1a") }];
-    plot("told-chart", [...band, { x: xs, y: part(grid.loss), mode: "lines", line: { color: ink, width: 2 }, hovertemplate: `${grid.sizes ? "N" : "C"} %{x:.3s}: %{y:.4f}<extra></extra>` },
+    plot("told-chart", [...band, { x: xs, y: part(grid.loss), mode: "lines", line: { color: ink, width: 2 }, text: xs.map((x) => (grid.sizes ? `N ${short(x)}` : power(x))), hovertemplate: "%{text}: %{y:.4f}<extra></extra>" },
       { x: [grid.sizes ? N : C], y: [grid.loss[k]], mode: "markers", marker: { size: 13, color: ink, line: { color: theme("--card"), width: 2 } }, hoverinfo: "skip" }],
     { key: String(i), xaxis: { type: "log", title: { text: grid.sizes ? "parameters N at this compute" : "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(band.length && grid.sizes ? [...part(grid.low), ...part(grid.high)].filter((v) => v < 3 * grid.loss[k]) : part(grid.loss), 0.04), "loss (nats per token)") });
   }

@@ -17,7 +17,7 @@
   const kept = new Map(); // id → its row of the table
 
   function made(row) {
-    const tick = el("input", { type: "checkbox", ariaLabel: `Compare ${row.name}`, checked: iso.ticked.has(row.id), onchange: () => { tick.checked ? iso.ticked.add(row.id) : iso.ticked.delete(row.id); $("sides").value = "runs"; iso.drawCompare(); } });
+    const tick = el("input", { type: "checkbox", ariaLabel: `Compare ${row.name}`, checked: iso.ticked.has(row.id), onchange: () => { tick.checked ? iso.ticked.add(row.id) : iso.ticked.delete(row.id); iso.compared = true; $("sides").value = "runs"; iso.drawCompare(); } });
     const first = el("th", { scope: "row" }, tick, el("span", { className: "dot" }), el("a", { className: "name", href: `#run/${row.id}` }));
     const cells = COLUMNS.slice(1).map(([label]) => { const cell = el("td"); cell.dataset.label = label; return cell; });
     return el("tr", {}, first, ...cells);
@@ -75,7 +75,7 @@
     open = id;
     const page = await iso.ask(`runs/${id}`);
     if (open !== id) return;
-    if (!page) { $("run-title").textContent = "There is no such run"; return; }
+    if (!page) { $("run-title").textContent = "This run is not here, or cannot be read now"; return; }
     const { row, steps, evals, events, spikes } = page, fresh = $("run").dataset.id !== id;
     $("run").dataset.id = id;
     say($("run-title"), row.name);

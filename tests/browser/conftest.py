@@ -1,0 +1,68 @@
+"""One Chromium for all, and a page that remembers whatever went wrong in it."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed (Debian: apt-get install chromium)")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as play:
+        found = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open an address; at the end nothing may have been complained about, run or asked of another host."""
+    contexts: list[Any] = []
+    troubles: list[str] = []
+    asked: list[str] = []
+
+    def open_page(url: str, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        context.set_default_timeout(90_000)  # a busy box
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: troubles.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        for page in context.pages:
+            assert page.evaluate("window.hit") is None
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "something is cut off"
+        context.close()
+    assert troubles == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "http://127.0.0.1:"))] == []
+
+
+@pytest.fixture(scope="session")
+def foretold() -> Callable[..., dict[str, Any]]:
+    """`launch forecast … --json`."""
+    from launch import scaling
+
+    app = typer.Typer()
+    scaling.register(app)
+
+    def call(*arguments: object) -> dict[str, Any]:
+        result = CliRunner().invoke(app, ["forecast", *map(str, arguments), "--json"])
+        assert result.exit_code == 0, result.output + repr(result.exception)
+        return dict(json.loads(result.stdout))
+
+    return call

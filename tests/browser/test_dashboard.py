@@ -1,0 +1,256 @@
+"""The page in a real Chromium: over run directories, as one file, with hostile names, empty, and large."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.dashboard.files import static_page
+from pipeline.dashboard.source import Directories
+from pipeline.dashboard.watch import Watcher
+from pipeline.scaling.forecast import at_sizes, forecast
+from pipeline.scaling.register import register
+from pipeline.scaling.runs import points_of, read_runs
+from pipeline.scaling.study import study
+from pipeline.track.log import Log
+from pipeline.track.tracker import LocalLog
+from tests.browser.payloads import PAYLOADS
+from tests.dashboard.served import serving
+from tests.scaling.made_runs import make_ladder, make_run
+from tests.track.mlflow_server import until
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}
+BUDGETS = (3e13, 1e14, 3e14, 1e15)
+# where on the screen a point of the law's line lies
+UNDER_THE_LAW = """() => {
+  const chart = document.getElementById("chart"), line = chart.data.find((t) => t.name === "law"), i = 112;
+  const { xaxis, yaxis } = chart._fullLayout, box = chart.getBoundingClientRect();
+  const at = (axis, value) => axis._offset + axis.l2p(Math.log10(value));
+  return [line.x[i], box.x + at(xaxis, line.x[i]), box.y + at(yaxis, line.y[i])];
+}"""
+# C, N and D at a stop of the two sliders
+STOP = "([i, j]) => { const g = iso.law().grid, N = g.N[i] * g.sizes[j]; return [g.C[i], N, g.C[i] / g.each / N]; }"
+PAIRS = "tiles => tiles.map(t => [t.children[0].textContent, t.children[1].textContent])"
+FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('javascript')) a.click(); })"
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """IsoFLOP runs of two architectures, with a forecast on record."""
+    root = tmp_path_factory.mktemp("grid") / "iso"
+    for arch in ("dense", "moe"):
+        for b, C in enumerate(BUDGETS):
+            for m in (0.25, 0.5, 1, 2, 4):
+                N = m * (C / 6.4 / 20) ** 0.5
+                make_run(root / arch, f"{arch}-{b}-{m}", N, C / 6.4 / N, size=f"x{m}", arch=arch, experiment="iso",
+                         steps=100, seed=b)  # fmt: skip
+    done = study(points_of(read_runs(root / "dense")), focused=True)
+    (told,) = forecast(done, at_sizes(done, 2e7, 8e7))
+    register(root / "dense" / "forecasts", told, {}, now=0.0)
+    return root
+
+
+def static(root: Path, target: Path) -> str:
+    watcher = Watcher(Directories(root))
+    watcher.refresh(strict=True)
+    target.write_bytes(static_page(watcher.everything()))
+    return target.as_uri()
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.locator(selector).inner_text())
+
+
+def slide(page: Any, selector: str, value: int) -> None:
+    page.locator(selector).evaluate(
+        "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', { bubbles: true })); }", value
+    )
+
+
+def axe(page: Any) -> list[Any]:
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(v["id"], [node["html"][:200] for node in v["nodes"]][:3]) for v in found]
+
+
+def told_numbers(page: Any) -> dict[str, str]:
+    """The forecast's tiles, label to figure."""
+    return dict(page.eval_on_selector_all("#told .tile", PAIRS))
+
+
+def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
+    """What stands under the mouse and beside the sliders is what `launch forecast --json` says."""
+    C, x, y = page.evaluate(UNDER_THE_LAW)
+    page.mouse.move(x - 3, y)
+    page.mouse.move(x, y)
+    page.wait_for_selector("#chart .hoverlayer .hovertext")
+    loss = foretold("--runs", runs, "--flops", C)["loss"]
+    assert f"{loss:.4f}" in page.locator("#chart .hoverlayer").text_content()
+
+    # the sliders say what the command says, at the optimum and off it
+    for compute, split in ((70, 24), (95, 24), (95, 40)):
+        slide(page, "#compute", compute)
+        slide(page, "#split", split)
+        C, N, D = page.evaluate(STOP, [compute, split])
+        target = ("--flops", C) if split == 24 else ("--params", N, "--tokens", D)
+        made = foretold("--runs", runs, *target, "--cluster", "h100", "--gpus", 8)
+        shown = told_numbers(page)
+        assert shown["held-out loss"] == f"{made['loss']:.4f}"
+        assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#told")
+        for label, key in (("parameters N", "N"), ("tokens D", "D")):
+            unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+            figure = float(shown[label][:-1]) * unit[shown[label][-1]]
+            assert figure == pytest.approx(made[key], rel=1e-3)
+        assert float(shown["GPU-hours at 40% MFU"]) == pytest.approx(made["cost"]["gpu_hours"], rel=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, PHONE], ids=["light", "phone, dark"])
+def test_one_file_opens_from_disk_with_the_network_off(opened, grid: Path, tmp_path: Path, foretold, options) -> None:
+    page = opened(static(grid, tmp_path / "page.html"), offline=True, **options)
+    page.wait_for_selector("#chart .scatterlayer .trace")
+    assert page.locator("#table tbody tr").count() == 40
+    assert axe(page) == []
+
+    page.select_option("#group", label="iso · dense (20 runs)")
+    if not options:
+        the_command_agrees(page, grid / "dense", foretold)
+
+    # isoFLOP minima, the registered forecast, and both architectures at equal compute
+    assert page.locator("#minima tbody tr").count() == len(BUDGETS)
+    assert "diamond-open" in page.evaluate("document.getElementById('chart').data.map(t => t.marker?.symbol).join()")
+    page.select_option("#sides", "arch")
+    assert text(page, "#compare-table tbody tr:nth-child(2) td:nth-child(3)").endswith("%")
+    page.select_option("#axis", "hours")
+    page.select_option("#unit", "bpb")
+    page.fill("#filter", "moe 3 x2")
+    assert page.locator("#table tbody tr").count() == 1
+    page.fill("#filter", "")
+    if not options:
+        page.get_by_role("button", name="Held-out").click()
+        assert page.locator("#table tbody tr").first.locator("th").inner_text().endswith("-3-2")
+
+    # a run's own page, and back
+    page.locator("#table tbody a.name").first.press("Enter")
+    page.wait_for_selector("#run-loss .trace")
+    assert page.evaluate("document.activeElement.id") == "run-title"
+    page.select_option("#other", index=1)
+    assert "The same tokens at all 100 steps" in text(page, "#agreement")
+    assert axe(page) == []
+    page.get_by_role("link", name="all runs").click()
+    page.wait_for_selector("#overview:not([hidden])")
+
+
+def test_fifty_hostile_names_stay_text(opened, tmp_path: Path) -> None:
+    root = tmp_path / "iso"
+    for i, payload in enumerate(PAYLOADS):
+        run = make_run(root, f"r{i}", 1e5 * (1 + i % 5), 2e6 * (1 + i // 5), name=payload, size=PAYLOADS[-i % 5],
+                       steps=20, seed=i, convention=PAYLOADS[3], experiment=PAYLOADS[7])  # fmt: skip
+    (root / "r0" / "log.jsonl").open("a").write(
+        json.dumps({"kind": "event", "time": 1.0, "step": 5, "event": PAYLOADS[0]}) + "\n"
+    )
+    (run / "mlflow.json").write_text(json.dumps({"uri": "javascript:window.hit=1", "run_id": "x"}))
+    with serving(Directories(root)) as (port, _):
+        for url in (f"http://127.0.0.1:{port}/", static(root, tmp_path / "page.html")):
+            page = opened(url)
+            page.wait_for_selector("#chart .scatterlayer .trace")
+            shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
+            assert sorted(shown) == sorted(PAYLOADS)
+            for i in range(50):  # every name in the chart's own markup too
+                page.evaluate(f"Plotly.Fx.hover('chart', [{{curveNumber: {3 + i % 8}, pointNumber: {3 * i}}}])")
+            for box in page.locator("#table input").all()[:5]:
+                box.check()
+            page.goto(f"{url}#run/{page.evaluate('[...iso.runs.values()][0].row.id')}")
+            page.wait_for_selector("#run-loss .trace")
+            page.evaluate(FOLLOW)
+            assert page.locator("main :is(img, iframe, object, embed, video, audio, form, base, meta)").count() == 0
+            assert page.evaluate("window.hit") is None
+
+
+def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, tmp_path: Path) -> None:
+    """Records go through the real tracker while the page is open; nothing reloads it."""
+    root = make_ladder(tmp_path / "live", 2)
+    run = make_run(root, "growing", 3e5, 6e6, steps=400, arch="moe", finish=False)
+    tracker = LocalLog(Log(run / "log.jsonl"))
+    last = 266
+
+    def train(to: int) -> None:
+        nonlocal last
+        for step in range(last + 1, to + 1):
+            at = {
+                "step": step,
+                "tokens": step * 15000,
+                "flops": step * 3e10,
+                "loss": 3.0 + 5 * (step == 300),
+                "lr": 1e-3,
+            }
+            tracker.record({"kind": "step", **at, "grad_norm": 0.4, "tokens_per_s": 2e4, "hash": f"{step:016x}"})
+            if step % 10 == 0:
+                shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
+                tracker.record({"kind": "moe", "step": step, "tokens": 0, "load": shares})
+        last = to
+
+    train(290)
+    with serving(Directories(root)) as (port, _):
+        page = opened(f"http://127.0.0.1:{port}/")
+        cell = page.locator("#table tbody tr", has_text="growing").locator("td[data-label=Step]")
+        until(lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"), 90)
+        assert "running" in text(page, "#table") and page.locator("#tiles").inner_text().count("1 running") == 1
+        page.evaluate("window.mark = 1")
+        page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
+        tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
+        train(320)
+        until(lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"), 90)
+        assert cell.inner_text() == "320 / 400"
+        assert page.evaluate("window.mark === 1 && document.activeElement.textContent === 'growing'")  # kept its focus
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#moe .heatmaplayer image", state="attached")
+        assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [1.6, 1]
+        assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(page, "#run-events")
+        page.select_option("#layer", "0")
+        assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [0.4, 0.8, 1.2, 1.6]
+        train(330)  # the run's own page follows too
+        until(lambda: page.evaluate("document.querySelector('#run-words').textContent.includes('330 / 400')"), 90)
+        tracker.close()
+        assert axe(page) == []
+
+
+def test_an_empty_store_one_run_and_a_token(opened, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    page = opened(static(root, tmp_path / "empty.html"), offline=True)
+    assert "No runs yet" in text(page, "#empty") and axe(page) == []
+    make_run(root, "only", 1e5, 2e6)
+    with serving(Directories(root), host="0.0.0.0", token="s3cret") as (port, _):
+        page = opened(f"http://127.0.0.1:{port}/?token=s3cret")
+        page.wait_for_selector("#chart .scatterlayer .trace")
+        assert page.url == f"http://127.0.0.1:{port}/"  # the token is not left in the address
+        assert "two finished runs" in text(page, "#warnings")
+        assert "needs a law" in text(page, "#forecast-words") and axe(page) == []
+
+
+@pytest.mark.timeout(400)
+def test_two_hundred_runs_of_two_thousand_points(opened, tmp_path: Path) -> None:
+    root = tmp_path / "many"
+    for i in range(8):
+        made = make_run(root, f"size{i}-0", 1e5 * 2**i, 2e6 * 2**i, size=f"size{i}", steps=2000)
+        record = json.loads((made / "run.json").read_text())
+        for k in range(1, 25):
+            (root / f"size{i}-{k}").mkdir()
+            (root / f"size{i}-{k}" / "run.json").write_text(json.dumps(record | {"name": f"size{i}-{k}"}))
+            os.link(made / "log.jsonl", root / f"size{i}-{k}" / "log.jsonl")
+    with serving(Directories(root)) as (port, watcher):
+        assert len(watcher.runs()) < 8_000_000  # what a browser has to read
+        page = opened(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("#chart .scatterlayer .trace")
+        assert "of 200 runs finished" in text(page, "#tiles")
+        assert page.locator("#table tbody tr").count() == 100
+        began = time.monotonic()
+        page.select_option("#axis", "tokens")
+        slide(page, "#smooth", 0)
+        page.fill("#filter", "size7")
+        assert page.locator("#table tbody tr").count() == 25
+        assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures

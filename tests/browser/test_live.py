@@ -1,0 +1,66 @@
+"""Real runs on a real MLflow server, watched by the real command in a real browser."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import command, environment
+from tests.track.mlflow_server import Server, until
+
+SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "train.eval_every=15",
+         "--set", "train.eval_batches=1", "--set", "train.log_every=1", "--nproc", 1,
+         "--experiment", "live")  # fmt: skip
+STEPS = "[...iso.runs.values()].map(r => r.row.step)"
+
+
+@pytest.mark.timeout(900)
+def test_runs_appear_train_and_become_a_law(opened, corpus: Path, tmp_path: Path, foretold, monkeypatch) -> None:
+    server = Server(tmp_path)
+    server.start()
+    tracked = environment(MLFLOW_TRACKING_URI=server.uri)
+    board = subprocess.Popen(
+        command("dashboard", "--port", 0, "--json"), stdout=subprocess.PIPE, text=True, env=tracked
+    )
+    page = opened(json.loads(board.stdout.readline())["url"])
+    page.context.set_default_timeout(400_000)
+    page.wait_for_selector("#empty:not([hidden])")  # an empty store says what to do
+    page.evaluate("window.mark = 1")
+
+    runs = []
+    for steps in (30, 150):
+        arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", tmp_path / f"s{steps}")
+        runs.append(subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.DEVNULL, env=tracked))
+    until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)  # they show up by themselves,
+    before = max(page.evaluate(STEPS))
+    until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)  # and move
+    assert [run.wait(400) for run in runs] == [0, 0]
+    until(lambda: page.evaluate("[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"), 400)
+    page.wait_for_selector("#formula:not(:empty)")  # two finished runs are a law
+    page.wait_for_selector("#chart .scatterlayer .trace")
+    assert page.evaluate("window.mark") == 1  # without a reload
+
+    log = [json.loads(line) for line in (tmp_path / "s150" / "log.jsonl").read_text().splitlines()]
+    final = [record for record in log if record["kind"] == "eval"][-1]
+    row = page.evaluate("[...iso.runs.values()].map(r => r.row).find(r => r.steps === 150)")
+    assert row["loss"] == pytest.approx(final["loss"]) and row["flops"] == final["flops"]
+    assert row["link"].startswith(f"{server.uri}/#/experiments/") and row["hours"] > 0
+    C = page.evaluate("iso.law().grid.C[+document.getElementById('compute').value]")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    monkeypatch.chdir(tmp_path)
+    told = foretold("--experiment", "live", "--flops", C)
+    assert page.locator("#told dd").first.inner_text() == f"{told['loss']:.4f}"
+
+    page.locator("#table tbody a.name").first.click()  # a run's own page, from MLflow's metrics
+    for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "wait_s"):
+        page.wait_for_selector(f"#run-{key}", state="attached")
+    page.select_option("#other", index=1)
+    until(lambda: page.evaluate("document.getElementById('agreement').textContent.includes('steps compared')"), 400)
+    server.kill()  # the store goes away: the page says so and keeps what it has
+    until(lambda: page.evaluate("document.getElementById('notes').textContent.includes('does not answer')"), 400)
+    assert page.locator("#table tbody tr").count() == 2
+    page.close()
+    board.send_signal(signal.SIGINT)
+    assert board.wait(60) == 130
