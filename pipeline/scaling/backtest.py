@@ -71,7 +71,7 @@ def focus(points: Points, law: Law) -> Array:
 def waste(fit: Fit, points: Points, loss: Array) -> Array:
     """How badly N and D are split, as the law sees it: log of the predicted loss over the best for that compute."""
     best = optimum(fit, points.C, points.experts)
-    return np.zeros(len(points)) if best is None else np.maximum(np.log(loss / best.loss), 0)
+    return np.zeros(len(points)) if best is None else np.nan_to_num(np.maximum(np.log(loss / best.loss), 0))
 
 
 def backtest(points: Points, law: Law) -> Backtest | None:

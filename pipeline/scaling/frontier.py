@@ -46,11 +46,13 @@ def exponents(fit: Fit) -> tuple[float, float] | None:
 def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
     """Hoffmann et al., equation 4; None for laws that know only compute."""
     many = np.ones_like(C) if experts is None else experts
-    terms = [fit.law.balance(fit.values, float(m)) for m in many]
+    with np.errstate(divide="ignore"):
+        terms = [fit.law.balance(fit.values, float(m)) for m in many]
     if any(term is None for term in terms):
         return None
-    A, alpha, B, beta = np.array(terms, dtype=float).reshape(-1, 4).T
-    unit = C / flops_per_parameter_token(fit.points)
-    N = (alpha * A / (beta * B) * unit**beta) ** (1 / (alpha + beta))
-    D = unit / N
+    a, alpha, b, beta = np.array(terms, dtype=float).reshape(-1, 4).T
+    unit = np.log(C / flops_per_parameter_token(fit.points))
+    with np.errstate(all="ignore"):  # a fit that makes no sense has no optimum: not a number
+        n = (np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta)
+        N, D = np.exp(n), np.exp(unit - n)
     return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))

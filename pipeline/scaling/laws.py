@@ -48,7 +48,9 @@ class Law(Protocol):
         ...
 
     def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        """A, α, B, β of the terms A·N^−α and B·D^−β that compute is split between; None where there are none."""
+        """log A, α, log B, β of the terms A·N^−α and B·D^−β that compute is split between; None where there are none.
+
+        Logarithms, because a bad fit's coefficients overflow."""
         ...
 
 
@@ -81,7 +83,7 @@ class Chinchilla:
         )
 
     def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        return values["A"], values["alpha"], values["B"], values["beta"]
+        return float(np.log(values["A"])), values["alpha"], float(np.log(values["B"])), values["beta"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Kaplan:
 
     def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
         ratio = values["alpha_N"] / values["alpha_D"]
-        return values["Nc"] ** ratio, ratio, values["Dc"], 1.0
+        return ratio * float(np.log(values["Nc"])), ratio, float(np.log(values["Dc"])), 1.0
 
 
 @dataclass(frozen=True)

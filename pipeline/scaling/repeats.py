@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.scaling.laws import Inputs, mix
+from pipeline.scaling.laws import Chinchilla, Inputs, mix
 from pipeline.scaling.points import Array
 
 
@@ -47,7 +47,7 @@ class DataConstrained:
 
     def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
         """With fresh data for all."""
-        return values["A"], values["alpha"], values["B"], values["beta"]
+        return Chinchilla().balance(values, experts)
 
 
 def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Array, Array]:

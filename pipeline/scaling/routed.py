@@ -42,6 +42,6 @@ class Routed:
         m = float(np.log(experts))
         v = values
         return (
-            v["A"] * np.exp(v["delta"] * m), v["alpha"] + v["gamma"] * m,
-            v["B"] * np.exp(v["omega"] * m), v["beta"] + v["zeta"] * m,
+            float(np.log(v["A"])) + v["delta"] * m, v["alpha"] + v["gamma"] * m,
+            float(np.log(v["B"])) + v["omega"] * m, v["beta"] + v["zeta"] * m,
         )  # fmt: skip

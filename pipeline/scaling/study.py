@@ -20,6 +20,9 @@ from pipeline.scaling.vpnls import vpnls
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 
 
+quiet = np.errstate(over="ignore", divide="ignore", invalid="ignore")  # a fit that makes no sense is told in words
+
+
 @dataclass(frozen=True)
 class Study:
     """A fit with its uncertainty, and its warnings in plain words."""
@@ -34,6 +37,7 @@ class Study:
     draws: Array | None  # natural parameters of the bootstrap, (R, P)
     warnings: tuple[str, ...]
 
+    @quiet
     def optimum(self, C: Array) -> Optimum | None:
         """The compute-optimal N and D, where the law or the valleys know them, and the loss foretold there."""
         if self.minima is not None:
@@ -44,6 +48,7 @@ class Study:
             return None
         return Optimum(C, N, D, self.near.predict(at(self.fit.points, C, N, D)))
 
+    @quiet
     def interval(self, places: Points) -> tuple[Array, Array, Array]:
         """Loss and its 95% interval at each place: what backtests show, and never less than the scatter allows."""
         loss = self.near.predict(places)
@@ -83,6 +88,7 @@ class Study:
             "warnings": list(self.warnings),
         }  # fmt: skip
 
+    @quiet
     def parameters(self) -> dict[str, dict[str, float]]:
         """Value, standard error and 95% interval: by the bootstrap where it was run, else from the scatter."""
         values = self.fit.values
@@ -109,6 +115,7 @@ def span(name: str, value: float, half: float) -> dict[str, float]:
     return {"low": float(value / ratio), "high": float(value * ratio)}
 
 
+@quiet
 def study(
     points: Points, law: str = "auto", *, resamples: int = 0, full_grid: bool = False, focused: bool | None = None
 ) -> Study:

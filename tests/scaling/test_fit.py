@@ -157,3 +157,15 @@ def test_one_source_at_a_time(launch, ladder: Path) -> None:
     with pytest.raises(ConfigError, match="give one of"):
         launch("fit", "--runs", ladder, "--points", "x.csv")
     assert "power: L = K·C^−g" in launch("fit", "--runs", ladder)
+
+
+def test_runs_too_short_for_their_size_break_no_backtest() -> None:
+    """Measured on synthetic:small: the largest size has hardly begun to learn, and Kaplan's Nc ran away."""
+    N = np.repeat([14992.0, 43232.0, 107952.0], [4, 4, 2])
+    D = np.array([131072.0, 262144, 524288, 1048576] * 2 + [131072, 262144])
+    loss = np.array([3.2295, 3.1397, 3.1110, 3.0946, 3.1674, 3.0806, 3.0462, 3.0278, 3.3316, 3.0846])
+    made = Points(N, D, 7 * N * D, loss, tuple(map(str, range(10))), "made")
+    done = study(made)
+    band = done.band(np.geomspace(1e10, 1e12, 5))
+    assert np.isfinite(band["loss"]).all() and (band["low"] < band["high"]).all()
+    assert any("steeper than any known law" in w and "would show it" in w for w in study(made, "chinchilla").warnings)
