@@ -19,11 +19,11 @@ app = typer.Typer(
 
 
 def _mount() -> None:
-    from launch import bench, dashboard, data, doctor, pretrain, scaling, show, slurm, track
+    from launch import bench, dashboard, data, doctor, generate, hub, pretrain, scaling, show, slurm, track
 
     app.add_typer(data.app, name="data")
     app.add_typer(bench.app, name="bench")
-    for module in (show, pretrain, slurm, scaling, dashboard, track, doctor):
+    for module in (show, pretrain, generate, hub, slurm, scaling, dashboard, track, doctor):
         module.register(app)
 
 

@@ -18,6 +18,7 @@ EXAMPLES = examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
     "launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b",
     "launch pretrain --resume --out runs/1b",
+    "launch pretrain --init runs/llama --data data/web --out runs/more",
     "launch pretrain --size 1b --data data/web --cluster h100 --slurm --nodes 4 --time 24:00:00",
     "launch pretrain --size 1b --data data/web --slurm --nodes 4 --dry-run",
 )
@@ -42,6 +43,9 @@ def pretrain(
     tokens: Annotated[float | None, typer.Option(help="Length in tokens (1e9 works).")] = None,
     flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin with the weights of a run or an import, instead of --size.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")] = False,
     branch: Annotated[
         Path | None, typer.Option(help="Begin in this run's plateau, where the decay of the new one begins (WSD).")
@@ -93,7 +97,9 @@ def pretrain(
         (("train", "dtype"), dtype),
         (("cluster", "slurm", "time"), time),
     ]
-    wish = Request(size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume, branch=branch)
+    wish = Request(
+        size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume, branch=branch, init=init
+    )
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
     settled = settle(wish, devices)

@@ -44,3 +44,11 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
     if about.world == world.size and all(f.key in about.tensors for f in held):
         store.read(checkpoint.path, about.tensors, held)
         set_random_state(held)
+
+
+def begin(engine: Engine, path: Path) -> None:
+    """The weights alone of another run's newest checkpoint, or of a given one; every rank calls it."""
+    checkpoint = manifest.newest(path)
+    held = [f for f in engine.state() if f.key.startswith(f"{fragments.WEIGHTS}/")]
+    store.read(checkpoint.path, checkpoint.manifest.tensors, held)
+    engine.adopt()

@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, on any one machine: torch and Accelerate, no DeepSpeed, one tensor at a time."""
+"""Weights out of a checkpoint and into one, on any machine: torch and Accelerate, no DeepSpeed, a tensor at a time."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,12 +9,14 @@ from accelerate.utils import find_tied_parameters, retie_parameters, set_module_
 from torch import Tensor, nn
 
 from pipeline.checkpoint import manifest, store
-from pipeline.checkpoint.manifest import CONFIG, Checkpoint
+from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
+from pipeline.config.dump import to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
+from pipeline.files import replace
 from pipeline.model.build import build
 from pipeline.model.stack import Decoder
-from pipeline.parallel.fragments import WEIGHTS, Fragment, split
+from pipeline.parallel.fragments import WEIGHTS, Fragment, buffers, split
 
 
 class Weights(Mapping[str, Tensor]):
@@ -51,6 +53,21 @@ class Weights(Mapping[str, Tensor]):
 def load_weights(directory: Path, *, dtype: torch.dtype | None = None) -> Weights:
     """The newest checkpoint of a run directory, or a given one, after its checksums were held."""
     return Weights(manifest.newest(directory), dtype)
+
+
+def save_weights(model: Decoder, config: RunConfig, root: Path) -> None:
+    """A checkpoint at step 0 with no optimizer: what a new run can begin with."""
+    aside, final = root / ".step-00000000.tmp", root / "step-00000000"
+    aside.mkdir(parents=True)
+    held = list(buffers(model, (0, 1), share=True))
+    for name, p in model.named_parameters():
+        flat = p.detach().contiguous().view(-1)
+        held += split(f"{WEIGHTS}/{name}", tuple(p.shape), getattr(p, "expert", None), 0, flat)
+    index = store.write(aside, held, None)
+    replace(aside / CONFIG, to_toml(config).encode())
+    files = {p.name: manifest.digest(p) for p in aside.iterdir()}
+    shapes = {f.key: list(f.shape) for f in held}
+    manifest.commit(aside, final, Manifest(manifest.VERSION, 0, 0, 1, shapes, index, files))
 
 
 def load_model(

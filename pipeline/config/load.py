@@ -20,18 +20,22 @@ CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") i
 
 def load(
     *,
-    size: str,
+    size: str | None = None,
     arch: str = "dense",
+    model: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
     cluster: str | None = None,
     file: Path | None = None,
     sets: Iterable[str] = (),
     over: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Layer the shipped files, the user's own file and the command line's settings; `over` is applied last."""
+    """Layer the shipped files, the user's own file and the command line's settings; `over` is applied last. The
+    model is a size crossed with an architecture, or a table of its own."""
     table = read_toml(CONFIGS / "base.toml")
-    shape = {"size": size, "arch": arch, **cross(_size(size), _arch(arch))}
-    layers: list[Mapping[str, Any]] = [{"model": shape}, data or {}]
+    if model is None:
+        assert size is not None
+        model = {"size": size, "arch": arch, **cross(_size(size), _arch(arch))}
+    layers: list[Mapping[str, Any]] = [{"model": model}, data or {}]
     if cluster:
         layers.append(cluster_layer(cluster))
     if file:

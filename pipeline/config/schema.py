@@ -46,6 +46,12 @@ class Norm(Frozen):
     eps: Rate = 1e-6
     bias: bool = False
 
+    @model_validator(mode="after")
+    def _has_bias(self) -> Self:
+        if self.bias and self.kind == "rmsnorm":
+            raise ValueError('bias=true, but an rmsnorm has none; take kind="layernorm" or leave it out')
+        return self
+
 
 # ── Positions ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -539,6 +545,7 @@ class RunConfig(Frozen):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     experiment: Annotated[str, Field(pattern=r"^[\w. /-]{1,64}$")]
     seed: Annotated[int, Field(ge=0)]
+    init: str | None = None  # the run or checkpoint whose weights it begins with
     model: Model
     data: Data
     optim: Optim

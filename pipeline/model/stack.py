@@ -109,13 +109,16 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor | Losses:
         """Logits, or with targets the losses, without the logits ever being whole. With documents, a token sees its own
-        alone and positions begin anew in each; with a cache, the tokens follow those it has seen."""
+        alone and positions begin anew in each; with a cache, the tokens follow those it has seen and the logits are
+        those of the last alone."""
         places, context = self._context(tokens_BS, documents_BS, cache)
         x_BSW = self._embed(tokens_BS, places)
         routings = []
         for layer, block in enumerate(self.blocks):
             x_BSW, routing = self._run(block, x_BSW, context, None if cache is None else cache.layers[layer])
             routings.append(routing)
+        if cache is not None:
+            x_BSW = x_BSW[:, -1:]  # what follows is asked for, and none of the logits before it
         out: Tensor | Losses = self.head(self.norm(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
         if targets_BS is None or isinstance(out, Tensor):
             return out

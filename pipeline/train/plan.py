@@ -63,6 +63,7 @@ class Request:
     fresh: bool = False  # without an `out`: a directory of its own, beside those there are
     fewest: int | None = None  # processes, of a job that may start with fewer than nproc
     branch: Path | None = None  # a run whose plateau this one begins in
+    init: Path | None = None  # a run whose model and weights this one begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,9 @@ class Settled:
 
 def settle(request: Request, devices: Devices) -> Settled:
     """Everything that can be refused is refused here, before anything is written."""
-    if request.size is None:
+    if request.size is not None and request.init is not None:
+        raise ConfigError(f"--size {request.size} and --init {request.init} both give a model; take one of them away")
+    if request.size is None and request.init is None:
         return _again(request, devices)
     if request.data is None:
         raise ConfigError("--data is missing; make shards with `launch data prepare --source python --out data/python`")
@@ -173,16 +176,24 @@ def _corpus(path: Path) -> Corpus:
 
 
 def _config(request: Request, corpus: Corpus) -> RunConfig:
-    assert request.size is not None and request.data is not None
-    vocab = corpus.manifest.tokenizer.vocab
-    layer = {
-        "name": re.sub(r"[^\w.-]", "-", request.out.resolve().name)[:64] if request.out else request.size,
-        "model": {"vocab": corpus.padded_vocab},
+    assert request.data is not None
+    vocab, name = corpus.manifest.tokenizer.vocab, request.out or request.init
+    layer: dict[str, Any] = {
+        "name": re.sub(r"[^\w.-]", "-", name.resolve().name)[:64] if name else request.size,
         "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
     }
+    model = None
+    if request.init is None:
+        layer["model"] = {"vocab": corpus.padded_vocab}
+    else:
+        from pipeline.checkpoint.manifest import CONFIG, newest  # torch: seconds that others need not wait
+
+        began = newest(request.init).path
+        model, layer["init"] = reload(began / CONFIG).model.model_dump(exclude_none=True), str(began.resolve())
     config = load(
         size=request.size,
         arch=request.arch,
+        model=model,
         data=layer,
         cluster=request.cluster,
         file=request.file,

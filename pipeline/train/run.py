@@ -4,7 +4,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.load import begin, find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
@@ -42,7 +42,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
         worker, back = engine(config, world), None
         evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)
         while True:
-            start, notes = _resume(worker, directory, world, back)
+            start, notes = _resume(worker, directory, world, config.init, back)
             tracker = _tracker(directory, config, world, start, notes, back, quiet=quiet)
             guard = Guard(world.first_says(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
@@ -65,7 +65,7 @@ def _corpus(config: RunConfig) -> Corpus:
 
 
 def _resume(
-    worker: Engine, directory: RunDir, world: World, back: RollbackError | None = None
+    worker: Engine, directory: RunDir, world: World, init: str | None, back: RollbackError | None = None
 ) -> tuple[int, list[str]]:
     found, notes = find(directory.checkpoints, world)
     if found is None and back is not None:
@@ -77,6 +77,8 @@ def _resume(
                 f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, or start "
                 "anew with another --out"
             )
+        if init is not None:
+            begin(worker, Path(init))
         return 0, notes
     load(worker, found, world)
     return found.step, notes

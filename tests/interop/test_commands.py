@@ -1,0 +1,118 @@
+"""A run to Hugging Face's files and back, and what it writes: through the command line."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch import __main__ as command_line
+from pipeline.checkpoint.weights import load_model
+from pipeline.data.tokenizer import Tokenizer
+from tests.conftest import launch
+
+SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64", "--set", "train.batch_tokens=512")
+command_line._mount()
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("interop") / "run"
+    launch("pretrain", "--size", "tiny", "--arch", "mla-moe", "--data", corpus, "--out", run, "--steps", 20, *SMALL,
+           "--set", "model.ffn.experts=8", "--set", "model.ffn.top_k=2", "--set", "optim.lr=0.01")  # fmt: skip
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(trained) -> Path:
+    return trained.parent / "hub"
+
+
+@pytest.fixture
+def inside(capsys, monkeypatch):
+    """The command line in this process: importing transformers anew for each command would take longer than it."""
+
+    def call(*arguments, code=0) -> str:
+        monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
+        monkeypatch.setattr(command_line, "_mount", lambda: None)
+        with pytest.raises(SystemExit) as done:
+            command_line.main()
+        out = capsys.readouterr()
+        assert done.value.code == code, out.err
+        if code:
+            assert len(out.err.splitlines()) == 1 and out.err.startswith("error: "), out.err
+        return out.err if code else out.out
+
+    return call
+
+
+def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus, inside, tmp_path):
+    done = json.loads(inside("export", "--run", trained, "--to", exported, "--json"))
+    assert done["architecture"] == "DeepseekV3ForCausalLM" and done["difference"] < 1e-5
+    assert "not empty" in inside("export", "--run", trained, "--to", exported, code=2)
+    ours, config = load_model(trained)
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    tokens = torch.randint(config.model.vocab, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
+
+    # greedy text is the same by either generate; AutoTokenizer's ids are ours
+    tokenizer, pieces = AutoTokenizer.from_pretrained(exported), Tokenizer.open(corpus / "tokenizer.model")
+    r = random.Random(0)
+    letters = " \n\t" * 9 + "abcdeghinorstuwy" * 3 + "ABC0123456789.,;:!?(){}äßé東🦊\r\0"
+    for text in ["", " ", "  a", *("".join(r.choices(letters, k=r.randrange(80))) for _ in range(300))]:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == pieces.encode(text).tolist() and tokenizer.decode(ids) == text
+    prompt = "the state of"
+    hub = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0].tolist()
+    row = json.loads(inside("generate", "--run", trained, "--prompt", prompt, "--max-new", 12, "--json"))
+    assert row["tokens"] == hub[len(pieces.encode(prompt)) :]
+
+    begun = tmp_path / "begun"
+    again = json.loads(inside("import", "--from", exported, "--out", begun, "--json"))
+    assert again["family"] == "deepseek_v3" and again["difference"] < 1e-5
+    assert "not empty" in inside("import", "--from", exported, "--out", begun, code=2)
+    back = load_model(begun)[0]
+    for name, tensor in ours.state_dict().items():
+        if not name.endswith("steps"):
+            assert torch.equal(tensor, back.state_dict()[name]), name
+    on = ("pretrain", "--init", begun, "--data", corpus, "--out", tmp_path / "on", "--steps", 1, *SMALL)
+    assert "--size tiny and --init" in launch(*on, "--size", "tiny", code=2).stderr
+    launch(*on, "--set", "optim.lr=1e-9", "--set", "train.eval_every=1")
+    losses = [
+        [r["loss"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if r["kind"] == "eval"][-1]
+        for run in (trained, tmp_path / "on")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)  # it goes on where the other stood
+
+
+def test_prompts_are_continued(trained, inside, tmp_path):
+    given = ("generate", "--run", trained, "--max-new", 10)
+    plain = inside(*given, "--prompt", "the ")
+    assert plain.startswith("the ") and inside(*given, "--prompt", "the ", "--stream") == plain
+    (tmp_path / "prompts").write_text("a\nthe state\n")
+    rows = [json.loads(line) for line in inside(*given, "--file", tmp_path / "prompts", "--json").splitlines()]
+    assert [row["prompt"] for row in rows] == ["a", "the state"] and all(len(r["tokens"]) <= 10 for r in rows)
+    draw = ("--prompt", "the ", "--temperature", 1.0, "--top-p", 0.9, "--json")
+    assert (
+        inside(*given, *draw, "--seed", 1) == inside(*given, *draw, "--seed", 1) != inside(*given, *draw, "--seed", 2)
+    )
+    beams = [json.loads(inside(*given, "--prompt", "the ", "--json", "--beam", n)) for n in (1, 4)]
+    assert beams[1]["log_likelihood"] >= beams[0]["log_likelihood"] - 1e-4
+    assert beams[0]["tokens"] == json.loads(inside(*given, "--prompt", "the ", "--json"))["tokens"]
+
+
+def test_bad_wishes_are_one_line(trained, inside, tmp_path):
+    given = ("generate", "--run", trained)
+    assert "no prompt" in inside(*given, code=2)
+    assert "--temperature 1" in inside(*given, "--prompt", "a", "--top-k", 3, code=2)
+    assert "--beam" in inside(*given, "--prompt", "a", "--temperature", 1.0, "--beam", 2, code=2)
+    assert "--stream" in inside(*given, "--prompt", "a", "--prompt", "b", "--stream", code=2)
+    assert "cannot be read" in inside(*given, "--file", tmp_path / "no", code=2)
+    assert "no checkpoint" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
+    assert "--dtype fp8" in inside("export", "--run", trained, "--to", tmp_path / "x", "--dtype", "fp8", code=2)
+    assert "config.json" in inside("import", "--from", tmp_path, "--out", tmp_path / "y", code=2)
+    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()

@@ -1,0 +1,198 @@
+"""Our decoder against Hugging Face's: a model of theirs becomes ours and goes back, logits and gradients equal."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.config.load import load as load_config
+from pipeline.config.load import names
+from pipeline.errors import ConfigError, RunError, UserError
+from pipeline.interop import families
+from pipeline.interop.export import export
+from pipeline.interop.families import choose
+from pipeline.interop.load import load
+from pipeline.interop.tensors import gather
+from pipeline.model.build import build, draw
+
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+         "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+         "initializer_range": 0.2}  # fmt: skip
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 3, "n_routed_experts": 8, "n_shared_experts": 2,
+           "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}  # fmt: skip
+LATENT = {**SHAPE, **EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+          "qk_nope_head_dim": 8, "v_head_dim": 6}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+CASES = {
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+             "bos_token_id": None, "eos_token_id": None},
+    "llama": {**GROUPED, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    "llama, tied": {**GROUPED, "tie_word_embeddings": True, "rope_parameters": {**YARN, "attention_factor": 1.3}},
+    "qwen3": GROUPED,
+    "qwen3, window": {**GROUPED, "use_sliding_window": True, "sliding_window": 8,
+                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "mistral": {**GROUPED, "sliding_window": 8,
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "mixtral": {**GROUPED, "num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+                  "mlp_only_layers": [0], "norm_topk_prob": True},
+    "deepseek_v2": {**LATENT, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy",
+                    "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek_v2, straight": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2,
+                    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "dots1": {**GROUPED, **EXPERTS, "norm_topk_prob": True},
+}  # fmt: skip
+
+
+def random_hub_model(kind):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.partition(",")[0], **CASES[kind]))
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if p.ndim < 2:  # gains of 1 and biases of 0 would hide a mistake
+                p.add_(torch.randn_like(p) * 0.2)
+            elif "gate.weight" in name:  # which expert is first must not hang on rounding
+                p.normal_(0, 1.0)
+        for name, b in theirs.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(torch.randint(-200, 200, b.shape) * 0.001)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_model_of_theirs_becomes_ours_and_goes_back(kind, tmp_path):
+    theirs = random_hub_model(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = theirs(inputs).logits
+    torch.testing.assert_close(ours(inputs), logits, atol=1e-5, rtol=1e-5)
+
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    quiet = {"aux_loss": 0.0, "seq_aux_loss": 0.0, "z_loss": 0.0}  # not in theirs
+    assert all(getattr(ours.cfg.ffn, key, 0.0) == value for key, value in quiet.items())
+    losses = ours(inputs, targets)
+    losses.total.backward()
+    torch.testing.assert_close(losses.nll, loss.detach(), atol=1e-5, rtol=1e-5)
+    state = dict(ours.named_parameters())
+    grads = {name: p.grad for name, p in theirs.named_parameters()}
+    read = lambda name: hub_gradient(grads, name)  # noqa: E731
+    found = dict(gather(ours.cfg, kind.partition(",")[0], state, read))
+    assert found.keys() == state.keys()
+    for name, p in state.items():
+        torch.testing.assert_close(
+            p.grad, found[name], atol=1e-4 * float(found[name].abs().max() + 1e-3), rtol=1e-4, msg=name
+        )
+
+    done = export(ours, tmp_path / "ours", None, torch.float32, shard_bytes=20_000)
+    assert done.difference < 1e-5 and (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(again(inputs).logits, logits, atol=1e-5, rtol=1e-5)
+
+
+def hub_gradient(grads, name):
+    """By the name on disk: transformers holds experts fused."""
+    name = name.replace("block_sparse_moe", "mlp")
+    if name in grads:
+        return grads[name]
+    at, _, rest = name.partition(".experts.")
+    expert, part, _ = rest.split(".")
+    if part in ("down_proj", "w2"):
+        return grads[f"{at}.experts.down_proj"][int(expert)]
+    return grads[f"{at}.experts.gate_up_proj"][int(expert)].chunk(2)[part in ("up_proj", "w3")]
+
+
+TINY = ["model.vocab=128", "model.seq=64", "model.layers=4"]
+
+
+@pytest.mark.parametrize("arch", sorted(set(names("arch")) - {"switch"}))
+def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
+    """Ours, with their own heads, experts and blocks for further tokens, drawn by us."""
+    cfg = load_config(
+        size="tiny", arch=arch, sets=[*TINY, *(["model.attention.window=8"] if arch == "mistral" else [])]
+    )
+    model = build(cfg.model)
+    draw(model, cfg.model, seed=1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8 if p.ndim > 1 else 1)  # far from even routing, where rounding would decide
+        for router in model.routers():
+            if router.steps is not None:
+                router.steps += torch.randint(-30, 30, router.steps.shape)
+    done = export(model, tmp_path / "out", None, torch.float32)
+    assert done.difference < 1e-5
+    again = load(tmp_path / "out")
+    assert again.cfg.mtp == (cfg.model.mtp if choose(cfg.model).kind == "deepseek_v3" else 0)
+    tokens = torch.randint(128, (1, 20))
+    torch.testing.assert_close(again(tokens), model(tokens))
+    a, b = model.state_dict(), again.state_dict()
+    for name in b:
+        if name.endswith("router.steps"):  # zero-mean at use: a constant is lost
+            assert (a[name] - b[name]).float().std() < 0.51
+        else:
+            assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(
+    ("arch", "sets", "names_"),
+    [
+        ("switch", [], "ffn.activation='relu'"),
+        ("mixtral", ["model.ffn.capacity=1.25"], "ffn.capacity=1.25"),
+        ("llama3", ["model.attention.softcap=20.0"], "attention.softcap=20.0"),
+        ("llama3", ['model.placement="sandwich"'], "placement='sandwich'"),
+        ("dense", ["model.attention.sinks=true"], "attention.sinks=True"),
+        ("gpt2", ['model.position={kind="alibi"}'], "position.kind='alibi'"),
+        ("mla", ["model.norm.eps=1e-5"], "norm.eps=1e-05"),
+        ("dense", ["model.mup={base_width=64,base_head_dim=32}"], "mup.base_width=64"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(arch, sets, names_):
+    with pytest.raises(ConfigError) as error:
+        choose(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
+    assert names_ in str(error.value) and "no counterpart" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    """A rotary base that config.json does not say: transformers computes something else from the same weights."""
+    cfg = load_config(size="tiny", arch="llama3", sets=TINY).model
+    model = build(cfg)
+    draw(model, cfg, seed=1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(8)
+    said = families.write
+    lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
+    monkeypatch.setattr("pipeline.interop.export.write", lie)
+    with pytest.raises(RunError, match="nothing was exported"):
+        export(model, tmp_path / "out", None, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_import_is_whole_or_refused(tmp_path):
+    theirs = random_hub_model("qwen3")
+    theirs.save_pretrained(tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    described = json.loads((tmp_path / "a" / "config.json").read_text())
+    for what, change, config in [
+        ("model.norm.weight is missing", {"model.norm.weight": None}, {}),
+        ("model.extra.weight and 0 more", {"model.extra.weight": torch.ones(2)}, {}),
+        ("has shape", {"model.norm.weight": torch.ones(7)}, {}),
+        ("hidden_act='gelu'", {}, {"hidden_act": "gelu"}),
+        ("model_type='bert'", {}, {"model_type": "bert"}),
+        ("rope_type='dynamic'", {}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ]:
+        kept = {k: v for k, v in {**tensors, **change}.items() if v is not None}
+        save_file(kept, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+        (tmp_path / "a" / "config.json").write_text(json.dumps({**described, **config}))
+        with pytest.raises(UserError) as error:
+            load(tmp_path / "a")
+        assert what in str(error.value) and "\n" not in str(error.value)

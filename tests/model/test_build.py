@@ -1,0 +1,36 @@
+"""How a model is built and drawn."""
+
+import pytest
+import torch
+
+from pipeline.config.load import load
+from pipeline.model.build import build, draw
+
+
+def test_recompute_changes_no_number():
+    cfg = load(size="tiny", sets=["model.vocab=64", "model.seq=16"]).model
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+    grads = []
+    for recompute in (False, True):
+        model = build(cfg, recompute=recompute)
+        draw(model, cfg, seed=1)
+        model(tokens[:, :-1], tokens[:, 1:]).total.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_draw_depends_on_seed_and_name_alone():
+    cfg = load(size="tiny", sets=["model.vocab=64"]).model
+    deeper = load(size="tiny", sets=["model.vocab=64", "model.layers=6"]).model
+    models = []
+    for c, seed in ((cfg, 1), (cfg, 1), (deeper, 1), (cfg, 2)):
+        torch.manual_seed(len(models))  # the global generator must not matter
+        models.append(build(c))
+        draw(models[-1], c, seed)
+    weights = [m.blocks[0].ffn.up.weight for m in models]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])
+    out = models[0].blocks[0].ffn.out.weight
+    assert out.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert weights[0].std().item() == pytest.approx(0.02, rel=0.05)
