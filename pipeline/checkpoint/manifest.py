@@ -87,12 +87,14 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step-*") if p.is_dir())
 
 
-def prune(root: Path, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()) -> None:
-    """The newest few stay, every one whose step is a multiple, and those where branches begin."""
-    for old in complete(root)[:-keep_last]:
-        step = int(old.name.removeprefix("step-"))
-        if step not in keep_at and (not keep_every or step % keep_every):
-            remove(old)
+def prune(root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()) -> None:
+    """The newest few up to a step stay, every one whose step is a multiple, and those where branches begin; what is
+    later than the step was rolled back."""
+    by_step = {int(path.name.removeprefix("step-")): path for path in complete(root)}
+    stay = {*[each for each in by_step if each <= step][-keep_last:], *keep_at}
+    for each, path in by_step.items():
+        if each > step or (each not in stay and (not keep_every or each % keep_every)):
+            remove(path)
 
 
 def remove(path: Path) -> None:

@@ -49,6 +49,9 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, float, float, Future[None]] | None = None
         self._copied: torch.cuda.Event | None = None
+        if world.device.type == "cuda":
+            # of another priority than the training's streams: one that shares a hardware queue with them holds them up
+            self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._host = self._thread.submit(_host_memory, self._live(), pinned=world.device.type == "cuda")
         engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
 
@@ -85,9 +88,9 @@ class Saver:
         assert len(live) == len(host), "the engine's layout changed while it ran"
         if self._world.device.type == "cuda":
             # beside the next forward and backward passes: only the next optimizer step has to wait for it
-            stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 for fragment, copy in zip(live, host, strict=True):
                     copy.copy_(fragment.data, non_blocking=True)
                 self._copied.record()
@@ -121,7 +124,7 @@ class Saver:
                 about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
                 manifest.commit(aside, final, about)
                 train = self._config.train
-                manifest.prune(self._root, train.keep_last, train.keep_every, train.keep_at)
+                manifest.prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
         except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as RuntimeError
             fault = self._error(error, step)  # first: it looks how full the disk is
             shutil.rmtree(aside, ignore_errors=True)

@@ -113,8 +113,11 @@ def test_a_manifest_cannot_point_elsewhere(saved):
 def test_which_are_kept(tmp_path, last, every, kept):
     for step in range(10, 101, 10):
         (tmp_path / f"step-{step:08d}").mkdir()
-        manifest.prune(tmp_path, last, every)
+        manifest.prune(tmp_path, step, last, every)
     assert [int(p.name[5:]) for p in sorted(tmp_path.iterdir())] == kept
+    (tmp_path / "step-00000095").mkdir()  # of a run that went back and on: 100 is not its own any more
+    manifest.prune(tmp_path, 95, last, every)
+    assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
 
 
 def test_killed_a_hundred_times_while_saving(tmp_path):

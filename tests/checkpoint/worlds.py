@@ -49,10 +49,8 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     """A run from where it stands to its end."""
     path = Path(out)
     resume = path.exists()
-    request = Request(
-        None if resume else "tiny", "dense", Path(rest["data"]), path, nproc, sets=rest.get("sets", ()), over=over,
-        resume=resume,
-    )  # fmt: skip
+    size, arch = None if resume else "tiny", rest.get("arch", "dense")
+    request = Request(size, arch, Path(rest["data"]), path, nproc, sets=rest.get("sets", ()), over=over, resume=resume)
     fork(1, lambda _: settle(request, Devices(0, 2**36, "CPU")))  # it holds the directory while it lives
     fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
 

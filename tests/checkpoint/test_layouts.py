@@ -1,0 +1,110 @@
+"""A checkpoint of one layout in another: the same numbers, the same run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint import manifest, store
+from pipeline.parallel.fragments import Fragment
+from tests.conftest import environment
+
+STEPS = 5
+BF16 = {"train": {"dtype": "bf16"}}
+CHAIN = ((3, 1, 1), (1, 0, 2), (3, 3, 3), (4, 2, 4))  # processes, ZeRO stage, the step it is resumed from
+CONVERTED = {  # processes, settings
+    "zero 0": (2, {"parallel": {"zero": 0}}),
+    "zero 3": (2, {"parallel": {"zero": 3}}),
+    "bf16, zero 0": (3, {"parallel": {"zero": 0}, **BF16}),
+    "bf16, zero 1": (3, {"parallel": {"zero": 1}, **BF16}),
+    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
+}
+RESUMED = {
+    "zero 0": (2, {"parallel": {"zero": 0}}),
+    "zero 2": (3, {"parallel": {"zero": 2}}),
+    "bf16, zero 1": (2, {"parallel": {"zero": 1}, **BF16}),
+    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
+}  # ZeRO-1 and 3 in fp32: tests/train
+
+
+def settings(every: int, steps: int) -> list[str]:
+    return [
+        f"train.steps={steps}", "model.seq=16", "train.batch_tokens=192", f"train.save_every={every}",
+        "train.keep_last=9", f"train.eval_every={steps}", "train.eval_batches=1", "optim.lr=0.001", "optim.clip=0.3",
+        "optim.schedule.warmup_steps=1", "name='run'",
+    ]  # fmt: skip
+
+
+def work(jobs: list[dict], tmp_path: Path) -> None:
+    plan = tmp_path / "jobs.json"
+    plan.write_text(json.dumps(jobs, default=str))
+    command = [sys.executable, "-m", "tests.checkpoint.worlds", str(plan)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+def losses(run: Path) -> list[float]:
+    records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    return [r["loss"] for r in records if r["kind"] == "step"]
+
+
+def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
+    """Masters and moments, whole."""
+    about = checkpoint.manifest
+    keys = [key for key in about.tensors if not key.startswith("rng/")]
+    whole = {key: torch.empty(about.tensors[key]["numel"]) for key in keys}
+    store.read(checkpoint.path, about.tensors, [Fragment(k, tuple(about.shapes[k]), 0, t) for k, t in whole.items()])
+    return whole
+
+
+def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
+    """A model with experts and routers' counters: 4 ranks at ZeRO-2, then 3 at ZeRO-1, 1, 3 at ZeRO-3, 4 at ZeRO-2
+    again, each from the one before; beside the run that never moved. And other layouts, loaded and saved at once, give
+    back the very numbers."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2}}
+    start = {"out": whole, "nproc": 4, "over": small, "arch": "mla-moe", "sets": settings(1, STEPS)}
+    jobs = [{"do": "train", "data": corpus, **start}, {"do": "copy", "src": whole, "dst": moved}]
+    for nproc, zero, step in CHAIN:
+        jobs += [
+            {"do": "cut", "out": moved, "step": step},
+            {"do": "train", "out": moved, "nproc": nproc, "over": {"parallel": {"zero": zero}}, "data": corpus},
+        ]
+    for layout, (nproc, over) in CONVERTED.items():
+        jobs.append({"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over})
+    work(jobs, tmp_path)
+
+    assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
+    assert losses(moved) != losses(whole)  # it did run elsewhere: another order of adding leaves its trace
+    want = tensors(manifest.newest(moved))
+    assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
+    assert any("experts" in key and key.endswith(".7") for key in want) and any(k.endswith("steps") for k in want)
+    for layout in CONVERTED:
+        there = manifest.newest(tmp_path / layout)
+        assert there.manifest.adam_steps == STEPS
+        got = tensors(there)
+        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want), layout
+
+
+def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
+    """Every file of the last checkpoint is the same, masters, moments and random state included."""
+    jobs: list[dict] = []
+    for layout, (nproc, over) in RESUMED.items():
+        whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
+        start = {"out": whole, "nproc": nproc, "over": over, "arch": "dense", "sets": settings(2, 4)}
+        jobs += [
+            {"do": "train", "data": corpus, **start},
+            {"do": "copy", "src": whole, "dst": resumed},
+            {"do": "cut", "out": resumed, "step": 2},
+            {"do": "train", "out": resumed, "nproc": nproc, "over": over, "data": corpus},
+        ]
+    work(jobs, tmp_path)
+    for layout in RESUMED:
+        whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
+        assert losses(resumed) == losses(whole), layout
+        assert manifest.newest(resumed).manifest == manifest.newest(whole).manifest, layout
