@@ -50,8 +50,7 @@ class Saver:
         self._pending: tuple[int, float, float, Future[None]] | None = None
         self._copied: torch.cuda.Event | None = None
         if world.device.type == "cuda":
-            # of another priority than the training's streams: one that shares a hardware queue with them holds them up
-            self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._host = self._thread.submit(_host_memory, self._live(), pinned=world.device.type == "cuda")
         engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
 

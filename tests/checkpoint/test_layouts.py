@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import manifest, store
+from pipeline.checkpoint.weights import load_model
 from pipeline.parallel.fragments import Fragment
 from tests.conftest import environment
 
@@ -84,6 +85,11 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     want = tensors(manifest.newest(moved))
     assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
     assert any("experts" in key and key.endswith(".7") for key in want) and any(k.endswith("steps") for k in want)
+    model, config = load_model(moved, dtype=torch.bfloat16)
+    assert config.model.ffn.experts == 8 and not any(p.is_meta for p in model.parameters())
+    up = model.get_parameter("blocks.1.ffn.experts.up")
+    assert torch.equal(up[7].flatten(), want["model/blocks.1.ffn.experts.up.7"].bfloat16())
+    assert torch.equal(model.embedding.weight.flatten(), want["model/embedding.weight"].bfloat16())
     for layout in CONVERTED:
         there = manifest.newest(tmp_path / layout)
         assert there.manifest.adam_steps == STEPS
