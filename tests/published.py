@@ -95,12 +95,9 @@ def _llama(name, source, size, cluster, layout, rows, published, vocab, seq, set
     return Run(name, source, size, "llama3", cluster, layout.ranks, rows, published, vocab, seq, layout, sets)
 
 
-def _megatron(size, layers, width, heads, layout, rows, tflops) -> Run:
-    """Their FLOPs count the recomputed forward: 96·layers·width²·(1 + seq/6width + vocab/(16·layers·width)) a token."""
-    token = 96 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
-    sets = _shape(layers, width, heads, heads, 4 * width, width // heads)
-    speed = tflops * 1e12 / token
-    return Run(f"GPT {size}", "Megatron-LM", "1b", "gpt3", "a100", layout.ranks, rows, speed, 51200, 2048, layout, sets)
+def _megatron(size, source, layers, width, heads, ranks, speed) -> Run:
+    sets, layout = _shape(layers, width, heads, heads, 4 * width, width // heads), Layout(ranks, 3, 1, 1, True)
+    return Run(f"GPT {size}", source, "1b", "gpt3", "a100", ranks, ranks, speed, 51200, 2048, layout, sets)
 
 
 # Data-parallel throughout, bf16: the planner predicts the very layout. (ranks, zero, ep, micro-batch, recompute)
@@ -126,10 +123,10 @@ SAME = [
 
 # Layouts, kernels or precisions that are not ours: what ours would do with the same GPUs, and nothing is promised.
 OTHER = [
-    _megatron("1.7B", 24, 2304, 24, Layout(32, 1, 1, 16, True), 512, 137),
-    _megatron("7.5B", 36, 4096, 32, Layout(128, 1, 1, 4, True), 512, 142),
-    _megatron("39.1B", 48, 8192, 64, Layout(512, 3, 1, 3, True), 1536, 138),
-    _megatron("1008B", 128, 25600, 160, Layout(3072, 3, 1, 1, True), 3072, 163),
+    _megatron("530B", "Megatron 2022", 105, 20480, 128, 280, 2048 / 49.05),
+    _megatron("1T", "Megatron 2022", 128, 25600, 160, 512, 2048 / 94.42),
+    # 502 PFLOP/s, the recomputed forward counted: 96·layers·width²·(1 + seq/6width + vocab/(16·layers·width)) a token
+    _megatron("1T", "Megatron 2021", 128, 25600, 160, 3072, 502e15 / 3072 / 8.168e12),
     # 430 TFLOP/s a GPU over the FLOPs of a token by account
     Run("Llama-3 405B", "Llama 3", "70b", "llama3", "h100", 8192, 8192, 430 / 2.524, 128256, 8192, None, LLAMA405),
     Run("Qwen3-30B-A3B", "Megatron-Bridge", "1b", "qwen3-moe", "h100", 16, 1024, 13011, 151936, 4096, None, QWEN30),
