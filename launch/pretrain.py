@@ -199,15 +199,17 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
     from pipeline.track.log import read
 
     last: dict[str, Any] = {}
-    step = 0
+    step, goodput = 0, None
     log = path / "log.jsonl"
     for record in read(log) if log.exists() else ():
         step = max(step, int(record.get("step", 0)))
         if record.get("kind") == "eval":
             last = record
+        goodput = record.get("goodput", goodput)
     status: Literal["finished", "stopped"] = "finished" if step >= steps else "stopped"
     if as_json:
-        print(json.dumps({"run": str(path), "status": status, "step": step, "steps": steps, "eval": last or None}))
+        about = {"run": str(path), "status": status, "step": step, "steps": steps, "goodput": goodput}
+        print(json.dumps({**about, "eval": last or None}))
     elif not quiet:
         figures = f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte" if last else ""
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())

@@ -9,7 +9,6 @@ as the one that was never interrupted.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from statistics import fmean, stdev
 from typing import Any
 
 from pipeline.errors import RunError
@@ -60,8 +59,9 @@ class Guard:
             if not math.isfinite(value):
                 return f"{name} is {value}"
             if len(before) >= _WINDOW // 2:
-                mean = fmean(before)
-                sigma = max(stdev(before), _FLOOR * abs(mean))
+                mean = sum(before) / len(before)  # plainly: statistics.stdev takes a millisecond, and the device waits
+                sigma = math.sqrt(sum((x - mean) ** 2 for x in before) / (len(before) - 1))
+                sigma = max(sigma, _FLOOR * abs(mean))
                 if value > mean + _SIGMAS * sigma:
                     return f"{name} {value:.4g} is {(value - mean) / sigma:.1f}σ above the mean {mean:.4g}"
         return ""
