@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -29,7 +30,8 @@ def test_data_then_sweep_then_fit(slurm, tmp_path):
     data = ("data", "prepare", "--source", "synthetic", "--vocab-size", "512", "--limit-bytes", "300000", "--seed", "1",
             "--valid-share", "0.2", "--workers", "2", "--quiet", "--out", "data")  # fmt: skip
     script = TEMPLATES / "export.sbatch"
-    made = slurm.run("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/data.log", script, *data)
+    where = (f"--chdir={tmp_path}", f"--output={tmp_path}/data.log", f"--export=ALL,ISOFLOP_PYTHON={sys.executable}")
+    made = slurm.run("sbatch", "--parsable", *where, script, *data)
     call = ("sweep", "run", "sweep.toml", "--data", "data", "--slurm", "--jobs", 2, "--no-track", "--fit", "--json")
     later = json.loads(launch(*call, "--after", made, cwd=tmp_path, **slurm.env).stdout)
     slurm.until(lambda: slurm.field(later["job"], "state") == "COMPLETED")

@@ -91,7 +91,7 @@ def test_whatever_befalls_it_the_curve_is_the_same(slurm, whole, corpus, tmp_pat
     # a rank dies
     os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGKILL)
     training(3)
-    assert verdicts(run)[-1][0] == "requeue" and "as asked" not in verdicts(run)[-1][1]
+    assert verdicts(run)[-1][0] == "requeue" and "rank 1 on node2: Killed" in verdicts(run)[-1][1]
 
     # someone more important comes by
     guest = slurm.run("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
@@ -99,15 +99,14 @@ def test_whatever_befalls_it_the_curve_is_the_same(slurm, whole, corpus, tmp_pat
     assert slurm.field(guest, "state") == "COMPLETED"
     assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
 
-    # a node loses its power and has it back before SLURM has noticed: the job is RUNNING, and a rank is gone
-    slurm.power_off("node2")
-    slurm.power_on("node2")
+    # a rank is there and answers nobody: SLURM sees a job that runs
+    os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGSTOP)
     training(5)
     assert verdicts(run)[-1][0] == "requeue" and "rank 1 stands still" in verdicts(run)[-1][1]
     stacks = (run / "logs" / "stacks-rank-0.txt").read_text()
     assert "loop.py" in stacks and "all_reduce" in stacks.partition("last collectives")[2]
 
-    # it loses it for longer: SLURM takes the job back by itself
+    # a node loses its power; SLURM takes the job back by itself, and the node returns
     slurm.power_off("node2")
     slurm.until(lambda: slurm.field(job, "state") == "PENDING")
     slurm.power_on("node2")
@@ -128,7 +127,7 @@ exec "${@:2}"
 
 
 def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, tmp_path):
-    """In a container, by torchrun, from shards on the nodes' own disk; then by srun, without any of that."""
+    """In a container, by torchrun, from shards on the nodes' own disk; then by srun, without that, on one node."""
     tool, scratch, run = tmp_path / "bin" / "apptainer", tmp_path / "scratch", tmp_path / "run"
     tool.parent.mkdir()
     tool.write_text(APPTAINER)
@@ -154,8 +153,9 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, 
     ]
 
     site.write_text('[cluster]\nname = "ours"\n[cluster.slurm]\nlauncher = "srun"\n')
-    job = submit(slurm, "--resume", "--out", run, "--nodes", 2, "--nproc", 1, "--no-track", "--cluster", site)
+    job = submit(slurm, "--resume", "--out", run, "--nodes", 1, "--nproc", 1, "--no-track", "--cluster", site)
     row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
     assert row["job"] == job and row["state"] in ("PENDING", "RUNNING") and row["step"] >= 4
     slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
-    assert hashes(run) == hashes(whole) and losses(run) == losses(whole)
+    assert [a["world"] for a in attempts(run) if a["event"] == "begin"] == [2, 1]
+    assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)

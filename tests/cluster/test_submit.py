@@ -14,6 +14,7 @@ from pipeline.config.load import load, validate
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
 from pipeline.slurm.attempts import Ending, decide
+from pipeline.slurm.job import Allocation, whole
 from pipeline.slurm.submit import TEMPLATES
 from tests.cluster.test_jobs import attempts, submit, verdicts
 from tests.conftest import environment, launch
@@ -143,6 +144,14 @@ def test_what_fails_twice_alike_is_not_tried_a_third_time(slurm, corpus, tmp_pat
     assert reason in (run / "logs" / "job.log").read_text()
     row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
     assert (row["state"], row["restarts"], row["note"]) == ("FAILED", 1, reason)
+
+
+@pytest.mark.parametrize(("nodes", "used"), [(1, 1), (2, 2), (3, 2), (7, 4)])
+def test_a_job_uses_as_many_nodes_as_cut_its_batch(nodes, used):
+    """16 sequences, two processes a node, micro-batches of two."""
+    sets = ("model.seq=64", "train.batch_tokens=1024", "train.micro_batch=2")
+    config = resolve(load(size="tiny", sets=sets), ranks=8, gpu=False)
+    assert whole(Allocation("1", 0, "node[1-7]", nodes, 2, 0, None), config).nodes == used
 
 
 FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
