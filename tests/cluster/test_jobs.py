@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -138,8 +139,10 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, 
         f'[cluster.slurm.container]\nkind = "apptainer"\nimage = "ubuntu.sif"\npython = "{sys.executable}"\n'
         f'mounts = ["{tmp_path}"]\n'
     )
-    path = f"{tool.parent}:{os.environ['PATH']}"
-    job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run, "--cluster", site, PATH=path)
+    tracked = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    env = {**tracked, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    where = ("--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run, "--cluster", site, "--track")
+    job = submit(slurm, *LONG, *where, **env)
     slurm.until(lambda: step(run) >= 4)
     assert "asked to save" in launch("cancel", run, **slurm.env).stdout
     slurm.until(lambda: slurm.field(job, "state") == "FAILED")
@@ -153,9 +156,14 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, 
     ]
 
     site.write_text('[cluster]\nname = "ours"\n[cluster.slurm]\nlauncher = "srun"\n')
-    job = submit(slurm, "--resume", "--out", run, "--nodes", 1, "--nproc", 1, "--no-track", "--cluster", site)
+    job = submit(slurm, "--resume", "--out", run, "--nodes", 1, "--nproc", 1, "--cluster", site, **tracked)
     row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
     assert row["job"] == job and row["state"] in ("PENDING", "RUNNING") and row["step"] >= 4
     slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
     assert [a["world"] for a in attempts(run) if a["event"] == "begin"] == [2, 1]
     assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)
+    launch("sync", run, **tracked)  # what a busy machine had no time for
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:  # one run there, and every step of it once
+        assert store.execute("SELECT COUNT(*), MAX(status) FROM runs").fetchall() == [(1, "FINISHED")]
+        steps = store.execute("SELECT step FROM metrics WHERE key = 'train/loss' ORDER BY step").fetchall()
+    assert [step for (step,) in steps] == list(range(1, STEPS + 1))
