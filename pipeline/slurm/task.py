@@ -15,6 +15,11 @@ from pipeline.train.rundir import RunDir
 from pipeline.train.start import attend, listening
 
 _WORKER = "pipeline.train.worker"
+# a signal to the step reaches torchrun too, which would die of it before its workers have saved
+_AGENT = (
+    "import runpy, signal; signal.signal(signal.SIGUSR1, lambda *_: None); "
+    "runpy.run_module('torch.distributed.run', run_name='__main__')"
+)
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +39,7 @@ def torchrun(run: Path, env: Mapping[str, str]) -> list[str]:
     many = [f"--nnodes={env['SLURM_NNODES']}", f"--nproc_per_node={env['ISOFLOP_TASKS']}"]
     which = [f"--rdzv_id={env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', 0)}"]
     where = [f"--log_dir={run}/logs/{env['SLURMD_NODENAME']}", "--redirects=3", "--tee=3"]
-    return ["torch.distributed.run", *many, *meet, *which, *where, "-m", _WORKER]
+    return ["-c", _AGENT, *many, *meet, *which, *where, "-m", _WORKER]
 
 
 def stage(config: RunConfig, scratch: Path, *, first: bool) -> Path:
@@ -61,7 +66,7 @@ def main(arguments: list[str]) -> int:
     worker = [str(run.path), *(("--data", str(near)) if near else ())]
     if site.launcher == "srun":
         os.execve(sys.executable, [sys.executable, "-m", _WORKER, *worker], environment(env))
-    command = [sys.executable, "-m", *torchrun(run.path, env), *worker]
+    command = [sys.executable, *torchrun(run.path, env), *worker]
     with listening() as wishes:  # torchrun itself would give its workers half a minute to save
         return attend(run, subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent), wishes)
 

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
-from pipeline.slurm.submit import TEMPLATES
 from tests.cluster.test_jobs import step, verdicts
 from tests.conftest import launch
 
@@ -21,17 +19,14 @@ set = ["model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_b
 pytestmark = pytest.mark.timeout(1500)
 
 
-def test_data_then_sweep_then_fit(slurm, tmp_path):
+def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     (tmp_path / "sweep.toml").write_text(SWEEP)
     runs = tmp_path / "runs" / "three"
     broken = runs / "tiny-0.03x" / "checkpoints" / "step-00000001"
     broken.mkdir(parents=True)  # a checkpoint that nobody can read: only a person mends that
 
-    data = ("data", "prepare", "--source", "synthetic", "--vocab-size", "512", "--limit-bytes", "300000", "--seed", "1",
-            "--valid-share", "0.2", "--workers", "2", "--quiet", "--out", "data")  # fmt: skip
-    script = TEMPLATES / "export.sbatch"
-    where = (f"--chdir={tmp_path}", f"--output={tmp_path}/data.log", f"--export=ALL,ISOFLOP_PYTHON={sys.executable}")
-    made = slurm.run("sbatch", "--parsable", *where, script, *data)
+    where = (f"--chdir={tmp_path}", "--output=/dev/null")
+    made = slurm.run("sbatch", "--parsable", *where, "--wrap", f"cp -r {corpus} data")
     call = ("sweep", "run", "sweep.toml", "--data", "data", "--slurm", "--jobs", 2, "--no-track", "--fit", "--json")
     later = json.loads(launch(*call, "--after", made, cwd=tmp_path, **slurm.env).stdout)
     slurm.until(lambda: slurm.field(later["job"], "state") == "COMPLETED")

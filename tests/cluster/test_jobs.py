@@ -47,36 +47,23 @@ def verdicts(run: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(slurm, corpus, tmp_path_factory) -> Path:
-    """2 nodes × 1 task, never disturbed; beside it, on the same host, a job of 2 nodes × 2 tasks."""
+def runs(slurm, corpus, tmp_path_factory) -> Path:
+    """Three jobs side by side on two nodes of one host: one wide, one long, and one that cannot work."""
     runs = tmp_path_factory.mktemp("cluster")
-    wide = submit(slurm, *TINY, "--data", corpus, "--nodes", 2, "--nproc", 2, "--out", runs / "wide")
-    long = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", runs / "whole")
-    slurm.until(lambda: {slurm.field(job, "state") for job in (wide, long)} == {"COMPLETED"})
-    return runs / "whole"
+    wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
+    shapes = {
+        "doomed": (*TINY, "--nodes", 2, "--nproc", 1, *wrong),
+        "whole": (*LONG, "--nodes", 2, "--nproc", 1),  # what the disturbed ones are held against
+        "wide": (*TINY, "--nodes", 2, "--nproc", 2),
+    }
+    jobs = [submit(slurm, *shape, "--data", corpus, "--out", runs / name) for name, shape in shapes.items()]
+    slurm.until(lambda: [slurm.field(job, "state") for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"])
+    return runs
 
 
-def test_two_jobs_side_by_side(slurm, whole):
-    """They were on the same nodes at the same time, and met only their own."""
-    wide = whole.parent / "wide"
-    assert losses(wide) == pytest.approx(GOLDEN["loss"], abs=1e-5)
-    assert records(wide, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
-    assert step(whole) == STEPS and hashes(whole)[:12] == hashes(wide)
-    spans = [(a[0]["time"], a[-1]["time"]) for a in map(attempts, (whole, wide))]
-    assert max(began for began, _ in spans) < min(ended for _, ended in spans)
-    assert {a["nodes"] for a in attempts(wide)[:1]} == {"node[1-2]"}
-    rows = [json.loads(line) for line in launch("status", whole.parent, "--json", **slurm.env).stdout.splitlines()]
-    assert [(r["state"], r["step"], r["steps"], r["restarts"]) for r in rows] == [
-        ("FINISHED", STEPS, STEPS, 0),
-        ("FINISHED", 12, 12, 0),
-    ]
-    assert "step 12/12" in launch("logs", wide, **slurm.env).stdout
-    assert "step 12/12" not in launch("logs", wide, "--rank", 3, **slurm.env).stdout
-
-
-def test_whatever_befalls_it_the_curve_is_the_same(slurm, whole, corpus, tmp_path):
+def test_whatever_befalls_it_the_curve_is_the_same(slurm, runs, corpus, tmp_path):
     """USR1, kill -9 of a rank, preemption, a hang, a power cut and its end: one job, one curve, bit for bit."""
-    run = tmp_path / "run"
+    run, whole = tmp_path / "run", runs / "whole"
     job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run)
 
     def training(starts: int) -> None:
@@ -119,6 +106,35 @@ def test_whatever_befalls_it_the_curve_is_the_same(slurm, whole, corpus, tmp_pat
     assert [r["loss"] for r in records(run, "eval")] == [r["loss"] for r in records(whole, "eval")]
 
 
+def test_jobs_side_by_side(slurm, runs):
+    """They were on the same nodes at the same time, and met only their own."""
+    whole, wide = runs / "whole", runs / "wide"
+    assert losses(wide) == pytest.approx(GOLDEN["loss"], abs=1e-5)
+    assert records(wide, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
+    assert step(whole) == STEPS and hashes(whole)[:12] == hashes(wide)
+    spans = [(a[0]["time"], a[-1]["time"]) for a in map(attempts, (whole, wide))]
+    assert max(began for began, _ in spans) < min(ended for _, ended in spans)
+    assert {a["nodes"] for a in attempts(wide)[:1]} == {"node[1-2]"}
+    rows = [json.loads(line) for line in launch("status", whole, wide, "--json", **slurm.env).stdout.splitlines()]
+    assert [(r["state"], r["step"], r["steps"], r["restarts"]) for r in rows] == [
+        ("FINISHED", STEPS, STEPS, 0),
+        ("FINISHED", 12, 12, 0),
+    ]
+    assert "step 12/12" in launch("logs", wide, **slurm.env).stdout
+    assert "step 12/12" not in launch("logs", wide, "--rank", 3, **slurm.env).stdout
+
+
+def test_what_fails_twice_alike_is_not_tried_a_third_time(slurm, runs):
+    """A wrong network variable: the job came back once, then stopped with the reason."""
+    run = runs / "doomed"
+    assert [event for event, _ in verdicts(run)] == ["requeue", "stop"]
+    reason = verdicts(run)[-1][1]
+    assert "failed twice at step 0" in reason and f"launch pretrain --resume --slurm --out {run}" in reason
+    assert reason in (run / "logs" / "job.log").read_text()
+    row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
+    assert (row["state"], row["restarts"], row["note"]) == ("FAILED", 1, reason)
+
+
 APPTAINER = """#!/bin/bash
 # apptainer exec --nv --bind=… IMAGE COMMAND…
 echo "$@" >> "$(dirname "$0")/called"
@@ -127,9 +143,10 @@ exec "${@:2}"
 """
 
 
-def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, whole, corpus, tmp_path):
+def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, tmp_path):
     """In a container, by torchrun, from shards on the nodes' own disk; then by srun, without that, on one node."""
     tool, scratch, run = tmp_path / "bin" / "apptainer", tmp_path / "scratch", tmp_path / "run"
+    whole = runs / "whole"
     tool.parent.mkdir()
     tool.write_text(APPTAINER)
     tool.chmod(0o755)

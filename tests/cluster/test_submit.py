@@ -16,7 +16,7 @@ from pipeline.recipe import resolve
 from pipeline.slurm.attempts import Ending, decide
 from pipeline.slurm.job import Allocation, whole
 from pipeline.slurm.submit import TEMPLATES
-from tests.cluster.test_jobs import attempts, submit, verdicts
+from tests.cluster.test_jobs import submit
 from tests.conftest import environment, launch
 from tests.train.test_run import TINY
 
@@ -129,21 +129,6 @@ def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
         assert json.loads((run / "run.json").read_text())["name"] == run.name
     assert len(launch("status", tmp_path / "runs", "--json", **slurm.env).stdout.splitlines()) == 50
     slurm.run("scancel", *(t["job"] for t in told))
-
-
-def test_what_fails_twice_alike_is_not_tried_a_third_time(slurm, corpus, tmp_path):
-    """A wrong network variable: the job comes back once, then stops with the reason."""
-    run = tmp_path / "run"
-    wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
-    job = submit(slurm, *TINY, "--data", corpus, "--out", run, "--nodes", 2, "--nproc", 1, *wrong)
-    slurm.until(lambda: slurm.field(job, "state") == "FAILED")
-    assert [event for event, _ in verdicts(run)] == ["requeue", "stop"]
-    assert slurm.field(job, "restartcnt") == "1" and len(attempts(run)) == 4
-    reason = verdicts(run)[-1][1]
-    assert "failed twice at step 0" in reason and f"launch pretrain --resume --slurm --out {run}" in reason
-    assert reason in (run / "logs" / "job.log").read_text()
-    row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
-    assert (row["state"], row["restarts"], row["note"]) == ("FAILED", 1, reason)
 
 
 @pytest.mark.parametrize(("nodes", "used"), [(1, 1), (2, 2), (3, 2), (7, 4)])
