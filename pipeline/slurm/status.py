@@ -1,7 +1,6 @@
 """Where runs stand: what SLURM says of their jobs, joined with what their directories say."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,11 +45,16 @@ def runs(paths: Iterable[Path]) -> list[Path]:
 def statuses(paths: Iterable[Path]) -> list[Status]:
     places = runs(paths)
     jobs = {path: job_of(path) for path in places}
-    there = queue.entries() if any(jobs.values()) and shutil.which("squeue") else {}
-    return [_status(path, job, there.get(job or "")) for path, job in jobs.items()]
+    there, silence = {}, ""
+    if any(jobs.values()):
+        try:
+            there = queue.entries()
+        except RunError as error:  # the directories still say how far it has got
+            silence = str(error)
+    return [_status(path, job, there.get(job or ""), silence if job else "") for path, job in jobs.items()]
 
 
-def _status(path: Path, job: str | None, entry: queue.Entry | None) -> Status:
+def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str) -> Status:
     run, tries = RunDir(path), attempts.past(path)
     records = tail(run.log)
     steps = [r for r in records if r.get("kind") == "step"]
@@ -69,7 +73,7 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None) -> Status:
         loss=steps[-1].get("loss") if steps else None,
         eta_s=_eta(steps, total) if state == "RUNNING" else None,
         restarts=max(0, sum(r["event"] == "begin" for r in tries) - 1),
-        note=waits or str(ended.get("reason", "")),
+        note=silence or waits or str(ended.get("reason", "")),
     )
 
 
