@@ -184,10 +184,17 @@ def absent() -> str | None:
         return f"no {', '.join(missing)}; `make system` installs SLURM from Debian's packages"
     if os.geteuid() != 0:
         return "SLURM's nodes are namespaces, which need root"
-    probe = subprocess.run(
-        ["unshare", "--uts", "--pid", "--mount", "--net", "--fork", "true"], capture_output=True, text=True
+    bridge = f"probe{os.getpid() % 10**6}"
+    probes = (
+        ("unshare", "--uts", "--pid", "--mount", "--net", "--fork", "true"),
+        ("ip", "link", "add", bridge, "type", "bridge"),
+        ("ip", "link", "del", bridge),
     )
-    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+    for probe in probes:
+        done = subprocess.run(probe, capture_output=True, text=True)
+        if done.returncode:
+            return f"no namespaces or bridges here: {done.stderr.strip()}"
+    return None
 
 
 @contextmanager
