@@ -162,7 +162,7 @@ class Slurm:
         ).stdout.split()
         return [int(pid) for pid in pids]
 
-    def until(self, true: Callable[[], object], seconds: float = 400) -> None:
+    def until(self, true: Callable[[], object], seconds: float = 900) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ tokens_per_param = [0.02, 0.03, 0.04]
 trunk = false
 set = ["model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2"]
 """
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3000)
 
 
 def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):

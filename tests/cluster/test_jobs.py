@@ -15,7 +15,7 @@ from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
 
 STEPS = 200  # room for five disturbances on a fast machine
 LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=100")
-pytestmark = pytest.mark.timeout(1500)  # a busy box; alone it takes a tenth
+pytestmark = pytest.mark.timeout(3000)  # a busy box; alone it takes a tenth
 
 
 def submit(slurm: Slurm, *arguments: object, **env: str) -> str:
