@@ -13,8 +13,8 @@ from tests.cluster.slurm import Slurm
 from tests.conftest import launch
 from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
 
-STEPS = 200  # room for five disturbances on a fast machine
-LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=100")
+STEPS = 160  # room for five disturbances on a fast machine
+LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=80")
 pytestmark = pytest.mark.timeout(3000)  # a busy box; alone it takes a tenth
 
 
