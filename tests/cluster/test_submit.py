@@ -51,7 +51,7 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
         (("--nodes", 2, "--time", "soon"), ("cluster.slurm.time='soon'",)),
         (("--nodes", 1, "--set", "name=a\ntouch pwned"), ("name='a\\ntouch pwned'",)),
         (("--nodes", 1, "--set", 'cluster.slurm.account="a\\nb"'), ("cluster.slurm.account='a\\nb'",)),
-        (("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1), ("size=7b", "this A100 has")),
+        (("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1), ("size=7b", "this A100")),
     ],
 )
 def test_refused_in_one_line(slurm, corpus, tmp_path, arguments, words):
