@@ -50,7 +50,7 @@ KillWait=10
 MinJobAge=600
 Waittime=0
 CompleteWait=0
-MessageTimeout=5
+MessageTimeout=30
 TCPTimeout=2
 ReturnToService=2
 JobRequeue=1
@@ -126,7 +126,7 @@ class Slurm:
         self.run("ip", "link", "add", plug, "type", "veth", "peer", "name", f"{plug}i", "netns", _child(process.pid))
         self.run("ip", "link", "set", plug, "master", self._bridge, "up")
         self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
-        self.until(lambda: self.run("sinfo", "-hN", "-n", node, "-p", "main", "-o", "%t") in ("idle", "mix", "alloc"))
+        self.until(lambda: self._state(node) in ("idle", "mix", "alloc"))
 
     def power_off(self, node: str) -> None:
         """The cable first: a process that dies would otherwise say so to its peers."""
@@ -146,13 +146,19 @@ class Slurm:
 
     def run(self, *command: object) -> str:
         done = subprocess.run(
-            list(map(str, command)), env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
+            list(map(str, command)), env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def field(self, job: str, name: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={name}:100")
+
+    def _state(self, node: str) -> str | None:
+        """Of a node; None while the controller does not answer yet."""
+        ask = ["sinfo", "-hN", "-n", node, "-p", "main", "-o", "%t"]
+        done = subprocess.run(ask, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120)
+        return None if done.returncode else done.stdout.strip()
 
     def inside(self, node: str, pattern: str) -> list[int]:
         """Processes of a node by their command line, as this host numbers them."""
