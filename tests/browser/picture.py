@@ -11,11 +11,13 @@ def picture(page_file: Path, folder: Path) -> None:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 800})
+        page.set_default_timeout(180_000)  # a busy box
         page.goto(page_file.resolve().as_uri())
         page.wait_for_selector("#chart .trace")
         page.screenshot(path=folder / "dashboard.png")
         page.set_viewport_size({"width": 1200, "height": drawn(page)})
         page.locator("#forecast").screenshot(path=folder / "forecast.png")
+        page.set_viewport_size({"width": 1200, "height": 800})
         page.locator("#table tbody tr").last.get_by_role("link").first.click()
         page.wait_for_selector("#run-loss .trace")
         page.set_viewport_size({"width": 1200, "height": drawn(page)})

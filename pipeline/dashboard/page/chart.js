@@ -72,27 +72,22 @@
   }
 
   // The frame holds what was learned, not the first steps' fall from ln(vocabulary), and not the band's far end.
-  function frame(shown, axis) {
+  function frame(shown) {
     const xs = [], ys = [];
-    const late = new Map([...iso.runs.values()].map(({ row }) => [row.size, Infinity]));
-    for (const { row } of iso.runs.values()) late.set(row.size, Math.min(late.get(row.size), { flops: row.flops, tokens: row.tokens, step: row.step, hours: row.hours }[axis] * 0.04));
     for (const t of shown) {
       if (t.name === "law") { xs.push(t.x.at(-1)); ys.push(t.y.at(-1)); }
-      if (["final", "forecast", "held-out", "train"].includes(t.name)) {
-        const least = t.name === "train" || t.name === "held-out" ? Math.min(...late.values()) : 0;
-        const ends = t.x.map((x, i) => (i + 1 === t.x.length || t.x[i + 1] == null ? x : null));
-        let end = null;
-        for (let i = t.x.length - 1; i >= 0; i--) {
-          if (ends[i] != null) end = ends[i];
-          if (t.x[i] >= Math.max(least, end * 0.04) && t.y[i] != null) { xs.push(t.x[i]); ys.push(t.y[i]); }
-        }
+      const from = { train: 0.1, "held-out": 0.04, final: 0, forecast: 0 }[t.name]; // of each run's end
+      let end = 0;
+      for (let i = from == null ? -1 : t.x.length - 1; i >= 0; i--) {
+        if (t.x[i + 1] == null) end = t.x[i];
+        if (t.x[i] >= end * from && t.y[i] != null && t.x[i] > 0) { xs.push(t.x[i]); ys.push(t.y[i]); }
       }
     }
     return { x: padded(xs, 0.03), y: padded(ys, 0.06) };
   }
 
   function draw() {
-    const axis = $("axis").value, shown = traces(axis, +$("smooth").value), range = frame(shown, axis);
+    const axis = $("axis").value, shown = traces(axis, +$("smooth").value), range = frame(shown);
     plot("chart", shown, {
       key: axis + $("unit").value,
       xaxis: { type: "log", title: { text: AXES[axis][0] }, range: range.x, dtick: 1 },

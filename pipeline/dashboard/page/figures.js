@@ -30,6 +30,7 @@ const iso = { runs: new Map(), laws: [], head: {}, hidden: new Set(), ticked: ne
   const signed = (x, digits = 2) => (x == null ? "–" : `${x < 0 ? "−" : "+"}${Math.abs(100 * x).toFixed(digits)}%`);
   const duration = (s) => {
     if (s == null) return "–";
+    if (s < 1) return "under 1 s";
     if (s < 90) return `${Math.round(s)} s`;
     if (s < 5400) return `${Math.round(s / 60)} min`;
     if (s < 172800) return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;

@@ -111,7 +111,7 @@
     put($("told"), tile("held-out loss", fixed(grid.loss[k], 4), interval),
       ...(grid.sizes ? [tile("parameters N", short(N, 4), share === 1 ? "N*" : `N* ${short(grid.N[i])}`), tile("tokens D", short(D, 4), share === 1 ? "D*" : `D* ${short(grid.D[i])}`), tile("tokens per parameter", number(D / N))] : []),
       tile("beyond the largest run", `${number(beyond)}×`),
-      tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, short(hours), `${duration(hours / gpus * 3600)} on ${gpus}`),
+      tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, hours < 1000 ? number(+hours.toPrecision(3)) : short(hours), `${duration(hours / gpus * 3600)} on ${gpus}`),
       ...(price > 0 ? [tile("cost", short(hours * price, 4))] : []));
     const what = share === 1 || !grid.sizes ? `--flops ${C.toPrecision(6)}` : `--params ${N.toPrecision(6)} --tokens ${D.toPrecision(6)}`;
     say($("told-command"), `launch forecast … ${what} --cluster ${chosen.name} --gpus ${gpus}`);
