@@ -59,7 +59,7 @@ class Guard:
             if not math.isfinite(value):
                 return f"{name} is {value}"
             if len(before) >= _WINDOW // 2:
-                mean = sum(before) / len(before)  # plainly: statistics.stdev takes a millisecond, and the device waits
+                mean = sum(before) / len(before)  # not statistics.stdev: 13 times slower, and the device waits
                 sigma = math.sqrt(sum((x - mean) ** 2 for x in before) / (len(before) - 1))
                 sigma = max(sigma, _FLOOR * abs(mean))
                 if value > mean + _SIGMAS * sigma:
