@@ -1,0 +1,213 @@
+"""Whether layouts train the same training: each is run for some steps beside one plain torch process.
+
+`launch verify` starts the processes; each of them runs `main`, layout after layout in one group, and computes the plain
+reference for itself: same weights, same batches, torch's own AdamW and clipping, no engine.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from pipeline.config.load import merge, validate
+from pipeline.config.schema import MoE, RunConfig
+from pipeline.model.build import build, draw
+from pipeline.model.stack import Losses
+from pipeline.objective.batch import Batch
+from pipeline.optim.groups import adamw
+from pipeline.parallel.build import engine
+from pipeline.parallel.engine import Micro, balance
+from pipeline.parallel.world import World
+from pipeline.train.evaluate import cut
+from pipeline.train.stop import end_with_parent
+
+# of loss and gradient norm absolute, of gradients over the largest of their group; bf16 rounds at 2^-9
+BOUND = {"fp32": 1e-5, "bf16": 5e-2}
+STEPS = 3
+_CONTROL = 1.01  # on the experts' gradients, or the FFN's: an error that must be seen
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    zero: int = 1
+    ep: int = 1
+    engine: str = "deepspeed"
+    control: bool = False  # a deliberate error
+
+    @property
+    def name(self) -> str:
+        if self.control:
+            return "control: gradients of experts mis-scaled" if self.ep > 1 else "control: a gradient mis-scaled"
+        return "accelerate" if self.engine == "accelerate" else f"zero {self.zero}" + (f" ep {self.ep}" * (self.ep > 1))
+
+
+def layouts(config: RunConfig, nproc: int) -> list[Layout]:
+    """Every one that these processes can take, the referee, and the negative control."""
+    ffn = config.model.ffn
+    most = ffn.experts if isinstance(ffn, MoE) else 1
+    eps = [ep for ep in range(1, nproc + 1) if nproc % ep == 0 and most % ep == 0 and ep <= most]
+    found = [Layout(zero, ep) for ep in eps for zero in range(4)]
+    if config.train.dtype == "fp32":
+        found.append(Layout(0, 1, "accelerate"))
+    return [*found, Layout(1, eps[-1], control=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    layout: str
+    loss: float  # the largest difference of any step
+    grad_norm: float
+    gradients: dict[str, float]  # by group, at the first step
+    tokens: bool  # every rank saw its rows of the same batches
+    bound: float
+    control: bool
+
+    @property
+    def differs(self) -> bool:
+        worst = max(self.loss, self.grad_norm, *self.gradients.values())
+        return not (worst <= self.bound and self.tokens)  # NaN differs
+
+    @property
+    def passed(self) -> bool:
+        return self.differs == self.control
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The reference: one process, every row."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    hashes: list[int]
+
+
+def plain(config: RunConfig, device: torch.device) -> Plain:
+    micro = config.train.micro_batch
+    assert isinstance(micro, int) and isinstance(config.optim.lr, float)
+    alone = World(0, 1, device)
+    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=int(config.train.loss_chunk)).to(device)
+    draw(model, config.model, config.seed)
+    optimizer = adamw(model, config)
+    losses, norms, hashes, first = [], [], [], dict[str, Tensor]()
+    for step in range(STEPS):
+        batch = _batch(config, step, alone)
+        micros, nlls, routings = cut(batch, micro, alone), [], []
+        for each in micros:
+            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+                out: Losses = model(*each)
+            (out.total / len(micros)).backward()
+            nlls.append(out.nll.item())
+            routings.append(out.routing)
+        if not first:
+            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        balance(model, routings, alone)
+        losses.append(sum(nlls) / len(nlls))
+        hashes.append(batch.hash)
+    return Plain(losses, norms, first, hashes)
+
+
+def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -> Outcome:
+    over = {"parallel": {"zero": layout.zero, "ep": layout.ep, "engine": layout.engine}}
+    config = validate(RunConfig, merge(config.model_dump(), over))
+    micro, lr = config.train.micro_batch, config.optim.lr
+    assert isinstance(micro, int) and isinstance(lr, float) and config.train.dtype in BOUND
+    worker = engine(config, world)
+    if layout.control:
+        part = ".experts." if layout.ep > 1 else ".ffn."
+        for name, parameter in worker.module.named_parameters():
+            if part in name:
+                parameter.register_hook(lambda gradient: gradient * _CONTROL)
+    losses, norms, tokens, found = [], [], True, dict[str, float]()
+
+    def look(_nll: Tensor, _norm: Tensor) -> bool:
+        if not found:
+            found.update(_differences(worker.gradients(), want.gradients, worker.module))
+        return True
+
+    for step in range(STEPS):
+        batch = _batch(config, step, world)
+        update = worker.update(cut(batch, micro, world), lr, look)
+        losses.append(world.sum([], first=update.nll).item() / world.size)
+        norms.append(float(update.grad_norm))
+        tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step]
+    everywhere = world.gather(found)
+    return Outcome(
+        layout.name,
+        max(abs(a - b) for a, b in zip(losses, want.losses, strict=True)),
+        max(abs(a - b) for a, b in zip(norms, want.norms, strict=True)),
+        {group: max(each[group] for each in everywhere) for group in found},
+        tokens,
+        BOUND[str(config.train.dtype)],
+        layout.control,
+    )
+
+
+def _differences(
+    gradients: Iterator[tuple[str, Tensor]], want: dict[str, Tensor], module: torch.nn.Module
+) -> dict[str, float]:
+    """The largest by group, over the largest gradient of the group."""
+    shared = {name: p.expert for name, p in module.named_parameters() if hasattr(p, "expert")}
+    off: dict[str, float] = {}
+    size: dict[str, float] = {}
+    for name, gradient in gradients:
+        whole = want[name]
+        if name in shared:
+            whole = whole[shared[name][0] : shared[name][0] + len(gradient.view(-1, *whole.shape[1:]))]
+        group = _group(name)
+        difference = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
+        off[group] = max(off.get(group, 0.0), difference)
+        size[group] = max(size.get(group, 0.0), want[name].abs().max().item())
+    return {group: off[group] / max(size[group], 1e-12) for group in off}
+
+
+def _group(name: str) -> str:
+    for part in ("embedding", "head", "experts", "router", "shared", "ffn", "attention"):
+        if f".{part}." in f".{name}" and not name.endswith((".gain", ".bias")):
+            return part
+    return "vectors"
+
+
+def _batch(config: RunConfig, step: int, world: World) -> Batch:
+    """Rows of a seeded draw, hashed as the loader hashes its own."""
+    assert isinstance(config.train.batch_tokens, int)
+    seq, vocab = config.model.seq, config.model.vocab
+    rows = config.train.batch_tokens // seq
+    generator = torch.Generator().manual_seed(config.seed * 1000 + step)
+    tokens = torch.randint(vocab, (rows, seq + 1), generator=generator)
+    mine = range(world.rank * rows // world.size, (world.rank + 1) * rows // world.size)
+    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in mine)
+    own = tokens[mine.start : mine.stop]
+    return Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous(), digest % 2**64)
+
+
+def main(arguments: list[str]) -> int:
+    """One of the processes: the config and the layouts come as JSON, the outcomes go to a file as they are known."""
+    end_with_parent()
+    request: dict[str, Any] = json.loads(arguments[0])
+    world = World.from_environment(os.environ)
+    config = RunConfig.model_validate(request["config"])
+    want = plain(config, world.device)
+    with Path(request["out"]).open("a") as out:
+        for layout in request["layouts"]:
+            outcome = held_against(config, want, Layout(**layout), world)
+            if world.first:
+                print(json.dumps(asdict(outcome)), file=out, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)
