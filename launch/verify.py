@@ -85,7 +85,9 @@ def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, g
             raise RunError(f"layout {len(rows) + 1} of {len(layouts)} failed: {reason.strip()[:300]}")
         judged = [_outcome(row) for row in rows]
         if as_json:
-            print(json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1))
+            print(
+                json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1)
+            )
         return all(each.passed for each in judged)
 
 
@@ -106,4 +108,7 @@ def _print(row: dict[str, Any], *, first: bool) -> None:
     else:
         verdict = "pass" if outcome.passed else f"FAIL: above {row['bound']:.0e}"
     gradients = f"{group} {worst:.1e}"
-    print(f"{row['layout']:<42} {row['loss']:>8.1e} {row['grad_norm']:>8.1e} {gradients:>26} {said:>7}  {verdict}", flush=True)
+    print(
+        f"{row['layout']:<42} {row['loss']:>8.1e} {row['grad_norm']:>8.1e} {gradients:>26} {said:>7}  {verdict}",
+        flush=True,
+    )

@@ -477,6 +477,8 @@ class Parallel(Frozen):
 
 class Data(Frozen):
     dir: str | None = None
+    packing: Literal["concatenate", "best-fit"] = "concatenate"  # best-fit: no document crosses a row
+    documents: bool = False  # attention and positions start anew at each document; always when packed best-fit
     hash: str | None = None  # of the manifest the run was started on: a resumed run refuses another
 
 

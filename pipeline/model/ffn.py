@@ -22,6 +22,10 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
         case "silu":
             return F.silu(x)
         case "swiglu":
+            if x.is_cuda:
+                from pipeline.model.kernels import swiglu  # Triton comes with torch where there is a GPU
+
+                return swiglu(x)
             gate, up = x.chunk(2, dim=-1)
             return F.silu(gate) * up
         case "geglu":

@@ -12,6 +12,9 @@ from pipeline.parallel.world import World
 
 
 def engine(config: RunConfig, world: World) -> Engine:
+    if config.train.dtype == "bf16" and world.device.type == "cuda":
+        # the only fp32 products are the routers', whose operands are bf16 values: TF32 holds them exactly
+        torch.set_float32_matmul_precision("high")
     match config.parallel.engine:
         case "deepspeed":
             from pipeline.parallel.zero import ZeroEngine

@@ -17,7 +17,14 @@ class Evaluator:
         assert isinstance(config.train.batch_tokens, int) and isinstance(config.train.micro_batch, int)
         rows = config.train.batch_tokens // config.model.seq
         split = corpus.manifest.splits["valid"]
-        self._loader = Loader(corpus, "valid", seq=config.model.seq, rows=rows, seed=config.seed)
+        self._loader = Loader(
+            corpus,
+            "valid",
+            seq=config.model.seq,
+            rows=rows,
+            seed=config.seed,
+            boundaries=config.data.documents or config.data.packing == "best-fit",
+        )
         self._batches = max(1, min(config.train.eval_batches, self._loader.steps_per_epoch))
         self._micro, self._world = config.train.micro_batch, world
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)

@@ -37,7 +37,15 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
     corpus = _corpus(config)
     assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
     rows = config.train.batch_tokens // config.model.seq
-    loader = Loader(corpus, "train", seq=config.model.seq, rows=rows, seed=config.seed)
+    loader = Loader(
+        corpus,
+        "train",
+        seq=config.model.seq,
+        rows=rows,
+        seed=config.seed,
+        packing=config.data.packing,
+        boundaries=config.data.documents,
+    )
     with closing(Watch(directory, world, config.train.hang_s)) as watch:
         worker, back = engine(config, world), None
         evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)

@@ -23,7 +23,7 @@ from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
-from pipeline.parallel.engine import Micro, balance
+from pipeline.parallel.engine import balance
 from pipeline.parallel.world import World
 from pipeline.train.evaluate import cut
 from pipeline.train.stop import end_with_parent
