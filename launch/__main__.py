@@ -19,7 +19,7 @@ app = typer.Typer(
 
 
 def _mount() -> None:
-    from launch import bench, dashboard, data, doctor, generate, hub, pretrain, scaling, show, slurm, track
+    from launch import bench, dashboard, data, doctor, generate, hub, pretrain, scaling, show, slurm, track, verify
 
     app.add_typer(data.app, name="data")
     app.add_typer(bench.app, name="bench")

@@ -52,6 +52,7 @@ def train(
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
     cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
+    parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Write the kernels of one step to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -82,7 +83,7 @@ def train(
     config = load(size=size, arch=arch, cluster=cluster, sets=sets or (), over=over)
     config = resolve(config, ranks=world.size, gpu=world.device.type == "cuda")
     corpus = None if data is None else Corpus.open(data)
-    _print(bench.train(config, world, corpus, steps=steps, profile=profile), as_json)
+    _print(bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile), as_json)
 
 
 def _print(measured: Iterator[tuple[str, Any]], as_json: bool) -> None:

@@ -78,6 +78,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     model, train, count = config.model, config.train, account.params(config.model)
     flops = account.flops_per_token(model, recompute=train.recompute)
     assert train.dtype != "auto" and train.micro_batch != "auto" and train.batch_tokens != "auto" and train.steps
+    assert train.loss_chunk != "auto"
     memory = {
         zero: account.memory(
             model,

@@ -101,6 +101,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     dtype, batch = train.dtype, train.batch_tokens
     assert dtype != "auto" and batch != "auto" and train.steps, "resolve the recipe first"
     assert rates is not None and peak is not None, "the cluster gives no rates"
+    assert train.loss_chunk != "auto", "resolve the recipe first"
     micros = batch // (model.seq * layout.micro_batch * layout.ranks)
     sent = traffic(model, layout, dtype=dtype, micros=micros)
     memory = _memory(config, layout)

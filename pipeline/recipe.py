@@ -34,6 +34,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
             "batch_tokens": batch_tokens,
             "micro_batch": micro_batch,
             "dtype": ("bf16" if gpu else "fp32") if train.dtype == "auto" else train.dtype,
+            "loss_chunk": _loss_chunk(model.vocab, gpu=gpu) if train.loss_chunk == "auto" else train.loss_chunk,
             "compile": gpu if train.compile == "auto" else train.compile,
             "eval_every": max(25, steps // 20) if train.eval_every == "auto" else train.eval_every,
             "save_every": max(50, steps // 10) if train.save_every == "auto" else train.save_every,
@@ -45,6 +46,11 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
         },
     }
     return validate(RunConfig, merge(config.model_dump(), over))
+
+
+def _loss_chunk(vocab: int, *, gpu: bool) -> int:
+    """Each chunk adds to the head's whole gradient: few of them on a GPU, as long as the logits stay below 5 GB."""
+    return max(1024, min(16384, 2**29 // vocab)) if gpu else 2048
 
 
 def rule(n: float, tokens: float, seq: int = 2048) -> tuple[float, int]:

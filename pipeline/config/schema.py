@@ -449,7 +449,7 @@ class Train(Frozen):
     dtype: Dtype | Auto
     recompute: bool  # run each block's forward again in the backward pass instead of keeping its activations
     compile: bool | Auto
-    loss_chunk: Positive  # tokens whose logits exist at once
+    loss_chunk: Positive | Auto  # tokens whose logits exist at once
     eval_every: Positive | Auto
     eval_batches: Positive
     save_every: Positive | Auto

@@ -48,7 +48,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return swiglu_backward(x, grads[0].contiguous())
+        dx: Tensor = swiglu_backward(x, grads[0].contiguous())
+        return dx
 
 
 def swiglu(x: Tensor) -> Tensor:

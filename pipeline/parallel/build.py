@@ -30,6 +30,7 @@ def engine(config: RunConfig, world: World) -> Engine:
 
 def _model(config: RunConfig, world: World) -> Decoder:
     train, ep, ffn = config.train, config.parallel.ep, config.model.ffn
+    assert train.loss_chunk != "auto", "resolve the recipe first"
     experts = None
     if isinstance(ffn, MoE) and ep > 1:
         share = ffn.experts // ep

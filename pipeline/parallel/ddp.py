@@ -1,11 +1,11 @@
 """The referee: the same training through Accelerate and torch's own DDP, against which DeepSpeed's is held."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
@@ -61,6 +61,14 @@ class DDPEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = self._optimizer.optimizer
         return inner
+
+    @property
+    def module(self) -> nn.Module:
+        inner: nn.Module = self._accelerator.unwrap_model(self._model)
+        return inner
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None)
 
     def held(self) -> Held:
         parameters = list(self._model.parameters())

@@ -1,11 +1,11 @@
 """What the loop asks of an engine; DeepSpeed answers everywhere, Accelerate's DDP is the referee it is held against."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.model.moe import Routing
 from pipeline.model.stack import Decoder
@@ -62,6 +62,14 @@ class Engine(Protocol):
 
     def evaluate(self, micro: Micro) -> Tensor:
         """Mean loss in nats, without gradients."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Reduced and whole, by name, while `accept` is asked; of experts that ranks share, this rank's. Every rank
+        calls it."""
 
     def held(self) -> Held:
         """For comparing: between updates, or while `accept` is asked."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
@@ -23,7 +23,7 @@ if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_grad
 
 if hide:
     del sys.modules["mlflow"]
@@ -39,6 +39,7 @@ class ZeroEngine:
         deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
         self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
         self.clock: Clock = untimed
+        self._clip = config.optim.clip
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -61,7 +62,9 @@ class ZeroEngine:
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
             if self._unsharded and self._engine.is_gradient_accumulation_boundary():
-                self._ask(self._norm_of_copies())  # before DeepSpeed clips
+                # clipped here: DeepSpeed would count on each rank only the experts that lie there
+                self._ask(norm := self._norm_of_copies())
+                torch.nn.utils.clip_grads_with_norm_(self._engine.module.parameters(), self._clip, norm)
             with self.clock("optimizer"):
                 self._engine.step()
         routing = balance(self._engine.module, routings, self._world) if self._accepted else None
@@ -122,6 +125,15 @@ class ZeroEngine:
     def optimizer(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = self._engine.basic_optimizer
         return inner
+
+    @property
+    def module(self) -> nn.Module:
+        inner: nn.Module = self._engine.module
+        return inner
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self._engine.module.named_parameters():
+            yield name, p.grad if self._zero == 0 else safe_get_full_grad(p)
 
     def held(self) -> Held:
         module, wrapper = self._engine.module, self._optimizer
@@ -198,7 +210,7 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": rows // micro // world.size,
-        "gradient_clipping": config.optim.clip,
+        "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {"stage": config.parallel.zero},
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers

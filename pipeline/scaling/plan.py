@@ -170,7 +170,7 @@ def _planned(sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: flo
     run = resolve(config.model_copy(update={"train": train}), ranks=sweep.nproc, gpu=sweep.cluster is not None)
     settled, lr, warmup = run.train, run.optim.lr, run.optim.schedule.warmup_steps
     assert settled.steps and settled.batch_tokens != "auto" and settled.micro_batch != "auto"
-    assert settled.dtype != "auto" and lr != "auto" and warmup != "auto"
+    assert settled.dtype != "auto" and lr != "auto" and warmup != "auto" and settled.loss_chunk != "auto"
     D = float(settled.steps * settled.batch_tokens)
     C = D * account.flops_per_token(run.model).model
     memory = account.memory(

@@ -20,15 +20,26 @@ from pipeline.parallel.world import World
 from pipeline.train.evaluate import cut
 from pipeline.train.meter import peak_flops, peak_memory_bytes
 
-_WARMUP = 2
+_WARMUP = 1  # compiles
 
 
 def train(
-    config: RunConfig, world: World, corpus: Corpus | None, *, steps: int, profile: Path | None = None
+    config: RunConfig,
+    world: World,
+    corpus: Corpus | None,
+    *,
+    steps: int,
+    parts: bool = True,
+    profile: Path | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
     train = config.train
-    assert isinstance(train.batch_tokens, int) and isinstance(train.micro_batch, int) and train.dtype != "auto"
+    assert (
+        isinstance(train.batch_tokens, int)
+        and isinstance(train.micro_batch, int)
+        and train.dtype != "auto"
+        and train.loss_chunk != "auto"
+    )
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
     yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -67,13 +78,14 @@ def train(
         zero=config.parallel.zero,
         ranks=world.size,
         micro_batch=train.micro_batch,
-        loss_chunk=int(train.loss_chunk),
+        loss_chunk=train.loss_chunk,
         recompute=train.recompute,
         ep=config.parallel.ep,
     )
     yield "peak memory GiB", round(peak_memory_bytes() / 2**30, 2)
     yield "predicted memory GiB", round(predicted.total / 2**30, 2)
-    yield from _parts(worker, batches, config, world, steps)
+    if parts:
+        yield from _parts(worker, batches, config, world, steps)
     if profile is not None:
         yield "kernels", _kernels(worker, next(batches), config, world, profile)
     yield "convention", account.CONVENTION

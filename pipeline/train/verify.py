@@ -25,8 +25,8 @@ from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import balance
 from pipeline.parallel.world import World
+from pipeline.process import end_with_parent
 from pipeline.train.evaluate import cut
-from pipeline.train.stop import end_with_parent
 
 # of loss and gradient norm absolute, of gradients over the largest of their group; bf16 rounds at 2^-9
 BOUND = {"fp32": 1e-5, "bf16": 5e-2}
@@ -91,10 +91,10 @@ class Plain:
 
 def plain(config: RunConfig, device: torch.device) -> Plain:
     micro = config.train.micro_batch
-    assert isinstance(micro, int) and isinstance(config.optim.lr, float)
+    assert isinstance(micro, int) and isinstance(config.optim.lr, float) and config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=int(config.train.loss_chunk)).to(device)
+    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk).to(device)
     draw(model, config.model, config.seed)
     optimizer = adamw(model, config)
     losses, norms, hashes, first = [], [], [], dict[str, Tensor]()
@@ -104,7 +104,7 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
         for each in micros:
             with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
                 out: Losses = model(*each)
-            (out.total / len(micros)).backward()
+            (out.total / len(micros)).backward()  # type: ignore[no-untyped-call]
             nlls.append(out.nll.item())
             routings.append(out.routing)
         if not first:
@@ -128,7 +128,7 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
         part = ".experts." if layout.ep > 1 else ".ffn."
         for name, parameter in worker.module.named_parameters():
             if part in name:
-                parameter.register_hook(lambda gradient: gradient * _CONTROL)
+                parameter.register_hook(lambda gradient: gradient * _CONTROL)  # type: ignore[no-untyped-call]
     losses, norms, tokens, found = [], [], True, dict[str, float]()
 
     def look(_nll: Tensor, _norm: Tensor) -> bool:
