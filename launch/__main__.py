@@ -23,7 +23,7 @@ def _mount() -> None:
 
     app.add_typer(data.app, name="data")
     app.add_typer(bench.app, name="bench")
-    for module in (show, pretrain, generate, hub, slurm, scaling, dashboard, track, doctor):
+    for module in (show, pretrain, verify, generate, hub, slurm, scaling, dashboard, track, doctor):
         module.register(app)
 
 

@@ -131,7 +131,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
 
 def _memory(config: RunConfig, layout: Layout) -> account.Memory:
     train = config.train
-    assert train.dtype != "auto", "resolve the recipe first"
+    assert train.dtype != "auto" and train.loss_chunk != "auto", "resolve the recipe first"
     return account.memory(
         config.model,
         dtype=train.dtype,

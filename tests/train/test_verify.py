@@ -1,0 +1,32 @@
+"""Real processes in every layout against one plain torch process, and the error that must be seen."""
+
+import json
+
+import pytest
+
+from tests.conftest import launch
+
+
+@pytest.mark.parametrize(
+    ("arch", "nproc", "layouts"),
+    [
+        ("mla-moe", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate"),
+        ("switch", 2, "zero 1,zero 1 ep 2,zero 3 ep 2"),
+    ],
+)
+def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, layouts):
+    options = ("--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json")
+    rows = json.loads(launch("verify", *options, "--set", "model.ffn.experts=8", "--set", "model.layers=2").stdout)
+    *real, control = rows
+    assert {row["layout"] for row in real} == set(layouts.split(","))
+    for row in real:
+        assert row["passed"] and row["tokens"]
+        assert max(row["loss"], row["grad_norm"], *row["gradients"].values()) < 1e-5
+        assert {"experts", "router", "attention", "embedding", "head"} <= row["gradients"].keys()
+    assert control["control"] and control["passed"]
+    assert control["gradients"]["experts"] > 5e-3 and control["gradients"]["attention"] < 1e-5
+
+
+def test_an_unknown_layout_is_one_line():
+    done = launch("verify", "--nproc", 2, "--layouts", "zero 7", code=2)
+    assert done.stderr.startswith("error: --layouts zero 7 is not one of: zero 0, ") and done.stderr.count("\n") == 1
