@@ -49,8 +49,8 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
-    """Each chunk adds to the head's whole gradient: few of them on a GPU, as long as the logits stay below 5 GB."""
-    return max(1024, min(16384, 2**29 // vocab)) if gpu else 2048
+    """Each chunk adds to the head's whole gradient: few of them on a GPU, as long as the logits stay below 3 GB."""
+    return max(1024, min(8192, 2**28 // vocab)) if gpu else 2048
 
 
 def rule(n: float, tokens: float, seq: int = 2048) -> tuple[float, int]:

@@ -15,7 +15,13 @@ from tests.published import OTHER, SAME, ladder_rows
 
 
 def config(size, arch, ranks, rows=None, cluster="h100", seq=2048, vocab=32768, **sets):
-    flat = [f"model.vocab={vocab}", f"model.seq={seq}", "train.steps=1", *(f"{k}={v}" for k, v in sets.items())]
+    flat = [
+        f"model.vocab={vocab}",
+        f"model.seq={seq}",
+        "train.steps=1",
+        "train.loss_chunk=2048",
+        *(f"{k}={v}" for k, v in sets.items()),
+    ]
     if rows:
         flat.append(f"train.batch_tokens={rows * seq}")
     loaded = load(size=size, arch=arch, cluster=cluster, sets=flat)
