@@ -17,4 +17,4 @@ class Stop:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.reason = signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name  # torchrun's SIGTERM may follow, when a rank is done
