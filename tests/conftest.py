@@ -32,6 +32,29 @@ def launch(
     return done
 
 
+@pytest.fixture
+def inside(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The command line in this process, where importing torch or transformers anew would take longer than the command;
+    gives back what it printed, of a refusal its one line."""
+    from launch import __main__ as command_line
+
+    if not command_line.app.registered_commands:
+        command_line._mount()
+    monkeypatch.setattr(command_line, "_mount", lambda: None)
+
+    def call(*arguments: object, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            command_line.main()
+        out = capsys.readouterr()
+        assert done.value.code == code, out.err
+        if code:
+            assert len(out.err.splitlines()) == 1 and out.err.startswith("error: "), out.err
+        return out.err if code else out.out
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The synthetic source: the same bytes on every machine, so that its losses can be known in advance."""

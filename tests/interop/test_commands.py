@@ -2,20 +2,17 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import __main__ as command_line
 from pipeline.checkpoint.weights import load_model
 from pipeline.data.tokenizer import Tokenizer
 from tests.conftest import launch
 
 SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64", "--set", "train.batch_tokens=512")
-command_line._mount()
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +26,6 @@ def trained(corpus, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def exported(trained) -> Path:
     return trained.parent / "hub"
-
-
-@pytest.fixture
-def inside(capsys, monkeypatch):
-    """The command line in this process: importing transformers anew for each command would take longer than it."""
-
-    def call(*arguments, code=0) -> str:
-        monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
-        monkeypatch.setattr(command_line, "_mount", lambda: None)
-        with pytest.raises(SystemExit) as done:
-            command_line.main()
-        out = capsys.readouterr()
-        assert done.value.code == code, out.err
-        if code:
-            assert len(out.err.splitlines()) == 1 and out.err.startswith("error: "), out.err
-        return out.err if code else out.out
-
-    return call
 
 
 def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus, inside, tmp_path):
