@@ -51,7 +51,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     resume = path.exists()
     size, arch = None if resume else "tiny", rest.get("arch", "dense")
     request = Request(size, arch, Path(rest["data"]), path, nproc, sets=rest.get("sets", ()), over=over, resume=resume)
-    fork(1, lambda _: settle(request, Devices(0, 2**36, "CPU")))  # it holds the directory while it lives
+    fork(1, lambda _: settle(request, Devices(0, 2**36, "CPU")).commit())  # it holds the directory while it lives
     fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
 
 
