@@ -86,7 +86,7 @@ def test_a_token_chooses_within_its_best_groups():
         layer = routed(router=router, groups=4, top_groups=2, top_k=3)
         x = inputs(1, 40, 12)
         choice, _ = layer.router(x)
-        scores = x[0] @ layer.router.weight.T
+        scores = x[0] @ layer.router.weight.detach().T
         scores = scores.softmax(-1) if router == "softmax" else scores.sigmoid()
         outside = 0
         for token, experts in zip(scores, choice.experts_TK, strict=True):

@@ -21,7 +21,7 @@ def changes(width: int, mup: bool, steps: int = 3, lr: float = 0.01) -> dict[str
     cfg = load(size="tiny", sets=sets).model
     model = build(cfg)
     draw(model, cfg, seed=0)
-    tokens = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
     seen: dict[str, torch.Tensor] = {}
     for name, part in [("embedding", model.embedding), *((f"block {i}", b) for i, b in enumerate(model.blocks))]:
         keep = lambda _m, _i, out, n=name: seen.__setitem__(n, (out[0] if isinstance(out, tuple) else out).detach())  # noqa: E731
