@@ -21,7 +21,7 @@ from pipeline.scaling.valleys import bottom, budgets_of
 
 AHEAD = 10.0  # how far beyond the largest run the law is drawn
 PER_DECADE, BEHIND, BEYOND = 20, 2, 4  # slider stops, and decades below and above the largest run
-SIZES = 2.0 ** np.linspace(-4, 4, 49)  # of N*, at each compute
+SIZES = 2.0 ** np.linspace(-4, 4, 33)  # of N*, at each compute
 
 
 def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
     return {
         **done.to_json(),
         "plain": in_words(done),
-        "line": {key: numbers(values) for key, values in line.items()},
+        "line": {key: values.tolist() for key, values in line.items()},
         "points_used": columns(done.fit.points) | {"residual": numbers(done.fit.residuals)},
         "backtest_errors": None if done.backtest is None else {
             "ratio": numbers(done.backtest.ratio), "error": numbers(np.expm1(done.backtest.errors))},
@@ -97,14 +97,14 @@ def grid(done: Study) -> dict[str, Any]:
     best = done.optimum(C)
     if best is None:  # the law knows compute alone
         loss, low, high = done.interval(at(done.fit.points, C, C * np.nan, C * np.nan))
-        return {"C": C.tolist(), "sizes": None, "loss": numbers(loss), "low": numbers(low), "high": numbers(high)}
+        return {"C": C.tolist(), "sizes": None, "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
     each = flops_per_parameter_token(done.fit.points)
     N = np.outer(best.N, SIZES).ravel()
     D = np.repeat(C, len(SIZES)) / each / N
     loss, low, high = done.interval(at(done.fit.points, each * N * D, N, D))
     return {
         "C": C.tolist(), "sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist(), "each": each,
-        "loss": numbers(loss), "low": numbers(low), "high": numbers(high),
+        "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist(),
     }  # fmt: skip
 
 

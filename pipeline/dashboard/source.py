@@ -114,11 +114,12 @@ class Store:
             run = mlflow_runs.read(client, found)
         assert run is not None
         folded = Folded(None if whole else KEPT_ROWS)
-        for event in run.events:
-            folded.add(event)
-        for kind, rows in (("step", run.steps), ("eval", run.evals)):
-            for row in rows:
-                folded.add({**row, "kind": kind})
+        logged = [{**r, "kind": kind} for kind, rows in (("step", run.steps), ("eval", run.evals)) for r in rows]
+        for entry in (
+            *run.events,
+            *sorted(logged, key=lambda r: (r["step"], r["kind"] == "eval")),
+        ):  # as a log has them
+            folded.add(entry)
         linked = self.uri.startswith(("http://", "https://"))
         page = f"{store.public(self.uri).rstrip('/')}/#/experiments/{found.info.experiment_id}/runs/{key}"
         return Seen({"experiment": experiment, **run.record}, folded, page if linked else None)

@@ -92,11 +92,11 @@ def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
     assert f"{loss:.4f}" in page.locator("#chart .hoverlayer").text_content()
 
     # the sliders say what the command says, at the optimum and off it
-    for compute, split in ((70, 24), (95, 24), (95, 40)):
+    for compute, split in ((70, 16), (95, 16), (95, 27)):
         slide(page, "#compute", compute)
         slide(page, "#split", split)
         C, N, D = page.evaluate(STOP, [compute, split])
-        target = ("--flops", C) if split == 24 else ("--params", N, "--tokens", D)
+        target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
         made = foretold("--runs", runs, *target, "--cluster", "h100", "--gpus", 8)
         shown = told_numbers(page)
         assert shown["held-out loss"] == f"{made['loss']:.4f}"

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,31 @@ SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "
 STEPS = "[...iso.runs.values()].map(r => r.row.step)"
 
 
-@pytest.mark.timeout(900)
-def test_runs_appear_train_and_become_a_law(opened, corpus: Path, tmp_path: Path, foretold, monkeypatch) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
     server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def board(server: Server) -> Iterator["subprocess.Popen[str]"]:
+    """`launch dashboard` over that server."""
     tracked = environment(MLFLOW_TRACKING_URI=server.uri)
-    board = subprocess.Popen(
+    process = subprocess.Popen(
         command("dashboard", "--port", 0, "--json"), stdout=subprocess.PIPE, text=True, env=tracked
     )
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.timeout(900)
+def test_runs_appear_train_and_become_a_law(
+    opened, server: Server, board: "subprocess.Popen[str]", corpus: Path, tmp_path: Path, foretold, monkeypatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     page = opened(json.loads(board.stdout.readline())["url"])
     page.context.set_default_timeout(400_000)
     page.wait_for_selector("#empty:not([hidden])")  # an empty store says what to do
@@ -32,7 +50,7 @@ def test_runs_appear_train_and_become_a_law(opened, corpus: Path, tmp_path: Path
     runs = []
     for steps in (30, 150):
         arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", tmp_path / f"s{steps}")
-        runs.append(subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.DEVNULL, env=tracked))
+        runs.append(subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.DEVNULL, env=environment()))
     until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)  # they show up by themselves,
     before = max(page.evaluate(STEPS))
     until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)  # and move
@@ -48,7 +66,6 @@ def test_runs_appear_train_and_become_a_law(opened, corpus: Path, tmp_path: Path
     assert row["loss"] == pytest.approx(final["loss"]) and row["flops"] == final["flops"]
     assert row["link"].startswith(f"{server.uri}/#/experiments/") and row["hours"] > 0
     C = page.evaluate("iso.law().grid.C[+document.getElementById('compute').value]")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.chdir(tmp_path)
     told = foretold("--experiment", "live", "--flops", C)
     assert page.locator("#told dd").first.inner_text() == f"{told['loss']:.4f}"

@@ -44,6 +44,20 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
         read_experiment("dmeo")
 
 
+def test_the_dashboard_draws_both_alike(stored: Path) -> None:
+    from pipeline.dashboard import rows
+    from pipeline.dashboard.source import Directories, open_source
+
+    drawn = []
+    for source in (Directories(stored), open_source(None, "demo")):
+        seen = [source.read(key, whole=True) for key in source.scan()]
+        told = {
+            one.run.name: (rows.curves(one, 100), rows.row("", one, 0.0)["status"], one.folded.tokens()) for one in seen
+        }
+        drawn.append(dict(sorted(told.items())))
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 3
+
+
 def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
     call = ("forecast", "--runs", stored, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
     data = json.loads(launch(*call))

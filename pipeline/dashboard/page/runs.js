@@ -79,7 +79,7 @@
     const { row, steps, evals, events, spikes } = page, fresh = $("run").dataset.id !== id;
     $("run").dataset.id = id;
     say($("run-title"), row.name);
-    say($("run-words"), `${row.arch} ${row.size}, ${row.status} at step ${progress(row)}. ${["batch_tokens", "seq", "vocab"].filter((k) => page.about[k]).map((k) => `${k.replace("_", " ")} ${short(page.about[k])}`).join(", ")}.`);
+    say($("run-words"), `${row.arch} ${row.size}, ${row.status} at step ${progress(row)}. ${["batch_tokens", "seq", "vocab"].filter((k) => page.about[k]).map((k) => `${k.replace("_", " ")} ${short(+page.about[k])}`).join(", ")}.`);
     put($("run-tiles"), tile("parameters N", short(row.N)), tile("tokens D", short(row.tokens), `${number(+row.tokens_per_parameter.toPrecision(3))} per parameter`), tile("FLOPs", power(row.flops)),
       tile("held-out loss", fixed(row.loss, 4), row.bpb == null ? "" : `${fixed(row.bpb, 4)} bits/byte`), tile("GPU-hours", number(+row.hours.toPrecision(3))), tile(row.eta_s == null ? "restarts" : "to go", row.eta_s == null ? row.restarts : duration(row.eta_s)));
     say($("run-events"), [...events.map((e) => `${e.event} at step ${e.step}`), spikes.length && `${spikes.length} loss spike${spikes.length > 1 ? "s" : ""} above 6σ`].filter(Boolean).slice(0, 30).join(" · "));
