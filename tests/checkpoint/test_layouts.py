@@ -15,17 +15,15 @@ from tests.conftest import environment
 
 STEPS = 5
 BF16 = {"train": {"dtype": "bf16"}}
-CHAIN = ((3, 1, 1), (1, 0, 2), (3, 3, 3), (4, 2, 4))  # processes, ZeRO stage, the step it is resumed from
+CHAIN = ((2, 1, 2, 1), (1, 0, 1, 2), (3, 3, 1, 3), (4, 3, 2, 4))  # processes, ZeRO, expert parallel, resumed from
 CONVERTED = {  # processes, settings
-    "zero 0": (2, {"parallel": {"zero": 0}}),
-    "zero 3": (2, {"parallel": {"zero": 3}}),
-    "bf16, zero 0": (3, {"parallel": {"zero": 0}, **BF16}),
-    "bf16, zero 1": (3, {"parallel": {"zero": 1}, **BF16}),
-    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
+    "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
+    "bf16, zero 0": (2, {"parallel": {"zero": 0, "ep": 1}, **BF16}),
+    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0, "ep": 1}}),
 }
 RESUMED = {
     "zero 0": (2, {"parallel": {"zero": 0}}),
-    "zero 2": (3, {"parallel": {"zero": 2}}),
+    "zero 2": (2, {"parallel": {"zero": 2}}),
     "bf16, zero 1": (2, {"parallel": {"zero": 1}, **BF16}),
     "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
 }  # ZeRO-1 and 3 in fp32: tests/train
@@ -64,17 +62,18 @@ def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
-    """A model with experts and routers' counters: 4 ranks at ZeRO-2, then 3 at ZeRO-1, 1, 3 at ZeRO-3, 4 at ZeRO-2
-    again, each from the one before; beside the run that never moved. And other layouts, loaded and saved at once, give
-    back the very numbers."""
+    """A model with experts and routers' counters: 4 ranks at ZeRO-2 with 2 experts each, then 2 at ZeRO-1 with 4 each,
+    1, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each, each from the one before; beside the run that never moved. And
+    other layouts, loaded and saved at once, give back the very numbers."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2}}
+    small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2, "ep": 4}}
     start = {"out": whole, "nproc": 4, "over": small, "arch": "mla-moe", "sets": settings(1, STEPS)}
     jobs = [{"do": "train", "data": corpus, **start}, {"do": "copy", "src": whole, "dst": moved}]
-    for nproc, zero, step in CHAIN:
+    for nproc, zero, ep, step in CHAIN:
+        over = {"parallel": {"zero": zero, "ep": ep}}
         jobs += [
             {"do": "cut", "out": moved, "step": step},
-            {"do": "train", "out": moved, "nproc": nproc, "over": {"parallel": {"zero": zero}}, "data": corpus},
+            {"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus},
         ]
     for layout, (nproc, over) in CONVERTED.items():
         jobs.append({"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over})
