@@ -139,8 +139,9 @@ def _print_ladder(rows: list[dict[str, Any]]) -> None:
 
     table = Table("size", *(k for k in rows[0] if k != "size"), box=None, header_style="bold")
     for row in rows:
-        counts = (_si(row["params"]), _si(row["non_embedding"]), _si(row["flops_per_token"]))
-        table.add_row(row["size"], *(str(row[k]) for k in ("layers", "width", "heads", "kv_heads", "ffn")), *counts)
+        shape = (str(row[k] or "–") for k in ("layers", "width", "heads", "kv_heads", "ffn"))
+        counts = (_si(row[k]) for k in ("params", "active", "non_embedding", "flops_per_token"))
+        table.add_row(row["size"], *shape, *counts)
     for column in table.columns[1:]:
         column.justify = "right"
     Console().print(table)
@@ -154,8 +155,8 @@ def _print_one(f: dict[str, Any]) -> None:
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(style="bold")
     for name, value in {
-        "shape": f"{shape['layers']} layers × {shape['width']}, {shape['heads']} heads ({shape['kv_heads']} kv), "
-        f"ffn {shape['ffn']}, vocab {f['vocab']:,}, seq {f['seq']:,}",
+        "shape": f"{shape['layers']} layers × {shape['width']}, {shape['heads']} heads "
+        f"({shape['kv_heads'] or 'latent'} kv), ffn {shape['ffn']}, vocab {f['vocab']:,}, seq {f['seq']:,}",
         "parameters": f"{_si(p['total'])} total · {_si(p['active'])} active · {_si(p['non_embedding'])} "
         f"non-embedding · {_si(p['scaling'])} as N of a fit",
         "FLOPs/token": f"{_si(flops['model'])} = {_si(flops['matmul'])} matmul + {_si(flops['attention'])} attention"

@@ -328,7 +328,12 @@ class Design(Frozen):
     mtp_weight: Annotated[float, Field(ge=0)] = 0.3
     init_std: Rate
     multipliers: Multipliers = Multipliers()
-    mup: MuP | None = None
+    parametrization: Literal["standard", "mup"] = "standard"
+    mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
+
+    @property
+    def mup(self) -> MuP | None:
+        return self.mup_base if self.parametrization == "mup" else None
 
     @model_validator(mode="after")
     def _composes(self) -> Self:

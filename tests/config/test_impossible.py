@@ -26,7 +26,7 @@ import pytest
         ("dense", ['ffn.activation="swish"'], "ffn.activation='swish'"),
         ("dense", ['position={kind="rotary"}'], "position"),
         ("dense", ['position.scaling={kind="yarn", factor=4.0}'], "original_seq is missing"),
-        ("dense", ["mup={base_width=64}"], "mup.base_head_dim is missing"),
+        ("dense", ["mup_base.base_width=0"], "mup_base.base_width"),
         ("dense", ["layers=0"], "layers=0"),
     ],
 )

@@ -152,7 +152,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
         ("dense", ["model.attention.sinks=true"], "attention.sinks=True"),
         ("gpt2", ['model.position={kind="alibi"}'], "position.kind='alibi'"),
         ("mla", ["model.norm.eps=1e-5"], "norm.eps=1e-05"),
-        ("dense", ["model.mup={base_width=64,base_head_dim=32}"], "mup.base_width=64"),
+        ("dense", ["model.parametrization=mup"], "parametrization='mup'"),
     ],
 )
 def test_what_has_no_counterpart_is_named(arch, sets, names_):

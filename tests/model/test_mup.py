@@ -17,7 +17,7 @@ def changes(width: int, mup: bool, steps: int = 3, lr: float = 0.01) -> dict[str
     shape = [f"model.width={width}", f"model.attention.heads={width // 16}", f"model.attention.kv_heads={width // 16}",
              f"model.ffn.hidden={3 * width}", "model.attention.head_dim=16", "model.layers=2", "model.vocab=64",
              "model.seq=32"]  # fmt: skip
-    sets = [*shape, *(["model.mup={base_width=64, base_head_dim=16}"] if mup else [])]
+    sets = [*shape, *(["model.parametrization=mup", "model.mup_base={base_width=64, base_head_dim=16}"] if mup else [])]
     cfg = load(size="tiny", sets=sets).model
     model = build(cfg)
     draw(model, cfg, seed=0)
