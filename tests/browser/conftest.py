@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
+
+from pipeline.dashboard.watch import Watcher
+from tests.dashboard.served import serving
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -24,7 +28,14 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+def served() -> Iterator[Callable[..., tuple[int, Watcher]]]:
+    """Serve a source until the test is over and its pages are closed."""
+    with ExitStack() as stack:
+        yield lambda source, **options: stack.enter_context(serving(source, **options))
+
+
+@pytest.fixture
+def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
     """Open an address; at the end nothing may have been complained about, run or asked of another host."""
     contexts: list[Any] = []
     troubles: list[str] = []

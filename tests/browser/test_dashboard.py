@@ -18,7 +18,6 @@ from pipeline.scaling.study import study
 from pipeline.track.log import Log
 from pipeline.track.tracker import LocalLog
 from tests.browser.payloads import PAYLOADS
-from tests.dashboard.served import serving
 from tests.scaling.made_runs import make_ladder, make_run
 from tests.track.mlflow_server import until
 
@@ -144,7 +143,7 @@ def test_one_file_opens_from_disk_with_the_network_off(opened, grid: Path, tmp_p
     page.wait_for_selector("#overview:not([hidden])")
 
 
-def test_fifty_hostile_names_stay_text(opened, tmp_path: Path) -> None:
+def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
     root = tmp_path / "iso"
     for i, payload in enumerate(PAYLOADS):
         run = make_run(root, f"r{i}", 1e5 * (1 + i % 5), 2e6 * (1 + i // 5), name=payload, size=PAYLOADS[-i % 5],
@@ -153,24 +152,24 @@ def test_fifty_hostile_names_stay_text(opened, tmp_path: Path) -> None:
         json.dumps({"kind": "event", "time": 1.0, "step": 5, "event": PAYLOADS[0]}) + "\n"
     )
     (run / "mlflow.json").write_text(json.dumps({"uri": "javascript:window.hit=1", "run_id": "x"}))
-    with serving(Directories(root)) as (port, _):
-        for url in (f"http://127.0.0.1:{port}/", static(root, tmp_path / "page.html")):
-            page = opened(url)
-            page.wait_for_selector("#chart .scatterlayer .trace")
-            shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
-            assert sorted(shown) == sorted(PAYLOADS)
-            for i in range(50):  # every name in the chart's own markup too
-                page.evaluate(f"Plotly.Fx.hover('chart', [{{curveNumber: {3 + i % 8}, pointNumber: {3 * i}}}])")
-            for box in page.locator("#table input").all()[:5]:
-                box.check()
-            page.goto(f"{url}#run/{page.evaluate('[...iso.runs.values()][0].row.id')}")
-            page.wait_for_selector("#run-loss .trace")
-            page.evaluate(FOLLOW)
-            assert page.locator("main :is(img, iframe, object, embed, video, audio, form, base, meta)").count() == 0
-            assert page.evaluate("window.hit") is None
+    port, _ = served(Directories(root))
+    for url in (f"http://127.0.0.1:{port}/", static(root, tmp_path / "page.html")):
+        page = opened(url)
+        page.wait_for_selector("#chart .scatterlayer .trace")
+        shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
+        assert sorted(shown) == sorted(PAYLOADS)
+        for i in range(50):  # every name in the chart's own markup too
+            page.evaluate(f"Plotly.Fx.hover('chart', [{{curveNumber: {3 + i % 8}, pointNumber: {3 * i}}}])")
+        for box in page.locator("#table input").all()[:5]:
+            box.check()
+        page.goto(f"{url}#run/{page.evaluate('[...iso.runs.values()][0].row.id')}")
+        page.wait_for_selector("#run-loss .trace")
+        page.evaluate(FOLLOW)
+        assert page.locator("main :is(img, iframe, object, embed, video, audio, form, base, meta)").count() == 0
+        assert page.evaluate("window.hit") is None
 
 
-def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, tmp_path: Path) -> None:
+def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, served, tmp_path: Path) -> None:
     """Records go through the real tracker while the page is open; nothing reloads it."""
     root = make_ladder(tmp_path / "live", 2)
     run = make_run(root, "growing", 3e5, 6e6, steps=400, arch="moe", finish=False)
@@ -194,46 +193,46 @@ def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, tm
         last = to
 
     train(290)
-    with serving(Directories(root)) as (port, _):
-        page = opened(f"http://127.0.0.1:{port}/")
-        cell = page.locator("#table tbody tr", has_text="growing").locator("td[data-label=Step]")
-        until(lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"), 90)
-        assert "running" in text(page, "#table") and page.locator("#tiles").inner_text().count("1 running") == 1
-        page.evaluate("window.mark = 1")
-        page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
-        tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
-        train(320)
-        until(lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"), 90)
-        assert cell.inner_text() == "320 / 400"
-        assert page.evaluate("window.mark === 1 && document.activeElement.textContent === 'growing'")  # kept its focus
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#moe .heatmaplayer image", state="attached")
-        assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [1.6, 1]
-        assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(page, "#run-events")
-        page.select_option("#layer", "0")
-        assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [0.4, 0.8, 1.2, 1.6]
-        train(330)  # the run's own page follows too
-        until(lambda: page.evaluate("document.querySelector('#run-words').textContent.includes('330 / 400')"), 90)
-        tracker.close()
-        assert axe(page) == []
+    port, _ = served(Directories(root))
+    page = opened(f"http://127.0.0.1:{port}/")
+    cell = page.locator("#table tbody tr", has_text="growing").locator("td[data-label=Step]")
+    until(lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"), 90)
+    assert "running" in text(page, "#table") and page.locator("#tiles").inner_text().count("1 running") == 1
+    page.evaluate("window.mark = 1")
+    page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
+    tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
+    train(320)
+    until(lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"), 90)
+    assert cell.inner_text() == "320 / 400"
+    assert page.evaluate("window.mark === 1 && document.activeElement.textContent === 'growing'")  # kept its focus
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#moe .heatmaplayer image", state="attached")
+    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [1.6, 1]
+    assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(page, "#run-events")
+    page.select_option("#layer", "0")
+    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [0.4, 0.8, 1.2, 1.6]
+    train(330)  # the run's own page follows too
+    until(lambda: page.evaluate("document.querySelector('#run-words').textContent.includes('330 / 400')"), 90)
+    tracker.close()
+    assert axe(page) == []
 
 
-def test_an_empty_store_one_run_and_a_token(opened, tmp_path: Path) -> None:
+def test_an_empty_store_one_run_and_a_token(opened, served, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     root.mkdir()
     page = opened(static(root, tmp_path / "empty.html"), offline=True)
     assert "No runs yet" in text(page, "#empty") and axe(page) == []
     make_run(root, "only", 1e5, 2e6)
-    with serving(Directories(root), host="0.0.0.0", token="s3cret") as (port, _):
-        page = opened(f"http://127.0.0.1:{port}/?token=s3cret")
-        page.wait_for_selector("#chart .scatterlayer .trace")
-        assert page.url == f"http://127.0.0.1:{port}/"  # the token is not left in the address
-        assert "two finished runs" in text(page, "#warnings")
-        assert "needs a law" in text(page, "#forecast-words") and axe(page) == []
+    port, _ = served(Directories(root), host="0.0.0.0", token="s3cret")
+    page = opened(f"http://127.0.0.1:{port}/?token=s3cret")
+    page.wait_for_selector("#chart .scatterlayer .trace")
+    assert page.url == f"http://127.0.0.1:{port}/"  # the token is not left in the address
+    assert "two finished runs" in text(page, "#warnings")
+    assert "needs a law" in text(page, "#forecast-words") and axe(page) == []
 
 
 @pytest.mark.timeout(400)
-def test_two_hundred_runs_of_two_thousand_points(opened, tmp_path: Path) -> None:
+def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path) -> None:
     root = tmp_path / "many"
     for i in range(8):
         made = make_run(root, f"size{i}-0", 1e5 * 2**i, 2e6 * 2**i, size=f"size{i}", steps=2000)
@@ -242,15 +241,15 @@ def test_two_hundred_runs_of_two_thousand_points(opened, tmp_path: Path) -> None
             (root / f"size{i}-{k}").mkdir()
             (root / f"size{i}-{k}" / "run.json").write_text(json.dumps(record | {"name": f"size{i}-{k}"}))
             os.link(made / "log.jsonl", root / f"size{i}-{k}" / "log.jsonl")
-    with serving(Directories(root)) as (port, watcher):
-        assert len(watcher.runs()) < 8_000_000  # what a browser has to read
-        page = opened(f"http://127.0.0.1:{port}/")
-        page.wait_for_selector("#chart .scatterlayer .trace")
-        assert "of 200 runs finished" in text(page, "#tiles")
-        assert page.locator("#table tbody tr").count() == 100
-        began = time.monotonic()
-        page.select_option("#axis", "tokens")
-        slide(page, "#smooth", 0)
-        page.fill("#filter", "size7")
-        assert page.locator("#table tbody tr").count() == 25
-        assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures
+    port, watcher = served(Directories(root))
+    assert len(watcher.runs()) < 8_000_000  # what a browser has to read
+    page = opened(f"http://127.0.0.1:{port}/")
+    page.wait_for_selector("#chart .scatterlayer .trace")
+    assert "of 200 runs finished" in text(page, "#tiles")
+    assert page.locator("#table tbody tr").count() == 100
+    began = time.monotonic()
+    page.select_option("#axis", "tokens")
+    slide(page, "#smooth", 0)
+    page.fill("#filter", "size7")
+    assert page.locator("#table tbody tr").count() == 25
+    assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures

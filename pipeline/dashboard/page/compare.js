@@ -44,7 +44,7 @@
     plot("compare-chart", shown, { key: found.map((s) => s.name).join(), xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(found.flatMap((s) => s.loss.slice(Math.floor(s.loss.length / 8))), 0.05), "held-out loss (nats per token)"),
       shapes: C ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line: { color: theme("--quiet"), width: 1, dash: "dot" } }] : [] });
     const [base] = found, there = C && along(C, base.C, base.loss), down = [...base.loss].map((l, i) => Math.min(...base.loss.slice(0, i + 1)));
-    table($("compare-table"), ["", "Loss there", "Against the first", "Compute the first needs for it"], found.map((s, i) => {
+    table($("compare-table"), [{ runs: "Run", arch: "Architecture", size: "Size" }[$("sides").value], "Loss there", "Against the first", "Compute the first needs for it"], found.map((s, i) => {
       const loss = C && along(C, s.C, s.loss), need = loss && along(1 / loss, down.map((l) => 1 / l), base.C);
       return [el("span", {}, Object.assign(el("span", { className: "dot" }), { style: `background:${side(i)}` }), s.name), fixed(loss, 4), i && loss ? signed(loss / there - 1) : "–", i && need ? `${number(+(need / C).toPrecision(3))}×` : "–"];
     }));
