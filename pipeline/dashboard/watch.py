@@ -46,7 +46,7 @@ class Watcher:
         self.boot = hashlib.sha256(str(time.time_ns()).encode()).hexdigest()[:8]  # revisions count within it
         self.snapshot = Snapshot(reading=(0, 0))
         self._seen: dict[str, tuple[Hashable, Seen]] = {}
-        self._curves: dict[str, tuple[Hashable, bytes]] = {}
+        self._told: dict[str, tuple[Hashable, bytes]] = {}  # id → what it was told for, row and curve
         self._fitted: dict[str, tuple[str, dict[str, Any]]] = {}
         self._stop = threading.Event()
 
@@ -78,7 +78,7 @@ class Watcher:
             return
         self._seen = {key: seen for key, seen in self._seen.items() if key in there}
         changed = [key for key, stamp in there.items() if key not in self._seen or self._seen[key][0] != stamp]
-        shown = time.monotonic()
+        show_at = time.monotonic() + EVERY_S
         for done, key in enumerate(changed):
             try:
                 seen = self.source.read(key)
@@ -88,9 +88,10 @@ class Watcher:
                 notes.append(str(error))
             except UNREADABLE as error:
                 notes.append(f"run {key} is not as our runs are ({error!r}); it is left out")
-            if time.monotonic() - shown > EVERY_S:  # a large store shows what it has so far
+            if time.monotonic() > show_at:  # a large store shows what it has so far
+                began = time.monotonic()
                 self._publish(notes, self.snapshot.laws, (done + 1, len(changed)), len(there))
-                shown = time.monotonic()
+                show_at = time.monotonic() + max(EVERY_S, AT_REST * (time.monotonic() - began))
             if self._stop.is_set():
                 return
         self._publish(notes, self.snapshot.laws, count=len(there))  # the curves do not wait for the fit
@@ -106,10 +107,12 @@ class Watcher:
             limit *= 2
         runs: dict[str, tuple[int, bytes]] = {}
         for key, (stamp, seen) in self._seen.items():
-            if self._curves.get(key, ((), b""))[0] != (stamp, limit):
-                self._curves[key] = (stamp, limit), encode(rows.curves(seen, limit))
-            text = b'{"row":%b,"curves":%b}' % (encode(rows.row(key, seen, now)), self._curves[key][1])
-            before = old.runs.get(key)
+            if self._told.get(key, ((), b""))[0] != (stamp, limit):
+                row = rows.row(key, seen, now)
+                text = b'{"row":%b,"curves":%b}' % (encode(row), encode(rows.curves(seen, limit)))
+                # a run that is under way may fall silent: it is looked at again though nothing of it changed
+                self._told[key] = (() if row["status"] == "running" else (stamp, limit)), text
+            before, text = old.runs.get(key), self._told[key][1]
             runs[key] = before if before and before[1] == text else (old.revision + 1, text)
         laws_revision = old.laws_revision + (laws != old.laws)
         same = runs == old.runs and laws == old.laws and tuple(notes) == old.notes and reading == old.reading
