@@ -94,8 +94,8 @@ def poisoned(corpus, tmp_path_factory) -> Path:
 def made(corpus: Path, out: Path, nproc: int) -> Path:
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
             "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
-    run, _ = settle(Request("tiny", "dense", corpus, out, nproc, sets=sets), Devices(0, 2**34, "CPU"))
-    return run.path
+    wish = Request("tiny", "dense", corpus, out, nproc, sets=sets)
+    return settle(wish, Devices(0, 2**34, "CPU")).commit().run.path
 
 
 def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
