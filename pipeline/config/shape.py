@@ -64,6 +64,7 @@ def _ffn(size: Size, arch: ArchFFN | ArchMoE) -> dict[str, Any]:
             # multiples of 16: what a GPU's grouped matmul takes
             share = hidden if arch.expert_share == 1 else max(16, round(arch.expert_share * hidden / 16) * 16)
             widths = {"hidden": size.expert_ffn or share, "dense_hidden": hidden}
-            return {**arch.model_dump(include=set(MoEKind.model_fields)), **widths}
+            dense = min(arch.dense_layers, size.layers - 1)  # a shallow size still routes its last layer
+            return {**arch.model_dump(include=set(MoEKind.model_fields)), **widths, "dense_layers": dense}
         case _:
             assert_never(arch)
