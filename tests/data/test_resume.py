@@ -1,6 +1,7 @@
 """Killed at any moment, the next call finishes what is missing, and every byte is as if nothing had happened."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,10 +67,14 @@ def test_the_driver_is_killed(
     arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path, when: str, how: signal.Signals
 ) -> None:
     out = tmp_path / "out"
-    driver = start(arguments, out)
-    wait_for(lambda: list(out.glob(f".work/*/{when}")), driver)
-    driver.send_signal(how)
-    driver.wait()
+    for _ in range(5):
+        driver = start(arguments, out)
+        wait_for(lambda: list(out.glob(f".work/*/{when}")), driver)
+        driver.send_signal(how)
+        driver.wait()
+        if not (out / "manifest.json").exists():
+            break
+        shutil.rmtree(out)  # the signal came after the end: a busy machine
     assert not (out / "manifest.json").exists()
     finish(arguments, out)
     assert contents(out) == undisturbed
