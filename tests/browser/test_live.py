@@ -80,4 +80,4 @@ def test_runs_appear_train_and_become_a_law(
     assert page.locator("#table tbody tr").count() == 2
     page.close()
     board.send_signal(signal.SIGINT)
-    assert board.wait(60) == 130
+    assert board.wait(60) in (0, 130)  # uvicorn raises the signal again, unless it was already closing
