@@ -52,6 +52,11 @@ class Rows:
         get = record.get
         self.rows.append((record["step"], get("tokens"), get("flops"), hours, *map(get, self._rest)))
         if self.limit is not None and len(self.rows) > SLACK * self.limit:
+            self.settle()
+
+    def settle(self) -> None:
+        """Down to the limit, where there is one."""
+        if self.limit is not None and len(self.rows) > self.limit:
             self.rows = [self.rows[i] for i in self._thinned(self.limit, log=True)]
 
     def column(self, key: str) -> Array:

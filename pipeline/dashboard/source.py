@@ -77,7 +77,9 @@ class Directories:
         if not whole and seen.run.status(time.time()) == "running":
             self._following[key] = tail, folded
         else:
-            tail.close()  # an ended run is rarely read again, and files are not for hoarding
+            tail.close()  # an ended run is rarely read again, and neither files nor memory are for hoarding
+            folded.steps.settle()
+            folded.evals.settle()
         return seen
 
     def _link(self, path: Path) -> str | None:
