@@ -45,11 +45,11 @@
       if (line.high[0] != null) out.push({ ...edge, y: scale(line.low) }, { ...edge, y: scale(line.high), fill: "tonexty", fillcolor: law + (dark.matches ? "26" : "1a") });
       out.push({ x: line.C, y: scale(line.loss), mode: "lines", name: "law", text: line.C.map((C) => power(C)), line: { color: law, width: 2.5, dash: "dash" }, hovertemplate: "law at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>" });
     }
+    const crowd = iso.runs.size > 60; // its curves are thinned so far that smoothing would only drag them
     for (const size of iso.sizes) {
       const some = members.filter((r) => r.row.size === size), c = colour(size);
       if (!some.length) continue;
-      const crowd = iso.runs.size > 60;
-      out.push({ ...joined(some, "train", axis, keep), mode: "lines", name: "train", connectgaps: false, line: { color: fade(c, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 }, hovertemplate: hover("training loss") });
+      out.push({ ...joined(some, "train", axis, crowd ? keep ** 8 : keep), mode: "lines", name: "train", connectgaps: false, line: { color: fade(c, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 }, hovertemplate: hover("training loss") });
       out.push({ ...joined(some, "held_out", axis, 0), mode: crowd ? "lines" : "lines+markers", name: "held-out", connectgaps: false, line: { color: c, width: crowd ? 1.4 : 2 }, marker: { size: 5, color: c }, hovertemplate: hover("held-out loss") });
     }
     const best = frontier(members, axis);
@@ -57,7 +57,7 @@
     for (const size of iso.sizes) {
       const done = members.filter((r) => r.row.size === size && r.row.status === "finished" && r.curves.held_out.loss.length);
       const last = done.map(({ row, curves }) => ({ row, curves: { held_out: Object.fromEntries(Object.entries(curves.held_out).map(([key, v]) => [key, v.slice(-1)])) } }));
-      if (last.length) out.push({ ...joined(last, "held_out", axis, 0), mode: "markers", name: "final", marker: { size: iso.runs.size > 60 ? 7 : 12, color: colour(size), line: { color: theme("--card"), width: 1.5 } }, hovertemplate: hover("final held-out loss") });
+      if (last.length) out.push({ ...joined(last, "held_out", axis, 0), mode: "markers", name: "final", marker: { size: crowd ? 7 : 12, color: colour(size), line: { color: theme("--card"), width: 1.5 } }, hovertemplate: hover("final held-out loss") });
     }
     if (axis === "flops") for (const f of fit.forecasts ?? []) {
       const k = factor(), landed = f.measured != null;
