@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
-from accelerate.utils import find_tied_parameters, retie_parameters, set_module_tensor_to_device
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 
 from pipeline.checkpoint import manifest, store
@@ -78,11 +77,10 @@ def load_model(
     checkpoint = manifest.newest(directory)
     config = reload(checkpoint.path / CONFIG)
     weights = Weights(checkpoint, dtype)
-    with init_empty_weights():
+    with torch.device("meta"):
         model = build(config.model)
-    tied = find_tied_parameters(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in model.state_dict():
             set_module_tensor_to_device(model, name, device, weights.fill(name, tensor))
-    retie_parameters(model, tied)
+    model.tie()
     return model.eval(), config

@@ -200,7 +200,7 @@ class MLA(Scores):
 
     kind: Literal["mla"] = "mla"
     heads: Positive
-    q_rank: Positive | None
+    q_rank: Positive | None = None  # left out: queries straight from the width
     kv_rank: Positive
     nope_dim: Positive
     rope_dim: Positive

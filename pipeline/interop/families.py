@@ -402,6 +402,4 @@ def _flat(model: Model) -> Table:
 
 
 def _without_none(table: Table) -> Table:
-    return {
-        k: _without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None or k == "q_rank"
-    }
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in table.items() if v is not None}

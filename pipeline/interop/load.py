@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig
 
 from pipeline.errors import DataError
@@ -74,8 +74,7 @@ def load(directory: Path) -> Decoder:
         raise DataError(f"{left[0]} and {len(left) - 1} more have no counterpart in a {family.kind} of this config")
     stacks = {name: p.expert for name, p in model.named_parameters() if hasattr(p, "expert")}
     model.load_state_dict({**filled, **({"head.weight": filled["embedding.weight"]} if cfg.tied else {})}, assign=True)
-    if cfg.tied:
-        model.head.weight = cast(nn.Parameter, model.embedding.weight)
+    model.tie()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(True)
         if name in stacks:

@@ -98,8 +98,13 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
         self.norm = norm(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
-        shared = cast(nn.Parameter, self.embedding.weight)
-        self.head = Head(shared if cfg.tied else nn.Parameter(torch.empty_like(shared)), cfg.logit_scale)
+        self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
+        self.tie()
+
+    def tie(self) -> None:
+        """Where the head is the embedding, make it so: when built, and when parameters were replaced."""
+        if self.cfg.tied:
+            self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
     def forward(
         self,

@@ -56,9 +56,11 @@ def test_set_values_are_toml_or_strings():
     assert parse_set("a='x=y'") == {"a": "x=y"}
 
 
-@pytest.mark.parametrize("size", names("size"))
-def test_resolved_config_survives_the_disk(size, tmp_path):
-    config = resolve(load(size=size), ranks=2, gpu=False)
+@pytest.mark.parametrize(
+    ("size", "arch"), [*((s, "dense") for s in names("size")), *(("tiny", a) for a in names("arch"))]
+)
+def test_resolved_config_survives_the_disk(size, arch, tmp_path):
+    config = resolve(load(size=size, arch=arch), ranks=2, gpu=False)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     assert reload(path) == config

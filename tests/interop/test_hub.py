@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.checkpoint.weights import load_model
 from pipeline.config.load import load as load_config
 from pipeline.config.load import names
 from pipeline.errors import ConfigError, RunError, UserError
@@ -14,6 +15,7 @@ from pipeline.interop import families
 from pipeline.interop.export import export
 from pipeline.interop.families import choose
 from pipeline.interop.load import load
+from pipeline.interop.start import start
 from pipeline.interop.tensors import gather
 from pipeline.model.build import build, draw
 
@@ -130,7 +132,8 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
                 router.steps += torch.randint(-30, 30, router.steps.shape)
     done = export(model, tmp_path / "out", None, torch.float32)
     assert done.difference < 1e-5
-    again = load(tmp_path / "out")
+    assert start(tmp_path / "out", tmp_path / "begun").difference < 1e-5
+    again = load_model(tmp_path / "begun")[0]  # through a checkpoint
     assert again.cfg.mtp == (cfg.model.mtp if choose(cfg.model).kind == "deepseek_v3" else 0)
     tokens = torch.randint(128, (1, 20))
     torch.testing.assert_close(again(tokens), model(tokens))
