@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -56,13 +56,15 @@ def reload(
     sets: Iterable[str] = (),
     over: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """A resolved config.toml, as a run directory holds it, with what is set on top of it."""
+    """A resolved config.toml, as a run directory holds it, with what is set on top of it. What an older release did not
+    know yet has its default."""
     table = read_toml(path)
     if (version := table.get("version")) != VERSION:
         raise ConfigError(
             f"version={version} in {path} but this isoflop reads version {VERSION}; "
             "continue the run with the release that started it, or start a new one"
         )
+    table = merge(read_toml(CONFIGS / "base.toml"), table)
     if cluster:
         table |= cluster_layer(cluster)  # another machine: nothing of the old one stays
     for layer in [*layers, *([read_toml(file)] if file else []), *map(parse_set, sets), over or {}]:
@@ -163,30 +165,40 @@ def validate(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
 def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     # unknown keys first: a misspelt key also makes its right name "missing", and the misspelling is the news
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    at = [str(part) for part in first["loc"] if str(part).isidentifier()]  # pydantic names a union's arms there too
-    key = ".".join(at)
     place = f" in {where}" if where else ""
-    match first["type"]:
-        case "extra_forbidden":
-            return f"{key} is not a setting{place}{nearest(at[-1], _fields(kind, at[:-1]))}"
-        case "missing":
-            return f"{key} is missing{place}"
-        case _:
-            text = first["msg"].removeprefix("Value error, ")
-            value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
-            return f"{key}{value}{place}: {text}" if key else text
+    if first["type"] == "extra_forbidden":
+        *at, last = map(str, first["loc"])
+        above, known = _follow(kind, at)
+        return f"{'.'.join((*above, last))} is not a setting{place}{nearest(last, known)}"
+    key = ".".join(_follow(kind, map(str, first["loc"]))[0])
+    if first["type"] == "missing":
+        return f"{key} is missing{place}"
+    text = first["msg"].removeprefix("Value error, ")
+    value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
+    return f"{key}{value}{place}: {text}" if key else text
 
 
-def _fields(kind: type[BaseModel], at: list[str]) -> list[str]:
-    """Names of the fields of the table at a path, unions followed by their kind."""
+def _follow(kind: type[BaseModel], path: Iterable[str]) -> tuple[list[str], list[str]]:
+    """A path as the user writes it, without the arms of unions that pydantic names in it, and the fields found there."""
+    key: list[str] = []
     models: list[type[BaseModel]] = [kind]
-    for part in at:
+    free = False  # a table with keys of the user's own
+    for part in path:
         found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        if not found:  # a union's tag, which pydantic puts into the path
-            models = [m for m in models if part in get_args(m.model_fields["kind"].annotation)] or models
-            continue
-        models = [a for f in found for a in (get_args(f) or (f,)) if isinstance(a, type) and issubclass(a, BaseModel)]
-    return [name for m in models for name in m.model_fields]
+        if found or free:
+            key.append(part)
+            free = any(get_origin(f) is dict for f in found)
+            models = [model for f in found for model in _models(f)]
+        else:
+            tagged = [m for m in models if "kind" in m.model_fields]
+            models = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)] or models
+    return key, [name for m in models for name in m.model_fields]
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -78,6 +78,12 @@ class YaRN(Frozen):
     attention: Rate | None = None
     scores: Rate = 1.0
 
+    @model_validator(mode="after")
+    def _ramps(self) -> Self:
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast} must exceed beta_slow={self.beta_slow}")
+        return self
+
 
 class Llama3(Frozen):
     kind: Literal["llama3"] = "llama3"
@@ -86,13 +92,19 @@ class Llama3(Frozen):
     low: Rate = 1.0
     high: Rate = 4.0
 
+    @model_validator(mode="after")
+    def _ramps(self) -> Self:
+        if self.high <= self.low:
+            raise ValueError(f"high={self.high} must exceed low={self.low}: what turns more often stays as it is")
+        return self
+
 
 Scaling = Annotated[Linear | NTK | YaRN | Llama3, Field(discriminator="kind")]
 
 
 class RoPE(Frozen):
     kind: Literal["rope"] = "rope"
-    theta: Rate
+    theta: Annotated[float, Field(gt=1)]
     scaling: Scaling | None = None
 
 
@@ -207,6 +219,11 @@ class MLA(Scores):
     v_dim: Positive
 
     @property
+    def head_dim(self) -> int:
+        """In whose units the paper gives the others."""
+        return self.nope_dim
+
+    @property
     def rotary_dim(self) -> int:
         return self.rope_dim
 
@@ -273,6 +290,8 @@ class MoEKind(Frozen):
     def _choosable(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k} is above experts={self.experts}; a token cannot meet more than all")
+        if self.top_k == 1 and self.normalise:
+            raise ValueError("top_k=1 with normalise=true makes every weight 1, and the router learns nothing from it")
         if self.experts % self.groups:
             raise ValueError(f"experts={self.experts} is not a multiple of groups={self.groups}")
         if self.top_groups > self.groups:
@@ -365,6 +384,13 @@ class Model(Design):
         if isinstance(self.position, RoPE) and a.rotary_dim % 2:
             key = "rope_dim" if isinstance(a, MLA) else "head_dim"
             raise ValueError(f"attention.{key}={a.rotary_dim} is odd; rotary positions turn pairs of channels")
+        if isinstance(self.position, RoPE) and isinstance(self.position.scaling, NTK) and a.rotary_dim == 2:
+            raise ValueError("position.scaling is ntk, which spares the fastest pair, but one pair is all there is")
+        if self.nope_every is not None and not isinstance(self.position, RoPE | RelativeBias | ALiBi):
+            raise ValueError(
+                f"nope_every={self.nope_every} leaves layers without a position, but position.kind="
+                f'"{self.position.kind}" is not given to layers; take rope, relative or alibi'
+            )
         if isinstance(self.position, Sinusoidal) and self.width % 2:
             raise ValueError(f"width={self.width} is odd; sinusoidal positions are pairs of sine and cosine")
         if isinstance(a, MLA):
@@ -373,8 +399,11 @@ class Model(Design):
                     raise ValueError(
                         f"attention.{key}={getattr(a, key)} is above width={self.width}; a low rank is below it"
                     )
-        if isinstance(self.ffn, MoE) and self.ffn.dense_layers >= self.layers:
-            raise ValueError(f"ffn.dense_layers={self.ffn.dense_layers} leaves none of layers={self.layers} routed")
+        if isinstance(self.ffn, MoE) and not any(map(self.routed, range(self.layers))):
+            raise ValueError(
+                f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every} leave none of "
+                f"layers={self.layers} routed"
+            )
         if self.mtp >= self.seq:
             raise ValueError(f"mtp={self.mtp} predicts beyond seq={self.seq}")
         return self
@@ -392,13 +421,23 @@ class Model(Design):
         """Whether a layer knows positions."""
         return not (self.nope_every and layer % self.nope_every == self.nope_every - 1)
 
+    def narrower(self, name: str) -> float:
+        """Under muP, how much narrower a matrix's input was where the rate was tuned. An embedding's is the vocabulary,
+        a latent's rank goes with the head; the head itself is scaled at its output."""
+        if self.mup is None or name.startswith(("embedding.", "position.", "head.")):
+            return 1.0
+        a, ups = self.attention, ("kv_up.weight", "q_up.weight")
+        if isinstance(a, MLA) and name.endswith(ups[: 1 if a.q_rank is None else 2]):
+            return self.mup.base_head_dim / a.head_dim
+        return self.mup.base_width / self.width
+
     @property
     def score_scale(self) -> float:
         """Of q·k: 1/√d, and under muP ∝ 1/d."""
-        dim = self.attention.score_dim
-        scaling = self.position.scaling if isinstance(self.position, RoPE) else None
+        a, scaling = self.attention, self.position.scaling if isinstance(self.position, RoPE) else None
         factor = scaling.scores if isinstance(scaling, YaRN) else 1.0
-        return factor * (1.0 if self.mup is None else math.sqrt(self.mup.base_head_dim / dim)) / math.sqrt(dim)
+        widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
+        return factor / math.sqrt(a.score_dim * widened)
 
     @property
     def logit_scale(self) -> float:

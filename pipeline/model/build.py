@@ -69,26 +69,29 @@ def draw(model: nn.Module, cfg: Model, seed: int) -> None:
                 _normal(one, _std(name, cfg), f"{seed}/{name}.{index}")
         else:
             _normal(parameter, _std(name, cfg), f"{seed}/{name}")
-        if cfg.placement == "deepnorm" and name.endswith("attention.qkv.weight") and isinstance(cfg.attention, GQA):
-            values = cfg.attention.kv_heads * cfg.attention.head_dim
-            parameter[-values:] *= deepnorm_beta(cfg.layers)  # the paper scales values, outputs and FFN, not q and k
+        if cfg.placement == "deepnorm" and name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
+            _values(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))  # as outputs and FFN are, not q and k
 
 
 def _std(name: str, cfg: Model) -> float:
-    """The table. Outputs into the residual stream / √(2·layers) (Megatron-LM); DeepNorm has a factor of its own; under
-    muP what is width on both sides ∝ 1/√width."""
-    std = cfg.init_std
-    if cfg.mup is not None and hidden(name):
-        std *= math.sqrt(cfg.mup.base_width / cfg.width)
-    leaf = name.removesuffix(".weight")
+    """The table. Outputs into the residual stream / √(2·layers) (Megatron-LM), DeepNorm's by a factor of its own. Under
+    muP ∝ 1/√fan-in, but a router, which has few outputs as the head has, ∝ 1/fan-in."""
+    leaf, scale = name.removesuffix(".weight"), cfg.narrower(name)
+    std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
     if cfg.placement == "deepnorm":
         return std * deepnorm_beta(cfg.layers) if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up")) else std
     return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
 
 
-def hidden(name: str) -> bool:
-    """Whether a matrix has the model's width on its input side and is not the head."""
-    return not name.startswith(("embedding.", "position.", "head."))
+def _values(fused: Tensor, cfg: GQA | MLA) -> Tensor:
+    """The rows that make values."""
+    match cfg:
+        case GQA():
+            return fused[-cfg.kv_heads * cfg.head_dim :]
+        case MLA():
+            return fused.view(cfg.heads, cfg.nope_dim + cfg.v_dim, -1)[:, cfg.nope_dim :]
+        case _:
+            assert_never(cfg)
 
 
 def _normal(out: Tensor, std: float, key: str) -> None:

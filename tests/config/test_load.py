@@ -67,6 +67,13 @@ def test_resolved_config_survives_the_disk(size, arch, tmp_path):
     assert "auto" not in tomllib.loads(path.read_text()).__str__()
 
 
+def test_a_config_from_before_a_setting_has_its_default(tmp_path):
+    config = resolve(load(size="tiny", sets=["train.check_every=5", "optim.schedule.kind=cosine"]), ranks=2, gpu=False)
+    path = tmp_path / "config.toml"
+    path.write_text("".join(line for line in to_toml(config).splitlines(True) if not line.startswith("check_every")))
+    assert differences(config, reload(path)) == {"train.check_every": (5, 1)}
+
+
 def test_a_config_of_another_version_is_refused(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(load(size="tiny")).replace("version = 1", "version = 99"))

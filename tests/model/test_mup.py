@@ -33,7 +33,7 @@ def changes(width: int, mup: bool, steps: int = 3, lr: float = 0.01) -> dict[str
         return {name: tensor.clone() for name, tensor in seen.items()}
 
     before = look()
-    optimizer = torch.optim.AdamW(groups(model, 0.0, cfg.mup, width), lr=lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups(model, 0.0, cfg), lr=lr, betas=(0.9, 0.95))
     set_rate(optimizer, lr)
     for _ in range(steps):
         model(tokens[:, :-1], tokens[:, 1:]).total.backward()

@@ -36,7 +36,7 @@ def test_cosine_ends_above_its_final_share():
 def test_only_matrices_decay(tied):
     cfg = load(size="tiny", sets=["model.vocab=64", f"model.tied={tied}"]).model
     model = build(cfg)
-    decay, kept = groups(model, 0.1)  # without muP
+    decay, kept = groups(model, 0.1, cfg)
     assert decay["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
     assert all(p.ndim == 2 for p in decay["params"])
     names = {id(p): n for n, p in model.named_parameters()}
