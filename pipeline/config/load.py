@@ -179,7 +179,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
 
 
 def _follow(kind: type[BaseModel], path: Iterable[str]) -> tuple[list[str], list[str]]:
-    """A path as the user writes it, without the arms of unions that pydantic names in it, and the fields found there."""
+    """A path as the user writes it, without the arms of unions that pydantic names, and the fields found there."""
     key: list[str] = []
     models: list[type[BaseModel]] = [kind]
     free = False  # a table with keys of the user's own
