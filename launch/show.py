@@ -1,7 +1,7 @@
 """`launch show`: what a size and architecture amount to, before anything is trained. No torch."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,20 +77,8 @@ def _row(config: RunConfig) -> dict[str, Any]:
 def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     model, train, count = config.model, config.train, account.params(config.model)
     flops = account.flops_per_token(model, recompute=train.recompute)
-    assert train.dtype != "auto" and train.micro_batch != "auto" and train.batch_tokens != "auto" and train.steps
-    assert train.loss_chunk != "auto"
-    memory = {
-        zero: account.memory(
-            model,
-            dtype=train.dtype,
-            zero=zero,
-            ranks=ranks,
-            micro_batch=train.micro_batch,
-            loss_chunk=train.loss_chunk,
-            recompute=train.recompute,
-        )
-        for zero in range(4)
-    }
+    assert train.batch_tokens != "auto" and train.steps
+    memory = {zero: layout.memory(config, replace(layout.Layout.of(config, ranks), zero=zero)) for zero in range(4)}
     return {
         "size": model.size,
         "arch": model.arch,

@@ -200,12 +200,13 @@ def memory(
     loss_chunk: int,
     recompute: bool = False,
     ep: int = 1,
+    sp: int = 1,
 ) -> Memory:
     """ZeRO shards the optimizer at 1, the gradients at 2, the weights at 3; below 3 what a rank holds is whole, but for
-    the experts, of which it holds one part in `ep`."""
+    the experts, of which it holds one part in `ep`. Of a sequence's activations it holds one part in `sp`."""
     count, size = params(model), BYTES[dtype]
     master = 0 if dtype == "fp32" and zero == 0 else 4  # only unsharded fp32 updates the weights themselves
-    tokens = micro_batch * model.seq
+    tokens = micro_batch * model.seq // sp
     layers = [_kept(model, layer) for layer in [*range(model.layers), *[model.layers - 1] * model.mtp]]
     kept = len(layers) * 2 * model.width if recompute else sum(layers)
     once = max(layers) if recompute else 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pipeline import account
-from pipeline.config.schema import Auto, Cluster, Dtype, Model, MoE, Rates, RunConfig
+from pipeline.config.schema import GQA, Auto, Cluster, Dtype, Model, MoE, Rates, RunConfig
 from pipeline.errors import ConfigError
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
@@ -34,18 +34,21 @@ class Layout:
     ep: int = 1
     micro_batch: int = 1
     recompute: bool = False
+    sp: int = 1
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int) -> "Layout":
         micro = config.train.micro_batch
         assert micro != "auto", "resolve the recipe first"
-        return cls(ranks, config.parallel.zero, config.parallel.ep, micro, config.train.recompute)
+        at = config.parallel
+        return cls(ranks, at.zero, at.ep, micro, config.train.recompute, at.sp)
 
     def flags(self, before: "Layout | None" = None) -> str:
         """As the command line says it: what differs from another layout, or from the defaults."""
         spelled = {
             "zero": f"--zero {self.zero}",
             "ep": f"--ep {self.ep}",
+            "sp": f"--sp {self.sp}",
             "micro_batch": f"--set train.micro_batch={self.micro_batch}",
             "recompute": f"--set train.recompute={str(self.recompute).lower()}",
         }
@@ -60,10 +63,11 @@ class Traffic:
     gradients: int
     weights: int
     tokens: int  # to experts and back
+    heads: int  # to ranks that share a sequence, and back
 
     @property
     def total(self) -> int:
-        return self.gradients + self.weights + self.tokens
+        return self.gradients + self.weights + self.tokens + self.heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Estimate:
     traffic: Traffic
     compute_s: float
     collectives_s: float
-    experts_s: float
+    exchanges_s: float  # of tokens and heads
     step_s: float
     tokens_s: float  # of all ranks
     mfu: float
@@ -84,15 +88,17 @@ class Estimate:
 
 def traffic(model: Model, layout: Layout, *, dtype: Dtype, micros: int) -> Traffic:
     """ZeRO 0 all-reduces gradients once a step; 1 scatters them and gathers weights; 2 scatters after each micro-batch;
-    3 gathers the weights there too, twice. A token goes to its experts and home, its gradient likewise."""
+    3 gathers the weights there too, twice. A token goes to its experts and home, its gradient likewise; ranks that
+    share a sequence swap tokens for heads before attention, and back."""
     size, total = account.BYTES[dtype], 0
     for held, ranks in _groups(model, layout):
         total += size * held * (ranks - 1) // ranks
-    trips = (6 if layout.recompute else 4) * micros * layout.micro_batch * model.seq
-    tokens = trips * _rows_bytes(model, size) * (layout.ep - 1) // layout.ep
+    trips = (3 if layout.recompute else 2) * micros * layout.micro_batch * model.seq // layout.sp
+    tokens = 2 * trips * _rows_bytes(model, size) * (layout.ep - 1) // layout.ep
+    heads = trips * _heads_bytes(model, layout.sp, size) * (layout.sp - 1) // layout.sp
     gradients = (2, 1, micros, micros)[layout.zero]
     weights = (0, 1, 1, 2 * micros)[layout.zero]
-    return Traffic(gradients * total, weights * total, tokens)
+    return Traffic(gradients * total, weights * total, tokens, heads)
 
 
 def estimate(config: RunConfig, layout: Layout) -> Estimate:
@@ -102,34 +108,36 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     assert dtype != "auto" and batch != "auto" and train.steps, "resolve the recipe first"
     assert rates is not None and peak is not None, "the cluster gives no rates"
     assert train.loss_chunk != "auto", "resolve the recipe first"
-    micros = batch // (model.seq * layout.micro_batch * layout.ranks)
+    micros = batch * layout.sp // (model.seq * layout.micro_batch * layout.ranks)
     sent = traffic(model, layout, dtype=dtype, micros=micros)
-    memory = _memory(config, layout)
     compute = (
         batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
         + micros * len(_blocks(model)) * BLOCK_S
         + _update_s(model, layout, rates)
     )
     collectives = _collectives_s(config.cluster, rates, model, layout, sent, micros)
-    experts = _experts_s(config.cluster, rates, layout, sent.tokens)
-    step = max(compute, collectives) + EXPOSED * min(compute, collectives) + experts
+    exchanges = _exchange_s(config.cluster, rates, layout.ep, sent.tokens)
+    exchanges += _exchange_s(config.cluster, rates, layout.sp, sent.heads)
+    step = max(compute, collectives) + EXPOSED * min(compute, collectives) + exchanges
+    held = memory(config, layout)
     return Estimate(
         layout=layout,
-        memory=memory,
+        memory=held,
         traffic=sent,
         compute_s=compute,
         collectives_s=collectives,
-        experts_s=experts,
+        exchanges_s=exchanges,
         step_s=step,
         tokens_s=batch / step,
         mfu=account.flops_per_token(model).model * batch / step / layout.ranks / peak,
         gpu_hours=train.steps * step * layout.ranks / 3600,
-        fits=config.cluster.memory_bytes is None or memory.total <= USABLE * config.cluster.memory_bytes,
+        fits=config.cluster.memory_bytes is None or held.total <= USABLE * config.cluster.memory_bytes,
         error=ERROR * (2 if layout.ep > 1 else 1),
     )
 
 
-def _memory(config: RunConfig, layout: Layout) -> account.Memory:
+def memory(config: RunConfig, layout: Layout) -> account.Memory:
+    """Of one rank, of a resolved config."""
     train = config.train
     assert train.dtype != "auto" and train.loss_chunk != "auto", "resolve the recipe first"
     return account.memory(
@@ -141,6 +149,7 @@ def _memory(config: RunConfig, layout: Layout) -> account.Memory:
         loss_chunk=train.loss_chunk,
         recompute=layout.recompute,
         ep=layout.ep,
+        sp=layout.sp,
     )
 
 
@@ -164,6 +173,13 @@ def _rows_bytes(model: Model, size: int) -> int:
     if not isinstance(model.ffn, MoE):
         return 0
     return sum(map(model.routed, _blocks(model))) * model.ffn.top_k * model.width * size
+
+
+def _heads_bytes(model: Model, sp: int, size: int) -> int:
+    """Of one token's queries, keys, values and what comes of them, all layers together."""
+    a = model.attention
+    kv_heads = math.lcm(a.kv_heads, sp) if isinstance(a, GQA) else a.heads  # of too few, several ranks have the same
+    return len(_blocks(model)) * (a.heads + kv_heads) * (a.score_dim + a.value_dim) * size
 
 
 @lru_cache
@@ -199,18 +215,20 @@ def _collectives_s(cluster: Cluster, rates: Rates, model: Model, layout: Layout,
     return time
 
 
-def _experts_s(cluster: Cluster, rates: Rates, layout: Layout, sent: int) -> float:
+def _exchange_s(cluster: Cluster, rates: Rates, ranks: int, sent: int) -> float:
     """An all-to-all: what stays in the node and what leaves it travel at once."""
-    near = min(layout.ep, cluster.gpus_per_node)
-    away = (layout.ep - near) / max(1, layout.ep - 1)
+    near = min(ranks, cluster.gpus_per_node)
+    away = (ranks - near) / max(1, ranks - 1)
     return sent * max((1 - away) / rates.intra_bytes_s, away / rates.inter_bytes_s)
 
 
 def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
     """For every ZeRO stage and every ep that the experts and ranks allow, its best micro-batch and recomputation."""
-    micros = micro_batches(config, ranks) if micro_batch == "auto" else [micro_batch]
+    sp = config.parallel.sp
+    micros = micro_batches(config, ranks, sp) if micro_batch == "auto" else [micro_batch]
+    ways = [(micro, again) for again in (False, True) for micro in micros]
     return [
-        best([estimate(config, Layout(ranks, zero, ep, micro, again)) for again in (False, True) for micro in micros])
+        best([estimate(config, Layout(ranks, zero, ep, micro, again, sp)) for micro, again in ways])
         for zero in range(4)
         for ep in degrees(config.model, ranks)
     ]
@@ -222,10 +240,16 @@ def degrees(model: Model, ranks: int) -> list[int]:
     return [ep for ep in range(1, most + 1) if most % ep == 0]
 
 
-def micro_batches(config: RunConfig, ranks: int) -> list[int]:
-    """What divides a rank's share of the batch."""
+def shares(model: Model, ranks: int) -> list[int]:
+    """Of sequence parallelism: what divides heads, sequence and ranks."""
+    most = math.gcd(model.attention.heads, model.seq, ranks)
+    return [sp for sp in range(1, most + 1) if most % sp == 0]
+
+
+def micro_batches(config: RunConfig, ranks: int, sp: int = 1) -> list[int]:
+    """What divides a reader's share of the batch."""
     assert config.train.batch_tokens != "auto"
-    rows = config.train.batch_tokens // config.model.seq // ranks
+    rows = config.train.batch_tokens // config.model.seq * sp // ranks
     return [m for m in range(1, min(rows, 64) + 1) if rows % m == 0]
 
 
@@ -243,6 +267,7 @@ def check(
     """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks; what is wrong
     with any number of them the types refuse. `shared`: the ranks share one memory, as on a CPU."""
     now = Layout.of(config, ranks)
+    config.parallel.readers(ranks)
     if ranks % now.ep:
         near = min(degrees(config.model, ranks), key=lambda ep: abs(math.log(ep / now.ep)))
         up = -(-ranks // now.ep) * now.ep
@@ -252,7 +277,7 @@ def check(
     have = memory_bytes if shared else int(USABLE * memory_bytes)
 
     def need(layout: Layout) -> int:
-        return _memory(config, layout).total * (ranks if shared else 1)
+        return memory(config, layout).total * (ranks if shared else 1)
 
     if need(now) <= have:
         return
@@ -268,19 +293,22 @@ def check(
 
 
 def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> Layout | None:
-    """That fits with the fewest changes; the stage is changed before the micro-batch, ep, and what is recomputed."""
+    """That fits with the fewest changes; the stage is changed before the micro-batch, ep, and what is recomputed, and
+    sequences are shared where nothing else helps."""
     stages = range(now.zero, 4) if config.parallel.engine == "deepspeed" else [now.zero]
     options = (
-        Layout(now.ranks, zero, ep, micro, again)
+        Layout(now.ranks, zero, ep, micro, again, sp)
+        for sp in shares(config.model, now.ranks)
         for zero in stages
         for ep in (degrees(config.model, now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
-        for micro in micro_batches(config, now.ranks)
+        for micro in micro_batches(config, now.ranks, sp)
         for again in {now.recompute, True}
     )
 
-    def distance(option: Layout) -> tuple[int, bool, bool, bool, int, int]:
+    def distance(option: Layout) -> tuple[float, ...]:
         again, ep, micro = option.recompute != now.recompute, option.ep != now.ep, option.micro_batch != now.micro_batch
-        return again + ep + micro + (option.zero != now.zero), again, ep, micro, option.zero, -option.micro_batch
+        changes = again + ep + micro + (option.zero != now.zero)
+        return abs(math.log(option.sp / now.sp)), changes, again, ep, micro, option.zero, -option.micro_batch
 
     return next((option for option in sorted(options, key=distance) if fits(option)), None)
 
@@ -289,7 +317,7 @@ def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
     """The first doubling of the GPUs on which the smallest layout fits."""
     for more in (ranks << k for k in range(1, 11)):
         for ep in degrees(config.model, more):
-            layout = Layout(more, 3, ep, 1, True)
-            if _memory(config, layout).total <= USABLE * memory_bytes:
+            layout = Layout(more, 3, ep, 1, True, config.parallel.sp)
+            if memory(config, layout).total <= USABLE * memory_bytes:
                 return layout
     return None

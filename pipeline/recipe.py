@@ -18,7 +18,7 @@ _N0 = 108e6  # the size OLMo-core's ladder was tuned at
 
 def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly."""
-    model, train = config.model, config.train
+    model, train, ranks = config.model, config.train, config.parallel.readers(ranks)
     count = params(model)
     n = count.active_non_embedding
     batch_tokens = _batch_tokens(config, n, ranks)
@@ -101,7 +101,7 @@ def _rows(n: float, seq: int) -> int:
 def _micro_batch(config: RunConfig, rows: int, ranks: int) -> int:
     micro, per_rank = config.train.micro_batch, rows // ranks
     if micro == "auto":  # about 16k tokens fill a GPU at these widths, and fit it
-        most = max(1, 16384 // config.model.seq)
+        most = max(1, 16384 * config.parallel.sp // config.model.seq)
         return max(m for m in range(1, min(most, per_rank) + 1) if per_rank % m == 0)
     if per_rank % micro:
         raise ConfigError(

@@ -58,6 +58,15 @@ def test_bytes_of_experts_by_hand():
     assert sent.gradients == 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4 == sent.weights
 
 
+def test_bytes_of_shared_sequences_by_hand():
+    """Llama-3 8B: 32 layers, 32 query and 8 key/value heads of 128. Over 16 ranks each key/value head is on two."""
+    model = load(size="7b", arch="llama3", sets=["model.seq=32768"]).model
+    tokens = 3 * 2 * 32768 // 16  # of a rank
+    sent = traffic(model, Layout(16, 1, micro_batch=2, sp=16), dtype="bf16", micros=3)
+    assert sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16  # forward and backward
+    assert traffic(model, Layout(16, 1, micro_batch=2), dtype="bf16", micros=3).heads == 0
+
+
 # ── How long it takes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -90,13 +99,15 @@ def test_more_of_anything_costs_what_it_should():
         }
     )
     assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
-    assert at(ep=16).experts_s > 2 * at(ep=8).experts_s > 0 == at(ep=1).experts_s  # beyond the node, and none
+    assert at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s  # beyond the node, and none
     assert at(recompute=True).compute_s > 1.2 * at().compute_s
     assert at(recompute=True).memory.total < at().memory.total
     assert at(micro_batch=8).compute_s < at(micro_batch=1).compute_s
     stages = [at(zero=zero) for zero in range(4)]
     assert [e.memory.total for e in stages] == sorted((e.memory.total for e in stages), reverse=True)
     assert [e.traffic.total for e in stages] == sorted(e.traffic.total for e in stages)
+    shared = at(sp=4)
+    assert shared.memory.activations * 4 == at().memory.activations and shared.exchanges_s > at().exchanges_s
 
 
 def test_the_plan_takes_the_fastest_that_fits():
@@ -132,19 +143,22 @@ GIB = 2**30
         ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["try --set train.micro_batch=3"]),
         ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),
         ("7b", "dense", 8, 24 * GIB, {}, ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"]),
+        ("tiny", "moe", 3, None, {"parallel.sp": 2}, ["parallel.sp=2 does not divide the 3 ranks; try --sp 1, or 4"]),
+        ("1b", "dense", 8, 80 * GIB, {"model.seq": 524288}, ["try --sp 2 --set train.recompute=true"]),
         ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
         ("tiny", "dense", 2, GIB // 64, {}, ["take a smaller --size"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, ranks, memory, sets, words):
-    c = config(size, arch, ranks, **sets)
     with pytest.raises(ConfigError) as refused:
+        c = config(size, arch, ranks, **sets)
         check(c, ranks, memory_bytes=memory, device="H100", shared=size == "tiny")
     message = str(refused.value)
     assert "\n" not in message and all(word in message for word in words), message
     if "try" in message and memory:  # and what it names does work
-        over = re.findall(r"--zero (\d)|--ep (\d+)|--set (\S+)", message.split("; try ")[1])
-        named = [(z and f"parallel.zero={z}") or (e and f"parallel.ep={e}") or s for z, e, s in over]
+        over = re.findall(r"--zero (\d)|--ep (\d+)|--sp (\d+)|--set (\S+)", message.split("; try ")[1])
+        keys = ("parallel.zero=", "parallel.ep=", "parallel.sp=", "")
+        named = [key + value for found in over for key, value in zip(keys, found, strict=True) if value]
         again = {**sets, **dict(pair.split("=") for pair in named)}
         check(config(size, arch, ranks, **again), ranks, memory_bytes=memory, device="H100")
 

@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipeline.errors import ConfigError
+
 VERSION: Literal[1] = 1  # of the schema: raised when an old config.toml would be read with another meaning
 
 Auto = Literal["auto"]
@@ -517,6 +519,16 @@ class Parallel(Frozen):
     engine: Literal["deepspeed", "accelerate"]
     zero: Annotated[int, Field(ge=0, le=3)]
     ep: Positive = 1  # ranks that share the experts of a routed model
+    sp: Positive = 1  # ranks that share each sequence
+
+    def readers(self, ranks: int) -> int:
+        """How many of the ranks read rows of their own; sp of them read the same."""
+        if ranks % self.sp:
+            near, up = math.gcd(ranks, self.sp), -(-ranks // self.sp) * self.sp
+            raise ConfigError(
+                f"parallel.sp={self.sp} does not divide the {ranks} ranks; try --sp {near}, or {up} ranks"
+            )
+        return ranks // self.sp
 
 
 class Data(Frozen):
@@ -616,5 +628,11 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"parallel.ep={self.parallel.ep} does not divide experts={self.model.ffn.experts}; "
                 f"try --ep {math.gcd(self.parallel.ep, self.model.ffn.experts)}"
+            )
+        heads, sp = self.model.attention.heads, self.parallel.sp
+        if heads % sp or self.model.seq % sp:
+            raise ValueError(
+                f"parallel.sp={sp} does not divide heads={heads} and seq={self.model.seq}; "
+                f"try --sp {math.gcd(sp, heads, self.model.seq)}"
             )
         return self

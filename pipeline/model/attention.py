@@ -13,6 +13,7 @@ from pipeline.model.attend import Mask, Scoring, attend
 from pipeline.model.cache import LayerCache
 from pipeline.model.norm import norm
 from pipeline.model.position import Rotary, rotate
+from pipeline.model.sequence import Sequence
 
 
 class Context(NamedTuple):
@@ -33,7 +34,7 @@ class GroupedAttention(nn.Module):
     def __init__(self, model: Model, cfg: GQA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
         self.cfg, self.windowed, self.placed = cfg, windowed, placed
-        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
         self.qkv = nn.Linear(model.width, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim, bias=cfg.bias)
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
         self.q_norm = norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
@@ -49,7 +50,7 @@ class GroupedAttention(nn.Module):
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
-        y_BHSD = attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
+        y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
         return out
 
@@ -62,7 +63,7 @@ class LatentAttention(nn.Module):
     def __init__(self, model: Model, cfg: MLA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
         self.cfg, self.windowed, self.placed = cfg, windowed, placed
-        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
         width, q = model.width, cfg.heads * cfg.score_dim
         straight = cfg.q_rank is None
         self.q_down = nn.Identity() if straight else nn.Linear(width, cfg.q_rank or 0, bias=False)
@@ -88,7 +89,7 @@ class LatentAttention(nn.Module):
             k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, c.heads, -1)), dim=-1)
             q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
             q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHE))
-            y_BHSE = attend(q, k, v, self.scoring, mask, bias, self.sinks)
+            y_BHSE = self.sequence.attend(q, k, v, self.scoring, mask, bias, self.sinks)
         else:
             latent_BKR, k_rope = cache.append(latent_BSR, k_rope.squeeze(2))
             up_HER = self.kv_up.weight.view(c.heads, c.nope_dim + c.v_dim, c.kv_rank)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import MoE
 from pipeline.model.ffn import FeedForward, activate
+from pipeline.model.sequence import Sequence
 
 
 class Routing(NamedTuple):
@@ -112,6 +113,7 @@ class Router(nn.Module):
     def __init__(self, width: int, cfg: MoE) -> None:
         super().__init__()
         self.cfg, self.weight = cfg, nn.Parameter(torch.empty(cfg.experts, width))
+        self.sequence = Sequence()
         # the balancing bias as a whole number of steps: exact, and no cast to bf16 can blur it
         self.register_buffer("steps", torch.zeros(cfg.experts, dtype=torch.int32) if cfg.bias_step else None)
         self.steps: Tensor | None
@@ -128,16 +130,16 @@ class Router(nn.Module):
         load_BE = scores_BSE.new_zeros(len(experts_BN), c.experts)
         load_BE = load_BE.scatter_add(1, experts_BN, torch.ones_like(experts_BN, dtype=load_BE.dtype))
         choice = Choice(experts_BSK.flatten(0, 1), weights_BSK.flatten(0, 1) * c.scale, load_BE.sum(0))
-        kept_TK = (
-            None if c.capacity is None else self._within(experts_BN, load_BE, c.capacity).view_as(choice.experts_TK)
-        )
-        if kept_TK is not None:
+        before_BE, whole_BE = self.sequence.counts(load_BE)
+        dropped = logits_BSE.new_zeros(())
+        if c.capacity is not None:
+            kept_TK = self._within(experts_BN, load_BE, before_BE, c.capacity).view_as(choice.experts_TK)
             choice = choice._replace(weights_TK=choice.weights_TK * kept_TK)
-        dropped = logits_BSE.new_zeros(()) if kept_TK is None else 1 - kept_TK.float().mean()
+            dropped = 1 - kept_TK.float().mean()
         probability_BSE = scores_BSE if c.router == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
         with torch.no_grad():
             entropy = -(probability_BSE * probability_BSE.clamp(min=1e-20).log()).sum(-1).mean()
-        loss = self._loss(logits_BSE, probability_BSE, load_BE)
+        loss = self._loss(logits_BSE, probability_BSE, whole_BE)
         return choice, Routing(loss, choice.load_E, dropped, entropy)
 
     def _choose(self, scores_BSE: Tensor) -> Tensor:
@@ -154,20 +156,20 @@ class Router(nn.Module):
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(c.top_groups, dim=-1).indices, True)
         return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _within(self, experts_BN: Tensor, load_BE: Tensor, capacity: float) -> Tensor:
+    def _within(self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float) -> Tensor:
         """Which rows an expert has room for: the first of each sequence, so that no layout changes what is dropped."""
-        rows, experts = experts_BN.shape[1], self.cfg.experts
+        rows, experts = experts_BN.shape[1] * self.sequence.parts, self.cfg.experts
         most = math.ceil(capacity * rows / experts)
         key = (experts_BN + experts * torch.arange(len(experts_BN), device=experts_BN.device)[:, None]).flatten()
         order, home = sort(key)
-        load = load_BE.flatten()
-        place = torch.arange(len(key), device=key.device) - (load.cumsum(0) - load)[key[order]]
+        load, before = load_BE.flatten(), before_BE.expand_as(load_BE).flatten()
+        place = torch.arange(len(key), device=key.device) - (load.cumsum(0) - load - before)[key[order]]
         return (place < most)[home]
 
     def _loss(self, logits_BSE: Tensor, probability_BSE: Tensor, load_BE: Tensor) -> Tensor:
         """Switch's balance loss, 1 at perfect balance, over the micro-batch and within sequences, and the z loss."""
         c, loss = self.cfg, logits_BSE.new_zeros(())
-        share_BE = load_BE * (c.experts / (logits_BSE.shape[1] * c.top_k))
+        share_BE = load_BE * (c.experts / (logits_BSE.shape[1] * self.sequence.parts * c.top_k))
         mean_BE = probability_BSE.mean(1)
         if c.aux_loss:
             loss = loss + c.aux_loss * (share_BE.mean(0) * mean_BE.mean(0)).sum()

@@ -18,6 +18,7 @@ from pipeline.model.moe import MixtureOfExperts, Router, Routing
 from pipeline.model.norm import norm
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
 from pipeline.model.residual import PLACEMENTS, Residual
+from pipeline.model.sequence import Sequence
 from pipeline.objective.loss import Terms, next_token_loss, terms
 
 
@@ -55,15 +56,17 @@ class Head(nn.Module):
 
     def __init__(self, weight_VW: nn.Parameter, scale: float) -> None:
         super().__init__()
-        self.weight, self.scale = weight_VW, scale
+        self.weight, self.scale, self.sequence = weight_VW, scale, Sequence()
         self.terms: Terms = terms  # an engine may swap in a compiled one
 
     def forward(self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int) -> Tensor | Losses:
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             return h_BSW @ self.weight.T
-        h_TW, targets_T = h_BSW.flatten(0, 1), targets_BS.flatten()
-        return Losses(*next_token_loss(h_TW, self.weight, targets_T, z_loss=z_loss, chunk=chunk, terms=self.terms))
+        count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts  # the mean over the parts is that of all
+        h_TW, targets_T = h_BSW.flatten(0, 1), self.sequence.cut(targets_BS, 1).flatten()
+        scored = next_token_loss(h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk, terms=self.terms)
+        return Losses(*scored)
 
 
 class Ahead(nn.Module):
@@ -93,6 +96,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg, self.z_loss, self.loss_chunk, self.recompute = cfg, z_loss, loss_chunk, recompute
+        self.sequence = Sequence()
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
@@ -156,7 +160,7 @@ class Decoder(nn.Module):
         return out
 
     def _embed(self, tokens_BS: Tensor, places: Tensor) -> Tensor:
-        x_BSW: Tensor = self.embedding(tokens_BS)
+        x_BSW: Tensor = self.embedding(self.sequence.cut(tokens_BS, 1))
         if self.cfg.multipliers.embedding != 1:
             x_BSW = x_BSW * self.cfg.multipliers.embedding
         match self.cfg.position:
@@ -180,6 +184,7 @@ class Decoder(nn.Module):
             begins = torch.ones_like(documents_BS, dtype=torch.bool)
             begins[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
             places = places - torch.where(begins, places, 0).cummax(dim=1).values
+        places = self.sequence.cut(places, -1)
         position, a = cfg.position, cfg.attention
         table = rotary(places, a.rotary_dim, position) if isinstance(position, RoPE) else None
         bias = None

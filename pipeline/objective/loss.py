@@ -33,10 +33,16 @@ def terms(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, z_loss: float, chunk: int, terms: Terms
+        ctx: Any,
+        h_TW: Tensor,
+        weight_VW: Tensor,
+        targets_T: Tensor,
+        count: Tensor,
+        z_loss: float,
+        chunk: int,
+        terms: Terms,
     ) -> tuple[Tensor, Tensor]:
-        predicts_T = targets_T >= 0
-        share_T = predicts_T / predicts_T.sum().clamp(min=1)  # of the mean: nothing where nothing is predicted
+        share_T = (targets_T >= 0) / count  # of the mean: nothing where nothing is predicted
         targets_T = targets_T.clamp(min=0)
         train = h_TW.requires_grad or weight_VW.requires_grad
         grad_h = torch.empty_like(h_TW) if train else None
@@ -55,16 +61,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll + z_loss * z, nll
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None
+        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None, None
 
 
 def next_token_loss(
-    h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, *, z_loss: float, chunk: int, terms: Terms = terms
+    h_TW: Tensor,
+    weight_VW: Tensor,
+    targets_T: Tensor,
+    count: Tensor | None = None,
+    *,
+    z_loss: float,
+    chunk: int,
+    terms: Terms = terms,
 ) -> tuple[Tensor, Tensor]:
-    """What is minimised (with the z term), and the mean negative log likelihood in nats, which is what is reported."""
+    """What is minimised (with the z term), and the mean negative log likelihood in nats, which is what is reported.
+    `count` is what the sum is divided by, where these targets are not all that the mean is over."""
+    count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, z_loss, chunk, terms
+        h_TW, weight_VW, targets_T, count, z_loss, chunk, terms
     )
     return total, nll

@@ -8,6 +8,7 @@ from pipeline.config.schema import MoE, RunConfig
 from pipeline.model.build import build, draw
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
+from pipeline.parallel.sequence import share_sequences
 from pipeline.parallel.world import World
 
 
@@ -15,17 +16,21 @@ def engine(config: RunConfig, world: World) -> Engine:
     if config.train.dtype == "bf16" and world.device.type == "cuda":
         # the only fp32 products are the routers', whose operands are bf16 values: TF32 holds them exactly
         torch.set_float32_matmul_precision("high")
+    built: Engine
     match config.parallel.engine:
         case "deepspeed":
             from pipeline.parallel.zero import ZeroEngine
 
-            return ZeroEngine(config, _model(config, world), world)
+            built = ZeroEngine(config, _model(config, world), world)
         case "accelerate":
             from pipeline.parallel.ddp import DDPEngine
 
-            return DDPEngine(config, _model(config, world), world)
+            built = DDPEngine(config, _model(config, world), world)
         case _:
             assert_never(config.parallel.engine)
+    if config.parallel.sp > 1:
+        share_sequences(built.module, config.parallel.sp)
+    return built
 
 
 def _model(config: RunConfig, world: World) -> Decoder:

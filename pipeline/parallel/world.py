@@ -43,6 +43,10 @@ class World:
     def first(self) -> bool:
         return self.rank == 0
 
+    def reader(self, sp: int) -> tuple[int, int]:
+        """Which share of a batch's rows this rank reads, of how many: ranks that share sequences read the same."""
+        return self.rank // sp, self.size // sp
+
     def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
         """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, still being computed on the device, is put
         before the values; nothing here waits for the device."""

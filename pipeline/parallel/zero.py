@@ -209,7 +209,7 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
     rows = train.batch_tokens // config.model.seq
     return {
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": rows // micro // world.size,
+        "gradient_accumulation_steps": rows // micro // (world.size // config.parallel.sp),
         "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {"stage": config.parallel.zero},

@@ -15,7 +15,7 @@ from pipeline.config.load import load, names, read_toml, validate
 from pipeline.config.schema import WSD, Frozen, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError
-from pipeline.layout import Layout, estimate
+from pipeline.layout import Layout, estimate, memory
 from pipeline.optim.schedule import decay_begins
 from pipeline.recipe import resolve
 from pipeline.scaling.figures import count, power
@@ -170,23 +170,20 @@ def _planned(sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: flo
     run = resolve(config.model_copy(update={"train": train}), ranks=sweep.nproc, gpu=sweep.cluster is not None)
     settled, lr, warmup = run.train, run.optim.lr, run.optim.schedule.warmup_steps
     assert settled.steps and settled.batch_tokens != "auto" and settled.micro_batch != "auto"
-    assert settled.dtype != "auto" and lr != "auto" and warmup != "auto" and settled.loss_chunk != "auto"
+    assert lr != "auto" and warmup != "auto"
     D = float(settled.steps * settled.batch_tokens)
     C = D * account.flops_per_token(run.model).model
-    memory = account.memory(
-        run.model, dtype=settled.dtype, zero=1, ranks=sweep.nproc, micro_batch=settled.micro_batch,
-        loss_chunk=settled.loss_chunk, recompute=settled.recompute,
-    )  # fmt: skip
+    layout = Layout(sweep.nproc, 1, micro_batch=settled.micro_batch, recompute=settled.recompute)
     hours = None
     if run.cluster.rates and (peak := run.cluster.peak_flops):
         step_s = C / settled.steps / (peak * sweep.nproc * mfu) if mfu else max(
-            estimate(run, Layout(sweep.nproc, 1, micro_batch=settled.micro_batch)).step_s, LAYER_S * run.model.layers
+            estimate(run, layout).step_s, LAYER_S * run.model.layers
         )  # fmt: skip
         hours = settled.steps * step_s / 3600
         mfu = C / (hours * 3600 * peak * sweep.nproc)
     return Planned(
         name, run.model.size, account.params(run.model).scaling, D, C, lr, warmup, settled.batch_tokens, settled.steps,
-        memory.total, mfu, hours, C,
+        memory(run, layout).total, mfu, hours, C,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pipeline import account
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.shards import Corpus
+from pipeline.layout import Layout, memory
 from pipeline.objective.batch import Batch
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine
@@ -34,12 +35,7 @@ def train(
 ) -> Iterator[tuple[str, Any]]:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
     train = config.train
-    assert (
-        isinstance(train.batch_tokens, int)
-        and isinstance(train.micro_batch, int)
-        and train.dtype != "auto"
-        and train.loss_chunk != "auto"
-    )
+    assert isinstance(train.batch_tokens, int)
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
     yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -72,16 +68,7 @@ def train(
         yield "MFU %", "unknown: no peak is known for this device; give --cluster"
     yield "of measured matmul ceiling %", round(100 * speed * flops.model / ceiling, 2)
     yield "matmul ceiling TFLOP/s", round(ceiling / 1e12, 2)
-    predicted = account.memory(
-        config.model,
-        dtype=train.dtype,
-        zero=config.parallel.zero,
-        ranks=world.size,
-        micro_batch=train.micro_batch,
-        loss_chunk=train.loss_chunk,
-        recompute=train.recompute,
-        ep=config.parallel.ep,
-    )
+    predicted = memory(config, Layout.of(config, world.size))
     yield "peak memory GiB", round(peak_memory_bytes() / 2**30, 2)
     yield "predicted memory GiB", round(predicted.total / 2**30, 2)
     if parts:
@@ -101,13 +88,14 @@ def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> None
 def _batches(config: RunConfig, corpus: Corpus | None, count: int, world: World) -> Iterator[Batch]:
     assert isinstance(config.train.batch_tokens, int)
     seq, rows = config.model.seq, config.train.batch_tokens // config.model.seq
+    reader, readers = world.reader(config.parallel.sp)
     if corpus is not None:
         loader = Loader(corpus, "train", seq=seq, rows=rows, seed=config.seed)
-        yield from (batch for _, batch in prefetch(loader, 0, count, world.rank, world.size))
+        yield from (batch for _, batch in prefetch(loader, 0, count, reader, readers))
         return
     for step in range(count):
-        generator = torch.Generator().manual_seed(step * world.size + world.rank)
-        tokens = torch.randint(config.model.vocab, (rows // world.size, seq + 1), generator=generator)
+        generator = torch.Generator().manual_seed(step * readers + reader)
+        tokens = torch.randint(config.model.vocab, (rows // readers, seq + 1), generator=generator)
         yield Batch(tokens[:, :-1], tokens[:, 1:], 0)
 
 

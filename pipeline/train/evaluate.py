@@ -26,14 +26,14 @@ class Evaluator:
             boundaries=config.data.documents or config.data.packing == "best-fit",
         )
         self._batches = max(1, min(config.train.eval_batches, self._loader.steps_per_epoch))
-        self._micro, self._world = config.train.micro_batch, world
+        self._micro, self._world, self._reader = config.train.micro_batch, world, world.reader(config.parallel.sp)
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, engine: Engine) -> dict[str, float]:
         """Nats per token and bits per byte of the raw text, which compares across tokenizers."""
         total, count = torch.zeros((), device=self._world.device), 0
         for step in range(self._batches):
-            for micro in cut(self._loader.batch(step, self._world.rank, self._world.size), self._micro, self._world):
+            for micro in cut(self._loader.batch(step, *self._reader), self._micro, self._world):
                 total += engine.evaluate(micro)
                 count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size

@@ -72,7 +72,7 @@ class Loop:
         self.meter.restart()
         self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
-        with closing(prefetch(loader, start, self.steps, self.world.rank, self.world.size)) as batches:
+        with closing(prefetch(loader, start, self.steps, *self.world.reader(self.config.parallel.sp))) as batches:
             for step, batch in batches:
                 stopping = self._step(step, batch, time.perf_counter() - asked)
                 done = step + 1
@@ -129,7 +129,8 @@ class Loop:
         if any(wrong):
             raise self.replicas.blame(done)
         loss, norm = loss / self.world.size, norm / self.world.size
-        digest = sum(int(part) << shift for part, shift in zip(parts, _SHIFTS, strict=True)) % 2**64
+        sp = self.config.parallel.sp  # each row was read, and its hash told, by so many ranks
+        digest = sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True)) % 2**64
         self._seen = _Seen(loss, norm, bool(stop), f"{digest:016x}", self.guard.judge(loss, norm))
         return not self._seen.reason
 

@@ -218,15 +218,16 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
         rows = batch // config.model.seq
-        if rows % request.nproc:
-            fits = max(n for n in range(1, request.nproc) if rows % n == 0)
+        readers, sp = config.parallel.readers(request.nproc), config.parallel.sp
+        if rows % readers:
+            fits = sp * max(n for n in range(1, readers) if rows % n == 0)
             raise ConfigError(
                 f"--nproc {request.nproc} does not divide the {rows} sequences of a batch, which a resumed run keeps; "
                 f"try --nproc {fits}"
             )
         micro = train.micro_batch
         if micro in ("auto", was.micro_batch):  # not asked for
-            micro = "auto" if rows // request.nproc % was.micro_batch else was.micro_batch
+            micro = "auto" if rows // readers % was.micro_batch else was.micro_batch
         config = config.model_copy(
             update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
         )

@@ -17,7 +17,8 @@ import xxhash
 from torch import Tensor
 
 from pipeline.config.load import merge, validate
-from pipeline.config.schema import MoE, RunConfig
+from pipeline.config.schema import RunConfig
+from pipeline.layout import degrees, shares
 from pipeline.model.build import build, draw
 from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
@@ -38,6 +39,7 @@ _CONTROL = 1.01  # on the experts' gradients, or the FFN's: an error that must b
 class Layout:
     zero: int = 1
     ep: int = 1
+    sp: int = 1
     engine: str = "deepspeed"
     control: bool = False  # a deliberate error
 
@@ -45,17 +47,16 @@ class Layout:
     def name(self) -> str:
         if self.control:
             return "control: gradients of experts mis-scaled" if self.ep > 1 else "control: a gradient mis-scaled"
-        return "accelerate" if self.engine == "accelerate" else f"zero {self.zero}" + (f" ep {self.ep}" * (self.ep > 1))
+        stage = "accelerate" if self.engine == "accelerate" else f"zero {self.zero}"
+        return stage + f" ep {self.ep}" * (self.ep > 1) + f" sp {self.sp}" * (self.sp > 1)
 
 
 def layouts(config: RunConfig, nproc: int) -> list[Layout]:
     """Every one that these processes can take, the referee, and the negative control."""
-    ffn = config.model.ffn
-    most = ffn.experts if isinstance(ffn, MoE) else 1
-    eps = [ep for ep in range(1, nproc + 1) if nproc % ep == 0 and most % ep == 0 and ep <= most]
-    found = [Layout(zero, ep) for ep in eps for zero in range(4)]
+    eps, sps = degrees(config.model, nproc), shares(config.model, nproc)
+    found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(4)]
     if config.train.dtype == "fp32":
-        found.append(Layout(0, 1, "accelerate"))
+        found += [Layout(0, 1, sp, "accelerate") for sp in sps]
     return [*found, Layout(1, eps[-1], control=True)]
 
 
@@ -119,7 +120,7 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
 
 
 def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -> Outcome:
-    over = {"parallel": {"zero": layout.zero, "ep": layout.ep, "engine": layout.engine}}
+    over = {"parallel": {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}}
     config = validate(RunConfig, merge(config.model_dump(), over))
     micro, lr = config.train.micro_batch, config.optim.lr
     assert isinstance(micro, int) and isinstance(lr, float) and config.train.dtype in BOUND
@@ -141,7 +142,7 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
         update = worker.update(cut(batch, micro, world), lr, look)
         losses.append(world.sum([], first=update.nll).item() / world.size)
         norms.append(float(update.grad_norm))
-        tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step]
+        tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step] * layout.sp % 2**64
     everywhere = world.gather(found)
     return Outcome(
         layout.name,
@@ -189,7 +190,8 @@ def _batch(config: RunConfig, step: int, world: World) -> Batch:
     tokens = torch.randint(vocab, (rows, seq + 1), generator=generator)
     if step == 1:
         tokens = tokens[:1, :1].repeat(rows, seq + 1)
-    mine = range(world.rank * rows // world.size, (world.rank + 1) * rows // world.size)
+    reader, readers = world.reader(config.parallel.sp)
+    mine = range(reader * rows // readers, (reader + 1) * rows // readers)
     digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in mine)
     own = tokens[mine.start : mine.stop]
     return Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous(), digest % 2**64)

@@ -15,7 +15,8 @@ from tests.conftest import environment
 
 STEPS = 5
 BF16 = {"train": {"dtype": "bf16"}}
-CHAIN = ((2, 1, 2, 1), (1, 0, 1, 2), (3, 3, 1, 3), (4, 3, 2, 4))  # processes, ZeRO, expert parallel, resumed from
+# processes, ZeRO, expert parallel, sequence parallel, resumed from
+CHAIN = ((2, 1, 2, 1, 1), (1, 0, 1, 1, 2), (3, 3, 1, 1, 3), (4, 3, 2, 2, 4))
 CONVERTED = {  # processes, settings
     "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
     "bf16, zero 0": (2, {"parallel": {"zero": 0, "ep": 1}, **BF16}),
@@ -63,14 +64,14 @@ def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
 
 def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     """A model with experts and routers' counters: 4 ranks at ZeRO-2 with 2 experts each, then 2 at ZeRO-1 with 4 each,
-    1, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each, each from the one before; beside the run that never moved. And
-    other layouts, loaded and saved at once, give back the very numbers."""
+    1, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence, each from the one before; beside the run
+    that never moved. And other layouts, loaded and saved at once, give back the very numbers."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2, "ep": 4}}
     start = {"out": whole, "nproc": 4, "over": small, "arch": "mla-moe", "sets": settings(1, STEPS)}
     jobs = [{"do": "train", "data": corpus, **start}, {"do": "copy", "src": whole, "dst": moved}]
-    for nproc, zero, ep, step in CHAIN:
-        over = {"parallel": {"zero": zero, "ep": ep}}
+    for nproc, zero, ep, sp, step in CHAIN:
+        over = {"parallel": {"zero": zero, "ep": ep, "sp": sp}}
         jobs += [
             {"do": "cut", "out": moved, "step": step},
             {"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus},

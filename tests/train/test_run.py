@@ -59,7 +59,7 @@ def test_the_golden_run(base):
         ("one process", 1, ()),
         ("accumulating", 2, ("--set", "train.micro_batch=2")),
         ("zero 0", 2, ("--zero", 0)),
-        ("zero 2", 2, ("--zero", 2)),
+        ("zero 2, sequences shared", 2, ("--zero", 2, "--sp", 2)),
         ("zero 3", 2, ("--zero", 3)),
         ("recomputing", 1, ("--set", "train.recompute=true", "--zero", 0)),
         ("accelerate, the referee", 2, ("--engine", "accelerate", "--zero", 0)),

@@ -10,8 +10,8 @@ from tests.conftest import launch
 @pytest.mark.parametrize(
     ("arch", "nproc", "layouts"),
     [
-        ("mla-moe", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate"),
-        ("switch", 2, "zero 1,zero 1 ep 2,zero 3 ep 2"),
+        ("mla-moe", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2"),
+        ("switch", 2, "zero 1,zero 1 ep 2,zero 3 ep 2,zero 2 ep 2 sp 2,accelerate sp 2"),
     ],
 )
 def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, layouts):

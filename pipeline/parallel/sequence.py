@@ -1,0 +1,58 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): consecutive ranks work on the same rows, a run of tokens each.
+
+B batch · H query heads · G key/value heads · S sequence · D width · P ranks of the group
+
+Attention needs every token and no other head: around it an all-to-all gives each rank all tokens of its share of the
+heads. To ZeRO these ranks are data-parallel ones like any: each rank's loss is its part of the rows' mean, times P.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from pipeline.model.attend import Mask, Scoring, attend
+from pipeline.model.sequence import Sequence
+
+
+class Part(Sequence):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.rank, self.parts = group, group.rank(), group.size()
+
+    def counts(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        counts = count.new_empty(self.parts, *count.shape)
+        dist.all_gather_into_tensor(counts.flatten(0, 1), count.contiguous(), self._group)
+        return counts[: self.rank].sum(0), counts.sum(0)
+
+    def attend(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        scoring: Scoring,
+        mask: Mask,
+        bias_HQK: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        kv_heads = k_BGKD.shape[1]
+        copies = math.lcm(kv_heads, self.parts) // kv_heads  # fewer key/value heads than ranks: some get the same
+        k_BGKD, v_BGKE = (t.repeat_interleave(copies, 1) if copies > 1 else t for t in (k_BGKD, v_BGKE))
+        q, k, v = (self._swap(t, give=1, take=2) for t in (q_BHQD, k_BGKD, v_BGKE))
+        bias, sinks = (None if t is None else self.cut(t, 0) for t in (bias_HQK, sinks_H))
+        return self._swap(attend(q, k, v, scoring, mask, bias, sinks), give=2, take=1)
+
+    def _swap(self, x: Tensor, give: int, take: int) -> Tensor:
+        """This rank's share of dimension `give`, and of `take` what all ranks have of it."""
+        parts = torch.stack(x.chunk(self.parts, give))
+        return torch.cat(all_to_all_single_autograd(parts, None, None, self._group).unbind(), take)
+
+
+def share_sequences(model: nn.Module, sp: int) -> None:
+    """Give every module that knows of tokens or heads its part; every rank calls it."""
+    group, _ = dist.new_subgroups(sp)  # type: ignore[no-untyped-call]
+    part = Part(group)
+    for module in model.modules():
+        if hasattr(module, "sequence"):
+            module.sequence = part  # type: ignore[assignment]
