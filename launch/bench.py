@@ -1,13 +1,21 @@
 """`launch bench data`, `launch bench loader`: ratios measured in one run, since machines are noisy."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.examples import examples
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.config.schema import RunConfig
+    from pipeline.train.bench import Peer
 
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
 
@@ -42,6 +50,8 @@ def loader(
         "launch bench train --size 1b --data data/web",
         "launch bench train --size tiny --arch moe --steps 5 --json",
         "launch bench train --size 125m --profile kernels.txt",
+        "launch bench train --size 1m --compare hf --steps 10",
+        "launch bench train --size 1b --auto-batch --overheads",
     )
 )
 def train(
@@ -54,6 +64,13 @@ def train(
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Write the kernels of one step to this file.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="hf: time Hugging Face's model of the same shape in turn with ours.")
+    ] = None,
+    auto_batch: Annotated[bool, typer.Option("--auto-batch", help="The largest micro-batch that fits.")] = False,
+    overheads: Annotated[
+        bool, typer.Option("--overheads", help="What guard, hashes, log and checkpoints cost, each switched off.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """The training step through the real engine: tokens/s, MFU, parts, memory, beside the device's own ceiling."""
@@ -62,9 +79,11 @@ def train(
 
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
+    from pipeline.layout import widen
     from pipeline.parallel.world import World
     from pipeline.recipe import resolve
     from pipeline.train import bench
+    from pipeline.train.plan import Devices
 
     if "RANK" not in os.environ:  # alone, not under torchrun
         with socket.create_server(("localhost", 0)) as free:
@@ -79,14 +98,36 @@ def train(
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    over = {"parallel": {"zero": zero}}
-    config = load(size=size, arch=arch, cluster=cluster, sets=sets or (), over=over)
-    config = resolve(config, ranks=world.size, gpu=world.device.type == "cuda")
+    over = {"parallel": {"zero": zero}, "train": {"auto_batch": auto_batch}}
     corpus = None if data is None else Corpus.open(data)
-    _print(bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile), as_json)
+    layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
+    loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
+    config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
+    first: list[tuple[str, Any]] = []
+    if auto_batch and loaded.train.micro_batch == "auto":
+        here = Devices.here()
+        config, note = widen(config, world.size, here.memory_bytes, here.name, shared=not here.gpus)
+        first.append(("auto-batch", note))
+    peer = None
+    if compare is not None:
+        peer = _peer(compare, config, world.size)
+    figures = bench.train(
+        config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, overheads=overheads
+    )
+    _print(chain(first, figures), as_json)
 
 
-def _print(measured: Iterator[tuple[str, Any]], as_json: bool) -> None:
+def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, torch.device], Peer]":
+    """Refused before anything is timed."""
+    from pipeline.interop.peer import Peer, described
+
+    if name != "hf" or ranks > 1:
+        raise ConfigError(f"--compare {name} on {ranks} processes: only hf is known, and only on one")
+    described(config)
+    return Peer
+
+
+def _print(measured: Iterable[tuple[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(dict(measured)))
         return

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
     "launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b",
+    "launch pretrain --size 1b --data data/web --auto-batch",
     "launch pretrain --resume --out runs/1b",
     "launch pretrain --init runs/llama --data data/web --out runs/more",
     "launch pretrain --size 1b --data data/web --cluster h100 --slurm --nodes 4 --time 24:00:00",
@@ -44,6 +45,9 @@ def pretrain(
     tokens: Annotated[float | None, typer.Option(help="Length in tokens (1e9 works).")] = None,
     flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    auto_batch: Annotated[
+        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits; lowered if memory runs out.")
+    ] = False,
     init: Annotated[
         Path | None, typer.Option(help="Begin with the weights of a run or an import, instead of --size.")
     ] = None,
@@ -97,6 +101,7 @@ def pretrain(
         (("train", "tokens"), tokens),
         (("train", "flops"), flops),
         (("train", "dtype"), dtype),
+        (("train", "auto_batch"), auto_batch or None),
         (("cluster", "slurm", "time"), time),
     ]
     wish = Request(
@@ -105,6 +110,8 @@ def pretrain(
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
     settled = settle(wish, devices)
+    if settled.note and not quiet:
+        typer.echo(settled.note, err=True)
     if asked:
         if not (dry_run and quiet):
             submit(settled, asked, track=track, dry_run=dry_run, as_json=as_json)

@@ -8,8 +8,9 @@ Tensor and pipeline parallelism do not exist here. docs/SCALE.md holds all this 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeline import account
@@ -246,11 +247,34 @@ def shares(model: Model, ranks: int) -> list[int]:
     return [sp for sp in range(1, most + 1) if most % sp == 0]
 
 
-def micro_batches(config: RunConfig, ranks: int, sp: int = 1) -> list[int]:
+def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
     """What divides a reader's share of the batch."""
     assert config.train.batch_tokens != "auto"
     rows = config.train.batch_tokens // config.model.seq * sp // ranks
-    return [m for m in range(1, min(rows, 64) + 1) if rows % m == 0]
+    return [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
+
+
+def widen(
+    config: RunConfig, ranks: int, memory_bytes: int | None, device: str, *, shared: bool
+) -> tuple[RunConfig, str]:
+    """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
+    limits = []
+    if memory_bytes is not None:
+        limits.append((memory_bytes / ranks if shared else USABLE * memory_bytes, f"this {device}"))
+    if config.cluster.memory_bytes is not None:
+        limits.append((USABLE * config.cluster.memory_bytes, "cluster.memory_bytes"))
+    if not limits:
+        raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
+    have, whose = min(limits)
+    now = Layout.of(config, ranks)
+    micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
+    needs = {micro: memory(config, replace(now, micro_batch=micro)).total for micro in micros}
+    micro = max((micro for micro, need in needs.items() if need <= have), default=1)
+    train = config.train.model_copy(update={"micro_batch": micro})
+    return config.model_copy(update={"train": train}), (
+        f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB per rank, {whose} gives "
+        f"{have / 2**30:,.2f} GiB"
+    )
 
 
 def best(estimates: Sequence[Estimate]) -> Estimate:

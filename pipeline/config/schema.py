@@ -492,6 +492,7 @@ class Train(Frozen):
     tokens_per_param: Rate
     batch_tokens: Positive | Auto
     micro_batch: Positive | Auto  # sequences per rank and forward pass
+    auto_batch: bool = False  # micro_batch "auto" is the largest that fits, and is lowered if that turns out too large
     dtype: Dtype | Auto
     recompute: bool  # run each block's forward again in the backward pass instead of keeping its activations
     compile: bool | Auto

@@ -371,7 +371,7 @@ def choose(model: Model) -> Family:
         key = (nowhere or list(lost[family.kind]))[0]
         raise ConfigError(
             f"model.{key}={lost[family.kind][key]!r} has no counterpart in {family.architecture}, the nearest of "
-            "transformers' classes; only a model without it can be exported"
+            "transformers' classes; a model without it has one"
         )
     return family
 

@@ -1,27 +1,55 @@
 """The training step through the real engine, loader, loss and metrics, timed beside the device's own ceiling."""
 
+import gc
+import itertools
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import xxhash
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import account
+from pipeline.checkpoint.save import Saver
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.shards import Corpus
+from pipeline.errors import RunError
 from pipeline.layout import Layout, memory
 from pipeline.objective.batch import Batch
 from pipeline.parallel.build import engine
-from pipeline.parallel.engine import Engine
+from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
+from pipeline.track.log import Log
+from pipeline.track.tracker import Fan, LocalLog
 from pipeline.train.evaluate import cut
+from pipeline.train.faults import no_memory, smaller
+from pipeline.train.guard import Guard
+from pipeline.train.loop import Loop
 from pipeline.train.meter import peak_flops, peak_memory_bytes
+from pipeline.train.rundir import RunDir
+from pipeline.train.stop import Stop
+from pipeline.train.watch import Watch
 
-_WARMUP = 1  # compiles
+_ALIKE = 0.05  # of the loss: two models of one shape, freshly drawn, begin no further apart
+_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+
+
+class Peer(Protocol):
+    def step(self, micros: Sequence[Micro]) -> Tensor: ...
+
+
+Figures = Iterator[tuple[str, Any]]
 
 
 def train(
@@ -32,21 +60,21 @@ def train(
     steps: int,
     parts: bool = True,
     profile: Path | None = None,
-) -> Iterator[tuple[str, Any]]:
+    peer: Callable[[RunConfig, torch.device], Peer] | None = None,
+    overheads: bool = False,
+) -> Figures:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
-    train = config.train
-    assert isinstance(train.batch_tokens, int)
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
     yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     yield "torch", torch.__version__
     count = account.params(config.model)
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
+    batches = _batches(config, corpus, world)
+    worker, config, first_loss = _begin(config, world, next(batches))
+    train = config.train
+    assert isinstance(train.batch_tokens, int) and isinstance(train.micro_batch, int)
     yield "batch", f"{train.batch_tokens:,} tokens in micro-batches of {train.micro_batch} × {config.model.seq}"
-    worker = engine(config, world)
-    batches = _batches(config, corpus, _WARMUP + 2 * steps + 2, world)
-    for _ in range(_WARMUP):
-        _step(worker, next(batches), config, world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     took, waited = [], []
@@ -68,40 +96,65 @@ def train(
         yield "MFU %", "unknown: no peak is known for this device; give --cluster"
     yield "of measured matmul ceiling %", round(100 * speed * flops.model / ceiling, 2)
     yield "matmul ceiling TFLOP/s", round(ceiling / 1e12, 2)
-    predicted = memory(config, Layout.of(config, world.size))
+    yield "convention", account.CONVENTION
     yield "peak memory GiB", round(peak_memory_bytes() / 2**30, 2)
-    yield "predicted memory GiB", round(predicted.total / 2**30, 2)
+    yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)
     if parts:
         yield from _parts(worker, batches, config, world, steps)
+    yield "host reads per step", reads(lambda: _step(worker, next(batches), config, world), world)
     if profile is not None:
         yield "kernels", _kernels(worker, next(batches), config, world, profile)
-    yield "convention", account.CONVENTION
+    if peer is not None:
+        yield from _compare(worker, peer, batches, config, world, steps, first_loss)
+    if overheads:
+        with tempfile.TemporaryDirectory() as aside:
+            yield from _overheads(worker, batches, config, world, steps, Path(aside))
 
 
-def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> None:
-    """As the loop does it: update, one sum over ranks, one read."""
+def _begin(config: RunConfig, world: World, batch: Batch) -> tuple[Engine, RunConfig, float]:
+    """After one step, which may compile. With train.auto_batch it is a trial: the micro-batch shrinks until it fits."""
+    while (begun := _try(config, world, batch)) is None:
+        config = smaller(config) or config
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return begun[0], config, begun[1]
+
+
+def _try(config: RunConfig, world: World, batch: Batch) -> tuple[Engine, float] | None:
+    """None when memory ran out and a smaller micro-batch may fit; what it held goes with this frame."""
+    try:
+        worker = engine(config, world)
+        return worker, _step(worker, batch, config, world)
+    except (RuntimeError, MemoryError) as error:
+        # of several ranks the others wait for this one: only a launcher can begin anew, as pretrain's does
+        if world.size > 1 or not no_memory(type(error).__name__, str(error)) or smaller(config) is None:
+            raise
+        return None
+
+
+def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> float:
+    """As the loop does it at its barest: update, one sum over ranks, one read of the loss."""
     assert isinstance(config.train.micro_batch, int) and isinstance(config.optim.lr, float)
     update = worker.update(cut(batch, config.train.micro_batch, world), config.optim.lr)
-    world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
+    loss, _ = world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
+    return float(loss) / world.size
 
 
-def _batches(config: RunConfig, corpus: Corpus | None, count: int, world: World) -> Iterator[Batch]:
+def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator[Batch]:
     assert isinstance(config.train.batch_tokens, int)
     seq, rows = config.model.seq, config.train.batch_tokens // config.model.seq
     reader, readers = world.reader(config.parallel.sp)
     if corpus is not None:
         loader = Loader(corpus, "train", seq=seq, rows=rows, seed=config.seed)
-        yield from (batch for _, batch in prefetch(loader, 0, count, reader, readers))
-        return
-    for step in range(count):
+        yield from (batch for _, batch in prefetch(loader, 0, sys.maxsize, reader, readers))
+    for step in itertools.count():
         generator = torch.Generator().manual_seed(step * readers + reader)
         tokens = torch.randint(config.model.vocab, (rows // readers, seq + 1), generator=generator)
         yield Batch(tokens[:, :-1], tokens[:, 1:], 0)
 
 
-def _parts(
-    worker: Engine, batches: Iterator[Batch], config: RunConfig, world: World, steps: int
-) -> Iterator[tuple[str, float]]:
+def _parts(worker: Engine, batches: Iterator[Batch], config: RunConfig, world: World, steps: int) -> Figures:
     """Where a step's time goes, waiting for the device after every part, which makes the sum a little longer."""
     spent: dict[str, float] = {}
 
@@ -113,11 +166,155 @@ def _parts(
             torch.cuda.synchronize()
         spent[part] = spent.get(part, 0.0) + time.perf_counter() - began
 
-    worker.clock = clock
+    before, worker.clock = worker.clock, clock
     for _ in range(steps):
         _step(worker, next(batches), config, world)
+    worker.clock = before
     for part, seconds in spent.items():
         yield f"{part} ms", round(seconds / steps * 1e3, 2)
+    if world.size > 1:  # inside and beside those above
+        events: Any = _trace(worker, next(batches), config, world).events()
+        sent = sum(
+            e.device_time_total or e.cpu_time_total for e in events if e.name.lower().startswith(("gloo", "nccl"))
+        )
+        yield "communication ms", round(sent / 1e3, 2)
+
+
+def _compare(
+    worker: Engine,
+    peer: Callable[[RunConfig, torch.device], Peer],
+    batches: Iterator[Batch],
+    config: RunConfig,
+    world: World,
+    steps: int,
+    first_loss: float,
+) -> Figures:
+    """Another trainer of the same shape on the same batches, step by step in turn."""
+    micro, cuda = config.train.micro_batch, world.device.type == "cuda"
+    assert isinstance(micro, int) and isinstance(config.train.batch_tokens, int)
+    ours_bytes = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    theirs = peer(config, world.device)
+
+    def our_step(batch: Batch) -> float:
+        return _step(worker, batch, config, world)
+
+    def their_step(batch: Batch) -> float:
+        return float(theirs.step(cut(batch, micro, world)).item())
+
+    their_loss = their_step(next(batches))
+    yield "first loss, ours and HF's", f"{first_loss:.3f} {their_loss:.3f}"
+    if abs(first_loss - their_loss) > _ALIKE * first_loss:
+        raise RunError(f"the first losses {first_loss:.3f} and {their_loss:.3f} are of different models")
+    if cuda:
+        yield "HF peak memory GiB", round((torch.cuda.max_memory_allocated() - ours_bytes) / 2**30, 2)
+    timed: list[list[float]] = [[], []]
+    for _ in range(steps):
+        batch = next(batches)
+        for seconds, step in zip(timed, (our_step, their_step), strict=True):
+            began = time.perf_counter()
+            step(batch)
+            seconds.append(time.perf_counter() - began)
+    ours, hf = (config.train.batch_tokens / statistics.median(seconds) for seconds in timed)
+    yield "tokens/s, ours and HF's in turn", f"{ours:,.0f} {hf:,.0f}"
+    yield "ours over HF", round(ours / hf, 3)
+
+
+class _Blind(Guard):
+    def judge(self, loss: float, grad_norm: float) -> str:
+        return ""
+
+
+def _overheads(
+    worker: Engine, batches: Iterator[Batch], config: RunConfig, world: World, steps: int, aside: Path
+) -> Figures:
+    """What stands beside the compute in the real loop, each switched off in turn with all else on."""
+    save_every = config.train.save_every
+    assert isinstance(save_every, int) and config.train.steps is not None
+    run = RunDir(aside)
+    run.checkpoints.mkdir()
+    with closing(Watch(run, world, 60.0)) as watch, closing(Fan([LocalLog(Log(run.log))])) as tracker:
+        saver = Saver(worker, config, run.checkpoints, world)
+        loop = Loop(config, run, worker, world, tracker, Stop(), watch, Guard([]), saver)
+        count = itertools.count()
+
+        def timed(**off: Any) -> float:
+            was = {name: getattr(loop, name) for name in off}
+            for name, value in off.items():
+                setattr(loop, name, value)
+            batch, began = next(batches), time.perf_counter()
+            if loop.step(next(count), batch, 0.0):
+                raise KeyboardInterrupt
+            took = time.perf_counter() - began
+            for name, value in was.items():
+                setattr(loop, name, value)
+            return took
+
+        unchecked = config.model_copy(update={"train": config.train.model_copy(update={"check_every": 2**40})})
+        switches: dict[str, dict[str, Any]] = {
+            "guard": {"guard": _Blind([])},
+            "comparing replicas": {"config": unchecked},
+            "log": {"tracker": Fan([])},
+        }
+        timed()
+        whole, costs = [], {name: list[float]() for name in switches}
+        for _ in range(steps):
+            for name, off in switches.items():
+                on = timed()
+                whole.append(on)
+                costs[name].append(on - timed(**off))
+        step_s = statistics.median(whole)
+        for name, differences in costs.items():
+            yield f"cost of {name}, % of the step", round(100 * statistics.median(differences) / step_s, 3)
+        yield (
+            "cost of token hashes, in the loader's thread, % of the step",
+            round(100 * _hash_s(next(batches)) / step_s, 3),
+        )
+        began, during = time.perf_counter(), 0
+        loop.save(next(count))
+        while saver.finished() is None:
+            timed()
+            during += 1
+        extra = time.perf_counter() - began - during * step_s
+        yield f"cost of one save in {save_every} steps, % of them", round(100 * extra / (save_every * step_s), 3)
+
+
+def _hash_s(batch: Batch) -> float:
+    rows, began = batch.tokens_BS.contiguous().numpy(), time.perf_counter()
+    for seed, row in enumerate(rows):
+        xxhash.xxh3_64_intdigest(row.data, seed)
+    return time.perf_counter() - began
+
+
+def reads(step: Callable[[], object], world: World) -> str:
+    """How often the host waits for a number of the device in a step, and where; the loop itself reads once."""
+    if world.device.type == "cuda":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            step()
+            torch.cuda.set_sync_debug_mode("default")
+        places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    else:
+        with _Reads() as mode:
+            step()
+        places = mode.places
+    return f"{len(places)}: " + ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations that would make a host wait for its device, also where both are one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in _READS:
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
+            self.places.append(f"{Path(frames[-1].filename).name}:{frames[-1].name}")
+        return func(*args, **(kwargs or {}))
 
 
 def _matmul_flops(device: torch.device) -> float:
@@ -136,13 +333,18 @@ def _matmul_flops(device: torch.device) -> float:
     return 2 * n**3 / best
 
 
-def _kernels(worker: Engine, batch: Batch, config: RunConfig, world: World, path: Path) -> str:
-    """The kernels of one step by their own time, as a table in a file."""
+def _trace(worker: Engine, batch: Batch, config: RunConfig, world: World) -> Any:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         _step(worker, batch, config, world)
+    return trace
+
+
+def _kernels(worker: Engine, batch: Batch, config: RunConfig, world: World, path: Path) -> str:
+    """The kernels of one step by their own time, as a table in a file."""
+    table = _trace(worker, batch, config, world).key_averages()
     by = "self_device_time_total" if world.device.type == "cuda" else "self_cpu_time_total"
-    path.write_text(trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100))
+    path.write_text(table.table(sort_by=by, row_limit=40, max_name_column_width=100))
     return str(path)

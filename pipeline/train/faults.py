@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from pipeline.config.load import reload
+from pipeline.config.schema import RunConfig
 from pipeline.track.log import Log, Record, read
 from pipeline.train.rundir import RunDir
 
@@ -17,6 +19,9 @@ def note(run: RunDir, code: int) -> Record:
         "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
         "saved": max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0),
     }
+    if no_memory(fault["kind"], fault["message"]) and (lower := smaller(reload(run.config))):
+        fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; train.micro_batch is lowered"}
+        run.continue_with(lower)
     log = Log(run.faults)
     log.append(fault)
     log.close()
@@ -37,6 +42,8 @@ def unheard(run: RunDir, records: Sequence[Record]) -> Record | None:
 def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
     """Why the run is not to be tried again, or None; restarts count until a new checkpoint is written."""
     last = faults[-1]
+    if last.get("lowered"):
+        return None
     in_vain = sum(fault["saved"] == last["saved"] for fault in faults)
     twice = len(faults) > 1 and all(faults[-2][key] == last[key] for key in ("kind", "step"))
     if last["user"]:
@@ -46,6 +53,20 @@ def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
     if in_vain > max_restarts:
         return f"failed {f'{in_vain} times ' if max_restarts else ''}after step {last['saved']} was saved: {line(last)}"
     return None
+
+
+def no_memory(kind: str, message: str) -> bool:
+    """Of an error: torch has a type of its own only for a device's memory."""
+    return kind in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in message
+
+
+def smaller(config: RunConfig) -> RunConfig | None:
+    """With the next divisor of its micro-batch, where that is ours to choose."""
+    train, micro = config.train, config.train.micro_batch
+    if not train.auto_batch or not isinstance(micro, int) or micro == 1:
+        return None
+    lower = max(m for m in range(1, micro) if micro % m == 0)
+    return config.model_copy(update={"train": train.model_copy(update={"micro_batch": lower})})
 
 
 def line(fault: Record) -> str:

@@ -74,14 +74,14 @@ class Loop:
         asked = time.perf_counter()
         with closing(prefetch(loader, start, self.steps, *self.world.reader(self.config.parallel.sp))) as batches:
             for step, batch in batches:
-                stopping = self._step(step, batch, time.perf_counter() - asked)
+                stopping = self.step(step, batch, time.perf_counter() - asked)
                 done = step + 1
                 if evaluate := done % train.eval_every == 0 or done == self.steps:
                     self.watch.enter("evaluation", done)
                     self._record("eval", done, **evaluator(self.engine))
                 if save := done % train.save_every == 0 or done in train.keep_at or done == self.steps or stopping:
                     self.watch.enter("save", done)
-                    self._save(done)
+                    self.save(done)
                 end = stopping or done == self.steps
                 self._saved(done, self.saver.wait() if end else self.saver.finished())
                 if evaluate or save:
@@ -94,7 +94,7 @@ class Loop:
         self._end(self.steps, event="finish")
         return True
 
-    def _step(self, step: int, batch: Batch, wait_s: float) -> bool:
+    def step(self, step: int, batch: Batch, wait_s: float) -> bool:
         """Update, record; whether any rank wishes to stop."""
         done, began = step + 1, time.perf_counter()
         if self.guard.leaves_out(done):
@@ -134,7 +134,7 @@ class Loop:
         self._seen = _Seen(loss, norm, bool(stop), f"{digest:016x}", self.guard.judge(loss, norm))
         return not self._seen.reason
 
-    def _save(self, done: int) -> None:
+    def save(self, done: int) -> None:
         if self.world.sum([], first=self.replicas.look()).any():  # what is saved is what all agree on
             raise self.replicas.blame(done)
         self._saved(done, self.saver.save(done))

@@ -14,7 +14,7 @@ from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.layout import check
+from pipeline.layout import check, widen
 from pipeline.recipe import resolve
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts
@@ -74,6 +74,7 @@ class Settled:
     config: RunConfig
     facts: dict[str, Any] | None  # None: the run exists
     fresh: bool = False
+    note: str = ""  # how train.auto_batch chose
 
     def commit(self) -> "Settled":
         """Hold the run directory for this launcher, and create it or find it fit to continue."""
@@ -120,12 +121,13 @@ def settle(request: Request, devices: Devices) -> Settled:
     corpus = _corpus(request.data)
     config = _config(request, corpus)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
-    config = _fit(config, reload(run.config) if run.exists and request.resume else None, request, devices)
+    before = reload(run.config) if run.exists and request.resume else None
+    config, note = _fit(config, before, request, devices)
     fresh = request.fresh and request.out is None
     if run.exists and not fresh:
         if not request.resume:
             raise _taken(run)
-        return Settled(run, config, None)
+        return Settled(run, config, None, note=note)
     _check_disk(config, run.path)
     train = corpus.manifest.splits["train"]
     about = facts(
@@ -136,7 +138,7 @@ def settle(request: Request, devices: Devices) -> Settled:
     )
     if request.branch is not None and not run.exists:
         about["branch"] = {"of": str(request.branch), "step": meeting(config, RunDir(request.branch))}
-    return Settled(run, config, about, fresh)
+    return Settled(run, config, about, fresh, note)
 
 
 def _taken(run: RunDir) -> RunError:
@@ -154,10 +156,10 @@ def _again(request: Request, devices: Devices) -> Settled:
     config = reload(
         run.config, [moved], cluster=request.cluster, file=request.file, sets=request.sets, over=request.over
     )
-    config = _fit(config, reload(run.config), request, devices)
+    config, note = _fit(config, reload(run.config), request, devices)
     if not run.finished:
         same_data(config, _corpus(Path(config.data.dir or ".")))
-    return Settled(run, config, None)
+    return Settled(run, config, None, note=note)
 
 
 def same_data(config: RunConfig, corpus: Corpus) -> None:
@@ -211,7 +213,7 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
     return config
 
 
-def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices: Devices) -> RunConfig:
+def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices: Devices) -> tuple[RunConfig, str]:
     """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
     if before is not None:
         train, was = config.train, before.train
@@ -231,16 +233,19 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
         config = config.model_copy(
             update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
         )
-    config = resolve(config, ranks=request.nproc, gpu=devices.gpus > 0)
-    check(config, request.nproc)
+    ranks, chosen, note = request.nproc, config.train.micro_batch != "auto", ""
+    config = resolve(config, ranks=ranks, gpu=devices.gpus > 0)
+    check(config, ranks)
+    if config.train.auto_batch and not chosen:
+        config, note = widen(config, ranks, devices.memory_bytes, devices.name, shared=not devices.gpus)
     check(
         config,
-        request.fewest or request.nproc,
+        request.fewest or ranks,
         memory_bytes=devices.memory_bytes,
         device=devices.name,
         shared=not devices.gpus,
     )
-    return config
+    return config, note
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:
