@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import Frozen, RunConfig
 
 
 def to_toml(config: RunConfig) -> str:
@@ -37,7 +37,7 @@ def _value(value: object) -> str:
             return str(value)
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
+def flat(config: Frozen) -> dict[str, Any]:
     """Settings by dotted key."""
     return dict(_flat(config.model_dump(), ""))
 

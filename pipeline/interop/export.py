@@ -4,8 +4,6 @@ It is written aside, loaded by transformers, held against our own logits, and on
 """
 
 import json
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +14,14 @@ from torch import Tensor
 
 from pipeline.config.schema import Model, MoE
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import RunError
+from pipeline.files import appearing
 from pipeline.interop import tokenizer as tokens
 from pipeline.interop.families import Family, choose, write
-from pipeline.interop.parity import difference
+from pipeline.interop.parity import held
 from pipeline.interop.tensors import out, rows
 from pipeline.model.stack import Decoder
 
 _SHARD_BYTES = 5_000_000_000  # as transformers cuts them
-_TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
 
 
 class Exported(NamedTuple):
@@ -39,11 +36,7 @@ def export(
 ) -> Exported:
     """Refuses what has no counterpart before anything is written, and to finish unless the logits agree."""
     family = choose(model.cfg)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RunError(f"--to {directory} is not empty; give another directory")
-    aside = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.part")
-    try:
-        aside.mkdir(parents=True)
+    with appearing(directory, "--to") as aside:
         with torch.no_grad():
             for tensor in model.parameters():  # both sides of the comparison have the exported precision
                 tensor.copy_(tensor.to(dtype))
@@ -51,18 +44,7 @@ def export(
         (aside / "config.json").write_text(json.dumps(_config(model.cfg, family, tokenizer, dtype), indent=1) + "\n")
         if tokenizer is not None:
             tokens.write(tokenizer, aside)
-        apart = difference(model, aside)
-        if not apart <= _TOLERANCE:
-            raise RunError(f"--to {directory}: transformers' logits differ by {apart:.2g} of the largest, more than "
-                           f"{_TOLERANCE:g}; nothing was exported")  # fmt: skip
-        if directory.exists():
-            directory.rmdir()
-        aside.rename(directory)
-    except OSError as error:
-        raise RunError(f"--to {directory} cannot be written: {error.strerror or error}; choose another place") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return Exported(family.architecture, count, size, apart)
+        return Exported(family.architecture, count, size, held(model, aside, f"--to {directory}"))
 
 
 def theirs(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

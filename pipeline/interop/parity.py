@@ -6,9 +6,22 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from pipeline.errors import RunError
 from pipeline.model.stack import Decoder
 
 _ROWS, _LENGTH = 2, 64
+_TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
+
+
+def held(model: Decoder, directory: Path, what: str) -> float:
+    """Their difference, if it is one of rounding."""
+    apart = difference(model, directory)
+    if not apart <= _TOLERANCE:
+        raise RunError(
+            f"{what}: our logits and transformers' differ by {apart:.2g} of the largest, more than {_TOLERANCE:g}; "
+            "nothing was written"
+        )
+    return apart
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ the Hub, which transformers itself may fuse differently once they are loaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,92 +13,73 @@ from torch import Tensor
 from pipeline.config.schema import GQA, MLA, Model, MoE
 from pipeline.errors import DataError
 
-
-class To(NamedTuple):
-    """What becomes of one of our tensors: rearranged, then cut along its rows into as many parts as there are names."""
-
-    names: tuple[str, ...]
-    how: Literal["as is", "turned", "paired", "swapped", "bias"] = "as is"
+Names = dict[str, str]  # of ours → of theirs, several where they cut in rows what we fuse
 
 
-def _to(*names: str, how: Literal["as is", "turned", "paired", "swapped", "bias"] = "as is") -> To:
-    return To(names, how)
+def _each(at: str, *parts: str) -> str:
+    return " ".join(at.format(part) for part in parts)
 
 
-_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_ENDS = {
-    "embedding.weight": _to("model.embed_tokens.weight"),
-    "norm.gain": _to("model.norm.weight"),
-    "head.weight": _to("lm_head.weight"),
-}
-_NORMS = {
-    "at_attention.before.gain": _to("input_layernorm.weight"),
-    "at_ffn.before.gain": _to("post_attention_layernorm.weight"),
-}
-_QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
-_GROUPED = {
-    "attention.qkv.weight": _to(*(f"{name}.weight" for name in _QKV)),
-    "attention.qkv.bias": _to(*(f"{name}.bias" for name in _QKV)),
-    "attention.out.weight": _to("self_attn.o_proj.weight"),
-    "attention.out.bias": _to("self_attn.o_proj.bias"),
-    "attention.q_norm.gain": _to("self_attn.q_norm.weight"),
-    "attention.k_norm.gain": _to("self_attn.k_norm.weight"),
-}
-_LATENT = {
-    "attention.q_down.weight": _to("self_attn.q_a_proj.weight"),
-    "attention.q_norm.gain": _to("self_attn.q_a_layernorm.weight"),
-    "attention.q_up.weight": _to("self_attn.q_b_proj.weight", how="paired"),
-    "attention.kv_down.weight": _to("self_attn.kv_a_proj_with_mqa.weight", how="paired"),
-    "attention.kv_norm.gain": _to("self_attn.kv_a_layernorm.weight"),
-    "attention.kv_up.weight": _to("self_attn.kv_b_proj.weight"),
-    "attention.out.weight": _to("self_attn.o_proj.weight"),
-}
-_DENSE = {
-    "ffn.up.weight": _to("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "ffn.up.bias": _to("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    "ffn.out.weight": _to("mlp.down_proj.weight"),
-    "ffn.out.bias": _to("mlp.down_proj.bias"),
+_QKV, _MLP = ("q", "k", "v"), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_LLAMA: Names = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.gain": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "at_attention.before.gain": "input_layernorm.weight",
+    "attention.qkv.weight": _each("self_attn.{}_proj.weight", *_QKV),
+    "attention.qkv.bias": _each("self_attn.{}_proj.bias", *_QKV),
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "attention.out.bias": "self_attn.o_proj.bias",
+    "attention.q_norm.gain": "self_attn.q_norm.weight",
+    "attention.k_norm.gain": "self_attn.k_norm.weight",
+    "at_ffn.before.gain": "post_attention_layernorm.weight",
+    "ffn.up.weight": _each("mlp.{}_proj.weight", "gate", "up"),
+    "ffn.up.bias": _each("mlp.{}_proj.bias", "gate", "up"),
+    "ffn.out.weight": "mlp.down_proj.weight",
+    "ffn.out.bias": "mlp.down_proj.bias",
 }
 
 
-def _routed(at: str, gate: str, up: str, down: str) -> dict[str, To]:
+def _routed(at: str, gate: str, up: str, down: str) -> Names:
     return {
-        "ffn.router.weight": _to(f"{at}.gate.weight"),
-        "ffn.router.steps": _to(f"{at}.gate.e_score_correction_bias", how="bias"),
-        "ffn.experts.up": _to(f"{at}.experts.{{expert}}.{gate}", f"{at}.experts.{{expert}}.{up}", how="turned"),
-        "ffn.experts.out": _to(f"{at}.experts.{{expert}}.{down}", how="turned"),
-        "ffn.shared.up.weight": _to(f"{at}.shared_experts.{gate}", f"{at}.shared_experts.{up}"),
-        "ffn.shared.out.weight": _to(f"{at}.shared_experts.{down}"),
+        "ffn.router.weight": f"{at}.gate.weight",
+        "ffn.router.steps": f"{at}.gate.e_score_correction_bias",
+        "ffn.experts.up": _each(f"{at}.experts.EXPERT.{{}}", gate, up),
+        "ffn.experts.out": f"{at}.experts.EXPERT.{down}",
+        "ffn.shared.up.weight": _each(f"{at}.shared_experts.{{}}", gate, up),
+        "ffn.shared.out.weight": f"{at}.shared_experts.{down}",
     }
 
 
-_AHEAD = {
-    "ahead.h_norm.gain": _to("hnorm.weight"),
-    "ahead.e_norm.gain": _to("enorm.weight"),
-    "ahead.join.weight": _to("eh_proj.weight", how="swapped"),
-    "ahead.norm.gain": _to("shared_head.norm.weight"),
+_DEEPSEEK: Names = {
+    **_LLAMA,
+    **_routed("mlp", *_MLP),
+    "attention.q_down.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.gain": "self_attn.q_a_layernorm.weight",
+    "attention.q_up.weight": "self_attn.q_b_proj.weight",
+    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.gain": "self_attn.kv_a_layernorm.weight",
+    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
 }
-_LLAMA = {**_ENDS, **_NORMS, **_GROUPED, **_DENSE}
-_DEEPSEEK = {**_ENDS, **_NORMS, **_LATENT, **_DENSE, **_routed("mlp", *_MLP)}
-TENSORS: dict[str, dict[str, To]] = {
+TENSORS: dict[str, Names] = {
     "gpt2": {
-        "embedding.weight": _to("transformer.wte.weight"),
-        "position.weight": _to("transformer.wpe.weight"),
-        "norm.gain": _to("transformer.ln_f.weight"),
-        "norm.bias": _to("transformer.ln_f.bias"),
-        "head.weight": _to("lm_head.weight"),
-        "at_attention.before.gain": _to("ln_1.weight"),
-        "at_attention.before.bias": _to("ln_1.bias"),
-        "attention.qkv.weight": _to("attn.c_attn.weight", how="turned"),
-        "attention.qkv.bias": _to("attn.c_attn.bias"),
-        "attention.out.weight": _to("attn.c_proj.weight", how="turned"),
-        "attention.out.bias": _to("attn.c_proj.bias"),
-        "at_ffn.before.gain": _to("ln_2.weight"),
-        "at_ffn.before.bias": _to("ln_2.bias"),
-        "ffn.up.weight": _to("mlp.c_fc.weight", how="turned"),
-        "ffn.up.bias": _to("mlp.c_fc.bias"),
-        "ffn.out.weight": _to("mlp.c_proj.weight", how="turned"),
-        "ffn.out.bias": _to("mlp.c_proj.bias"),
+        "embedding.weight": "transformer.wte.weight",
+        "position.weight": "transformer.wpe.weight",
+        "norm.gain": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+        "head.weight": "lm_head.weight",
+        "at_attention.before.gain": "ln_1.weight",
+        "at_attention.before.bias": "ln_1.bias",
+        "attention.qkv.weight": "attn.c_attn.weight",
+        "attention.qkv.bias": "attn.c_attn.bias",
+        "attention.out.weight": "attn.c_proj.weight",
+        "attention.out.bias": "attn.c_proj.bias",
+        "at_ffn.before.gain": "ln_2.weight",
+        "at_ffn.before.bias": "ln_2.bias",
+        "ffn.up.weight": "mlp.c_fc.weight",
+        "ffn.up.bias": "mlp.c_fc.bias",
+        "ffn.out.weight": "mlp.c_proj.weight",
+        "ffn.out.bias": "mlp.c_proj.bias",
     },
     "llama": _LLAMA,
     "qwen3": _LLAMA,
@@ -107,7 +88,22 @@ TENSORS: dict[str, dict[str, To]] = {
     "qwen3_moe": {**_LLAMA, **_routed("mlp", *_MLP)},
     "dots1": {**_LLAMA, **_routed("mlp", *_MLP)},
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": {**_DEEPSEEK, **_AHEAD},
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "ahead.h_norm.gain": "hnorm.weight",
+        "ahead.e_norm.gain": "enorm.weight",
+        "ahead.join.weight": "eh_proj.weight",
+        "ahead.norm.gain": "shared_head.norm.weight",
+    },
+}
+# how a tensor of ours is rearranged before it is cut; all others are as they are
+_HOW = {
+    "ffn.experts.up": "turned",
+    "ffn.experts.out": "turned",
+    "attention.q_up.weight": "paired",
+    "attention.kv_down.weight": "paired",
+    "ahead.join.weight": "swapped",
+    "ffn.router.steps": "bias",
 }
 
 
@@ -131,12 +127,13 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
                 continue
             at = f"{stack}.{model.layers + int(rest[0])}."  # they follow the others
             leaf = rest[1].removeprefix("block.") if rest[1].startswith("block.") else f"ahead.{rest[1]}"
-        to = table[leaf]
+        names = [at + each for each in table[leaf].split()]
         if leaf == "attention.q_up.weight" and isinstance(model.attention, MLA) and model.attention.q_rank is None:
-            to = to._replace(names=("self_attn.q_proj.weight",))
-        stacked = leaf.startswith("ffn.experts.")
-        for expert in range(len(tensor)) if stacked else (None,):
-            yield Row(name, expert, [at + each.format(expert=expert) for each in to.names], to.how)
+            names = [f"{at}self_attn.q_proj.weight"]
+        turned = family == "gpt2" and at and tensor.ndim == 2  # its matrices are (in, out)
+        for expert in range(len(tensor)) if "EXPERT" in table[leaf] else (None,):
+            theirs = [each.replace("EXPERT", str(expert)) for each in names]
+            yield Row(name, expert, theirs, "turned" if turned else _HOW.get(leaf, ""))
 
 
 def out(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
@@ -153,8 +150,6 @@ def out(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
         case "bias":
             assert isinstance(model.ffn, MoE)
             tensor = model.ffn.bias_step * (tensor.float() - tensor.float().mean())
-        case _:
-            pass
     return list(torch.split(tensor, _sizes(model, len(row.theirs), len(tensor))))
 
 

@@ -175,7 +175,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     said = families.write
     lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
     monkeypatch.setattr("pipeline.interop.export.write", lie)
-    with pytest.raises(RunError, match="nothing was exported"):
+    with pytest.raises(RunError, match="nothing was written"):
         export(model, tmp_path / "out", None, torch.float32)
     assert not list(tmp_path.iterdir())
 
