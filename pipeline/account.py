@@ -9,7 +9,9 @@ half, since the kernel skips what the mask hides; a window hides more.
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from pipeline.config.schema import FFN, GQA, MLA, Dtype, Learned, Model, MoE, RelativeBias
+from pipeline.config.frozen import Dtype
+from pipeline.config.model import Model
+from pipeline.config.parts import FFN, GQA, MLA, Learned, MoE, RelativeBias
 
 CONVENTION = (
     "FLOPs = 6·matmul parameters (head in, input embedding out) + 6·layers·heads·head_dim·seq (causal attention); "

@@ -2,13 +2,10 @@
 
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
-
-from pipeline.errors import RunError
 
 TEMPORARY = ".part"  # what a killed writer leaves behind; never read
 
@@ -32,25 +29,6 @@ def replace(path: Path, content: bytes) -> None:
     """The small file whose content is at hand."""
     with replacing(path) as file:
         file.write(content)
-
-
-@contextmanager
-def appearing(directory: Path, option: str) -> Iterator[Path]:
-    """A folder to fill, which takes its name when the block ends well; whatever is there already is refused."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RunError(f"{option} {directory} is not empty; give another directory")
-    aside = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        if directory.exists():
-            directory.rmdir()
-        aside.rename(directory)
-    except OSError as error:
-        what = error.strerror or error
-        raise RunError(f"{option} {directory} cannot be written: {what}; choose another place") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def sync_directory(path: Path) -> None:

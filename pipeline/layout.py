@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeline import account
-from pipeline.config.schema import GQA, Auto, Cluster, Dtype, Model, MoE, Rates, RunConfig
+from pipeline.config.frozen import Auto, Dtype
+from pipeline.config.model import Model
+from pipeline.config.parts import GQA, MoE
+from pipeline.config.schema import Cluster, Rates, RunConfig
 from pipeline.errors import ConfigError
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them

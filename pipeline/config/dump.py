@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.config.schema import Frozen, RunConfig
+from pipeline.config.frozen import Frozen
+from pipeline.config.schema import RunConfig
 
 
 def to_toml(config: RunConfig) -> str:

@@ -9,7 +9,9 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.dump import flat
-from pipeline.config.schema import VERSION, Arch, Cluster, Frozen, RunConfig, Size
+from pipeline.config.frozen import Frozen
+from pipeline.config.model import Arch, Size
+from pipeline.config.schema import VERSION, Cluster, RunConfig
 from pipeline.config.shape import cross
 from pipeline.errors import ConfigError
 

@@ -2,19 +2,8 @@
 
 from typing import Any, assert_never
 
-from pipeline.config.schema import (
-    Arch,
-    ArchFFN,
-    ArchGQA,
-    ArchMLA,
-    ArchMoE,
-    Design,
-    FFNKind,
-    GQAKind,
-    MoEKind,
-    Scores,
-    Size,
-)
+from pipeline.config.model import Arch, Design, Size
+from pipeline.config.parts import ArchFFN, ArchGQA, ArchMLA, ArchMoE, FFNKind, GQAKind, MoEKind, Scores
 from pipeline.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from pipeline.config.schema import Frozen
+from pipeline.config.frozen import Frozen
 from pipeline.data import synthetic
 from pipeline.data.claim import MODEL, WORK, claimed
 from pipeline.data.cluster import cluster, run

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 from pydantic import ValidationError
 
-from pipeline.config.schema import Frozen
+from pipeline.config.frozen import Frozen
 from pipeline.data.files import replacing
 from pipeline.errors import DataError
 

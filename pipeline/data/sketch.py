@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.config.schema import Frozen
+from pipeline.config.frozen import Frozen
 from pipeline.data.files import replacing
 from pipeline.data.intake import Intake
 from pipeline.data.permute import U64, mix

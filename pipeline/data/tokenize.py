@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from pipeline.config.schema import Frozen
+from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing
 from pipeline.data.intake import Document, Intake, Ledger

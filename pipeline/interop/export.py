@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.config.schema import Model, MoE
+from pipeline.config.model import Model
+from pipeline.config.parts import MoE
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.files import appearing
 from pipeline.interop import tokenizer as tokens
+from pipeline.interop.aside import appearing
 from pipeline.interop.families import Family, choose, write
 from pipeline.interop.parity import held
 from pipeline.interop.tensors import out, rows

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pipeline.config.dump import flat
 from pipeline.config.load import merge, nearest, validate
-from pipeline.config.schema import NTK, Model, MoE, RoPE
+from pipeline.config.model import Model
+from pipeline.config.parts import NTK, MoE, RoPE
 from pipeline.errors import ConfigError
 from pipeline.interop.settings import (
     DENSE_FIRST,

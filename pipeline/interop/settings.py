@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pipeline.config.schema import FFN, Linear, Llama3, Model, RoPE, YaRN
+from pipeline.config.model import Model
+from pipeline.config.parts import FFN, Linear, Llama3, RoPE, YaRN
 from pipeline.errors import ConfigError
 
 Table = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeline.checkpoint.weights import save_weights
 from pipeline.config.load import CONFIGS, merge, read_toml, validate
 from pipeline.config.schema import RunConfig
-from pipeline.files import appearing
+from pipeline.interop.aside import appearing
 from pipeline.interop.load import load
 from pipeline.interop.parity import held
 from pipeline.recipe import resolve

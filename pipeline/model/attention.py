@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import GQA, MLA, Model
+from pipeline.config.model import Model
+from pipeline.config.parts import GQA, MLA
 from pipeline.model.attend import Mask, Scoring, attend
 from pipeline.model.cache import LayerCache
 from pipeline.model.norm import norm

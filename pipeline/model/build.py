@@ -7,7 +7,8 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import FFN, GQA, MLA, Model, MoE
+from pipeline.config.model import Model
+from pipeline.config.parts import FFN, GQA, MLA, MoE
 from pipeline.model.attention import GroupedAttention, LatentAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts

@@ -5,7 +5,7 @@ from typing import assert_never
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.schema import Activation
+from pipeline.config.parts import Activation
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:

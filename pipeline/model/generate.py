@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import Learned
+from pipeline.config.parts import Learned
 from pipeline.errors import ConfigError
 from pipeline.model.cache import Cache
 from pipeline.model.stack import Decoder

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config.schema import MoE
+from pipeline.config.parts import MoE
 from pipeline.model.ffn import FeedForward, activate
 from pipeline.model.sequence import Sequence
 

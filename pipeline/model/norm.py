@@ -5,7 +5,7 @@ from typing import assert_never
 import torch.nn.functional as F
 from torch import Tensor, nn, ones, zeros
 
-from pipeline.config.schema import Norm
+from pipeline.config.parts import Norm
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
+from pipeline.config.parts import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
 

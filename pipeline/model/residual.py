@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from pipeline.config.schema import Model
+from pipeline.config.model import Model
 from pipeline.model.norm import norm
 
 

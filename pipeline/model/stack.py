@@ -10,7 +10,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from pipeline.config.schema import ALiBi, Learned, Model, RelativeBias, RoPE, Sinusoidal
+from pipeline.config.model import Model
+from pipeline.config.parts import ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
 from pipeline.model.attend import Mask, make_mask
 from pipeline.model.attention import Context
 from pipeline.model.cache import Cache, LayerCache

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.config.schema import Model, RunConfig
+from pipeline.config.model import Model
+from pipeline.config.schema import RunConfig
 
 
 def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:

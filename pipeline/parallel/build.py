@@ -4,7 +4,8 @@ from typing import assert_never
 
 import torch
 
-from pipeline.config.schema import MoE, RunConfig
+from pipeline.config.parts import MoE
+from pipeline.config.schema import RunConfig
 from pipeline.model.build import build, draw
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine

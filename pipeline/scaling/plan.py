@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline import account
+from pipeline.config.frozen import Frozen
 from pipeline.config.load import load, names, read_toml, validate
-from pipeline.config.schema import WSD, Frozen, RunConfig
+from pipeline.config.schema import WSD, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError
 from pipeline.layout import Layout, estimate, memory

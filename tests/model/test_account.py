@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import account
 from pipeline.config.load import load, names
-from pipeline.config.schema import Model
+from pipeline.config.model import Model
 from pipeline.model.build import build
 from pipeline.model.build import draw as weights
 from pipeline.model.norm import LayerNorm, RMSNorm

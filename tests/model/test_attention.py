@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from pipeline.config.schema import RelativeBias, RoPE
+from pipeline.config.parts import RelativeBias, RoPE
 from pipeline.model.attend import Scoring, attend, eager, make_mask
 from pipeline.model.position import DistanceBias, alibi, distances, rotary
 from tests.model.test_generate import MOE, POSITIONS, SCORES, made, prompts

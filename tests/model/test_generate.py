@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline import account
-from pipeline.config.schema import Model
+from pipeline.config.model import Model
 from pipeline.errors import ConfigError
 from pipeline.model.build import build, draw
 from pipeline.model.cache import Cache

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.dump import to_toml
 from pipeline.config.load import load, names
-from pipeline.config.schema import Model
+from pipeline.config.model import Model
 from pipeline.errors import ConfigError
 from pipeline.interop.export import export
 from pipeline.interop.families import choose

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.config.schema import MoE
+from pipeline.config.parts import MoE
 from pipeline.model.moe import MixtureOfExperts, looped
 from tests.model.test_generate import made, prompts
 

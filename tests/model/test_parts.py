@@ -8,7 +8,7 @@ import torch
 from pipeline.model.attention import Context
 from pipeline.model.ffn import activate
 from pipeline.model.position import sinusoidal
-from tests.model.test_generate import MOE, made, prompts
+from tests.model.test_generate import KINDS, MOE, made, prompts
 
 
 def test_activations_have_their_closed_forms():
@@ -55,8 +55,8 @@ def test_multipliers_scale_the_embedding_and_the_logits(tied):
 @torch.no_grad()
 def test_layers_take_position_and_window_in_turn():
     """Of four layers every second knows no position, every third sees beyond the window."""
-    model = made(layers=4, nope_every=2, attention={"kind": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 3,
-                 "global_every": 3})  # fmt: skip
+    attention = {**KINDS["gqa"], "window": 3, "global_every": 3}
+    model = made(layers=4, nope_every=2, attention=attention)
     tokens = torch.tensor(prompts(12))
     _, context = model._context(tokens, None, None)
     x = model.embedding(tokens)

@@ -11,7 +11,7 @@ from itertools import count
 import torch
 
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.model import Model
 from pipeline.data.synthetic import LANGUAGES, documents
 from pipeline.model.build import build, draw
 from pipeline.optim.groups import groups, set_rate
