@@ -121,8 +121,8 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
 
 def attend(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> int:
     """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
-    another one, a second or more later, ends them. After a fault a stopped worker is killed at once: it cannot hear
-    torchrun's SIGTERM, which would wait half a minute for it."""
+    another one, a second or more later, ends them. After a fault a stopped worker is woken: else it would not hear
+    torchrun's SIGTERM, which waits half a minute for it."""
     told: set[int] = set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -130,8 +130,9 @@ def attend(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> i
         failed = run.fault() is not None
         for worker in _workers(agent.pid) if wishes or failed else ():
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-                stopped = failed and worker.status() == psutil.STATUS_STOPPED
-                if stopped or (wishes and wishes[-1][0] - wishes[0][0] > 1):
+                if failed and worker.status() == psutil.STATUS_STOPPED:
+                    worker.resume()
+                if wishes and wishes[-1][0] - wishes[0][0] > 1:
                     worker.kill()
                 elif wishes and worker.pid not in told:
                     worker.send_signal(wishes[0][1])

@@ -2,7 +2,8 @@
 
 No heartbeat travels. Every step ends in a sum over all ranks, so one rank that stands still makes each of the others
 wait there, and a thread of its own clock tells it so: there is no store to ask that could hang as well. The files with
-the stacks are the only word between ranks: who left none is the one that stands still.
+the stacks are the only word between ranks: who left none is the one that stands still. It leaves them last, at the
+SIGTERM that ends it.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import threading
 import time
 from collections import defaultdict, deque
@@ -42,6 +44,9 @@ class Watch:
         self._logs = run.path / "logs"
         self._spans: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._closed = threading.Event()
+        self._file = self._stacks(world.rank).open("a", encoding="utf-8")
+        # from C: a rank that was stopped, or holds Python's lock, shows where it stood before anything else
+        faulthandler.register(signal.SIGTERM, self._file, chain=True)
         self._begin("start", 0)
         threading.Thread(target=self._work, name="watch", daemon=True).start()
 
@@ -52,6 +57,8 @@ class Watch:
 
     def close(self) -> None:
         self._closed.set()
+        faulthandler.unregister(signal.SIGTERM)
+        self._file.close()
 
     def _begin(self, phase: str, step: int) -> None:
         self._phase, self._step, self._began, self._since, self._age_s = phase, step, time.monotonic(), time.time(), 0.0
@@ -75,11 +82,10 @@ class Watch:
 
     def _end(self, limit_s: float) -> None:
         phase, step, age_s = self._phase, self._step, self._age_s
-        with contextlib.suppress(OSError), self._stacks(self._world.rank).open("w", encoding="utf-8") as file:
-            file.write(f"rank {self._world.rank} in {phase} {step} for {age_s:.1f} s\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write(f"\nlast collectives\n{_collectives()}\n")
+        with contextlib.suppress(OSError):
+            print(f"rank {self._world.rank} in {phase} {step} for {age_s:.1f} s\n", file=self._file, flush=True)
+            faulthandler.dump_traceback(self._file)
+            print(f"\nlast collectives\n{_collectives()}\n", file=self._file, flush=True)
         time.sleep(_WORD_S)
         silent = sorted(set(range(self._world.size)) - self._spoken())
         who = f"rank {', '.join(map(str, silent))} stands still" if silent else "every rank waits"
