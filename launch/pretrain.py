@@ -66,7 +66,7 @@ def pretrain(
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a SLURM job that requeues itself.")] = False,
     nodes: Annotated[str | None, typer.Option(help="Of the job: 4, or 2-4 for what is free.  [default: 1]")] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Of the job; 0 trains on CPUs.  [default: the cluster's]", min=0)
+        int | None, typer.Option(help="Of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]", min=0)
     ] = None,
     time: Annotated[str | None, typer.Option(help="Of the job, as sbatch takes it: 24:00:00, 2-12.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")] = False,
@@ -90,22 +90,15 @@ def pretrain(
         devices = Devices.here()
     before = RunDir(out).world if resume and out is not None else None
     ranks = asked.worlds[-1] if asked else nproc or before or max(1, devices.gpus)
-    given: list[tuple[tuple[str, ...], Any]] = [
-        (("experiment",), experiment),
-        (("seed",), seed),
-        (("parallel", "zero"), zero),
-        (("parallel", "ep"), ep),
-        (("parallel", "sp"), sp),
-        (("parallel", "engine"), engine),
-        (("train", "steps"), steps),
-        (("train", "tokens"), tokens),
-        (("train", "flops"), flops),
-        (("train", "dtype"), dtype),
-        (("train", "auto_batch"), auto_batch or None),
-        (("cluster", "slurm", "time"), time),
-    ]
+    over = {
+        "experiment": experiment,
+        "seed": seed,
+        "parallel": {"zero": zero, "ep": ep, "sp": sp, "engine": engine},
+        "train": {"steps": steps, "tokens": tokens, "flops": flops, "dtype": dtype, "auto_batch": auto_batch or None},
+        "cluster": {"slurm": {"time": time}},
+    }
     wish = Request(
-        size, arch, data, out, ranks, cluster, config, sets or (), _nest(given), resume, branch=branch, init=init
+        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume, branch=branch, init=init
     )
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
@@ -158,29 +151,33 @@ def _cluster(
 
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
     machine = load_cluster(name, run=before, file=file, sets=sets)
-    gpus = machine.gpus_per_node if gpus is None else gpus
+    gpus = gpus if gpus is not None else nproc or machine.gpus_per_node
     return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(machine, gpus)
 
 
 def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool) -> None:
     """Refused before the run directory exists, or in the queue."""
     import json
+    import shlex
+    import shutil
 
     from pipeline.slurm import queue
-    from pipeline.slurm.submit import job_of, remember, train
+    from pipeline.slurm.submit import job_of, remember, step, train
 
     run, site = settled.run.path.absolute(), settled.config.cluster.slurm
     job = train(run, settled.config.name, site, nodes, track=track)
     if dry_run:
         print(job.shown())
-        print(f"# {job.test() or 'no SLURM here: not validated'}")
+        inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
+        print(f"# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
+        print(f"# {job.test() if shutil.which('sbatch') else 'no SLURM here: not validated'}")
         return
     if (old := job_of(run)) and settled.facts is None and (there := queue.entry(old)) and there.living:
         raise RunError(f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it")
     if settled.run.finished:
         raise RunError(f"run {run} has finished; there is nothing to submit")
     job.test()
-    settled = settled.commit()
+    settled = settled.commit()  # perhaps beside the one that was asked for
     run = settled.run.path.absolute()
     number = train(run, settled.config.name, site, nodes, track=track).submit()
     remember(run, number, nodes)
@@ -190,15 +187,10 @@ def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as
         print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}\nwatch it with: launch status {run}")
 
 
-def _nest(given: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for path, value in given:
-        if value is not None:
-            at = table
-            for part in path[:-1]:
-                at = at.setdefault(part, {})
-            at[path[-1]] = value
-    return table
+def _given(table: dict[str, Any]) -> dict[str, Any]:
+    """Without what was left out."""
+    inner = {key: _given(value) if isinstance(value, dict) else value for key, value in table.items()}
+    return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
 def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:

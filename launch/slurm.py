@@ -50,32 +50,30 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
     """What the processes of a run have written."""
-    folder = run / "logs"
-    if rank is not None:
-        # of a job, else of torchrun, which keeps a folder for every start
-        found = [folder / f"rank-{rank}.log", *sorted(folder.glob(f"*/attempt_*/{rank}/std*.log"))]
-    else:
-        found = [folder / "job.log", folder / "rank-0.log", *sorted(folder.glob("*/attempt_*/0/std*.log"))]
-    files = [path for path in found if path.exists()]
-    if not files and not follow:
-        who = "any process" if rank is None else f"rank {rank}"
-        raise RunError(f"{folder} has nothing of {who} yet; `launch status {run}` says whether it has started")
-    at = dict.fromkeys(found if follow else files, 0)
+    folder, who = run / "logs", rank or 0
+    if not folder.is_dir():
+        raise RunError(f"{run} holds no run; `launch status` shows those below runs/")
+    read: dict[Path, int] = {}
     spoken: Path | None = None
     while True:
-        for path in [path for path in at if path.exists()]:
+        # of a job, or of torchrun, which keeps a folder for every start
+        files = [folder / "job.log"] if rank is None else []
+        files += [folder / f"rank-{who}.log", *sorted(folder.glob(f"*/attempt_*/{who}/std*.log"))]
+        for path in [path for path in files if path.exists()]:
             with path.open("rb") as file:
-                file.seek(at[path])
+                file.seek(read.get(path, 0))
                 text = file.read()
-            if text and path != spoken and len(files) + follow > 1:
+            if text and path != spoken:
                 print(f"==> {path} <==")
                 spoken = path
-            if text:
-                print(text.decode(errors="replace"), end="", flush=True)
-                at[path] += len(text)
+            print(text.decode(errors="replace"), end="", flush=True)
+            read[path] = read.get(path, 0) + len(text)
         if not follow:
-            return
+            break
         time.sleep(0.5)
+    if not read:
+        said = "any process" if rank is None else f"rank {rank}"
+        raise RunError(f"{folder} has nothing of {said} yet; `launch status {run}` says whether it has started")
 
 
 def cancel(

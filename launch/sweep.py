@@ -145,10 +145,11 @@ def submit(
     nodes, site = wanted[0][1], wanted[0][0].config.cluster.slurm
     root.mkdir(parents=True, exist_ok=True)
     members = root.absolute() / f"members-{secrets.token_hex(4)}.txt"
-    array(members, len(wanted), jobs, tidy(name), site, nodes, track=track).test()
+    job = array(members, len(wanted), jobs, tidy(name), site, nodes, track=track)
+    job.test()
     runs = [settled.commit().run.path.absolute() for settled, _ in wanted]
-    members.write_text("".join(f"{run}\n" for run in runs))
-    number = array(members, len(runs), jobs, tidy(name), site, nodes, track=track).submit()
+    members.write_text("".join(f"{run}\0" for run in runs))
+    number = job.submit()
     for index, run in enumerate(runs):
         remember(run, f"{number}_{index}", nodes)
     told = {"job": number, "runs": list(map(str, runs)), "fit": None, "later": len(branches)}

@@ -148,6 +148,21 @@ class Slurm(Frozen):
     grace_s: Positive = 300  # so long before the limit the run is asked to save
     max_restarts: Count = 100  # of one job, for whatever reason
 
+    @model_validator(mode="after")
+    def _time_to_train(self) -> Self:
+        """SLURM sends the signal up to a minute early: a job that had it at once would save and come back for ever."""
+        days, _, clock = (self.time or "").rpartition("-")
+        parts = [int(part) for part in clock.split(":") if part]
+        if not days and len(parts) < 3:  # MINUTES or MINUTES:SECONDS
+            parts.insert(0, 0)
+        seconds = 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False))
+        if self.time is not None and seconds <= self.grace_s + 60:
+            raise ValueError(
+                f"time={self.time} ({seconds} s) ends before it could train: it saves grace_s={self.grace_s} before; "
+                f"give more time, or --set cluster.slurm.grace_s={max(1, (seconds - 60) // 2)}"
+            )
+        return self
+
 
 class Cluster(Frozen):
     """What a GPU of the cluster can do, with its source in configs/cluster, and how its SLURM takes jobs."""

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from pipeline.track.log import Record, read
@@ -35,7 +36,7 @@ class Verdict:
 
 def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
     """Come back for what may go better, stop for what will not."""
-    again = f"launch pretrain --resume --slurm --out {run}"
+    again = f"launch pretrain --resume --slurm --out {quote(str(run))}"
     if end.finished:
         return Verdict("done", f"finished at step {end.step}")
     if end.asked == "SIGTERM":  # by `launch cancel`, scancel or SLURM itself: whoever sent it has decided

@@ -18,15 +18,16 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.config.load import reload
-from pipeline.config.schema import Container, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
+from pipeline.process import speak_in
 from pipeline.slurm import attempts, queue
-from pipeline.slurm.submit import pattern
+from pipeline.slurm.submit import step
 from pipeline.track import feed
 from pipeline.track.log import Log
 from pipeline.train.rundir import RunDir
 
-_STUCK_S = 60.0  # after one rank has said why it failed, the others have so long to end
+_STUCK_S = 15.0  # after one rank has said why it failed, and srun ends the others
 _PORTS = range(15000, 30000)  # below those that the kernel hands out
 
 
@@ -44,33 +45,29 @@ class Allocation:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "Allocation":
-        try:
-            return cls(
-                job=env["SLURM_JOB_ID"],
-                restarts=int(env.get("SLURM_RESTART_COUNT", 0)),
-                nodelist=env["SLURM_JOB_NODELIST"],
-                nodes=int(env["SLURM_JOB_NUM_NODES"]),
-                tasks=int(env["SLURM_NTASKS_PER_NODE"]),
-                gpus=int(env.get("SLURM_GPUS_ON_NODE", 0)),
-                cpus=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else None,
-            )
-        except KeyError as missing:
-            raise ConfigError(
-                f"{missing} is not set; this runs inside a job, `launch pretrain --slurm` makes one"
-            ) from None
+        return cls(
+            job=env["SLURM_JOB_ID"],
+            restarts=int(env.get("SLURM_RESTART_COUNT", 0)),
+            nodelist=env["SLURM_JOB_NODELIST"],
+            nodes=int(env["SLURM_JOB_NUM_NODES"]),
+            tasks=int(env.get("SLURM_NTASKS_PER_NODE", 1)),
+            gpus=int(env.get("SLURM_GPUS_ON_NODE", 0)),
+            cpus=int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else None,
+        )
 
 
 def whole(here: Allocation, config: RunConfig) -> Allocation:
     """As many of the allocated nodes as cut the global batch evenly: a run that shrinks or grows keeps its batch."""
-    micro = config.train.micro_batch
+    micro, share = config.train.micro_batch, config.parallel
     assert isinstance(config.train.batch_tokens, int) and isinstance(micro, int)
     rows = config.train.batch_tokens // config.model.seq
     for nodes in range(here.nodes, 0, -1):
-        if rows % (nodes * here.tasks * micro) == 0:
+        ranks = nodes * here.tasks
+        if ranks % share.ep == ranks % share.sp == 0 == rows % (ranks // share.sp * micro):
             return replace(here, nodes=nodes)
     raise ConfigError(
-        f"{here.tasks} processes per node do not divide the {rows} sequences of a batch in micro-batches of {micro}; "
-        "continue the run with another --nproc"
+        f"{here.tasks} processes on each of up to {here.nodes} nodes do not divide the {rows} sequences of a batch in "
+        f"micro-batches of {micro}, or are no multiple of --ep {share.ep} and --sp {share.sp}; give other --nodes"
     )
 
 
@@ -89,9 +86,13 @@ class Batch:
         about = {"kind": "attempt", "job": here.job, "restart": here.restarts}
         log.append({**about, "event": "begin", "time": began, "nodes": here.nodelist, "world": here.nodes * here.tasks})
         logging.info("job %s, start %s, %s nodes of %s", here.job, here.restarts + 1, here.nodes, here.nodelist)
-        code, said = (0, "") if run.finished else self._train()
+        code, said, most = 0, "", self.site.max_restarts
+        if here.restarts > most:  # by SLURM itself, after lost nodes or preemptions
+            run.fail(RunError(f"restarts={here.restarts} are more than cluster.slurm.max_restarts={most}"))
+        elif not run.finished:
+            code, said = self._train()
         end = attempts.ending(run, here.job, began, code, self.asked, said, self.max_restarts)
-        verdict = attempts.decide(end, restarts=here.restarts, most=self.site.max_restarts, run=run.path)
+        verdict = attempts.decide(end, restarts=here.restarts, most=most, run=run.path)
         log.append({**about, "event": verdict.action, "time": time.time(), "step": end.step, "reason": verdict.reason})
         log.close()
         logging.info("%s: %s", verdict.action, verdict.reason)
@@ -102,18 +103,16 @@ class Batch:
     def _train(self) -> tuple[int, str]:
         """srun's exit code and words, once it and the sidecar have ended."""
         self.run.forget_fault()
-        spoken = self.log.stat().st_size
+        here, log = self.here, self.run.path / "logs" / "job.log"
+        spoken = log.stat().st_size
         feeder = feed.start(self.run.path) if self.track else None
         try:
-            code = self._wait(subprocess.Popen(self._command(), env=self._environment()))
+            command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
+            code = self._wait(subprocess.Popen(command, env=self._environment()))
         finally:
             if feeder is not None and (note := feed.finish(feeder)):
                 logging.info(note)
-        return code, self.log.read_bytes()[spoken:].decode(errors="replace")
-
-    @property
-    def log(self) -> Path:
-        return self.run.path / "logs" / "job.log"
+        return code, log.read_bytes()[spoken:].decode(errors="replace")
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.asked != "SIGTERM":  # the graver wish stays
@@ -134,31 +133,17 @@ class Batch:
                 srun.kill()
 
     def _requeue(self) -> None:
-        now = queue.entry(self.here.job)
-        if now is not None and now.state != "RUNNING":  # cancelled or evicted meanwhile
-            logging.info("SLURM has decided already: %s", now.state)
-            return
-        try:
-            queue.requeue(self.here.job)
-        except RunError as error:
-            logging.info("%s; continue with: launch pretrain --resume --slurm --out %s", error, self.run.path)
-
-    def _command(self) -> list[str]:
-        here, site, logs = self.here, self.site, self.run.path / "logs"
-        tasks = 1 if site.launcher == "torchrun" else here.tasks
-        srun = ["srun", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append"]
-        srun += [
-            "--relative=0",
-            f"--nodes={here.nodes}",
-            f"--ntasks={here.nodes * tasks}",
-            f"--ntasks-per-node={tasks}",
-        ]
-        srun += [f"--output={pattern(logs)}/rank-%t.log"]
-        if here.cpus is not None:  # srun does not take it over from sbatch
-            srun += [f"--cpus-per-task={here.cpus * (here.tasks // tasks)}"]
-        around, python = _container(site.container)
-        task = [python, "-m", "pipeline.slurm.task", str(self.run.path)]
-        return [*srun, *site.srun, *around, *task]
+        for pause_s in (0, 5, 30, 120):  # a controller may be restarting
+            time.sleep(pause_s)
+            try:
+                now = queue.entry(self.here.job)
+                if now is None or now.state == "RUNNING":
+                    queue.requeue(self.here.job)
+                else:  # cancelled or evicted meanwhile
+                    logging.info("SLURM has decided already: %s", now.state)
+                return
+            except RunError as error:
+                logging.info("not requeued: %s", error)
 
     def _environment(self) -> dict[str, str]:
         """Where the ranks meet: on the first node, at a port that the job's number gives and that is free there."""
@@ -181,26 +166,9 @@ def _port(job: int, restarts: int) -> int:
     raise RunError(f"no port of {_PORTS.start} to {_PORTS.stop} is free on this node; see `ss -ltn`")
 
 
-def _container(container: Container | None) -> tuple[list[str], str]:
-    """What stands around the task's command, and the Python in it."""
-    match container:
-        case None:
-            return [], sys.executable
-        case Container(kind="pyxis"):
-            mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
-            return [f"--container-image={container.image}", *mounts], container.python
-        case Container(kind="apptainer"):
-            binds = [f"--bind={mount}" for mount in container.mounts]
-            return ["apptainer", "exec", "--nv", *binds, container.image], container.python
-        case _:
-            raise AssertionError(container)
-
-
 def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
-    log = os.open(run.path / "logs" / "job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)  # a member of an array too speaks in its run's own log, and srun with it
-    os.dup2(log, 2)
+    speak_in(run.path / "logs" / "job.log")  # a member of an array too, and srun with it
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         config = reload(run.config)

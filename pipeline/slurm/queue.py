@@ -2,22 +2,13 @@
 
 import subprocess
 from dataclasses import dataclass
-from itertools import accumulate
 
 from pipeline.errors import RunError
 
 # states in which a job still holds its run or will again
 LIVING = {
-    "PENDING",
-    "RUNNING",
-    "COMPLETING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "SUSPENDED",
-    "RESIZING",
-    "STOPPED",
-}
+    "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING", "STOPPED",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +16,29 @@ class Entry:
     job: str  # 12, or 12_3 for a member of an array
     number: str  # as the job itself knows it
     state: str
-    reason: str
     nodes: str
+    reason: str
 
     @property
     def living(self) -> bool:
         return self.state in LIVING
 
 
-_FIELDS = {"jobarrayid": 40, "jobid": 20, "state": 24, "reason": 48, "nodelist": 200}
-
-
 def entries(*which: str) -> dict[str, Entry]:
     """The queue by job, of this user if nothing else is said. Ended jobs stay for a few minutes."""
-    fields = ",".join(f"{name}:{width}" for name, width in _FIELDS.items())
-    lines = _call("squeue", "--noheader", "--array", "--states=all", f"--Format={fields}", *(which or ("--me",)))
-    found = (Entry(*_cut(line)) for line in lines.stdout.splitlines())
+    fields = "--format=%i %A %T %N %r"  # no node, no word; a reason may hold any character
+    lines = _call("squeue", "--noheader", "--array", "--states=all", fields, *(which or ("--me",)))
+    found = (Entry(*line.split(" ", 4)) for line in lines.stdout.splitlines())
     return {entry.job: entry for entry in found}
-
-
-def _cut(line: str) -> list[str]:
-    """Fields of a fixed width: a reason may hold any character."""
-    ends = list(accumulate(_FIELDS.values()))
-    return [line[end - width : end].strip() for end, width in zip(ends, _FIELDS.values(), strict=True)]
 
 
 def entry(job: str) -> Entry | None:
     try:
         found = entries(f"--jobs={job}")
-    except RunError:  # squeue fails for a job that it has forgotten
-        return None
+    except RunError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        return None  # forgotten
     return next((e for e in found.values() if job in (e.job, e.number)), None)
 
 

@@ -61,7 +61,7 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
     last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
     ended = next((r for r in reversed(tries) if r["event"] != "begin"), {})
     total = int(read_toml(run.config).get("train", {}).get("steps", 0))
-    state = entry.state if entry is not None and entry.living else _settled(last, ended, records)
+    state = entry.state if entry and entry.living else _settled(last, ended, records, over=entry is not None)
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=str(path),
@@ -77,7 +77,7 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
     )
 
 
-def _settled(last: Record, ended: Record, records: list[Record]) -> str:
+def _settled(last: Record, ended: Record, records: list[Record], *, over: bool) -> str:
     """Of a run that no job in the queue trains: by what it wrote last."""
     match last.get("event"):
         case "finish":
@@ -87,8 +87,8 @@ def _settled(last: Record, ended: Record, records: list[Record]) -> str:
         case None:
             return "NEW" if ended.get("event") != "stop" else "FAILED"
         case _:
-            alive = time.time() - float(records[-1]["time"]) < _SILENT_S and ended.get("event") != "stop"
-            return "RUNNING" if alive else "FAILED"
+            over |= time.time() - float(records[-1]["time"]) > _SILENT_S or ended.get("event") == "stop"
+            return "FAILED" if over else "RUNNING"
 
 
 def _eta(steps: list[Record], total: int) -> float | None:

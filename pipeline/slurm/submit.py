@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.schema import Slurm
+from pipeline.config.schema import Container, Slurm
 from pipeline.errors import ConfigError, RunError
 from pipeline.files import replace
 
 _PACKAGE = Path(__file__).resolve().parent
 # a checkout reads the top-level folder, an installed wheel its copy
 TEMPLATES = _PACKAGE / "templates" if (_PACKAGE / "templates").is_dir() else _PACKAGE.parents[1] / "slurm"
-NAME = re.compile(r"[\w.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,12 @@ class Submission:
     nodes: Nodes | None = None
     after: str | None = None  # a job whose success is waited for
     array: str | None = None
-    more: tuple[str, ...] = ()
 
     @property
     def script(self) -> Path:
         return TEMPLATES / f"{self.template}.sbatch"
 
     def command(self, *first: str) -> list[str]:
-        if not NAME.fullmatch(self.name):
-            raise ConfigError(f"name={self.name!r} cannot name a job; use 1 to 64 letters, digits, dots, dashes")
         site, nodes = self.site, self.nodes
         given = {
             "job-name": self.name,
@@ -79,13 +75,17 @@ class Submission:
             "time": site.time,
             "cpus-per-task": site.cpus_per_task,
             "nodes": nodes,
-            "ntasks-per-node": nodes and nodes.tasks,
+            # with 1, SLURM takes the least of LEAST-MOST for all that is wanted
+            "ntasks-per-node": nodes.tasks if nodes and nodes.tasks > 1 else None,
             "gpus-per-node": (nodes and nodes.gpus) or None,
             "array": self.array,
+            "signal": nodes and f"B:USR1@{site.grace_s}",
             "dependency": self.after and f"afterok:{self.after}",
+            "kill-on-invalid-dep": self.after and "yes",  # when that job has failed
+            "export": "ALL",
         }
         options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-        return ["sbatch", *first, *options, *self.more, *site.sbatch, str(self.script), *self.arguments]
+        return ["sbatch", *first, *options, *site.sbatch, str(self.script), *self.arguments]
 
     def variables(self) -> dict[str, str]:
         """What the script and the job read from the environment."""
@@ -101,20 +101,20 @@ class Submission:
         variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in self.variables().items())
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n# {self.script.name}\n{self.script.read_text()}"
 
-    def test(self) -> str | None:
-        """What `sbatch --test-only` says; None where there is no SLURM; refused, one line."""
-        if shutil.which("sbatch") is None:
-            return None
+    def test(self) -> str:
+        """What `sbatch --test-only` says; refused, one line."""
         return self._call("--test-only").stderr.strip().removeprefix("sbatch: ")
 
     def submit(self) -> str:
         """The new job's id."""
-        if shutil.which("sbatch") is None:
-            raise ConfigError("--slurm needs sbatch, which is not here; submit from a login node, or see --dry-run")
         return self._call("--parsable").stdout.strip().partition(";")[0]
 
     def _call(self, *first: str) -> "subprocess.CompletedProcess[str]":
-        env = {**os.environ, **self.variables()}
+        if shutil.which("sbatch") is None:
+            raise ConfigError("--slurm needs sbatch, which is not here; submit from a login node, or see --dry-run")
+        # what SLURM told the job or shell we are in is not for the new one
+        outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+        env = outer | self.variables()
         done = subprocess.run(self.command(*first), capture_output=True, text=True, env=env)
         if done.returncode:
             said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -138,6 +138,31 @@ def pattern(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
+def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> list[str]:
+    """What the batch step starts: one process per task, or one torchrun per node, in the site's container."""
+    agents = site.launcher == "torchrun"
+    each, log = (1, "agent") if agents else (tasks, "rank")
+    srun = ["srun", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append", "--relative=0", f"--nodes={nodes}"]
+    srun += [f"--ntasks={nodes * each}", f"--ntasks-per-node={each}", f"--output={pattern(run)}/logs/{log}-%t.log"]
+    if cpus is not None:  # srun does not take it over from sbatch
+        srun += [f"--cpus-per-task={cpus * (tasks // each)}"]
+    around, python = _container(site.container)
+    return [*srun, *site.srun, *around, python, "-m", "pipeline.slurm.task", str(run)]
+
+
+def _container(container: Container | None) -> tuple[list[str], str]:
+    """What stands around the task's command, and the Python in it."""
+    match container:
+        case None:
+            return [], sys.executable
+        case Container(kind="pyxis"):
+            mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+            return [f"--container-image={container.image}", *mounts], container.python
+        case _:
+            binds = [f"--bind={mount}" for mount in container.mounts]
+            return ["apptainer", "exec", "--nv", *binds, container.image], container.python
+
+
 def tidy(name: str) -> str:
     """A text as a job's name."""
     return re.sub(r"[^\w.-]", "-", name)[:64]
@@ -156,26 +181,19 @@ def job_of(run: Path) -> str | None:
 
 
 def train(run: Path, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Submission:
-    log = pattern(run / "logs" / "job.log")
-    return Submission("pretrain", name, site, log, _worker(str(run), track), nodes, more=_warned(site))
+    return Submission("pretrain", name, site, pattern(run / "logs" / "job.log"), _worker(run, track), nodes)
 
 
 def array(members: Path, count: int, jobs: int, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Submission:
-    """One job per line of a file, `jobs` at a time."""
+    """One job per name in a file, `jobs` at a time."""
     log, which = f"{pattern(members)}.%a.log", f"0-{count - 1}%{jobs}"
-    return Submission("sweep", name, site, log, _worker(str(members), track), nodes, array=which, more=_warned(site))
+    return Submission("sweep", name, site, log, _worker(members, track), nodes, array=which)
 
 
 def command(arguments: Sequence[str], name: str, site: Slurm, log: Path, after: str) -> Submission:
     """One `launch` command on one node, when another job has succeeded; never, if it has failed."""
-    return Submission(
-        "export", name, site, pattern(log), tuple(arguments), after=after, more=("--kill-on-invalid-dep=yes",)
-    )
+    return Submission("export", name, site, pattern(log), tuple(arguments), after=after)
 
 
-def _worker(what: str, track: bool) -> tuple[str, ...]:
-    return (what,) if track else (what, "--no-track")
-
-
-def _warned(site: Slurm) -> tuple[str, ...]:
-    return (f"--signal=B:USR1@{site.grace_s}",)
+def _worker(what: Path, track: bool) -> tuple[str, ...]:
+    return (str(what),) if track else (str(what), "--no-track")

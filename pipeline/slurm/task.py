@@ -10,11 +10,14 @@ from pathlib import Path
 
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
+from pipeline.errors import RunError
 from pipeline.process import end_with_parent
 from pipeline.train.rundir import RunDir
 from pipeline.train.start import attend, listening
 
 _WORKER = "pipeline.train.worker"
+# MASTER_ADDR and MASTER_PORT come from the batch step
+_RANK = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID", "LOCAL_WORLD_SIZE": "NTASKS_PER_NODE"}
 # a signal to the step reaches torchrun too, which would die of it before its workers have saved
 _AGENT = (
     "import runpy, signal; signal.signal(signal.SIGUSR1, lambda *_: None); "
@@ -22,37 +25,30 @@ _AGENT = (
 )
 
 
-def environment(env: Mapping[str, str]) -> dict[str, str]:
-    """One process per task: rank and world from srun; MASTER_ADDR and MASTER_PORT came from the batch step."""
-    return {
-        **env,
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": env["SLURM_NTASKS_PER_NODE"],
-    }
-
-
-def torchrun(run: Path, env: Mapping[str, str]) -> list[str]:
+def torchrun(env: Mapping[str, str]) -> list[str]:
     """One agent per node, which starts its processes and sets their variables."""
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint={env['MASTER_ADDR']}:{env['MASTER_PORT']}"]
     many = [f"--nnodes={env['SLURM_NNODES']}", f"--nproc_per_node={env['ISOFLOP_TASKS']}"]
     which = [f"--rdzv_id={env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', 0)}"]
-    where = [f"--log_dir={run}/logs/{env['SLURMD_NODENAME']}", "--redirects=3", "--tee=3"]
-    return ["-c", _AGENT, *many, *meet, *which, *where, "-m", _WORKER]
+    return ["-c", _AGENT, *many, *meet, *which, "-m", _WORKER]
 
 
-def stage(config: RunConfig, scratch: Path, *, first: bool) -> Path:
+def stage(config: RunConfig, scratch: Path, env: Mapping[str, str]) -> Path:
     """The shards on this node's own disk: the first task copies them, the others wait."""
-    source = Path(config.data.dir or ".")
     there = scratch / f"isoflop-{config.data.hash}"
-    if first and not there.exists():
-        aside = there.with_name(f"{there.name}.{os.getpid()}")
-        shutil.copytree(source, aside)
+    if env["SLURM_LOCALID"] == "0" and not there.exists():
+        aside = there.with_name(f"{there.name}.{env['SLURM_JOB_ID']}.{env['SLURMD_NODENAME']}")
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier start
         try:
+            shutil.copytree(config.data.dir or ".", aside)
             aside.rename(there)
-        except OSError:  # another job on this node was faster
-            shutil.rmtree(aside)
+        except OSError as error:
+            if not there.exists():  # else another job on this node was faster
+                raise RunError(
+                    f"cluster.slurm.scratch={scratch}: {str(error)[-200:]}; make room, or leave it out"
+                ) from None
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     while not there.exists():
         time.sleep(0.2)
     return there
@@ -62,11 +58,16 @@ def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
     config = reload(run.config)
     site, env = config.cluster.slurm, dict(os.environ)
-    near = stage(config, Path(site.scratch), first=env["SLURM_LOCALID"] == "0") if site.scratch else None
+    try:
+        near = stage(config, Path(site.scratch), env) if site.scratch else None
+    except RunError as error:
+        run.fail(error)
+        return 2
     worker = [str(run.path), *(("--data", str(near)) if near else ())]
     if site.launcher == "srun":
-        os.execve(sys.executable, [sys.executable, "-m", _WORKER, *worker], environment(env))
-    command = [sys.executable, *torchrun(run.path, env), *worker]
+        env |= {ours: env[f"SLURM_{srun}"] for ours, srun in _RANK.items()}
+        os.execve(sys.executable, [sys.executable, "-m", _WORKER, *worker], env)
+    command = [sys.executable, *torchrun(env), *worker, "--to-file"]
     with listening() as wishes:  # torchrun itself would give its workers half a minute to save
         return attend(run, subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent), wishes)
 

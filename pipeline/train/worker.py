@@ -1,5 +1,5 @@
 """The edge of a training process, started by torchrun or srun:
-`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY]`."""
+`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--to-file]`."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
-from pipeline.process import end_with_parent
+from pipeline.process import end_with_parent, speak_in
 from pipeline.train.run import run
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import STOPPED, Stop
@@ -20,6 +20,8 @@ def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
     path, stop = Path(arguments[0]), Stop()
+    if "--to-file" in arguments:  # torchrun's own files are by its numbers of a node
+        speak_in(path / "logs" / f"rank-{os.environ['RANK']}.log")
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     end_with_parent()
     try:

@@ -78,19 +78,16 @@ class Slurm:
         self.state, self.timeout = state, node_timeout_s
         self.env = {"SLURM_CONF": str(state / "slurm.conf")}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
-        number = os.getpid() % 250  # two suites on one host do not meet
-        self._net, self._bridge = f"10.87.{number}", f"slurm{number}"
 
     def start(self) -> None:
         for folder in ("munge", "ctld", "dev"):
             (self.state / folder).mkdir(parents=True)
         self.state.chmod(0o755)
-        self._port = port = _free_ports()
-        host = socket.gethostname().partition(".")[0]
+        self._claim()
+        host, port = socket.gethostname().partition(".")[0], self._port
         about = {"state": self.state, "host": host, "net": self._net, "timeout": self.timeout, "port": port}
         (self.state / "slurm.conf").write_text(CONFIG.format(**about, first=port + 1, last=port + 2))
         (self.state / "hosts").write_text(HOSTS.format(**about))
-        self.run("ip", "link", "add", self._bridge, "type", "bridge")
         self.run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
         self.run("ip", "link", "set", self._bridge, "up")
         (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -101,6 +98,15 @@ class Slurm:
         self.run("slurmctld")
         for node in ("node1", "node2"):
             self.power_on(node)
+
+    def _claim(self) -> None:
+        """A network and ports that no other suite on this host has: the kernel gives a bridge's name to one of them."""
+        for number in range(250):
+            self._net, self._bridge, self._port = f"10.87.{number}", f"slurm{number}", 21000 + 3 * number
+            add = ["ip", "link", "add", self._bridge, "type", "bridge"]
+            if subprocess.run(add, capture_output=True).returncode == 0:
+                return
+        raise AssertionError("no free bridge of slurm0 to slurm249; see `ip link`")
 
     def _munge(self) -> None:
         folder = self.state / "munge"
@@ -225,22 +231,6 @@ def _listens(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_ports() -> int:
-    """The first of three in a row that nothing listens on."""
-    for port in range(21000, 32000, 7):
-        sockets = [socket.socket() for _ in range(3)]
-        try:
-            for offset, probe in enumerate(sockets):
-                probe.bind(("0.0.0.0", port + offset))
-            return port
-        except OSError:
-            continue
-        finally:
-            for probe in sockets:
-                probe.close()
-    raise AssertionError("no three free ports in a row")
 
 
 def _end(file: Path) -> None:

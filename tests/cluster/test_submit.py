@@ -16,7 +16,7 @@ from pipeline.recipe import resolve
 from pipeline.slurm.attempts import Ending, decide
 from pipeline.slurm.job import Allocation, whole
 from pipeline.slurm.submit import TEMPLATES
-from tests.cluster.test_jobs import submit
+from tests.cluster.test_jobs import submit, verdicts
 from tests.conftest import environment, launch
 from tests.train.test_run import TINY
 
@@ -28,7 +28,8 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
     site = tmp_path / "site.toml"
     site.write_text(
         '[cluster]\nname = "ours"\ngpus_per_node = 2\n[cluster.slurm]\npartition = "high"\ntime = "1:00:00"\n'
-        'modules = ["cuda/12.8"]\nenv = { NCCL_DEBUG = "WARN; touch pwned" }\n'
+        'modules = ["cuda/12.8"]\nenv = { NCCL_DEBUG = "WARN; touch pwned" }\ncpus_per_task = 3\n'
+        '[cluster.slurm.container]\nkind = "pyxis"\nimage = "/images/a.sqsh"\nmounts = ["/home:/home", "/data:/data"]\n'
     )
     asked = ("pretrain", *TINY, "--data", corpus, "--out", out, "--cluster", site, "--slurm", "--nodes", 2, "--dry-run")
     said = launch(*asked, **slurm.env).stdout
@@ -36,10 +37,13 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
         assert word in said
     assert "50%% done/logs/job.log" in said and "NCCL_DEBUG='WARN; touch pwned'" in said
     assert (TEMPLATES / "pretrain.sbatch").read_text() in said
+    around = "--container-image=/images/a.sqsh --container-mounts=/home:/home,/data:/data"
+    assert f"50%% done/logs/rank-%t.log' --cpus-per-task=3 {around} python3 -m pipeline.slurm.task" in said
     assert "to start at" in said.splitlines()[-1]  # sbatch --test-only
     assert not out.exists()
     bare = launch(*asked, PATH=str(tmp_path))  # a machine without SLURM
     assert "not validated" in bare.stdout.splitlines()[-1]
+    assert "needs sbatch" in launch(*asked[:-1], code=2, PATH=str(tmp_path)).stderr and not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,7 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
         (("--nodes", 2, "--set", "cluster.slurm.partition=gpu"), ("--partition=gpu", "Invalid partition")),
         (("--nodes", "4-2"), ("--nodes '4-2'",)),
         (("--nodes", 2, "--time", "soon"), ("cluster.slurm.time='soon'",)),
+        (("--nodes", 2, "--time", "0-0:06"), ("time=0-0:06 (360 s)", "grace_s=300", "grace_s=150")),
         (("--nodes", 1, "--set", "name=a\ntouch pwned"), ("name='a\\ntouch pwned'",)),
         (("--nodes", 1, "--set", 'cluster.slurm.account="a\\nb"'), ("cluster.slurm.account='a\\nb'",)),
         (("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1), ("size=7b", "this A100")),
@@ -81,6 +86,15 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     assert f"in the queue as job {job} (PENDING)" in again.stderr
     assert "cancelled" in launch("cancel", out, **slurm.env).stdout
     assert slurm.field(job, "state") == "CANCELLED"
+    assert "squeue is not here" in launch("cancel", out, code=2, PATH=str(tmp_path)).stderr
+
+    # SLURM brings a job back after a lost node without asking us: that too is bounded
+    there = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+    batch = [sys.executable, "-m", "pipeline.slurm.job", str(out)]
+    env = environment(**slurm.env, **there, SLURM_RESTART_COUNT="101")
+    assert subprocess.run(batch, env=env).returncode == 2
+    assert [event for event, _ in verdicts(out)] == ["stop"] and "max_restarts=100" in verdicts(out)[0][1]
+    assert verdicts(out)[0][1] in launch("logs", out).stdout
     assert not list(tmp_path.rglob("pwned"))
 
 
