@@ -34,58 +34,72 @@ class AllToAll:
         dist.all_to_all_single(load_PE, load_E, group=self._group)
         load_PE = load_PE.view(self._ranks, -1)
         sent, arriving = torch.stack((load_E.view(self._ranks, -1).sum(1), load_PE.sum(1))).tolist()
-        rows_MW, work = _travel(rows_NW, arriving, sent, self._group)
+        rows_MW, wait = _travel(rows_NW, arriving, sent, self._group)
         extra_TW = None if beside is None else beside()
-        rows_MW = _Arrived.apply(rows_MW, work)  # type: ignore[no-untyped-call]
+        rows_MW = wait(rows_MW)
         # they lie by sender and then by expert; the experts want them by expert
         local = torch.arange(load_PE.shape[1], device=x_TW.device).repeat(self._ranks)
         by_expert, by_sender = sort(local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving)))
         done_MW = run(permute(rows_MW, by_expert, by_sender), load_PE.sum(0))
-        back_NW, work = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
-        back_NW = _Arrived.apply(back_NW, work)  # type: ignore[no-untyped-call]
-        y_TW = gather(back_NW, order_N, home_N, choice.weights_TK)
+        back_NW, wait = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
+        y_TW = gather(wait(back_NW), order_N, home_N, choice.weights_TK)
         return y_TW if extra_TW is None else y_TW + extra_TW
 
 
-Works = list[dist.Work]
+def _travel(
+    x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Rows that are still on their way, and what waits for them: to be called on them before their first use."""
+    there, home = _Exchange(arriving, sent, group), _Exchange(sent, arriving, group)
+    rows: Tensor = _Begin.apply(x, there, home)  # type: ignore[no-untyped-call]
+    return rows, lambda rows: _End.apply(rows, there, home)  # type: ignore[no-untyped-call]
 
 
-def _travel(x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup) -> tuple[Tensor, Works]:
-    work: Works = []
-    rows: Tensor = _Travel.apply(x, arriving, sent, group, work)  # type: ignore[no-untyped-call]
-    return rows, work
+class _Exchange:
+    """Of rows among all ranks of a group: every one takes part, also one that has no row."""
 
+    def __init__(self, arriving: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
+        self._arriving, self._sent, self._group = arriving, sent, group
 
-class _Travel(torch.autograd.Function):
-    """Begins an exchange of rows; `work` is to be waited for. Every rank takes part, also one that has no row."""
+    def begin(self, x: Tensor) -> Tensor:
+        self._rows, self._out = x.contiguous(), x.new_empty(sum(self._arriving), x.shape[1])
+        self._work = dist.all_to_all_single(
+            self._out, self._rows, self._arriving, self._sent, group=self._group, async_op=True
+        )
+        return self._out
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup, work: list[dist.Work]
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (arriving, sent), group
-        out = x.new_empty(sum(arriving), x.shape[1])
-        work.append(dist.all_to_all_single(out, x.contiguous(), arriving, sent, group=group, async_op=True))
+    def end(self) -> Tensor:
+        self._work.wait()
+        out = self._out
+        del self._work, self._rows, self._out
         return out
 
+
+class _Begin(torch.autograd.Function):
+    """The gradients travel the other way round: theirs begins where the rows' ends, so that what lies between, `beside`
+    and its gradient, runs while either is on its way."""
+
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        arriving, sent = ctx.sizes
-        out = grads[0].new_empty(sum(sent), grads[0].shape[1])
-        dist.all_to_all_single(out, grads[0].contiguous(), sent, arriving, group=ctx.group)
-        return out, None, None, None, None
+    def forward(ctx: Any, x: Tensor, there: _Exchange, home: _Exchange) -> Tensor:
+        ctx.home = home
+        return there.begin(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.home.end(), None, None
 
 
-class _Arrived(torch.autograd.Function):
+class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, work: list[dist.Work]) -> Tensor:
-        for each in work:
-            each.wait()
+    def forward(ctx: Any, x: Tensor, there: _Exchange, home: _Exchange) -> Tensor:
+        ctx.home = home
+        there.end()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.home.begin(grads[0])
+        return grads[0], None, None  # in place of those that begin to arrive: autograd wants as many
 
 
 class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[misc]
