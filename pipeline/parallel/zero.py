@@ -42,9 +42,12 @@ class ZeroEngine:
         self._clip = config.optim.clip
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         optimizer = adamw(model.to(world.device), config)
+        set_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(config, world)
         )
+        if self._zero == 0 and not self._unsharded:
+            self.optimizer.state.clear()  # DeepSpeed has taken a step with gradients of zero, at the rate of zero
         assert self._engine.has_moe_layers == (self._ep > 1), "DeepSpeed did not recognise the routed layers"
         self._ask_before_stepping()
 
