@@ -193,7 +193,7 @@ def _layout_table(f: dict[str, Any]) -> "Table":
         for row in [row for row in rows if row["fits"]] or [min(rows, key=lambda row: int(row["memory"]["total"]))]:
             table.add_row(
                 *(str(row["layout"][k]) for k in ("zero", "ep", "micro_batch")),
-                "yes" if row["layout"]["recompute"] else "no",
+                {False: "no", True: "yes"}.get(row["layout"]["recompute"], "selective"),
                 f"{_digits(row['memory']['total'] / 2**30)} {'✓' if row['fits'] else '✗'}",
                 _digits(row["traffic"]["total"] / 2**30),
                 f"{_digits(row['step_s'])} s",

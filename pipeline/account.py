@@ -9,7 +9,7 @@ half, since the kernel skips what the mask hides; a window hides more.
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from pipeline.config.frozen import Dtype
+from pipeline.config.frozen import Dtype, Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import FFN, GQA, MLA, Learned, MoE, RelativeBias
 
@@ -84,6 +84,7 @@ class _Layer:
     ffn: int  # all of it, biases too
     ffn_active: int
     ffn_matmul: int  # what of it a token is multiplied with
+    ffn_again: int  # and is once more if it is recomputed: of a plain one all but the last matrix
     experts: int
     norm: int
 
@@ -98,12 +99,13 @@ def _layer(model: Model, layer: int) -> _Layer:
         hidden = f.hidden if isinstance(f, FFN) else f.dense_hidden
         biases = (2 if f.gated else 1) * hidden + model.width if isinstance(f, FFN) and f.bias else 0
         matrices = per_hidden * hidden
-        return _Layer(attention, vectors, matrices + biases, matrices + biases, matrices, 0, norm)
+        again = matrices - model.width * hidden
+        return _Layer(attention, vectors, matrices + biases, matrices + biases, matrices, again, 0, norm)
     assert isinstance(f, MoE)
     always = model.width * f.experts + per_hidden * f.shared * f.hidden  # router and shared experts
     experts = per_hidden * f.experts * f.hidden
     active = always + per_hidden * f.top_k * f.hidden
-    return _Layer(attention, vectors, always + experts, active, active, experts, norm)
+    return _Layer(attention, vectors, always + experts, active, active, active, experts, norm)
 
 
 def _norm(model: Model, width: int) -> int:
@@ -157,15 +159,17 @@ class Flops:
         return self.model + self.recompute
 
 
-def flops_per_token(model: Model, *, recompute: bool = False) -> Flops:
+def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     layers = [*range(model.layers), *[model.layers - 1] * model.mtp]
-    blocks = sum(each.attention + each.ffn_matmul for each in (_layer(model, layer) for layer in layers))
-    heads = (1 + model.mtp) * model.vocab * model.width + model.mtp * 2 * model.width**2
+    each = [_layer(model, layer) for layer in layers]
+    blocks = sum(one.attention + one.ffn_matmul for one in each) + model.mtp * 2 * model.width**2
+    heads = (1 + model.mtp) * model.vocab * model.width
     attention = sum(_scores(model, layer) for layer in layers)
+    again = 2 * sum(one.ffn_again for one in each) if recompute else 0
     return Flops(
         matmul=6 * (blocks + heads),
         attention=attention,
-        recompute=2 * blocks + attention // 3 if recompute else 0,
+        recompute=2 * blocks + attention // 3 if recompute is True else again,
     )
 
 
@@ -200,7 +204,7 @@ def memory(
     ranks: int,
     micro_batch: int,
     loss_chunk: int,
-    recompute: bool = False,
+    recompute: Recompute = False,
     ep: int = 1,
     sp: int = 1,
 ) -> Memory:
@@ -210,8 +214,9 @@ def memory(
     master = 0 if dtype == "fp32" and zero == 0 else 4  # only unsharded fp32 updates the weights themselves
     tokens = micro_batch * model.seq // sp
     layers = [_kept(model, layer) for layer in [*range(model.layers), *[model.layers - 1] * model.mtp]]
-    kept = len(layers) * 2 * model.width if recompute else sum(layers)
-    once = max(layers) if recompute else 0
+    again = {False: [0] * len(layers), "selective": [ffn for _, ffn in layers], True: [*map(sum, layers)]}[recompute]
+    kept = sum(map(sum, layers)) - sum(again) + (2 * model.width * len(layers) if recompute is True else 0)
+    once = max(again)
     chunk = min(loss_chunk, tokens)
     block = max(
         each.attention + each.vectors + each.ffn + each.norm - each.experts + each.experts // ep
@@ -233,9 +238,10 @@ def memory(
     )
 
 
-def _kept(model: Model, layer: int) -> int:
-    """Numbers that autograd keeps per token and block: norm inputs and outputs, q k v before and after rotation, the
-    attention's output, and the FFN's inner tensors, of a routed one with the rows on their way to the experts."""
+def _kept(model: Model, layer: int) -> tuple[int, int]:
+    """Numbers that autograd keeps per token and block. Of the attention: norm inputs, a norm's output, q k v before and
+    after rotation, what comes of them. Of the feed-forward: a norm's output and its inner tensors, of a routed one also
+    the rows on their way to the experts."""
     a, f = model.attention, model.ffn
     match a:
         case GQA():
@@ -250,7 +256,7 @@ def _kept(model: Model, layer: int) -> int:
     else:
         assert isinstance(f, MoE)
         ffn = (f.top_k + f.shared) * per_hidden * f.hidden + 2 * f.top_k * model.width
-    return 4 * model.width + inner + ffn
+    return 3 * model.width + inner, model.width + ffn
 
 
 def checkpoint_bytes(model: Model) -> int:

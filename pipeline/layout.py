@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeline import account
-from pipeline.config.frozen import Auto, Dtype
+from pipeline.config.frozen import Auto, Dtype, Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MoE
-from pipeline.config.schema import Cluster, Rates, RunConfig
+from pipeline.config.schema import Cluster, Offload, Rates, RunConfig
 from pipeline.errors import ConfigError
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
@@ -37,7 +37,7 @@ class Layout:
     zero: int
     ep: int = 1
     micro_batch: int = 1
-    recompute: bool = False
+    recompute: Recompute = False
     sp: int = 1
 
     @classmethod
@@ -97,9 +97,11 @@ def traffic(model: Model, layout: Layout, *, dtype: Dtype, micros: int) -> Traff
     size, total = account.BYTES[dtype], 0
     for held, ranks in _groups(model, layout):
         total += size * held * (ranks - 1) // ranks
-    trips = (3 if layout.recompute else 2) * micros * layout.micro_batch * model.seq // layout.sp
-    tokens = 2 * trips * _rows_bytes(model, size) * (layout.ep - 1) // layout.ep
-    heads = trips * _heads_bytes(model, layout.sp, size) * (layout.sp - 1) // layout.sp
+    each = micros * layout.micro_batch * model.seq // layout.sp
+    trips = each * (6 if layout.recompute else 4)  # selective too: the feed-forward is what it repeats
+    tokens = trips * _rows_bytes(model, size) * (layout.ep - 1) // layout.ep
+    swaps = each * (3 if layout.recompute is True else 2)
+    heads = swaps * _heads_bytes(model, layout.sp, size) * (layout.sp - 1) // layout.sp
     gradients = (2, 1, micros, micros)[layout.zero]
     weights = (0, 1, 1, 2 * micros)[layout.zero]
     return Traffic(gradients * total, weights * total, tokens, heads)
@@ -144,7 +146,7 @@ def memory(config: RunConfig, layout: Layout) -> account.Memory:
     """Of one rank, of a resolved config."""
     train = config.train
     assert train.dtype != "auto" and train.loss_chunk != "auto", "resolve the recipe first"
-    return account.memory(
+    held = account.memory(
         config.model,
         dtype=train.dtype,
         zero=layout.zero,
@@ -155,6 +157,8 @@ def memory(config: RunConfig, layout: Layout) -> account.Memory:
         ep=layout.ep,
         sp=layout.sp,
     )
+    away = config.parallel.offload
+    return replace(held, optimizer=0 if away.optimizer else held.optimizer, weights=0 if away.params else held.weights)
 
 
 _count = lru_cache(account.params)  # a plan asks hundreds of times
@@ -187,7 +191,7 @@ def _heads_bytes(model: Model, sp: int, size: int) -> int:
 
 
 @lru_cache
-def _token_s(model: Model, recompute: bool, dtype: Dtype, peak: float, rates: Rates) -> float:
+def _token_s(model: Model, recompute: Recompute, dtype: Dtype, peak: float, rates: Rates) -> float:
     flops = account.flops_per_token(model, recompute=recompute)
     routed = 0
     if isinstance(model.ffn, MoE):
@@ -196,7 +200,7 @@ def _token_s(model: Model, recompute: bool, dtype: Dtype, peak: float, rates: Ra
     again = flops.hardware / flops.model
     matmul = (flops.matmul - routed) / rates.matmul_share + routed / rates.expert_share
     arithmetic = (matmul + flops.attention / rates.attention_share) / peak
-    passes = TOUCHES * (1.4 if recompute else 1)  # the forward's two of five once more
+    passes = TOUCHES * {False: 1, "selective": 1.2, True: 1.4}[recompute]  # the forward's two of five once more
     return again * arithmetic + passes * kept / rates.hbm_bytes_s
 
 
@@ -230,9 +234,9 @@ def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> lis
     """For every ZeRO stage and every ep that the experts and ranks allow, its best micro-batch and recomputation."""
     sp = config.parallel.sp
     micros = micro_batches(config, ranks, sp) if micro_batch == "auto" else [micro_batch]
-    ways = [(micro, again) for again in (False, True) for micro in micros]
+    again: tuple[Recompute, ...] = (False, "selective", True)
     return [
-        best([estimate(config, Layout(ranks, zero, ep, micro, again, sp)) for micro, again in ways])
+        best([estimate(config, Layout(ranks, zero, ep, micro, way, sp)) for way in again for micro in micros])
         for zero in range(4)
         for ep in degrees(config.model, ranks)
     ]
@@ -302,9 +306,11 @@ def check(
     if memory_bytes is None:
         return
     have = memory_bytes if shared else int(USABLE * memory_bytes)
+    where = config.parallel.model_copy(update={"offload": Offload()})  # what a CPU offloads stays in its memory
+    held = config.model_copy(update={"parallel": where}) if shared else config
 
     def need(layout: Layout) -> int:
-        return memory(config, layout).total * (ranks if shared else 1)
+        return memory(held, layout).total * (ranks if shared else 1)
 
     if need(now) <= have:
         return

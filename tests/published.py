@@ -68,7 +68,8 @@ def ladder_rows() -> Iterator[str]:
         for zero in range(4):
             e = best([row for row in rows if row.layout.zero == zero])
             stage = f"**{zero}**" if e is take else str(zero)
-            at = f"{stage} | {e.layout.ep} | {e.layout.micro_batch} | {'yes' if e.layout.recompute else 'no'}"
+            again = {False: "no", True: "yes"}.get(e.layout.recompute, "selective")
+            at = f"{stage} | {e.layout.ep} | {e.layout.micro_batch} | {again}"
             held = f"{e.memory.total / 2**30:,.1f} {'✓' if e.fits else '✗'} | {e.traffic.total / 2**30:,.0f}"
             time = f"{e.step_s:,.3g} | {e.tokens_s / gpus:,.0f} | {e.mfu:.0%} | {e.gpu_hours:,.0f}"
             yield f"| {size} {arch} × {gpus} | {at} | {held} | {time} |"

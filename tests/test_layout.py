@@ -106,6 +106,8 @@ def test_more_of_anything_costs_what_it_should():
     stages = [at(zero=zero) for zero in range(4)]
     assert [e.memory.total for e in stages] == sorted((e.memory.total for e in stages), reverse=True)
     assert [e.traffic.total for e in stages] == sorted(e.traffic.total for e in stages)
+    away = config("7b", "moe", 64, rows=512, **{"parallel.offload.optimizer": "cpu"})
+    assert at().memory.total - at(away).memory.total == at().memory.optimizer > 0
     shared = at(sp=4)
     assert shared.memory.activations * 4 == at().memory.activations and shared.exchanges_s > at().exchanges_s
 
@@ -144,6 +146,14 @@ GIB = 2**30
         ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),
         ("7b", "dense", 8, 24 * GIB, {}, ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"]),
         ("tiny", "moe", 3, None, {"parallel.sp": 2}, ["parallel.sp=2 does not divide the 3 ranks; try --sp 1, or 4"]),
+        (
+            "tiny",
+            "dense",
+            2,
+            None,
+            {"parallel.offload.params": "cpu"},
+            ["needs the shards of ZeRO-3, not zero=1", "--zero 3"],
+        ),
         ("1b", "dense", 8, 80 * GIB, {"model.seq": 524288}, ["try --sp 2 --set train.recompute=true"]),
         ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
         ("tiny", "dense", 2, GIB // 64, {}, ["take a smaller --size"]),

@@ -12,6 +12,7 @@ Weight = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # one line of text that ends where it seems to end
 Dtype = Literal["fp32", "bf16"]
+Recompute = bool | Literal["selective"]  # of each block's forward in the backward pass: none, all, the feed-forward
 
 
 class Frozen(BaseModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.frozen import Auto, Count, Dtype, Frozen, Positive, Rate, Share, Weight, Word
+from pipeline.config.frozen import Auto, Count, Dtype, Frozen, Positive, Rate, Recompute, Share, Weight, Word
 from pipeline.config.model import Model
 from pipeline.config.parts import MoE
 from pipeline.errors import ConfigError
@@ -62,7 +62,7 @@ class Train(Frozen):
     micro_batch: Positive | Auto  # sequences per rank and forward pass
     auto_batch: bool = False  # micro_batch "auto" is the largest that fits, and is lowered if that turns out too large
     dtype: Dtype | Auto
-    recompute: bool  # run each block's forward again in the backward pass instead of keeping its activations
+    recompute: Recompute  # run again in the backward pass instead of keeping the activations
     compile: bool | Auto
     loss_chunk: Positive | Auto  # tokens whose logits exist at once
     eval_every: Positive | Auto
@@ -84,11 +84,24 @@ class Train(Frozen):
         return self
 
 
+class Offload(Frozen):
+    """What a GPU does not hold between its uses, and where it lies instead."""
+
+    optimizer: Literal["cpu"] | None = None  # masters and moments; the CPU updates them
+    params: Literal["cpu"] | None = None
+
+    @property
+    def least_zero(self) -> int:
+        """The first ZeRO stage that can."""
+        return 3 if self.params else 1 if self.optimizer else 0
+
+
 class Parallel(Frozen):
     engine: Literal["deepspeed", "accelerate"]
     zero: Annotated[int, Field(ge=0, le=3)]
     ep: Positive = 1  # ranks that share the experts of a routed model
     sp: Positive = 1  # ranks that share each sequence
+    offload: Offload = Offload()
 
     def readers(self, ranks: int) -> int:
         """How many of the ranks read rows of their own; sp of them read the same."""
@@ -205,6 +218,12 @@ class RunConfig(Frozen):
         if self.parallel.engine == "accelerate" and self.parallel.ep > 1:
             raise ValueError(
                 f"engine accelerate puts every expert on every rank, not ep={self.parallel.ep}; give --ep 1"
+            )
+        least = self.parallel.offload.least_zero
+        if self.parallel.zero < least or (least and self.parallel.engine == "accelerate"):
+            raise ValueError(
+                f"parallel.offload needs the shards of ZeRO-{least}, not zero={self.parallel.zero} of "
+                f"{self.parallel.engine}; give --zero {max(least, self.parallel.zero)}, or leave it out"
             )
         if self.parallel.ep > 1 and not isinstance(self.model.ffn, MoE):
             raise ValueError(f"parallel.ep={self.parallel.ep} needs a routed model; give --arch moe, or --ep 1")

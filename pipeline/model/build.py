@@ -7,6 +7,7 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.frozen import Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import FFN, GQA, MLA, MoE
 from pipeline.model.attention import GroupedAttention, LatentAttention
@@ -21,16 +22,16 @@ def build(
     *,
     z_loss: float = 0.0,
     loss_chunk: int = 2048,
-    recompute: bool = False,
+    recompute: Recompute = False,
     experts: range | None = None,
 ) -> Decoder:
     """The model with its weights not yet drawn; under torch.device("meta") it takes no memory. `experts` are those that
     this process holds of every routed layer: all of them, unless it shares them with others."""
 
     def block(layer: int) -> Block:
-        return Block(cfg, _attention(cfg, layer), _ffn(cfg, layer, experts))
+        return Block(cfg, _attention(cfg, layer), _ffn(cfg, layer, experts), recompute=recompute == "selective")
 
-    return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute)
+    return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True)
 
 
 def _attention(cfg: Model, layer: int) -> nn.Module:

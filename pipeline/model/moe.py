@@ -42,10 +42,11 @@ class Dispatch(Protocol):
 
 
 def local_dispatch(x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor:
+    extra_TW = None if beside is None else beside()
     order_N, home_N = sort(choice.experts_TK)
     rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
     y_TW = gather(run(rows_NW, choice.load_E), order_N, home_N, choice.weights_TK)
-    return y_TW if beside is None else y_TW + beside()
+    return y_TW if extra_TW is None else y_TW + extra_TW
 
 
 def sort(experts: Tensor) -> tuple[Tensor, Tensor]:

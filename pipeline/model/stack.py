@@ -29,27 +29,35 @@ class Losses(NamedTuple):
     routing: Routing | None = None  # of the routed layers, stacked
 
 
+Fed = tuple[Tensor, Routing | None]
+
+
 class Block(nn.Module):
-    def __init__(self, cfg: Model, attention: nn.Module, ffn: nn.Module) -> None:
+    def __init__(self, cfg: Model, attention: nn.Module, ffn: nn.Module, *, recompute: bool = False) -> None:
         super().__init__()
-        self.attention, self.ffn = attention, ffn
+        self.attention, self.ffn, self.recompute = attention, ffn, recompute  # of the feed-forward alone
         self.at_attention = Residual(cfg)
         self.at_ffn = None if cfg.parallel_block else Residual(cfg)
 
-    def forward(
-        self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Routing | None]:
+    def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Fed:
         normed = self.at_attention.leave(x_BSW)
         seen = self.attention(normed, context, cache)
         if self.at_ffn is None:  # both read the same input
-            fed, routing = self._feed(normed)
+            fed, routing = again(self._feed, normed, on=self.recompute and self.training)
             return self.at_attention.join(x_BSW, seen + fed), routing
         x_BSW = self.at_attention.join(x_BSW, seen)
-        fed, routing = self._feed(self.at_ffn.leave(x_BSW))
+        fed, routing = again(self._feed, x_BSW, self.at_ffn, on=self.recompute and self.training)
         return self.at_ffn.join(x_BSW, fed), routing
 
-    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+    def _feed(self, x: Tensor, at: Residual | None = None) -> Fed:
+        x = x if at is None else at.leave(x)
         return self.ffn(x) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(x), None)
+
+
+def again(part: Callable[..., Fed], *inputs: object, on: bool) -> Fed:
+    """What a part of the model gives; if `on`, keeping its inputs alone, it runs once more in the backward pass."""
+    out: Fed = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False) if on else part(*inputs)
+    return out
 
 
 class Head(nn.Module):
@@ -79,9 +87,9 @@ class Ahead(nn.Module):
         self.join = nn.Linear(2 * cfg.width, cfg.width, bias=False)
         self.block = block
 
-    def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> tuple[Tensor, Routing | None]:
+    def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> Fed:
         joined = self.join(torch.cat((self.h_norm(h_BSW), self.e_norm(embedded_BSW)), dim=-1))
-        out: tuple[Tensor, Routing | None] = self.block(joined, context)
+        out: Fed = self.block(joined, context)
         return out
 
 
@@ -123,9 +131,9 @@ class Decoder(nn.Module):
         those of the last alone."""
         places, context = self._context(tokens_BS, documents_BS, cache)
         x_BSW = self._embed(tokens_BS, places)
-        routings = []
+        routings, recompute = [], self.recompute and self.training
         for layer, block in enumerate(self.blocks):
-            x_BSW, routing = self._run(block, x_BSW, context, None if cache is None else cache.layers[layer])
+            x_BSW, routing = again(block, x_BSW, context, None if cache is None else cache.layers[layer], on=recompute)
             routings.append(routing)
         if cache is not None:
             x_BSW = x_BSW[:, -1:]  # what follows is asked for, and none of the logits before it
@@ -136,7 +144,8 @@ class Decoder(nn.Module):
         if self.training:
             for ahead in self.ahead:
                 # the next token is known and the one after it is asked for; the last place, and a document's, has none
-                x_BSW, routing = self._run(ahead, x_BSW, self._embed(targets_BS.clamp(min=0), places), context)
+                embedded = self._embed(targets_BS.clamp(min=0), places)
+                x_BSW, routing = again(ahead, x_BSW, embedded, context, on=recompute)
                 further = torch.cat((targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1)
                 targets_BS = torch.where(targets_BS < 0, -100, further)
                 losses = self.head(cast(nn.Module, ahead.norm)(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
@@ -151,14 +160,6 @@ class Decoder(nn.Module):
     def routers(self) -> list[Router]:
         """In the order of `Losses.routing`."""
         return [module for module in self.modules() if isinstance(module, Router)]
-
-    def _run(self, block: nn.Module, *inputs: object) -> tuple[Tensor, Routing | None]:
-        if self.recompute and self.training:
-            kept: tuple[Tensor, Routing | None]
-            kept = torch.utils.checkpoint.checkpoint(block, *inputs, use_reentrant=False)
-            return kept
-        out: tuple[Tensor, Routing | None] = block(*inputs)
-        return out
 
     def _embed(self, tokens_BS: Tensor, places: Tensor) -> Tensor:
         x_BSW: Tensor = self.embedding(self.sequence.cut(tokens_BS, 1))

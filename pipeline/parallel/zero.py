@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
@@ -215,7 +215,13 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
         "gradient_accumulation_steps": rows // micro // (world.size // config.parallel.sp),
         "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
         "bf16": {"enabled": train.dtype == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero},
-        "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers
+        "zero_optimization": {"stage": config.parallel.zero, **_offload(config.parallel.offload)},
+        "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers, on a CPU too
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
+
+
+def _offload(to: Offload) -> dict[str, Any]:
+    places = {"offload_optimizer": to.optimizer, "offload_param": to.params}
+    return {part: {"device": place} for part, place in places.items() if place}

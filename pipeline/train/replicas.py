@@ -59,7 +59,8 @@ class Replicas:
         return torch.stack([self._hash(held.everywhere), self._hash(held.here)])
 
     def _hash(self, tensors: Sequence[Tensor]) -> Tensor:
-        return fingerprint(tensors) if tensors else torch.zeros((), dtype=torch.int64, device=self._world.device)
+        found = fingerprint(tensors) if tensors else torch.zeros((), dtype=torch.int64)
+        return found.to(self._world.device)  # from the host, where what was offloaded lies
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:

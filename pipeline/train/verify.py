@@ -54,10 +54,11 @@ class Layout:
 def layouts(config: RunConfig, nproc: int) -> list[Layout]:
     """Every one that these processes can take, the referee, and the negative control."""
     eps, sps = degrees(config.model, nproc), shares(config.model, nproc)
-    found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(4)]
-    if config.train.dtype == "fp32":
+    least = config.parallel.offload.least_zero
+    found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
+    if config.train.dtype == "fp32" and not least:
         found += [Layout(0, 1, sp, "accelerate") for sp in sps]
-    return [*found, Layout(1, eps[-1], control=True)]
+    return [*found, Layout(max(1, least), eps[-1], control=True)]
 
 
 @dataclass(frozen=True, slots=True)

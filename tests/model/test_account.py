@@ -139,6 +139,14 @@ def grouped(a, b, *_args, out_shape=None, **_kwargs):
     return 2 * a[0] * a[1] * b[-1]
 
 
+def counted(model, tokens):
+    """FLOPs of a step by torch's operation, and the numbers that autograd kept of it."""
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
+    with counter, sdpa_kernel(SDPBackend.MATH):  # every matmul is one that torch counts
+        model(tokens[:, :-1], tokens[:, 1:]).total.backward()
+    return {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models())
 def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhere(cfg):
@@ -146,11 +154,7 @@ def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhe
     model = build(cfg, loss_chunk=64)
     weights(model, cfg, 0)
     tokens = torch.randint(cfg.vocab, (2, cfg.seq + 1), generator=torch.Generator().manual_seed(0))
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
-    with counter, sdpa_kernel(SDPBackend.MATH):  # every matmul is one that torch counts
-        losses = model(tokens[:, :-1], tokens[:, 1:])
-        losses.total.backward()
-    by_op = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    by_op = counted(model, tokens)
     flops, full = (
         account.flops_per_token(cfg),
         cfg.model_copy(update={"attention": cfg.attention.model_copy(update={"window": None, "global_every": None})}),
@@ -168,6 +172,28 @@ def test_a_window_counts_what_it_sees():
     exact_flops = 12 * cfg.layers * a.heads * a.head_dim * seen / 64
     half = 12 * cfg.layers * a.heads * a.head_dim / 2  # the diagonal, of which the convention counts half
     assert abs(account.flops_per_token(cfg).attention - exact_flops) <= half
+
+
+@pytest.mark.parametrize(
+    ("arch", "more"),
+    [("gpt3", ()), ("dense", ["model.placement=sandwich"]), ("dense", ["model.parallel_block=true"]), ("mla-moe", ())],
+)
+def test_what_is_recomputed_is_what_torch_counts(arch, more):
+    """Selective: the feed-forward's matmuls, of a plain one without the last, whose output nothing needs. In full: one
+    more forward of the blocks, of which torch too leaves out at most the last matrix of each."""
+    sets = ["model.vocab=64", "model.seq=32", "model.width=32", "model.layers=2", "model.mtp=1"]
+    cfg = load(size="tiny", arch=arch, sets=[*sets, *more]).model
+    tokens = torch.randint(cfg.vocab, (2, cfg.seq + 1), generator=torch.Generator().manual_seed(0))
+    flops, expected = [], []
+    for recompute in (False, "selective", True):
+        model = build(cfg, loss_chunk=64, recompute=recompute)
+        weights(model, cfg, 0)
+        flops.append(sum(counted(model, tokens).values()))
+        expected.append(account.flops_per_token(cfg, recompute=recompute).recompute * tokens[:, 1:].numel())
+    assert flops[1] - flops[0] == expected[1] > 0
+    hidden = account.flops_per_token(cfg).attention // 3 * 64  # plain attention computes what the mask hides too
+    last = 2 * 3 * cfg.width * getattr(cfg.ffn, "dense_hidden", cfg.ffn.hidden) * 64
+    assert expected[2] + hidden - last <= flops[2] - flops[0] <= expected[2] + hidden
 
 
 def test_recompute_costs_one_more_forward_of_the_blocks():
