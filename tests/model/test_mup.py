@@ -3,6 +3,7 @@ depend on the width; without it, it grows."""
 
 import math
 
+import pytest
 import torch
 
 from pipeline.config.load import load
@@ -10,15 +11,21 @@ from pipeline.model.build import build, draw
 from pipeline.optim.groups import groups, set_rate
 
 WIDTHS = (64, 128, 256, 512)
+LATENT = '{kind="mla", heads=%d, q_rank=32, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16}'
+ROUTED = '{kind="moe", activation="swiglu", experts=4, top_k=2, shared=1, hidden=%d, dense_hidden=16, router="sigmoid"}'
 
 
-def changes(width: int, mup: bool, steps: int = 3, lr: float = 0.01) -> dict[str, float]:
+def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) -> dict[str, float]:
     """How far each activation has moved from where it began, root mean square."""
-    shape = [f"model.width={width}", f"model.attention.heads={width // 16}", f"model.attention.kv_heads={width // 16}",
-             f"model.ffn.hidden={3 * width}", "model.attention.head_dim=16", "model.layers=2", "model.vocab=64",
-             "model.seq=32"]  # fmt: skip
+    heads = width // 16
+    shape = [f"model.width={width}", "model.layers=2", "model.vocab=64", "model.seq=32"]
+    if arch == "dense":
+        shape += [f"model.attention.heads={heads}", f"model.attention.kv_heads={heads}", "model.attention.head_dim=16",
+                  f"model.ffn.hidden={3 * width}"]  # fmt: skip
+    else:
+        shape += [f"model.attention={LATENT % heads}", f"model.ffn={ROUTED % width}"]
     sets = [*shape, *(["model.parametrization=mup", "model.mup_base={base_width=64, base_head_dim=16}"] if mup else [])]
-    cfg = load(size="tiny", sets=sets).model
+    cfg = load(size="tiny", arch=arch, sets=sets).model
     model = build(cfg)
     draw(model, cfg, seed=0)
     tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
@@ -42,15 +49,44 @@ def changes(width: int, mup: bool, steps: int = 3, lr: float = 0.01) -> dict[str
     return {name: float((tensor - before[name]).square().mean().sqrt()) for name, tensor in look().items()}
 
 
-def slopes(mup: bool) -> dict[str, float]:
+def slopes(mup: bool, arch: str, widths: tuple[int, ...] = WIDTHS) -> dict[str, float]:
     """Of log change over log width, least squares."""
-    rows = [changes(width, mup) for width in WIDTHS]
-    x = torch.tensor([math.log(w) for w in WIDTHS])
+    rows = [changes(width, mup, arch) for width in widths]
+    x = torch.tensor([math.log(w) for w in widths])
     x = x - x.mean()
     return {n: float(x @ torch.tensor([math.log(r[n]) for r in rows]) / x.square().sum()) for n in rows[0]}
 
 
 def test_activations_move_alike_at_every_width_under_mup_alone():
-    flat, steep = slopes(mup=True), slopes(mup=False)
+    flat, steep = slopes(True, "dense"), slopes(False, "dense")
     assert all(abs(slope) < 0.25 for slope in flat.values()), flat
     assert steep["block 0"] > 1 and steep["block 1"] > 1 and steep["logits"] > 0.4, steep
+    flat = slopes(True, "mla-moe", WIDTHS[:3])
+    assert all(abs(slope) < 0.25 for slope in flat.values()), flat
+
+
+def test_what_is_scaled_by_which_width():
+    """A latent's rank goes with its head, a router's outputs are few; what the rate is divided by multiplies decay."""
+    sets = ["model.parametrization=mup", "model.mup_base={base_width=16, base_head_dim=16}", "model.vocab=64"]
+    cfg = load(size="tiny", arch="mla-moe", sets=sets).model  # width 64, heads of 32
+    model = build(cfg)
+    draw(model, cfg, seed=0)
+    rates = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups(model, 0.1, cfg) for p in g["params"]}
+    block, last = "blocks.1.attention.", math.sqrt(2 * 4)
+    for name, rate, std in [
+        ("embedding.weight", 1, 0.02),
+        ("head.weight", 1, 0.02),
+        ("norm.gain", 1, None),
+        (f"{block}q_down.weight", 1 / 4, 0.02 / 2),
+        (f"{block}q_up.weight", 1 / 2, 0.02 / math.sqrt(2)),
+        (f"{block}kv_up.weight", 1 / 2, 0.02 / math.sqrt(2)),
+        (f"{block}out.weight", 1 / 4, 0.02 / 2 / last),
+        ("blocks.1.ffn.router.weight", 1 / 4, 0.02 / 4),
+        ("blocks.1.ffn.experts.up", 1 / 4, 0.02 / 2),
+    ]:
+        p = model.get_parameter(name)
+        kept = p.ndim < 2 or name.startswith("embedding")
+        assert rates[id(p)] == (rate, 0.0 if kept else pytest.approx(0.1 / rate)), name
+        assert std is None or float(p.detach().std()) == pytest.approx(std, rel=0.05), name
+    assert cfg.logit_scale == 16 / 64
+    assert cfg.score_scale == pytest.approx(math.sqrt(16 / 32) / math.sqrt(32 + 16))  # base's own 1/√d, and ∝ 1/d
