@@ -185,6 +185,7 @@ class Cluster(Frozen):
     gpus_per_node: Positive = 8
     peak_flops: Rate | None = None  # dense bf16, per GPU
     memory_bytes: Positive | None = None  # per GPU
+    usd_per_gpu_hour: Rate | None = None  # what a forecast's cost is counted with
     rates: Rates | None = None  # for predicted step times
     slurm: Slurm = Slurm()
 

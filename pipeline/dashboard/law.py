@@ -111,9 +111,10 @@ def grid(done: Study) -> dict[str, Any]:
 @cache
 def clusters() -> list[dict[str, Any]]:
     """The shipped clusters whose peak is known, for the time that a forecast run takes."""
-    tables = [read_toml(path)["cluster"] for path in sorted((CONFIGS / "cluster").glob("*.toml"))]
+    paths = sorted((CONFIGS / "cluster").glob("*.toml"))
+    tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     return [
-        {"name": str(table["name"]), "peak_flops": float(table["peak_flops"]), "mfu": foretell.MFU}
+        {key: table.get(key) for key in ("name", "peak_flops", "usd_per_gpu_hour")} | {"mfu": foretell.MFU}
         for table in tables
         if table.get("peak_flops")
     ]

@@ -21,32 +21,16 @@ def row(key: str, seen: Seen, now: float) -> dict[str, Any]:
     left = (steps - last["step"]) * last["tokens"] / last["step"] if steps and last["step"] else None
     happened = [event.get("event") for event in folded.events]
     return {
-        "id": key,
-        "name": run.name,
-        "experiment": str(record.get("experiment") or ""),
-        "size": str(record.get("size", "?")),
-        "arch": str(record.get("arch", "?")),
-        "group": group(seen),
-        "N": run.N,
-        "total": record["params"].get("total"),
-        "tokens": last.get("tokens"),
-        "flops": last.get("flops"),
-        "hours": folded.hours,
-        "step": last["step"],
-        "steps": steps,
-        "loss": final.get("loss"),
-        "bpb": final.get("bpb"),
-        "train_loss": recent(folded, "loss"),
-        "bytes_per_token": record.get("bytes_per_token"),
-        "tokens_per_s": speed,
-        "mfu": recent(folded, "mfu"),
+        "id": key, "name": run.name, "group": group(seen), "status": status, "link": seen.link,
+        **{k: str(record.get(k) or "?") for k in ("experiment", "size", "arch")},
+        "N": run.N, "bytes_per_token": record.get("bytes_per_token"), "step": last["step"], "steps": steps,
+        "tokens": last.get("tokens"), "flops": last.get("flops"), "hours": folded.hours,
         "tokens_per_parameter": float(last.get("tokens") or 0) / run.N,
         "eta_s": left / speed if left and speed and status == "running" else None,
-        "restarts": happened.count("resume") + happened.count("restart"),
-        "skips": happened.count("skip"),
-        "status": status,
-        "link": seen.link,
-    }
+        "loss": final.get("loss"), "bpb": final.get("bpb"), "train_loss": recent(folded, "loss"),
+        "tokens_per_s": speed, "mfu": recent(folded, "mfu"),
+        "restarts": happened.count("resume") + happened.count("restart"), "skips": happened.count("skip"),
+    }  # fmt: skip
 
 
 def group(seen: Seen) -> str:

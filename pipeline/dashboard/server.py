@@ -3,15 +3,15 @@
 import hmac
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from http.cookies import SimpleCookie
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 from fastapi import FastAPI, Header, Path, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.dashboard.files import PLOTLY_STYLE, assets, served_page
@@ -137,7 +137,7 @@ class Guard:
             home.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return home
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._matches(bearer) or self._matches(_cookie(headers)):
+        if self._matches(bearer) or self._matches(cookie_parser(headers.get("cookie", "")).get(COOKIE, "")):
             return None
         return PlainTextResponse("401: open the address that `launch dashboard` printed, token included", 401)
 
@@ -162,11 +162,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _cookie(headers: Mapping[str, str]) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except Exception:  # whatever a browser sends that is no cookie
-        return ""
-    return found.value if found else ""

@@ -1,9 +1,10 @@
 """Where runs come from: run directories, or an MLflow store; each tells cheaply what has changed."""
 
 import hashlib
+import shlex
 import tempfile
 import time
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ class Seen:
 
 class Source(Protocol):
     title: str
+    options: str | None  # what makes other commands read the same runs, where it is not their experiment's name
 
     def scan(self) -> dict[str, Hashable]:
         """Every run's id, and a stamp that changes when the run does."""
@@ -47,14 +49,16 @@ class Source(Protocol):
         """One run that `scan` named: what it needs for the overview, or every record."""
         ...
 
-    def forecasts(self) -> list[dict[str, Any]]: ...
+    def forecasts(self, keys: Collection[str]) -> list[dict[str, Any]]:
+        """Those registered for these runs."""
+        ...
 
 
 class Directories:
     """Run directories below a root; a log is read on from where it was left."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.title = root, root.resolve().name
+        self.root, self.title, self.options = root, root.resolve().name, f"--runs {shlex.quote(str(root))}"
         self._paths: dict[str, Path] = {}
         self._following: dict[str, tuple[Tail, Folded]] = {}
 
@@ -87,18 +91,21 @@ class Directories:
         linked = known.run_id and known.uri.startswith(("http://", "https://"))
         return f"{known.uri.rstrip('/')}/#/runs/{known.run_id}" if linked else None
 
-    def forecasts(self) -> list[dict[str, Any]]:
-        folders = [self.root / "forecasts", *sorted(self.root.glob("*/forecasts"))]
-        return [content for folder in folders for content in registered(folder)]
+    def forecasts(self, keys: Collection[str]) -> list[dict[str, Any]]:
+        folders = {self.root, *(self._paths[key].parent for key in keys)}
+        return [content for folder in sorted(folders) for content in registered(folder / FORECASTS)]
 
 
 class Store:
     """An experiment of an MLflow store, or all of them."""
 
+    options = None
+
     def __init__(self, uri: str, experiment: str | None) -> None:
         self.uri, self.experiment = uri, experiment
         self.title = experiment or store.public(uri).rpartition("/")[2]
         self._runs: dict[str, tuple[str, Any]] = {}
+        self._sweeps: dict[str, str] = {}  # experiment → the run that stands for all of it
         self._kept: dict[str, tuple[Hashable, list[dict[str, Any]]]] = {}
 
     def scan(self) -> dict[str, Hashable]:
@@ -106,7 +113,8 @@ class Store:
             every = {
                 run.info.run_id: (name, run) for name, run in mlflow_runs.search(client, self.uri, self.experiment)
             }
-        self._kept = {key: self._kept.get(key, ((), [])) for key, (_, run) in every.items() if is_record(run)}
+        identity = {key: str(run.data.tags.get(store.ID_TAG, "")) for key, (_, run) in every.items()}
+        self._sweeps = {name: key for key, (name, _) in every.items() if identity[key].startswith(store.SWEEP)}
         self._runs = {key: found for key, found in every.items() if mlflow_runs.record_of(found[1]) is not None}
         return {key: (run.info.status, tuple(sorted(run.data.metrics.items()))) for key, (_, run) in self._runs.items()}
 
@@ -114,29 +122,29 @@ class Store:
         experiment, found = self._runs[key]
         with mlflow_runs.asking(self.uri, self.experiment) as client:
             run = mlflow_runs.read(client, found)
+            loads = mlflow_runs.loads(client, key) if whole and "moe/tokens" in found.data.metrics else []
         assert run is not None
         folded = Folded(None if whole else KEPT_ROWS)
         logged = [{**r, "kind": kind} for kind, rows in (("step", run.steps), ("eval", run.evals)) for r in rows]
-        for entry in (
-            *run.events,
-            *sorted(logged, key=lambda r: (r["step"], r["kind"] == "eval")),
-        ):  # as a log has them
+        for entry in (*run.events, *sorted(logged, key=lambda r: (r["step"], r["kind"] == "eval")), *loads):
             folded.add(entry)
         linked = self.uri.startswith(("http://", "https://"))
         page = f"{store.public(self.uri).rstrip('/')}/#/experiments/{found.info.experiment_id}/runs/{key}"
         return Seen({"experiment": experiment, **run.record}, folded, page if linked else None)
 
-    def forecasts(self) -> list[dict[str, Any]]:
-        """Those that `launch forecast --register` copied here."""
-        with mlflow_runs.asking(self.uri, self.experiment) as client:
-            for key, (seen, _) in self._kept.items():
-                now = tuple(sorted(artifact.path for artifact in client.list_artifacts(key, FORECASTS)))
-                if now != seen:
-                    with tempfile.TemporaryDirectory() as folder:
-                        for path in now:
-                            client.download_artifacts(key, path, folder)
-                        self._kept[key] = now, registered(Path(folder) / FORECASTS)
-        return [content for _, kept in self._kept.values() for content in kept]
+    def forecasts(self, keys: Collection[str]) -> list[dict[str, Any]]:
+        sweep = self._sweeps.get(self._runs[next(iter(keys))][0])
+        if sweep is None:
+            return []
+        seen, contents = self._kept.get(sweep, ((), []))
+        with mlflow_runs.asking(self.uri, self.experiment) as client, tempfile.TemporaryDirectory() as folder:
+            now = tuple(sorted(artifact.path for artifact in client.list_artifacts(sweep, FORECASTS)))
+            if now != seen:
+                for path in now:
+                    client.download_artifacts(sweep, path, folder)
+                contents = registered(Path(folder) / FORECASTS)
+                self._kept[sweep] = now, contents
+        return contents
 
 
 def open_source(runs: Path | None, experiment: str | None) -> Source:
@@ -150,10 +158,6 @@ def open_source(runs: Path | None, experiment: str | None) -> Source:
     if uri is not None:
         return Store(uri, experiment)
     return Directories(Path("runs") / experiment if experiment else Path("runs"))
-
-
-def is_record(run: Any) -> bool:
-    return str(run.data.tags.get(store.ID_TAG, "")).startswith(store.SWEEP)
 
 
 def stamp(path: Path) -> Hashable:

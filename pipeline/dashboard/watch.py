@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shlex
 import threading
 import time
 from collections import defaultdict
@@ -21,8 +22,6 @@ EVERY_S = 2.0
 AT_REST = 4  # of the time that a look took: watching a large store must not become its load
 POINTS, LEAST, MOST = 40_000, 40, 512  # drawn on one chart in all, and per run
 PAGE_POINTS, STATIC_POINTS = 1200, 60_000  # on a run's own page, and on all of them in one file
-
-
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)  # what a record of another shape comes to
 
 
@@ -119,28 +118,28 @@ class Watcher:
         self.snapshot = Snapshot(old.revision + (not same), runs, laws, laws_revision, tuple(notes), reading)
 
     def _laws(self, notes: list[str]) -> bytes:
-        groups: dict[str, list[Seen]] = defaultdict(list)
-        for _, seen in self._seen.values():
-            groups[rows.group(seen)].append(seen)
-        try:
-            kept = self.source.forecasts()
-        except UserError as error:
-            notes.append(str(error))
-            kept = []
+        groups: dict[str, dict[str, Seen]] = defaultdict(dict)
+        for key, (_, seen) in self._seen.items():
+            groups[rows.group(seen)][key] = seen
         found = []
         for key, members in sorted(groups.items(), key=lambda item: -len(item[1])):
-            runs = sorted((seen.run for seen in members), key=lambda run: (run.N, run.name))
-            scores = score(kept, runs)
+            runs = sorted((seen.run for seen in members.values()), key=lambda run: (run.N, run.name))
+            try:
+                scores = score(self.source.forecasts(members), runs)
+            except UserError as error:
+                notes.append(str(error))
+                scores = []
             told = json.dumps([[r.name, r.finished, r.N, *map(repr, r.evals[-1:])] for r in runs] + [repr(scores)])
             if self._fitted.get(key, ("",))[0] != told:
                 self._fitted[key] = told, law_data(runs, self.law, scores)
-            record = members[0].record
+            record = next(iter(members.values())).record
             found.append(
                 {
                     "group": key,
                     "label": " · ".join(filter(None, (record.get("experiment"), record.get("arch")))),
                     "runs": len(members),
                     "convention": record["convention"],
+                    "options": self.source.options or f"--experiment {shlex.quote(str(record.get('experiment')))}",
                     **self._fitted[key][1],
                 }
             )
@@ -150,16 +149,10 @@ class Watcher:
         """Every run that has changed since a revision, and which there are."""
         now = self.snapshot
         head = {
-            "boot": self.boot,
-            "revision": now.revision,
-            "title": self.source.title,
-            "time": time.time(),
+            "boot": self.boot, "revision": now.revision, "laws_revision": now.laws_revision, "time": time.time(),
+            "title": self.source.title, "notes": now.notes, "reading": now.reading, "clusters": clusters(),
             "ids": list(now.runs),
-            "laws_revision": now.laws_revision,
-            "notes": now.notes,
-            "reading": now.reading,
-            "clusters": clusters(),
-        }
+        }  # fmt: skip
         news = b",".join(text for revision, text in now.runs.values() if revision > since)
         return encode(head)[:-1] + b',"runs":[' + news + b"]}"
 

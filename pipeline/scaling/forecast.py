@@ -139,9 +139,10 @@ def cautions(study: Study, made: Sequence[Forecast]) -> list[str]:
 
 
 def cost(C: float, cluster: str, gpus: int) -> dict[str, Any]:
-    """Time on a cluster at an MFU that is said aloud."""
+    """Time on a cluster at an MFU that is said aloud, and its price where the cluster has one."""
     found = load(size="1b", cluster=cluster).cluster
     if found.peak_flops is None:
         raise ConfigError(f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml")
     hours = C / (found.peak_flops * MFU) / 3600
-    return {"cluster": cluster, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus}
+    priced = {} if found.usd_per_gpu_hour is None else {"usd": hours * found.usd_per_gpu_hour}
+    return {"cluster": cluster, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus, **priced}

@@ -1,6 +1,7 @@
 """Read an experiment from MLflow as run directories are read: the same runs, from the copy that a server keeps."""
 
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,21 +9,12 @@ from typing import Any
 
 from pipeline.errors import RunError
 from pipeline.scaling.runs import Record, Run
-from pipeline.track import describe, store
+from pipeline.track import describe, log, store
 
 FORECASTS = "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
 EVENT = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
-NUMBERS = {
-    "total",
-    "active",
-    "non_embedding",
-    "scaling",
-    "steps",
-    "bytes_per_token",
-    "flops_per_token",
-    "version",
-    "batch_tokens",
-}
+NUMBERS = {"total", "active", "non_embedding", "scaling", "steps", "bytes_per_token", "flops_per_token", "version",
+           "batch_tokens"}  # fmt: skip
 
 
 def read_experiment(name: str) -> list[Run]:
@@ -121,6 +113,14 @@ def read(client: Any, run: Any) -> Run | None:
         return None
     steps, evals = (history(client, run, prefix) for prefix in ("train", "eval"))
     return Run(Path(run.info.run_id), record, steps, evals, events(client, run))
+
+
+def loads(client: Any, run_id: str) -> list[Record]:
+    """What each expert of a mixture was given, from the file that goes along with a run's numbers."""
+    if not any(artifact.path == describe.LOADS for artifact in client.list_artifacts(run_id)):
+        return []  # one that was fed by an older version, or not for a minute yet
+    with tempfile.TemporaryDirectory() as folder:
+        return list(log.read(Path(client.download_artifacts(run_id, describe.LOADS, folder))))
 
 
 def events(client: Any, run: Any) -> tuple[Record, ...]:

@@ -15,6 +15,7 @@ from pipeline.track import environment
 
 FILES = ("config.toml", "run.json", environment.FILE)
 SWEEP = "sweep.json"
+LOADS = "experts.jsonl"  # the log's records of what each expert was given, which are no numbers
 NAME_CHARACTERS = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 VALUE_CHARACTERS = 500  # servers before 2.8 take no more; the whole value is in the artifact
 PREFIX = {"step": "train", "eval": "eval", "moe": "moe"}

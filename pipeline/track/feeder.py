@@ -4,16 +4,18 @@ What makes it so: a batch is resent unchanged until it is acknowledged, and the 
 state says before each batch that one is on its way, so that a new process asks the server how far it got.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.track import describe, state
-from pipeline.track.log import Record
+from pipeline.track.log import Record, encode, read
 from pipeline.track.store import BATCH_METRICS, Store, public, resolve
 from pipeline.track.tail import Tail
 
 CHUNK_RECORDS = 500
 LEAST_METRICS = 50
+LOADS_EVERY_S = 60.0
 ALWAYS_THERE = {"step": ("train/tokens", "train/loss"), "eval": ("eval/tokens", "eval/loss"), "moe": ("moe/tokens",)}
 
 
@@ -30,6 +32,7 @@ class Feeder:
         self._batch: list[Record] = []  # taken from the log and not yet acknowledged
         self._phase: Record | None = None  # the last event that says what the run is doing
         self._metrics_at_once = BATCH_METRICS
+        self._routed, self._loads_at = True, 0.0  # whether the log may have loads that MLflow has not, and when to look
 
     def pump(self, over: bool = False) -> bool:
         """Send one batch, or when none is left whatever else changed; True when MLflow has everything."""
@@ -42,6 +45,7 @@ class Feeder:
             self._send(store)
             return False
         self._describe(store)
+        self._upload_loads(store, over)
         self._set_status(store, over)
         return True
 
@@ -138,6 +142,7 @@ class Feeder:
         state.save(self.run_dir, self.state)
         self._batch = self._batch[len(records) :]
         self.records_sent += len(records)
+        self._routed |= any(record.get("kind") == "moe" for record in records)
 
     def _describe(self, store: Store, files: bool = True) -> None:
         digest = describe.digest(self.run_dir)
@@ -149,6 +154,15 @@ class Feeder:
             store.upload(self.state.run_id, there)
             self.state.described = digest
             state.save(self.run_dir, self.state)
+
+    def _upload_loads(self, store: Store, over: bool) -> None:
+        """All of them again, now and then: a hundred records at most, and a file of MLflow's cannot grow."""
+        if not self._routed or (time.monotonic() < self._loads_at and not (over or self.settled)):
+            return
+        lines = [encode(record) for record in read(self._tail.path) if record.get("kind") == "moe"]
+        if lines:
+            store.put(self.state.run_id, b"".join(lines).decode(), describe.LOADS)
+        self._routed, self._loads_at = False, time.monotonic() + LOADS_EVERY_S
 
     def _set_status(self, store: Store, over: bool) -> None:
         if self._phase is None:

@@ -26,6 +26,7 @@ def quicken() -> None:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "10",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(key, value)
@@ -144,6 +145,9 @@ class Store:
     def upload(self, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
         for path in paths:
             self.client.log_artifact(run_id, str(path), folder)
+
+    def put(self, run_id: str, text: str, name: str) -> None:
+        self.client.log_text(run_id, text, name)
 
     def send(self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]) -> None:
         """Points are (name, value, time in ms, step). Sending the same ones twice stores them once: all four are the

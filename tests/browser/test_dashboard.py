@@ -1,6 +1,7 @@
 """The page in a real Chromium: over run directories, as one file, with hostile names, empty, and large."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -36,14 +37,24 @@ PAIRS = "tiles => tiles.map(t => [t.children[0].textContent, t.children[1].textC
 HOVER_EACH_RUN = """async () => {
   const chart = document.getElementById("chart"), said = [];
   for (const [curveNumber, t] of chart.data.entries())
-    for (const [pointNumber, text] of (t.name === "final" ? t.text : []).entries()) {
-      if (!text) continue;
+    for (const [pointNumber, told] of (t.name === "final" ? t.customdata : []).entries()) {
+      if (!told) continue;
       Plotly.Fx.hover(chart, [{ curveNumber, pointNumber }]);
       await new Promise((resolve) => setTimeout(resolve, 60)); // Plotly takes one hover in 50 ms
       said.push(chart.querySelector(".hoverlayer").textContent);
     }
   return said;
 }"""
+HOVER = """async ([axis, unit, id]) => {
+  const chart = document.getElementById("chart"), mine = (c) => c?.row.id === id && c.axis === axis;
+  const title = unit === "nats" ? "loss (nats per token)" : "bits per byte";
+  let curveNumber;
+  do await new Promise((resolve) => setTimeout(resolve, 60)); // drawn when in sight, and one hover in 50 ms
+  while (chart.layout.yaxis.title.text !== title || (curveNumber = chart.data.findIndex((t) => t.name === "final" && t.customdata.some(mine))) < 0);
+  Plotly.Fx.hover(chart, [{ curveNumber, pointNumber: chart.data[curveNumber].customdata.findIndex(mine) }]);
+  return chart.querySelector(".hoverlayer").textContent;
+}"""  # noqa: E501
+FORECASTS = "document.getElementById('chart').data.filter(t => t.name === 'forecast').map(t => t.marker.symbol)"
 FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('javascript')) a.click(); })"
 
 
@@ -61,6 +72,11 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (told,) = forecast(done, at_sizes(done, 2e7, 8e7))
     register(root / "dense" / "forecasts", told, {}, now=0.0)
     return root
+
+
+@pytest.fixture(scope="module")
+def file(grid: Path) -> str:
+    return static(grid, grid.parent / "page.html")
 
 
 def static(root: Path, target: Path) -> str:
@@ -94,6 +110,7 @@ def told_numbers(page: Any) -> dict[str, str]:
 
 def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
     """What stands under the mouse and beside the sliders is what `launch forecast --json` says."""
+    page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
     C, x, y = page.evaluate(UNDER_THE_LAW)
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
@@ -102,46 +119,88 @@ def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
     assert f"{loss:.4f}" in page.locator("#chart .hoverlayer").text_content()
 
     # the sliders say what the command says, at the optimum and off it
-    for compute, split in ((70, 16), (95, 16), (95, 27)):
+    page.select_option("#cluster", "h200")
+    for compute, split in ((70, 16), (95, 27)):
         slide(page, "#compute", compute)
         slide(page, "#split", split)
         C, N, D = page.evaluate(STOP, [compute, split])
         target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
-        made = foretold("--runs", runs, *target, "--cluster", "h100", "--gpus", 8)
+        made = foretold("--runs", runs, *target, "--cluster", "h200", "--gpus", 8)
         shown = told_numbers(page)
         assert shown["held-out loss"] == f"{made['loss']:.4f}"
         assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#told")
-        for label, key in (("parameters N", "N"), ("tokens D", "D")):
+        for label, expected in (("parameters N", made["N"]), ("tokens D", made["D"]),
+                                ("GPU-hours at 40% MFU", made["cost"]["gpu_hours"])):  # fmt: skip
             unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-            figure = float(shown[label][:-1]) * unit[shown[label][-1]]
-            assert figure == pytest.approx(made[key], rel=1e-3)
-        assert float(shown["GPU-hours at 40% MFU"]) == pytest.approx(made["cost"]["gpu_hours"], rel=1e-2)
+            figure = float(shown[label].rstrip("kMBT")) * unit.get(shown[label][-1], 1)
+            assert figure == pytest.approx(expected, rel=1e-2)
+        assert shown["cost at $5.99 per GPU-hour"] == f"${made['cost']['usd']:.2f}"
+    page.fill("#price", "10")
+    assert told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * made['cost']['gpu_hours']:.2f}"
+
+
+def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
+    """Every axis and unit draws the numbers of the log; smoothing moves the training curve and no other."""
+    page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
+    for axis, unit in (("tokens", "nats"), ("step", "bpb"), ("hours", "bpb"), ("flops", "nats")):
+        page.select_option("#axis", axis)
+        page.select_option("#unit", unit)
+        told = page.evaluate(HOVER, [axis, unit, run["row"]["id"]])
+        loss, curve = run["row"]["loss"], run["curves"]["held_out"]
+        assert f"{loss if unit == 'nats' else loss / math.log(2) / 3.4:.4f}" in told
+        places = {"flops": "1.00×10¹⁵ FLOPs", "tokens": "55.9M tokens", "step": "100 steps",
+                  "hours": f"{curve['hours'][-1]:.3g} GPU-hours"}  # fmt: skip
+        for said in (run["row"]["name"], "N 2.8M", "D 55.9M", "20 tokens per parameter", places[axis]):
+            assert said in told, axis
+    sums = "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
+    rough = page.evaluate(sums)
+    slide(page, "#smooth", 0)
+    assert {name for (name, a), (_, b) in zip(rough, page.evaluate(sums), strict=True) if a != b} == {"train"}
+
+
+def the_keyboard_is_enough(page: Any) -> None:
+    page.locator("#compute").focus()
+    before = text(page, "#compute-out"), told_numbers(page)["held-out loss"]
+    page.keyboard.press("ArrowLeft")
+    assert before[0] != text(page, "#compute-out") and before[1] != told_numbers(page)["held-out loss"]
+    chip = page.locator("#legend button").first
+    chip.focus()
+    page.keyboard.press("Space")
+    assert chip.get_attribute("aria-pressed") == "false"
+    page.keyboard.press("Space")
+    page.get_by_role("button", name="Held-out").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#table tbody tr").first.locator("th").inner_text().endswith("-3-2")
+    assert page.locator("#table thead th[aria-sort=ascending]").inner_text().startswith("Held-out")
+
+
+def the_parts_are_there(page: Any, rows: int) -> None:
+    """IsoFLOP minima, the law's three charts, the registered forecast, both architectures at equal compute."""
+    assert page.locator("#table tbody tr").count() == rows
+    page.select_option("#group", label="iso · dense (20 runs)")
+    assert page.locator("#minima tbody tr").count() == len(BUDGETS)
+    assert page.locator("#parameters tbody tr").count() == 5 and "10 times" not in text(page, "#plain")
+    for chart in ("valleys", "path", "residuals", "backtest", "profile", "told-chart"):
+        page.locator(f"#{chart}").scroll_into_view_if_needed()
+        page.wait_for_selector(f"#{chart} .trace", state="attached")
+    assert page.evaluate(FORECASTS) == ["diamond-open"]
+    page.select_option("#sides", "arch")
+    assert text(page, "#compare-table tbody tr:nth-child(2) td:nth-child(3)").endswith("%")
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["light", "phone, dark"])
-def test_one_file_opens_from_disk_with_the_network_off(opened, grid: Path, tmp_path: Path, foretold, options) -> None:
-    page = opened(static(grid, tmp_path / "page.html"), offline=True, **options)
+def test_one_file_opens_from_disk_with_the_network_off(opened, file: str, grid: Path, foretold, options) -> None:
+    page = opened(file, offline=True, **options)
     page.wait_for_selector("#chart .scatterlayer .trace")
-    assert page.locator("#table tbody tr").count() == 40
     assert axe(page) == []
-
-    page.select_option("#group", label="iso · dense (20 runs)")
+    the_parts_are_there(page, 20 if options else 40)
     if not options:
         the_command_agrees(page, grid / "dense", foretold)
-
-    # isoFLOP minima, the registered forecast, and both architectures at equal compute
-    assert page.locator("#minima tbody tr").count() == len(BUDGETS)
-    assert "diamond-open" in page.evaluate("document.getElementById('chart').data.map(t => t.marker?.symbol).join()")
-    page.select_option("#sides", "arch")
-    assert text(page, "#compare-table tbody tr:nth-child(2) td:nth-child(3)").endswith("%")
-    page.select_option("#axis", "hours")
-    page.select_option("#unit", "bpb")
+        the_axes_switch(page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')"))
+        the_keyboard_is_enough(page)
     page.fill("#filter", "moe 3 x2")
     assert page.locator("#table tbody tr").count() == 1
     page.fill("#filter", "")
-    if not options:
-        page.get_by_role("button", name="Held-out").click()
-        assert page.locator("#table tbody tr").first.locator("th").inner_text().endswith("-3-2")
 
     # a run's own page, and back
     page.locator("#table tbody a.name").first.press("Enter")
@@ -180,9 +239,10 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
         assert page.evaluate("window.hit") is None
 
 
-def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, served, tmp_path: Path) -> None:
+def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(opened, served, foretold, tmp_path: Path) -> None:
     """Records go through the real tracker while the page is open; nothing reloads it."""
-    root = make_ladder(tmp_path / "live", 2)
+    root = make_ladder(tmp_path / "live", 5)
+    foretold("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")
     run = make_run(root, "growing", 3e5, 6e6, steps=400, arch="moe", finish=False)
     tracker = LocalLog(Log(run / "log.jsonl"))
     last = 266
@@ -210,6 +270,10 @@ def test_the_load_of_experts_is_drawn_and_a_run_that_logs_is_followed(opened, se
     until(lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"), 90)
     assert "running" in text(page, "#table") and page.locator("#tiles").inner_text().count("1 running") == 1
     page.evaluate("window.mark = 1")
+    page.wait_for_selector("#chart .trace")
+    assert page.evaluate(FORECASTS) == ["diamond-open"]
+    make_run(root, "landed", 5e7, 1e9, size="huge")
+    until(lambda: page.evaluate(FORECASTS) == ["diamond"], 90)  # the run has landed
     page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
     tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
     train(320)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.track import feed
 from tests.conftest import command, environment
+from tests.scaling.made_runs import make_run
 from tests.track.mlflow_server import Server, until
 
 SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "train.eval_every=15",
@@ -75,9 +77,20 @@ def test_runs_appear_train_and_become_a_law(
         page.wait_for_selector(f"#run-{key}", state="attached")
     page.select_option("#other", index=1)
     until(lambda: page.evaluate("document.getElementById('agreement').textContent.includes('steps compared')"), 400)
+    # the load of experts goes along as a file beside the numbers
+    mixture = make_run(tmp_path / "live", "mixture", 3e5, 6e6, steps=20, arch="moe", experiment="live")
+    with (mixture / "log.jsonl").open("a") as log:
+        shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
+        for step in (10, 20):
+            log.write(json.dumps({"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares}) + "\n")
+    feed.sync(mixture)
+    page.get_by_role("link", name="all runs").click()
+    page.get_by_role("link", name="mixture", exact=True).click()
+    page.wait_for_selector("#moe .heatmaplayer image", state="attached")
+    assert page.evaluate("document.getElementById('moe').data[0].z") == [[1.6, 1.6], [1, 1]]
     server.kill()  # the store goes away: the page says so and keeps what it has
     until(lambda: page.evaluate("document.getElementById('notes').textContent.includes('does not answer')"), 400)
-    assert page.locator("#table tbody tr").count() == 2
+    assert page.locator("#table tbody tr").count() == 3
     page.close()
     board.send_signal(signal.SIGINT)
     assert board.wait(60) in (0, 130)  # uvicorn raises the signal again, unless it was already closing

@@ -31,7 +31,7 @@
     const there = new Set(news.ids);
     for (const id of iso.runs.keys()) if (!there.has(id)) iso.runs.delete(id);
     if (laws) iso.laws = laws;
-    iso.sizes = [...new Map([...iso.runs.values()].map(({ row }) => [row.size, row.N])).entries()].sort((a, b) => a[1] - b[1]).map(([size]) => size);
+    iso.sizes = [...new Set([...iso.runs.values()].map((r) => r.row).sort((a, b) => a.N - b.N).map((row) => row.size))];
     if (news.revision !== known.revision || laws) all(Boolean(laws), news.runs);
     const notes = [...news.notes, ...(news.reading ? [news.reading[1] ? `Read ${news.reading[0]} of ${news.reading[1]} runs …` : "Reading …"] : [])];
     put($("notes"), ...notes.map((note) => el("li", { textContent: note })));

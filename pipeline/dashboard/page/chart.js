@@ -13,19 +13,27 @@
   };
   // Nats per token to bits per byte needs the tokenizer's bytes per token.
   const factor = (run) => $("unit").value === "nats" ? 1
-    : 1 / (Math.LN2 * (run?.bytes_per_token ?? [...iso.runs.values()].find((r) => r.row.bytes_per_token)?.row.bytes_per_token ?? NaN));
+    : 1 / (Math.LN2 * ((run ?? [...iso.runs.values()].find((r) => r.row.group === iso.law().group)?.row)?.bytes_per_token ?? NaN));
 
+  // What a hover says of a point, put into words only when it is asked.
+  class Told {
+    constructor(row, c, axis, i) { Object.assign(this, { row, c, axis, i }); }
+    get run() { return plain(this.row.name); }
+    get N() { return short(this.row.N); }
+    get D() { return short(this.c.tokens[this.i]); }
+    get each() { return short(this.c.tokens[this.i] / this.row.N); }
+    get at() { const v = this.c[this.axis][this.i]; return `${this.axis === "flops" ? power(v) : short(v)} ${AXES[this.axis][1]}`; }
+  }
   function joined(members, kind, axis, keep) {
-    const x = [], y = [], text = [], customdata = [];
+    const x = [], y = [], customdata = [];
     for (const { row, curves } of members) {
-      const c = curves[kind], k = factor(row), label = `<b>${plain(row.name)}</b><br>N ${short(row.N)}`;
+      const c = curves[kind], k = factor(row);
       smoothed(c.loss, keep).forEach((loss, i) => {
-        x.push(c[axis][i] > 0 ? c[axis][i] : null); y.push(loss == null ? null : loss * k); text.push(label);
-        customdata.push([short(c.tokens[i]), short(c.tokens[i] / row.N), axis === "flops" ? power(c.flops[i]) : short(c[axis][i])]);
+        x.push(c[axis][i] > 0 ? c[axis][i] : null); y.push(loss == null ? null : loss * k); customdata.push(new Told(row, c, axis, i));
       });
-      x.push(null); y.push(null); text.push(""); customdata.push(["", "", ""]);
+      x.push(null); y.push(null); customdata.push(null);
     }
-    return { x, y, text, customdata };
+    return { x, y, customdata };
   }
 
   // The best that any run has reached by then.
@@ -38,7 +46,7 @@
 
   function traces(axis, keep) {
     const out = [], law = theme("--law"), fit = iso.law(), members = [...iso.runs.values()].filter((r) => !iso.hidden.has(r.row.size));
-    const hover = (what) => `%{text}<br>${what} <b>%{y:.4f}</b><br>D %{customdata[0]} · %{customdata[1]} tokens per parameter<br>%{customdata[2]} ${AXES[axis][1]}<extra></extra>`;
+    const hover = (what) => `<b>%{customdata.run}</b><br>N %{customdata.N}<br>${what} <b>%{y:.4f}</b><br>D %{customdata.D} · %{customdata.each} tokens per parameter<br>%{customdata.at}<extra></extra>`;
     if (fit.law && axis === "flops") {
       const k = factor(), scale = (ys) => ys.map((y) => (y == null ? null : y * k)), { line } = fit;
       const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
@@ -59,10 +67,10 @@
       const last = done.map(({ row, curves }) => ({ row, curves: { held_out: Object.fromEntries(Object.entries(curves.held_out).map(([key, v]) => [key, v.slice(-1)])) } }));
       if (last.length) out.push({ ...joined(last, "held_out", axis, 0), mode: "markers", name: "final", marker: { size: crowd ? 7 : 12, color: colour(size), line: { color: theme("--card"), width: 1.5 } }, hovertemplate: hover("final held-out loss") });
     }
-    if (axis === "flops") for (const f of fit.forecasts ?? []) {
+    if (["flops", "tokens"].includes(axis)) for (const f of fit.forecasts ?? []) {
       const k = factor(), landed = f.measured != null;
       out.push({
-        x: [f.C], y: [f.forecast * k], mode: "markers", name: "forecast",
+        x: [axis === "flops" ? f.C : f.D], y: [f.forecast * k], mode: "markers", name: "forecast",
         error_y: { type: "data", symmetric: false, array: [(f.high - f.forecast) * k], arrayminus: [(f.forecast - f.low) * k], color: law, thickness: 1.5 },
         marker: { symbol: landed ? "diamond" : "diamond-open", size: 12, color: law, line: { width: 2, color: law } },
         hovertemplate: `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.4f}${landed ? `, measured ${(f.measured * k).toFixed(4)}` : ", not run yet"}<extra></extra>`,

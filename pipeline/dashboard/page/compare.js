@@ -32,7 +32,8 @@
 
   function draw() {
     if (!iso.compared) $("sides").value = new Set([...iso.runs.values()].map((r) => r.row.arch)).size > 1 ? "arch" : "size";
-    const found = sides(), from = Math.max(...found.map((s) => s.C[0])), to = Math.min(...found.map((s) => s.C.at(-1)));
+    // from where a second one begins to where all but one have ended: between, some two can be held together
+    const found = sides(), [, from] = found.map((s) => s.C[0]).sort((a, b) => a - b), [, to] = found.map((s) => s.C.at(-1)).sort((a, b) => b - a);
     const enough = found.length > 1;
     $("compare-body").hidden = !enough;
     say($("compare-words"), enough ? (to > from ? "" : "Their computes do not overlap: each is shown, none can be held against another.")
@@ -43,10 +44,10 @@
     const shown = found.map((s, i) => ({ x: s.C, y: s.loss, mode: "lines", line: { color: side(i), width: 2.2, dash: ["solid", "dash", "dot", "dashdot"][Math.floor(i / 8) % 4] }, text: s.C.map((C) => power(C)), hovertemplate: `<b>${plain(s.name)}</b><br>%{text} FLOPs: %{y:.4f}<extra></extra>` }));
     plot("compare-chart", shown, { key: found.map((s) => s.name).join(), xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(found.flatMap((s) => s.loss.slice(Math.floor(s.loss.length / 8))), 0.05), "held-out loss (nats per token)"),
       shapes: C ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line: { color: theme("--quiet"), width: 1, dash: "dot" } }] : [] });
-    const [base] = found, there = C && along(C, base.C, base.loss), down = [...base.loss].map((l, i) => Math.min(...base.loss.slice(0, i + 1)));
-    table($("compare-table"), [{ runs: "Run", arch: "Architecture", size: "Size" }[$("sides").value], "Loss there", "Against the first", "Compute the first needs for it"], found.map((s, i) => {
+    const base = found.find((s) => C && along(C, s.C, s.loss)) ?? found[0], there = C && along(C, base.C, base.loss), down = [...base.loss].map((l, i) => Math.min(...base.loss.slice(0, i + 1)));
+    table($("compare-table"), [{ runs: "Run", arch: "Architecture", size: "Size" }[$("sides").value], "Loss there", `Against ${base.name}`, `Compute ${base.name} needs for it`], found.map((s, i) => {
       const loss = C && along(C, s.C, s.loss), need = loss && along(1 / loss, down.map((l) => 1 / l), base.C);
-      return [el("span", {}, Object.assign(el("span", { className: "dot" }), { style: `background:${side(i)}` }), s.name), fixed(loss, 4), i && loss ? signed(loss / there - 1) : "–", i && need ? `${number(+(need / C).toPrecision(3))}×` : "–"];
+      return [el("span", {}, Object.assign(el("span", { className: "dot" }), { style: `background:${side(i)}` }), s.name), fixed(loss, 4), s !== base && loss ? signed(loss / there - 1) : "–", s !== base && need ? `${number(+(need / C).toPrecision(3))}×` : "–"];
     }));
   }
   $("sides").addEventListener("input", () => { iso.compared = true; draw(); });

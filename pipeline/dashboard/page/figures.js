@@ -1,6 +1,6 @@
 // Figures as people write them, colours, and the way every chart is drawn. Text from runs reaches the page through
 // textContent or plain() only.
-const iso = { runs: new Map(), laws: [], head: {}, hidden: new Set(), ticked: new Set(), pages: {} };
+const iso = { runs: new Map(), laws: [], head: {}, hidden: new Set(), ticked: new Set() };
 (() => {
   "use strict";
   const $ = (id) => document.getElementById(id);
@@ -79,13 +79,14 @@ const iso = { runs: new Map(), laws: [], head: {}, hidden: new Set(), ticked: ne
     waiting.delete(node);
     drawn.add(node);
     const [traces, layout] = wish, phone = innerWidth < 640;
+    const minor = { ticks: "outside", ticklen: 3, tickcolor: theme("--line"), dtick: "D1" };
     const axis = { gridcolor: theme("--grid"), zeroline: false, linecolor: theme("--line"), exponentformat: "power", automargin: false, fixedrange: phone };
     const whole = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
       font: { family: theme("--font"), color: theme("--quiet"), size: 12 },
       hoverlabel: { bgcolor: theme("--card"), bordercolor: theme("--line"), font: { color: theme("--ink") }, align: "left" },
       margin: { l: phone ? 46 : 60, r: 12, t: 8, b: 44 }, uirevision: layout.key ?? "same", ...layout,
-      xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+      xaxis: { ...axis, ...(layout.xaxis?.dtick === 1 && { minor }), ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
     };
     if (phone && whole.yaxis.title) delete whole.yaxis.title;
     Plotly.react(node, traces, whole, { responsive: true, displayModeBar: false });
@@ -100,15 +101,7 @@ const iso = { runs: new Map(), laws: [], head: {}, hidden: new Set(), ticked: ne
   // Plotly is the last script: the page is told when it has run.
   document.addEventListener("DOMContentLoaded", () => { ready = true; for (const node of [...waiting.keys()]) paint(node); });
 
-  // Round values at even steps: log axes label decades, and a loss spans less than one.
-  const ticks = ([low, high]) => {
-    const a = 10 ** low, b = 10 ** high, values = [];
-    const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5].find((s) => (b - a) / s <= 8) ?? 10;
-    for (let v = Math.ceil(a / step) * step; v <= b; v += step) values.push(+v.toFixed(4));
-    const digits = step < 0.01 ? 3 : step < 0.1 ? 2 : 1;
-    return { tickmode: "array", tickvals: values, ticktext: values.map((v) => v.toFixed(digits)) };
-  };
-  const lossAxis = (range, title) => ({ type: "log", title: { text: title }, ...(range && Number.isFinite(range[0]) && range[1] - range[0] < 1.2 ? { range, ...ticks(range) } : {}) });
+  const lossAxis = (range, title) => ({ type: "log", title: { text: title }, range, nticks: 9 });
   const padded = (values, share) => {
     const [a, b] = span(values).map(Math.log10), pad = (b - a || 0.2) * share;
     return Number.isFinite(a) ? [a - pad, b + pad] : undefined;

@@ -1,7 +1,7 @@
 // IsoFLOP valleys, the law with its doubts, and forecasts read off the grid that the server computed.
 (() => {
   "use strict";
-  const { $, el, put, say, plain, short, power, fixed, signed, number, duration, typeset, tile, table, ranked, fade, theme, dark, plot, lossAxis, padded, span } = iso;
+  const { $, el, put, say, plain, short, power, fixed, number, duration, typeset, tile, table, ranked, fade, theme, dark, plot, lossAxis, padded, span } = iso;
   const GREEK = { alpha: "α", beta: "β", gamma: "γ", alpha_N: "α of N", alpha_D: "α of D" };
 
   function valleys() {
@@ -70,7 +70,7 @@
     const of_e = fit.profile;
     $("profile").parentElement.hidden = !of_e;
     if (of_e) {
-      $("profile-words").textContent = `Profile of E: the floor lies between ${number(of_e.low)} and ${number(of_e.high)}`;
+      $("profile-words").textContent = `Profile of E: the floor lies ${of_e.low === of_e.high ? "at" : `between ${number(of_e.low)} and`} ${number(of_e.high)}`;
       plot("profile", [{ x: of_e.E, y: of_e.objective, mode: "lines", line: { color: ink, width: 2 }, hovertemplate: "E %{x:.3f}: objective %{y:.3g}<extra></extra>" }],
         { xaxis: { title: { text: "E held at" } }, yaxis: { type: "log", title: { text: "objective" }, dtick: 1 }, shapes: [{ type: "rect", yref: "paper", y0: 0, y1: 1, x0: of_e.low, x1: of_e.high, fillcolor: ink, opacity: 0.12, line: { width: 0 } }] });
     }
@@ -88,6 +88,7 @@
     if ([...cluster.options].map((o) => o.value).join() !== names.join()) {
       put(cluster, ...names.map((n) => el("option", { textContent: n, value: n })));
       cluster.value = names.includes("h100") ? "h100" : names[0];
+      price();
     }
     $("compute").max = grid.C.length - 1;
     if (at === null) {
@@ -98,10 +99,11 @@
     $("split-label").hidden = !grid.sizes;
     tell();
   }
+  const price = () => { $("price").value = iso.head.clusters.find((c) => c.name === $("cluster").value)?.usd_per_gpu_hour ?? ""; };
   function tell() {
     const fit = iso.law(), grid = fit.grid, i = +$("compute").value, C = grid.C[i], width = grid.sizes?.length ?? 1, j = grid.sizes ? +$("split").value : 0;
     const k = i * width + j, share = grid.sizes?.[j] ?? 1, N = grid.N?.[i] * share, D = grid.sizes ? C / grid.each / N : null;
-    const chosen = iso.head.clusters.find((c) => c.name === $("cluster").value), gpus = Math.max(1, +$("gpus").value || 1), price = +$("price").value;
+    const chosen = iso.head.clusters.find((c) => c.name === $("cluster").value), gpus = Math.max(1, +$("gpus").value || 1), usd = +$("price").value;
     const hours = chosen ? C / (chosen.peak_flops * chosen.mfu) / 3600 : null, beyond = C / Math.max(...fit.points_used.C);
     say($("compute-out"), `${power(C)} FLOPs`);
     $("compute").setAttribute("aria-valuetext", `${C.toExponential(2)} FLOPs`);
@@ -111,10 +113,10 @@
     put($("told"), tile("held-out loss", fixed(grid.loss[k], 4), interval),
       ...(grid.sizes ? [tile("parameters N", short(N, 4), share === 1 ? "N*" : `N* ${short(grid.N[i])}`), tile("tokens D", short(D, 4), share === 1 ? "D*" : `D* ${short(grid.D[i])}`), tile("tokens per parameter", number(D / N))] : []),
       tile("beyond the largest run", `${number(beyond)}×`),
-      tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, hours < 1000 ? number(+hours.toPrecision(3)) : short(hours), `${duration(hours / gpus * 3600)} on ${gpus}`),
-      ...(price > 0 ? [tile("cost", short(hours * price, 4))] : []));
+      tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, hours < 0.001 ? "< 0.001" : short(hours), `${duration(hours / gpus * 3600)} on ${gpus}`),
+      ...(usd > 0 ? [tile(`cost at $${usd} per GPU-hour`, hours * usd < 0.01 ? "< $0.01" : hours * usd < 1000 ? `$${(hours * usd).toFixed(2)}` : `$${short(hours * usd)}`)] : []));
     const what = share === 1 || !grid.sizes ? `--flops ${C.toPrecision(6)}` : `--params ${N.toPrecision(6)} --tokens ${D.toPrecision(6)}`;
-    say($("told-command"), `launch forecast … ${what} --cluster ${chosen.name} --gpus ${gpus}`);
+    say($("told-command"), `launch forecast ${iso.laws.some((l) => l !== fit && l.options === fit.options) ? "…" : fit.options} ${what} --cluster ${chosen.name} --gpus ${gpus}`);
     const ink = theme("--law"), xs = grid.sizes ? grid.sizes.map((s) => s * grid.N[i]) : grid.C, first = grid.sizes ? i * width : 0;
     const part = (list) => list.slice(first, first + xs.length), edge = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
     const band = grid.high[k] == null ? [] : [{ ...edge, y: part(grid.low) }, { ...edge, y: part(grid.high), fill: "tonexty", fillcolor: ink + (dark.matches ? "26" : "1a") }];
@@ -123,6 +125,7 @@
     { key: String(i), xaxis: { type: "log", title: { text: grid.sizes ? "parameters N at this compute" : "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(band.length && grid.sizes ? [...part(grid.low), ...part(grid.high)].filter((v) => v < 3 * grid.loss[k]) : part(grid.loss), 0.04), "loss (nats per token)") });
   }
   $("compute").addEventListener("input", () => { at = $("compute").value; tell(); });
+  $("cluster").addEventListener("input", price);
   for (const id of ["split", "gpus", "price", "cluster"]) $(id).addEventListener("input", tell);
   iso.drawLaw = () => { valleys(); law(); forecast(); };
 })();
