@@ -57,7 +57,8 @@
     for (const size of iso.sizes) {
       const some = members.filter((r) => r.row.size === size), c = colour(size);
       if (!some.length) continue;
-      out.push({ ...joined(some, "train", axis, crowd ? keep ** 8 : keep), mode: "lines", name: "train", connectgaps: false, line: { color: fade(c, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 }, hovertemplate: hover("training loss") });
+      const rough = iso.runs.size > 300 ? some.filter((r) => r.curves.held_out.loss.length < 2) : some; // of a throng, one curve each
+      out.push({ ...joined(rough, "train", axis, crowd ? keep ** 8 : keep), mode: "lines", name: "train", connectgaps: false, line: { color: fade(c, crowd ? 0.2 : 0.4), width: crowd ? 1 : 1.3 }, hovertemplate: hover("training loss") });
       out.push({ ...joined(some, "held_out", axis, 0), mode: crowd ? "lines" : "lines+markers", name: "held-out", connectgaps: false, line: { color: c, width: crowd ? 1.4 : 2 }, marker: { size: 5, color: c }, hovertemplate: hover("held-out loss") });
     }
     const best = frontier(members, axis);
