@@ -58,7 +58,8 @@ class Directories:
     """Run directories below a root; a log is read on from where it was left."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.title, self.options = root, root.resolve().name, f"--runs {shlex.quote(str(root))}"
+        self.root, self.title = root, root.resolve().name
+        self.options: str | None = f"--runs {shlex.quote(str(root))}"
         self._paths: dict[str, Path] = {}
         self._following: dict[str, tuple[Tail, Folded]] = {}
 
@@ -99,7 +100,7 @@ class Directories:
 class Store:
     """An experiment of an MLflow store, or all of them."""
 
-    options = None
+    options: str | None = None
 
     def __init__(self, uri: str, experiment: str | None) -> None:
         self.uri, self.experiment = uri, experiment
