@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.account import flops_per_token, params
 from pipeline.config.load import merge, validate
+from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 
@@ -26,6 +27,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     steps = _steps(config, batch_tokens)
     micro_batch = _micro_batch(config, rows, ranks)
     warmup = config.optim.schedule.warmup_steps
+    dtype = ("bf16" if gpu else "fp32") if train.dtype == "auto" else train.dtype
     over: dict[str, Any] = {
         "train": {
             "steps": steps,
@@ -33,9 +35,9 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
             "flops": None,
             "batch_tokens": batch_tokens,
             "micro_batch": micro_batch,
-            "dtype": ("bf16" if gpu else "fp32") if train.dtype == "auto" else train.dtype,
+            "dtype": dtype,
             "loss_chunk": _loss_chunk(model.vocab, gpu=gpu) if train.loss_chunk == "auto" else train.loss_chunk,
-            "compile": gpu if train.compile == "auto" else train.compile,
+            "compile": _compile(config, dtype, gpu=gpu),
             "eval_every": max(25, steps // 20) if train.eval_every == "auto" else train.eval_every,
             "save_every": max(50, steps // 10) if train.save_every == "auto" else train.save_every,
         },
@@ -46,6 +48,15 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
         },
     }
     return validate(RunConfig, merge(config.model_dump(), over))
+
+
+def _compile(config: RunConfig, dtype: str, *, gpu: bool) -> bool:
+    routed_fp32 = isinstance(config.model.ffn, MoE) and dtype == "fp32"  # torch's compiler takes bf16 experts alone
+    if config.train.compile == "auto":
+        return gpu and not routed_fp32
+    if config.train.compile and routed_fp32:
+        raise ConfigError("train.compile=true with routed experts needs train.dtype=bf16; or set train.compile=false")
+    return config.train.compile
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:

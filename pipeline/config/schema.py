@@ -62,6 +62,7 @@ class Train(Frozen):
     micro_batch: Positive | Auto  # sequences per rank and forward pass
     auto_batch: bool = False  # micro_batch "auto" is the largest that fits, and is lowered if that turns out too large
     dtype: Dtype | Auto
+    fp8: bool = False  # the blocks' linear layers multiply in fp8
     recompute: Recompute  # run again in the backward pass instead of keeping the activations
     compile: bool | Auto
     loss_chunk: Positive | Auto  # tokens whose logits exist at once

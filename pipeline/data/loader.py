@@ -113,9 +113,10 @@ class Loader:
 
 
 def prefetch(
-    loader: Loader, start: int, stop: int, rank: int, world: int, depth: int = 2
+    loader: Loader, start: int, stop: int, rank: int, world: int, *, depth: int = 2, pin: bool = False
 ) -> Generator[tuple[int, Batch], None, None]:
-    """Batches of steps start…stop-1, made ahead by a thread; its errors are raised here, and closing ends it."""
+    """Batches of steps start…stop-1, made ahead by a thread, with `pin` in memory that a GPU copies from at once; its
+    errors are raised here, and closing ends it."""
     ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
     closed = threading.Event()
 
@@ -131,7 +132,8 @@ def prefetch(
     def work() -> None:
         try:
             for step in range(start, stop):
-                if not put((step, loader.batch(step, rank, world))):
+                batch = loader.batch(step, rank, world)
+                if not put((step, batch.pinned() if pin else batch)):
                     return
             put(None)
         except BaseException as error:

@@ -12,7 +12,7 @@ from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MLA
 from pipeline.model.attend import Mask, Scoring, attend
 from pipeline.model.cache import LayerCache
-from pipeline.model.norm import norm
+from pipeline.model.norm import LayerNorm, RMSNorm, norm
 from pipeline.model.position import Rotary, rotate
 from pipeline.model.sequence import Sequence
 
@@ -34,7 +34,7 @@ class GroupedAttention(nn.Module):
 
     def __init__(self, model: Model, cfg: GQA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
-        self.cfg, self.windowed, self.placed = cfg, windowed, placed
+        self.cfg, self.windowed, self.placed, self.eps = cfg, windowed, placed, model.norm.eps
         self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
         self.qkv = nn.Linear(model.width, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim, bias=cfg.bias)
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
@@ -43,17 +43,26 @@ class GroupedAttention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
 
     def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        heads, kv_heads, dim = self.cfg.heads, self.cfg.kv_heads, self.cfg.head_dim
         mask, bias, table = context.at(self.windowed, self.placed)
-        qkv_BSHD = self.qkv(x_BSW).unflatten(-1, (heads + 2 * kv_heads, dim))
-        q_BSHD, k_BSGD, v_BSGD = qkv_BSHD.split((heads, kv_heads, kv_heads), dim=2)
-        q_BSHD, k_BSGD = rotate(self.q_norm(q_BSHD), table), rotate(self.k_norm(k_BSGD), table)
+        qkv_BSHD = self.qkv(x_BSW).unflatten(-1, (-1, self.cfg.head_dim))
+        q_BSHD, k_BSGD, v_BSGD = self._place(qkv_BSHD, table)
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
         y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
         return out
+
+    def _place(self, qkv_BSHD: Tensor, table: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normed and turned, and the values."""
+        c, q_norm, k_norm = self.cfg, self.q_norm, self.k_norm
+        if qkv_BSHD.is_cuda and c.head_dim & (c.head_dim - 1) == 0 and not isinstance(q_norm, LayerNorm):
+            from pipeline.model.kernels import turn  # Triton comes with torch where there is a GPU
+
+            gains = (q_norm.gain, k_norm.gain) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
+            return turn(qkv_BSHD, c.heads, gains, self.eps, table)
+        q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSHD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
+        return rotate(q_norm(q_BSHD), table), rotate(k_norm(k_BSGD), table), v_BSGD
 
 
 class LatentAttention(nn.Module):

@@ -1,6 +1,7 @@
 """Triton kernels for what the compiler leaves on the table, each beside the plain torch that it must equal.
 
-N rows · H hidden width; gate and up lie side by side in (N, 2H)
+SwiGLU: N rows · H hidden width; gate and up lie side by side in (N, 2H)
+Turn:   B batch · S sequence · H query heads · G key/value heads · D head width · A = H + 2G heads in all
 """
 
 from typing import Any
@@ -55,3 +56,154 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor) -> Tensor:
     y: Tensor = _SwiGLU.apply(x.contiguous())  # type: ignore[no-untyped-call]
     return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,  # type: ignore[no-untyped-def]
+          HALF: tl.constexpr, ROWS: tl.constexpr,
+          NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (row < rows)[:, None] & (pair >= 0)
+    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
+    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if head < H + G:
+        if NORM:
+            gain = q_gain if head < H else k_gain
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
+            a = a * scale * tl.load(gain + pair).to(tl.float32)
+            b = b * scale * tl.load(gain + HALF + pair).to(tl.float32)
+        if ROPE:
+            place = (row % places)[:, None] * HALF + pair
+            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            a, b = a * c - b * s, b * c + a * s
+    tl.store(y + at, a, mask=inside)
+    tl.store(y + at + HALF, b, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, seq,  # type: ignore[no-untyped-def]
+                   places, H, G, qb, qs, qh, kb, ks, kh, vb, vs, vh,
+                   HALF: tl.constexpr, ROWS: tl.constexpr,
+                   NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (row < rows)[:, None] & (pair >= 0)
+    if head < H:
+        g = dq + ((row // seq) * qb + (row % seq) * qs + head * qh)[:, None]
+    elif head < H + G:
+        g = dk + ((row // seq) * kb + (row % seq) * ks + (head - H) * kh)[:, None]
+    else:
+        g = dv + ((row // seq) * vb + (row % seq) * vs + (head - H - G) * vh)[:, None]
+    da = tl.load(g + pair, mask=inside, other=0.0).to(tl.float32)
+    db = tl.load(g + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
+    if head < H + G:
+        if ROPE:
+            place = (row % places)[:, None] * HALF + pair
+            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            da, db = da * c + db * s, db * c - da * s
+        if NORM:
+            gain = q_gain if head < H else k_gain
+            a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
+            a, b = a * scale, b * scale
+            part = d_gain + (tl.program_id(0).to(tl.int64) * (H + G) + head) * (2 * HALF) + tl.arange(0, HALF)
+            tl.store(part, tl.sum(da * a, 0))
+            tl.store(part + HALF, tl.sum(db * b, 0))
+            da, db = da * tl.load(gain + pair).to(tl.float32), db * tl.load(gain + HALF + pair).to(tl.float32)
+            along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
+            da, db = scale * (da - a * along), scale * (db - b * along)
+    tl.store(dx + at, da, mask=inside)
+    tl.store(dx + at + HALF, db, mask=inside)
+
+
+@torch.library.triton_op("isoflop::turn", mutates_args={})
+def _turned(
+    x: Tensor,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    eps: float,
+) -> Tensor:
+    (grid, sizes), y = _laid(x, q_gain, cos, eps), torch.empty_like(x)
+    gains, table = (_or(x, q_gain), _or(x, k_gain)), (_or(x, cos), _or(x, sin))
+    places = 1 if cos is None else cos.numel() // cos.shape[-1]
+    torch.library.wrap_triton(_turn)[grid](
+        x, y, *gains, *table, x.shape[0] * x.shape[1], places, heads, (x.shape[2] - heads) // 2, **sizes
+    )
+    return y
+
+
+@torch.library.triton_op("isoflop::turn_backward", mutates_args={})
+def _turned_backward(
+    x: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
+    q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (batch, seq, H, D), G = dq.shape, dk.shape[2]
+    dx = dq.new_empty(batch, seq, H + 2 * G, D)
+    grid, sizes = _laid(dx, q_gain, cos, eps)
+    d_gain = dq.new_empty(grid[0] if q_gain is not None else 0, H + G, D, dtype=torch.float32)
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    gains, table = (_or(dx, q_gain), _or(dx, k_gain)), (_or(dx, cos), _or(dx, sin))
+    places = 1 if cos is None else cos.numel() // cos.shape[-1]
+    strides = (step for t in (dq, dk, dv) for step in t.stride()[:3])
+    torch.library.wrap_triton(_turn_backward)[grid](
+        _or(dx, x), dq, dk, dv, dx, *gains, d_gain, *table, batch * seq, seq, places, H, G, *strides, **sizes
+    )
+    return dx, d_gain
+
+
+def _laid(x: Tensor, gain: Tensor | None, cos: Tensor | None, eps: float) -> tuple[tuple[int, int], dict[str, float]]:
+    rows = max(1, 4096 // x.shape[-1])
+    sizes = {"HALF": x.shape[-1] // 2, "ROWS": rows, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps}
+    return (triton.cdiv(x.shape[0] * x.shape[1], rows), x.shape[2]), sizes
+
+
+def _or(x: Tensor, given: Tensor | None) -> Tensor:
+    """A kernel takes a pointer for everything, also for what it will not read."""
+    return x if given is None else given
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        q_gain: Tensor | None,
+        k_gain: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        heads: int,
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(None if q_gain is None else x, q_gain, k_gain, cos, sin)
+        ctx.eps = eps
+        groups = (x.shape[2] - heads) // 2
+        y: Tensor = _turned(x, q_gain, k_gain, cos, sin, heads, eps)
+        return torch.split(y, [heads, groups, groups], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, q_gain, k_gain, cos, sin = ctx.saved_tensors
+        dx, d_gain = _turned_backward(x, *grads, q_gain, k_gain, cos, sin, ctx.eps)
+        if q_gain is None:
+            return dx, None, None, None, None, None, None
+        heads = grads[0].shape[2]
+        dq_gain, dk_gain = d_gain[:, :heads].sum((0, 1)), d_gain[:, heads:].sum((0, 1))
+        return dx, dq_gain.to(q_gain.dtype), dk_gain.to(k_gain.dtype), None, None, None, None
+
+
+def turn(
+    qkv_BSAD: Tensor, heads: int, gains: tuple[Tensor, Tensor] | None, eps: float, table: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normed and rotated, values as they are: one pass over the projection's output, and one back. The
+    compiler makes four of it, and a fifth that lays the three gradients side by side."""
+    q, k, v = _Turn.apply(qkv_BSAD.contiguous(), *(gains or (None, None)), *(table or (None, None)), heads, eps)  # type: ignore[no-untyped-call]
+    return q, k, v

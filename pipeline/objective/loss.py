@@ -30,6 +30,14 @@ def terms(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) 
     return ((lse - picked) * share_T).sum(), (lse.square() * share_T).sum(), grad.to(logits_TV.dtype)
 
 
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, in fp32. A GPU adds inside the matmul, without rounding the product first."""
+    if a.is_cuda and a.dtype != into.dtype:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into += a @ b
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -54,7 +62,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             nll, z = nll + part_nll, z + part_z
             if grad_h is not None and grad_w is not None:
                 torch.mm(grad, weight_VW, out=grad_h[part])
-                grad_w += grad.T @ h_TW[part]
+                _add_product(grad_w, grad.T, h_TW[part])
         if grad_h is not None and grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(weight_VW.dtype))
         ctx.mark_non_differentiable(nll)

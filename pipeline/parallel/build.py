@@ -6,7 +6,9 @@ import torch
 
 from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
 from pipeline.model.build import build, draw
+from pipeline.model.fp8 import convert
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.sequence import share_sequences
@@ -53,8 +55,16 @@ def _model(config: RunConfig, world: World) -> Decoder:
         from pipeline.parallel.expert import announce
 
         announce(model, ep, world.rank)
+    if train.fp8:
+        if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
+            name = torch.cuda.get_device_name(world.device)
+            raise ConfigError(f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false")
+        for block in model.blocks:
+            convert(block)
     if train.compile is True:
         for block in model.blocks:
-            block.compile()  # per block: starts faster than the whole, and every layer shares one graph
+            # per block: starts faster than the whole, and every layer shares one graph. What an engine hooks to a
+            # block, such as ZeRO-3's gathering, stays outside of the graph.
+            block.forward = torch.compile(block.forward)
         model.head.terms = torch.compile(model.head.terms)
     return model

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
-from pipeline.model.stack import Decoder, Losses
+from pipeline.model.stack import Block, Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
@@ -23,7 +23,7 @@ if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide:
     del sys.modules["mlflow"]
@@ -41,6 +41,8 @@ class ZeroEngine:
         self.clock: Clock = untimed
         self._clip = config.optim.clip
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
+        if self._zero == 3:
+            set_z3_leaf_modules(model, [Block])  # gathered as one: no hook, and no break of the graph, inside a block
         optimizer = adamw(model.to(world.device), config)
         set_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(

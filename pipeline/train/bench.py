@@ -147,7 +147,8 @@ def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator
     reader, readers = world.reader(config.parallel.sp)
     if corpus is not None:
         loader = Loader(corpus, "train", seq=seq, rows=rows, seed=config.seed)
-        yield from (batch for _, batch in prefetch(loader, 0, sys.maxsize, reader, readers))
+        pin = world.device.type == "cuda"
+        yield from (batch for _, batch in prefetch(loader, 0, sys.maxsize, reader, readers, pin=pin))
     for step in itertools.count():
         generator = torch.Generator().manual_seed(step * readers + reader)
         tokens = torch.randint(config.model.vocab, (rows // readers, seq + 1), generator=generator)

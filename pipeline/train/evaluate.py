@@ -42,7 +42,6 @@ class Evaluator:
 
 def cut(batch: Batch, micro: int, world: World) -> list[Micro]:
     """This rank's rows as micro-batches on its device, copied without waiting."""
-    rows = [t for t in (batch.tokens_BS, batch.targets_BS, batch.documents_BS) if t is not None]
-    if world.device.type == "cuda":
-        rows = [t.pin_memory().to(world.device, non_blocking=True) for t in rows]
+    given = (batch.tokens_BS, batch.targets_BS, batch.documents_BS)
+    rows = [t.to(world.device, non_blocking=True) for t in given if t is not None]
     return [Micro(*part) for part in zip(*(torch.split(t, micro) for t in rows), strict=True)]

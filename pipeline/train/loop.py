@@ -72,7 +72,8 @@ class Loop:
         self.meter.restart()
         self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
-        with closing(prefetch(loader, start, self.steps, *self.world.reader(self.config.parallel.sp))) as batches:
+        reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
+        with closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches:
             for step, batch in batches:
                 stopping = self.step(step, batch, time.perf_counter() - asked)
                 done = step + 1

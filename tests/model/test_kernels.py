@@ -21,8 +21,38 @@ for rows, hidden in ((3, 5), (64, 352), (7, 1024)):
     torch.testing.assert_close(dx, x.grad, atol=1e-5, rtol=1e-5)
 """
 
+TURN = """
+import torch
+from pipeline.model import kernels
+from pipeline.model.position import rotate
+kernels.torch.library.wrap_triton = lambda kernel: kernel  # straight to the interpreter
+turned, backward = (op._init_fn for op in (kernels._turned, kernels._turned_backward))
+for B, S, H, G, D in ((1, 5, 2, 1, 16), (2, 40, 2, 2, 64)):
+    for normed in (True, False):
+        for places in ((S,), (B, S), None):
+            x = torch.randn(B, S, H + 2 * G, D, requires_grad=True)
+            gains = tuple(torch.randn(D, requires_grad=True) for _ in "qk") if normed else (None, None)
+            table = (None, None) if places is None else tuple(torch.randn(*places, D // 2) for _ in "cs")
+            norm = lambda t, gain: t if gain is None else torch.nn.functional.rms_norm(t, (D,), gain, 1e-6)
+            q, k, v = x.split((H, G, G), dim=2)
+            turn = None if places is None else table
+            want = (rotate(norm(q, gains[0]), turn), rotate(norm(k, gains[1]), turn), v)
+            got = turned(x.detach(), *gains, *table, H, 1e-6).split((H, G, G), dim=2)
+            # as attention gives them back: heads before the sequence
+            grads = tuple(torch.randn(B, t.shape[2], S, D).transpose(1, 2) for t in want)
+            torch.autograd.backward(want, grads)
+            dx, d_gain = backward(x.detach() if normed else None, *grads, *gains, *table, 1e-6)
+            for a, b in zip(got, want):
+                torch.testing.assert_close(a, b.detach(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(dx, x.grad, atol=1e-5, rtol=1e-4)
+            if normed:
+                torch.testing.assert_close(d_gain[:, :H].sum((0, 1)), gains[0].grad, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(d_gain[:, H:].sum((0, 1)), gains[1].grad, atol=1e-4, rtol=1e-4)
+"""
 
-def test_swiglus_backward():
+
+@pytest.mark.parametrize("script", [SWIGLU, TURN], ids=["swiglu", "turn"])
+def test_a_kernel_equals_plain_torch(script: str):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SWIGLU], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
