@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,6 +17,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"isoflop {version('isoflop')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print it.", is_eager=True, callback=_version)] = False,
+) -> None: ...
 
 
 def _mount() -> None:

@@ -95,19 +95,24 @@ def _gpus() -> Finding:
 
 
 def _tracking() -> Finding:
+    from pipeline.track.store import public
+
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         return Finding("tracking", "ok", "local store mlflow.db", "")
     if not uri.startswith("http"):
-        return Finding("tracking", "ok", uri)
+        return Finding("tracking", "ok", public(uri))
     import urllib.request
 
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=3) as answer:
-            return Finding("tracking", "ok", f"{uri} answers {answer.status}")
+            return Finding("tracking", "ok", f"{public(uri)} answers {answer.status}")
     except (OSError, ValueError) as error:
         return Finding(
-            "tracking", "note", f"{uri}: {error}", "start the server; runs train without it and `launch sync` replays"
+            "tracking",
+            "note",
+            f"{public(uri)}: {error}",
+            "start the server; runs train without it and `launch sync` replays",
         )
 
 

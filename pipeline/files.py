@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import xxhash
+
 TEMPORARY = ".part"  # what a killed writer leaves behind; never read
 
 
@@ -29,6 +31,15 @@ def replace(path: Path, content: bytes) -> None:
     """The small file whose content is at hand."""
     with replacing(path) as file:
         file.write(content)
+
+
+def digest(path: Path) -> str:
+    """xxh3 of a file's bytes."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.checkpoint.store import Index
 from pipeline.errors import RunError
-from pipeline.files import replace, sync_directory
+from pipeline.files import digest, replace, sync_directory
 
 VERSION = 2
 CONFIG = "config.toml"
@@ -123,14 +123,6 @@ def newest(path: Path) -> Checkpoint:
     if wrong := fault(checkpoint, sorted(checkpoint.manifest.files)):
         raise RunError(f"checkpoint {path} is damaged ({wrong}); restore it or give an older one")
     return checkpoint
-
-
-def digest(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            hasher.update(block)
-    return hasher.hexdigest()
 
 
 def _seal(content: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from pipeline.checkpoint.random import random_state
 from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.files import replace
+from pipeline.files import digest, replace
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
@@ -113,12 +113,12 @@ class Saver:
             if self._group is not None:
                 dist.barrier(self._group)
             index = store.write(aside, copies, self._group)
-            sums = {p.name: manifest.digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
+            sums = {p.name: digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
             parts = self._gather((sums, {f.key: list(f.shape) for f in copies}))
             if self._world.first:
                 replace(aside / CONFIG, to_toml(self._config).encode())
                 files = {name: each for part, _ in parts for name, each in part.items()}
-                files[CONFIG] = manifest.digest(aside / CONFIG)
+                files[CONFIG] = digest(aside / CONFIG)
                 shapes = {key: shape for _, part in parts for key, shape in part.items()}
                 about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
                 manifest.commit(aside, final, about)

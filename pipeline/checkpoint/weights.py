@@ -12,7 +12,7 @@ from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
 from pipeline.config.dump import to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.files import replace
+from pipeline.files import digest, replace
 from pipeline.model.build import build
 from pipeline.model.stack import Decoder
 from pipeline.parallel.fragments import WEIGHTS, Fragment, buffers, split
@@ -64,7 +64,7 @@ def save_weights(model: Decoder, config: RunConfig, root: Path) -> None:
         held += split(f"{WEIGHTS}/{name}", tuple(p.shape), getattr(p, "expert", None), 0, flat)
     index = store.write(aside, held, None)
     replace(aside / CONFIG, to_toml(config).encode())
-    files = {p.name: manifest.digest(p) for p in aside.iterdir()}
+    files = {p.name: digest(p) for p in aside.iterdir()}
     shapes = {f.key: list(f.shape) for f in held}
     manifest.commit(aside, final, Manifest(manifest.VERSION, 0, 0, 1, shapes, index, files))
 

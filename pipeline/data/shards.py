@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pipeline.config.frozen import Frozen
 from pipeline.data.files import replacing
 from pipeline.errors import DataError
+from pipeline.files import digest
 
 MANIFEST = "manifest.json"
 VERSION = 1  # of the manifest; raise it whenever older readers would misread
@@ -39,7 +40,7 @@ class Shard(Frozen):
     tokens: int  # document ends included
     documents: int
     bytes: int  # of UTF-8 text, document ends not counted
-    bin_hash: str  # xxh3_64
+    bin_hash: str  # xxh3_128
     idx_hash: str
 
 
@@ -143,7 +144,7 @@ class ShardWriter:
         self._directory, self._name, self._source, self._dtype = directory, name, source, dtype
         self._lengths: list[int] = []
         self._bytes = 0
-        self._hash = xxhash.xxh3_64()
+        self._hash = xxhash.xxh3_128()
         self._context = replacing(directory / f"{name}.bin")
         self._file = self._context.__enter__()
 
@@ -169,7 +170,7 @@ class ShardWriter:
             documents=len(self._lengths),
             bytes=self._bytes,
             bin_hash=self._hash.hexdigest(),
-            idx_hash=xxhash.xxh3_64_hexdigest(index),
+            idx_hash=xxhash.xxh3_128_hexdigest(index),
         )
 
     def abort(self, error: BaseException) -> None:
@@ -248,22 +249,13 @@ class Corpus:
         itemsize = np.dtype(self.manifest.dtype).itemsize
         index_size = _HEADER.size + 20 * shard.documents + 8
         bin_file = ("bin", shard.tokens * itemsize, shard.bin_hash)
-        for suffix, size, digest in (bin_file, ("idx", index_size, shard.idx_hash)):
+        for suffix, size, known in (bin_file, ("idx", index_size, shard.idx_hash)):
             path = self.path / f"{shard.name}.{suffix}"
             found = path.stat().st_size if path.is_file() else -1
             if found != size:
                 state = "missing" if found < 0 else f"{found:,} bytes long instead of {size:,}"
                 raise DataError(f"{path}: shard file is {state}; copy it back or prepare the data again")
-            if verify and (actual := file_hash(path)) != digest:
+            if verify and (actual := digest(path)) != known:
                 raise DataError(
-                    f"{path}: xxh3={actual}, the manifest says {digest}: damaged; "
-                    "copy it back or prepare the data again"
+                    f"{path}: xxh3={actual}, the manifest says {known}: damaged; copy it back or prepare the data again"
                 )
-
-
-def file_hash(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -51,7 +51,7 @@ def raw(points: Points, law: Law, x: Inputs) -> Array:
         case Chinchilla():
             return two_terms(points, x)
         case _:
-            raise NotImplementedError(law.name)
+            raise TypeError(f"{law.name} is not fitted from starts")
 
 
 def two_terms(points: Points, x: Inputs) -> Array:
