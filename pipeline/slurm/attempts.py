@@ -66,8 +66,8 @@ def ending(run: RunDir, job: str, began: float, code: int, asked: str | None, sa
     saved = last.get("event") == "interrupt" and float(last["time"]) >= began
     if finished or saved or (asked is not None and run.fault() is None):
         return Ending(step, finished, saved, asked, None, None)
-    died = _DIED.search(said)
-    if died and not died[3].startswith("Exited") and not (run.fault() or {}).get("user"):
+    died, known = _DIED.search(said), run.fault()
+    if died and (known is None or not (died[3].startswith("Exited") or known["user"])):
         run.forget_fault()  # the others only complain that it is gone
         run.fail(ChildProcessError(f"rank {died[2]} on {died[1]}: {died[3]}"))
     fault = faults.note(run, code)
