@@ -13,9 +13,11 @@ from pipeline.config.dump import to_toml
 from pipeline.config.load import load, validate
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
-from pipeline.slurm.attempts import Ending, decide
+from pipeline.slurm.attempts import Ending, decide, ending
 from pipeline.slurm.job import Allocation, whole
 from pipeline.slurm.submit import TEMPLATES
+from pipeline.train.faults import line
+from pipeline.train.rundir import RunDir
 from tests.cluster.test_jobs import submit, verdicts
 from tests.conftest import environment, launch
 from tests.train.test_run import TINY
@@ -176,3 +178,19 @@ def test_whether_to_come_back(change, action, words):
     verdict = decide(Ending(**plain | change), restarts=restarts, most=100, run=Path("runs/x"))
     assert verdict.action == action and words in verdict.reason
     assert (verdict.code == 0) == (action == "done")
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        (None, "ChildProcessError: rank 1 on node2: Exited with exit code 1"),  # it ended before it could say why
+        (ValueError("why"), "ValueError: why"),
+    ],
+)
+def test_the_first_to_end_is_the_cause(tmp_path, known, reason):
+    run = RunDir(tmp_path)
+    if known:
+        run.fail(known)
+    said = "srun: error: node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
+    fault = ending(run, "1", 0.0, 137, None, said, max_restarts=3).fault
+    assert fault is not None and line(fault) == reason
