@@ -76,6 +76,7 @@ def train(
     """The training step through the real engine: tokens/s, MFU, parts, memory, beside the device's own ceiling."""
     import os
     import socket
+    import sys
 
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
@@ -83,9 +84,11 @@ def train(
     from pipeline.parallel.world import World
     from pipeline.recipe import resolve
     from pipeline.train import bench
+    from pipeline.train.faults import smaller
     from pipeline.train.plan import Devices
 
-    if "RANK" not in os.environ:  # alone, not under torchrun
+    before = dict(os.environ)
+    if "RANK" not in before:  # alone, not under torchrun
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
         os.environ |= {
@@ -114,7 +117,16 @@ def train(
     figures = bench.train(
         config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, overheads=overheads
     )
-    _print(chain(first, figures), as_json)
+    try:
+        _print(chain(first, figures), as_json)
+    except RuntimeError as error:
+        lower = smaller(config, type(error).__name__, str(error))
+        if lower is None or "RANK" in before:  # of several ranks the others wait for this one
+            raise
+        # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again
+        typer.echo(f"micro-batch {config.train.micro_batch} does not fit", err=True)
+        again = ["--set", f"train.micro_batch={lower.train.micro_batch}"]
+        os.execve(sys.executable, [sys.executable, "-m", "launch", *sys.argv[1:], *again], before)
 
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, torch.device], Peer]":

@@ -1,6 +1,5 @@
 """The training step through the real engine, loader, loss and metrics, timed beside the device's own ceiling."""
 
-import gc
 import itertools
 import statistics
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline import account
@@ -33,7 +33,6 @@ from pipeline.parallel.world import World
 from pipeline.track.log import Log
 from pipeline.track.tracker import Fan, LocalLog
 from pipeline.train.evaluate import cut
-from pipeline.train.faults import no_memory, smaller
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.meter import peak_flops, peak_memory_bytes
@@ -42,7 +41,8 @@ from pipeline.train.stop import Stop
 from pipeline.train.watch import Watch
 
 _ALIKE = 0.05  # of the loss: two models of one shape, freshly drawn, begin no further apart
-_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
+_READS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "bincount", "_unique2"}
+_CALLS = {"tolist", "cpu", "numpy"}  # which are no operations where the device is the host
 
 
 class Peer(Protocol):
@@ -64,17 +64,17 @@ def train(
     overheads: bool = False,
 ) -> Figures:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
+    train = config.train
+    assert isinstance(train.batch_tokens, int)
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
     yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     yield "torch", torch.__version__
     count = account.params(config.model)
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
-    batches = _batches(config, corpus, world)
-    worker, config, first_loss = _begin(config, world, next(batches))
-    train = config.train
-    assert isinstance(train.batch_tokens, int) and isinstance(train.micro_batch, int)
     yield "batch", f"{train.batch_tokens:,} tokens in micro-batches of {train.micro_batch} × {config.model.seq}"
+    worker, batches = engine(config, world), _batches(config, corpus, world)
+    first_loss = _step(worker, next(batches), config, world)  # compiles
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     took, waited = [], []
@@ -101,7 +101,7 @@ def train(
     yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)
     if parts:
         yield from _parts(worker, batches, config, world, steps)
-    yield "host reads per step", reads(lambda: _step(worker, next(batches), config, world), world)
+    yield "host reads in an update", _reads(worker, next(batches), config, world)
     if profile is not None:
         yield "kernels", _kernels(worker, next(batches), config, world, profile)
     if peer is not None:
@@ -109,28 +109,6 @@ def train(
     if overheads:
         with tempfile.TemporaryDirectory() as aside:
             yield from _overheads(worker, batches, config, world, steps, Path(aside))
-
-
-def _begin(config: RunConfig, world: World, batch: Batch) -> tuple[Engine, RunConfig, float]:
-    """After one step, which may compile. With train.auto_batch it is a trial: the micro-batch shrinks until it fits."""
-    while (begun := _try(config, world, batch)) is None:
-        config = smaller(config) or config
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return begun[0], config, begun[1]
-
-
-def _try(config: RunConfig, world: World, batch: Batch) -> tuple[Engine, float] | None:
-    """None when memory ran out and a smaller micro-batch may fit; what it held goes with this frame."""
-    try:
-        worker = engine(config, world)
-        return worker, _step(worker, batch, config, world)
-    except (RuntimeError, MemoryError) as error:
-        # of several ranks the others wait for this one: only a launcher can begin anew, as pretrain's does
-        if world.size > 1 or not no_memory(type(error).__name__, str(error)) or smaller(config) is None:
-            raise
-        return None
 
 
 def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> float:
@@ -288,34 +266,51 @@ def _hash_s(batch: Batch) -> float:
     return time.perf_counter() - began
 
 
-def reads(step: Callable[[], object], world: World) -> str:
-    """How often the host waits for a number of the device in a step, and where; the loop itself reads once."""
+def _reads(worker: Engine, batch: Batch, config: RunConfig, world: World) -> str:
+    """How often and where the host waits for a number of its device, beside the one reading of the loop."""
+    assert isinstance(config.train.micro_batch, int) and isinstance(config.optim.lr, float)
+    micros = cut(batch, config.train.micro_batch, world)
     if world.device.type == "cuda":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            step()
+            worker.update(micros, config.optim.lr)
             torch.cuda.set_sync_debug_mode("default")
         places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
     else:
-        with _Reads() as mode:
-            step()
-        places = mode.places
+        places = []
+        with _Operations(places), _Calls(places):
+            worker.update(micros, config.optim.lr)
     return f"{len(places)}: " + ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operations that would make a host wait for its device, also where both are one."""
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes where a host would wait for its device, also where both are one."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places: list[str] = []
+        self.places = places
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.removeprefix("aten::") in _READS:
-            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and __file__ != f.filename]
-            self.places.append(f"{Path(frames[-1].filename).name}:{frames[-1].name}")
+            self.places.append(_place())
         return func(*args, **(kwargs or {}))
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, places: list[str]) -> None:
+        super().__init__()
+        self.places = places
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _CALLS:
+            self.places.append(_place())
+        return func(*args, **(kwargs or {}))
+
+
+def _place() -> str:
+    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].name}"
 
 
 def _matmul_flops(device: torch.device) -> float:

@@ -4,14 +4,24 @@ import json
 import math
 import re
 import subprocess
+from functools import partial
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
+from pipeline.config.load import load
+from pipeline.parallel.build import _model
+from pipeline.parallel.world import World
+from pipeline.recipe import resolve
 from tests.conftest import command, environment, launch
 
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 # one chunk of logits outweighs all else: by the host's memory it fits, by the limit of the process it does not
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
+# DeepSpeed's own: whether a norm is finite, asked by whoever makes it and by whoever clips by it; the device has just
+# been waited for by then, since the loop reads loss and norm there
+READS = "3: utils.py:is_invalid_grad_norm ×3"
 LIMIT_KIB = 9 << 19
 
 
@@ -39,13 +49,18 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     assert said["ours over HF"] == pytest.approx(ours / theirs, rel=0.01)
     costs = {name for name in said if name.startswith("cost of ")}
     assert len(costs) == 5 and all(isinstance(said[name], float) for name in costs)
+    assert said["host reads in an update"] == READS
     assert said["MFU %"].startswith("unknown") and "head in, input embedding out" in said["convention"]
 
 
-def test_a_micro_batch_that_does_not_fit_after_all_is_lowered(corpus, tmp_path):
+def test_a_benchmark_tries_the_next_micro_batch():
     tried = limited("bench", "train", "--size", "7k", "--steps", 1, "--no-parts", "--auto-batch", *sets(WIDE))
     assert tried.returncode == 0, tried.stderr[-2000:]
-    assert "micro-batch 32 of 32" in tried.stdout and re.search(r"in micro-batches of (1|2|4|8|16) × 256", tried.stdout)
+    assert "micro-batch 32 of 32" in tried.stdout and "micro-batch 32 does not fit" in tried.stderr
+    assert re.search(r"in micro-batches of (1|2|4|8|16) × 256\n(.*\n)*step ms", tried.stdout) and READS in tried.stdout
+
+
+def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus, tmp_path):
     run = tmp_path / "run"
     asked = ("pretrain", "--size", "7k", "--data", corpus, "--nproc", 2, "--steps", 1, "--out", run, "--no-track")
     done = limited(*asked, "--auto-batch", *sets([*WIDE, "train.batch_tokens=16384", "train.eval_batches=1"]))
@@ -54,3 +69,41 @@ def test_a_micro_batch_that_does_not_fit_after_all_is_lowered(corpus, tmp_path):
     faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
     assert faults and all(fault["lowered"] for fault in faults)
     assert f"\nmicro_batch = {32 >> len(faults)}\n" in (run / "config.toml").read_text()
+
+
+def test_what_has_no_counterpart_is_not_compared(inside, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    refused = inside("bench", "train", "--size", "7k", "--arch", "switch", "--compare", "hf", code=2)
+    assert "activation='relu' has no counterpart" in refused
+
+
+@pytest.mark.parametrize(("arch", "kinds"), [("dense", 1), ("moe", 1), ("mla-moe", 2)])  # its first layer is dense
+def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, kinds, monkeypatch):
+    """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    wish = [*SMALL, "model.layers=3", "train.compile=true", *(["model.ffn.experts=8"] if "moe" in arch else [])]
+    config = resolve(load(size="7k", arch=arch, sets=wish), ranks=1, gpu=False)
+    model = _model(config, World(0, 1, torch.device("cpu"))).bfloat16()
+    random = torch.Generator().manual_seed(0)
+
+    def forward(documents):
+        tokens = torch.randint(512, (4, 65), generator=random)
+        apart = (torch.rand(4, 64, generator=random) < 0.1).long().cumsum(1) if documents else None
+        return model(tokens[:, :-1], tokens[:, 1:], apart)
+
+    for documents in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        seen = []
+        for evaluate in (False, False, True, False, True, False):
+            model.train(not evaluate)
+            with torch.set_grad_enabled(not evaluate):
+                loss = forward(documents).total
+            if not evaluate:
+                loss.backward()
+            seen.append(counters["stats"]["unique_graphs"])
+        assert not counters["graph_break"]
+        assert seen == [kinds + 1] * 2 + [2 * kinds + 1] * 4  # and one of the loss; without gradients they are others
