@@ -18,11 +18,12 @@ from tests.conftest import command, environment, launch
 
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 # one chunk of logits outweighs all else: by the host's memory it fits, by the limit of the process it does not
+# (ZeRO 0, since the buckets of the other stages are larger than that)
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 # DeepSpeed's own: whether a norm is finite, asked by whoever makes it and by whoever clips by it; the device has just
 # been waited for by then, since the loop reads loss and norm there
 READS = "3: utils.py:is_invalid_grad_norm ×3"
-LIMIT_KIB = 9 << 19
+LIMIT_KIB = 3 << 20
 
 
 def limited(*arguments):
@@ -54,16 +55,20 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
 
 
 def test_a_benchmark_tries_the_next_micro_batch():
-    tried = limited("bench", "train", "--size", "7k", "--steps", 1, "--no-parts", "--auto-batch", *sets(WIDE))
+    tried = limited(
+        "bench", "train", "--size", "7k", "--zero", 0, "--steps", 1, "--no-parts", "--auto-batch", *sets(WIDE)
+    )
     assert tried.returncode == 0, tried.stderr[-2000:]
     assert "micro-batch 32 of 32" in tried.stdout and "micro-batch 32 does not fit" in tried.stderr
-    assert re.search(r"in micro-batches of (1|2|4|8|16) × 256\n(.*\n)*step ms", tried.stdout) and READS in tried.stdout
+    assert re.search(r"in micro-batches of (1|2|4|8|16) × 256\n(.*\n)*step ms", tried.stdout)
 
 
 def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus, tmp_path):
     run = tmp_path / "run"
     asked = ("pretrain", "--size", "7k", "--data", corpus, "--nproc", 2, "--steps", 1, "--out", run, "--no-track")
-    done = limited(*asked, "--auto-batch", *sets([*WIDE, "train.batch_tokens=16384", "train.eval_batches=1"]))
+    done = limited(
+        *asked, "--zero", 0, "--auto-batch", *sets([*WIDE, "train.batch_tokens=16384", "train.eval_batches=1"])
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "micro-batch 32 of 32" in done.stderr and "finished at step 1/1" in done.stdout
     faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
