@@ -65,7 +65,7 @@
   $("more").addEventListener("click", () => { limit += 10 * PAGE; rows(); });
 
   const CHARTS = [
-    ["Loss", "loss", { type: "log" }], ["Gradient norm", "grad_norm", { type: "log", tickformat: "~g" }], ["Learning rate", "lr", { rangemode: "tozero" }], ["Tokens per second", "tokens_per_s", { rangemode: "tozero", exponentformat: "SI" }],
+    ["Loss", "loss", { type: "log" }], ["Gradient norm", "grad_norm", { type: "log", tickformat: "~g", nticks: 3 }], ["Learning rate", "lr", { rangemode: "tozero" }], ["Tokens per second", "tokens_per_s", { rangemode: "tozero", exponentformat: "SI" }],
     ["MFU", "mfu", { tickformat: ".0%", rangemode: "tozero" }], ["Memory (GiB)", "memory_bytes", { rangemode: "tozero" }], ["Waiting for data (ms)", "wait_s", { rangemode: "tozero" }],
   ];
   const SCALE = { memory_bytes: 2 ** -30, wait_s: 1000 };
@@ -98,7 +98,7 @@
         { x: spikes.map((s) => s.step), y: spikes.map((s) => s.loss), mode: "markers", marker: { symbol: "triangle-down", size: 10, color: ink }, hovertemplate: "spike at step %{x}: %{y:.3f}<extra></extra>" },
         { x: events.map((e) => e.step), y: events.map(() => Math.max(...y.filter((v) => v != null))), text: events.map((e) => plain(e.event)), mode: "markers", marker: { size: 7, symbol: "square", color: events.map((e) => (["resume", "restart"].includes(e.event) ? line : ink)) }, hovertemplate: "%{text} at step %{x}<extra></extra>" });
       const losses = key === "loss" ? iso.lossAxis(iso.padded([...y.slice(Math.floor(y.length * 0.03)), ...evals.loss], 0.05), "") : {};
-      plot(node, shown, { key: id, margin: { l: 56, r: 10, t: 6, b: 30 }, xaxis: { range: [0, steps.step.at(-1) * 1.01] }, yaxis: { ...axis, ...losses, title: undefined }, shapes: marks });
+      plot(node, shown, { key: id, margin: { l: 56, r: 10, t: 6, b: 30 }, xaxis: { range: [0, steps.step.at(-1) * 1.01] }, yaxis: { ...losses, title: undefined, nticks: 5, ...axis }, shapes: marks });
     }
     experts(page.moe, fresh);
     others(page, fresh);
