@@ -108,11 +108,17 @@ def models(draw):
         ffn = {"kind": "ffn", "activation": activation, "hidden": pick(24, 40), "bias": draw(st.booleans())}
     else:
         ffn = {"kind": "moe", "activation": activation, "hidden": 16, "dense_hidden": 24, "experts": 8}
-        ffn |= {"top_k": pick(1, 2, 3), "shared": pick(0, 1, 2), "router": pick("softmax", "sigmoid")}
+        ffn |= {
+            "top_k": (top_k := pick(1, 2, 3)),
+            "normalise": top_k > 1 and draw(st.booleans()),
+            "shared": pick(0, 1, 2),
+            "router": pick("softmax", "sigmoid"),
+        }
         ffn |= {"groups": 4, "top_groups": 2} if draw(st.booleans()) else {}
         ffn |= {"dense_layers": pick(0, 1), "every": pick(1, 2), "capacity": pick(None, 1.25), "aux_loss": 0.01}
-        ffn |= {"seq_aux_loss": 0.01, "z_loss": 0.01, "bias_step": pick(0.0, 0.001), "normalise": draw(st.booleans())}
-    placement = pick("pre", "post", "sandwich", "deepnorm")
+        ffn |= {"seq_aux_loss": 0.01, "z_loss": 0.01, "bias_step": pick(0.0, 0.001)}
+    placement, position = pick("pre", "post", "sandwich", "deepnorm"), pick(*POSITIONS)
+    in_layers = position["kind"] in ("rope", "relative", "alibi")
     kind = pick("rmsnorm", "layernorm")
     return Model.model_validate(
         {
@@ -123,8 +129,8 @@ def models(draw):
             "norm": {"kind": kind, "bias": kind == "layernorm" and draw(st.booleans())},
             "placement": placement,
             "parallel_block": placement == "pre" and draw(st.booleans()),
-            "position": pick(*POSITIONS),
-            "nope_every": pick(None, 2),
+            "position": position,
+            "nope_every": pick(None, 2) if in_layers else None,
             "tied": draw(st.booleans()),
             "mtp": pick(0, 0, 1, 2),
             "init_std": 0.02,
