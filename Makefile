@@ -44,6 +44,7 @@ demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in mi
 
 picture: demo system  ## the README's picture, from the demo's page
 	$(BIN)/python tests/browser/picture.py $(RUNS)/dashboard.html docs/images
+	$(BIN)/python -m tests.scaling.picture docs/images
 
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────
 

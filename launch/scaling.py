@@ -105,16 +105,16 @@ def forecast(
             places = foretell.at_recipe(done, recipe, size)
         case None, float(), None, None if tokens:
             places = foretell.at_sizes(done, above_zero("params", params), above_zero("tokens", tokens))
-        case None, None, float(), None:
+        case None, None, float(), None if tokens is None:
             places = foretell.at_flops(done, above_zero("flops", flops))
-        case None, None, None, Path():
+        case None, None, None, Path() if tokens is None:
             places = foretell.from_csv(done, targets)
         case _:
             raise ConfigError("give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv")
     made = foretell.forecast(done, places)
     data: dict[str, Any] = {
         "law": done.name,
-        "warnings": [*done.warnings, *foretell.cautions(done, made)],
+        "warnings": [*done.warnings, *foretell.cautions(done, places, made)],
         **(made[0].to_json() if targets is None else {"forecasts": [one.to_json() for one in made]}),
     }
     if recipe is None and targets is None:

@@ -20,8 +20,9 @@ CLEARLY = 0.9  # a richer law has to cut the backtest error by a tenth, or to 0.
 def check(points: Points) -> None:
     """Refuse what no law can be drawn through."""
     if len(points) < 2:
+        gone = f" ({len(points.dropped)} left out: {points.dropped[0]} …)" if points.dropped else ""
         raise DataError(
-            f"points={len(points)}: a law needs at least two finished runs of different compute; train "
+            f"points={len(points)}{gone}: a law needs at least two finished runs of different compute; train "
             f"{runs_across(points)}"
         )
     if points.C.max() < 1.5 * points.C.min():
@@ -48,8 +49,9 @@ def check_law(points: Points, law: Law) -> None:
             f"law={law.name} has {len(law.parameters)} parameters and there are {len(points)} points; train "
             f"{missing} more, such as {runs_across(points)}, or choose --law auto"
         )
-    if law.name not in ("compute", "power") and len(np.unique(points.N)) < 2:
-        raise DataError(f"law={law.name}: all runs have N = {count(points.N[0])}; train {runs_across(points)}")
+    for key in ("N", "D") if law.name not in ("compute", "power") else ():
+        if len(values := np.unique(getattr(points, key))) < 2:
+            raise DataError(f"law={law.name}: all runs have {key} = {count(values[0])}; train {runs_across(points)}")
     if law == LAWS["moe"] and (points.experts is None or len(np.unique(points.experts)) < 2):
         raise DataError("law=moe needs a column `experts` with at least two values (1 for dense runs)")
     if law == LAWS["data-constrained"] and (points.unique is None or not (1.5 * points.unique < points.D).any()):
@@ -73,6 +75,8 @@ def choose(points: Points) -> tuple[Law, Backtest | None, list[str]]:
     sizes = len(np.unique(points.N))
     if runs < 5 + SPARE:
         why = f"{runs} runs cannot determine the five parameters of L = E + A·N^−α + B·D^−β"
+    elif len(np.unique(points.D)) < 2:
+        why = "One length cannot tell what D does"
     elif sizes < 3:
         why = f"{sizes} size{'s' * (sizes > 1)} cannot tell what N does; add runs of {3 - sizes} other sizes or more"
     else:

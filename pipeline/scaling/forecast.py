@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 from pipeline.recipe import resolve, rule
 from pipeline.scaling.figures import count
 from pipeline.scaling.frontier import at, flops_per_parameter_token
-from pipeline.scaling.points import Points, column, read_table
+from pipeline.scaling.points import FIGURES, Points, column, read_table
 from pipeline.scaling.study import Study
 
 MFU = 0.4  # of peak; what dense runs of 1–7B reach on H100s (llm-foundry, Megatron-LM: 41–47%)
@@ -56,13 +56,13 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 def from_csv(study: Study, path: Path) -> Points:
     """Targets with columns N, D and, if there, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
-    N, D = column(path, rows, "N"), column(path, rows, "D")
-    if not (np.isfinite(N).all() and np.isfinite(D).all() and min(N.min(), D.min()) > 0):
-        raise ConfigError(f"targets={path}: every N and D must be a number above zero")
-    C = column(path, rows, "C") if rows[0].get("C") else flops_per_parameter_token(study.fit.points) * N * D
-    extra = {key: column(path, rows, key) for key in ("experts", "unique") if rows[0].get(key)}
+    found = {key: column(path, rows, key) for key in FIGURES if key != "loss" and any(row.get(key) for row in rows)}
+    for key, values in found.items():
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise ConfigError(f"targets={path}: every {key} must be a number above zero")
+    found.setdefault("C", flops_per_parameter_token(study.fit.points) * found["N"] * found["D"])
     run = tuple(row.get("run") or "" for row in rows)
-    return at(study.fit.points, C, N, D, run=run, **extra)
+    return at(study.fit.points, run=run, **found)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def forecast(study: Study, targets: Points) -> list[Forecast]:
     if study.name == "moe" and targets.experts is None:
         raise ConfigError("law=moe forecasts need the number of experts; give --targets with a column `experts`")
     loss, low, high = study.interval(targets)
-    best = study.optimum(targets.C)
+    best = study.optimum(targets.C, targets.experts)
     largest = float(study.fit.points.C.max())
     return [
         Forecast(
@@ -119,7 +119,7 @@ def forecast(study: Study, targets: Points) -> list[Forecast]:
     ]  # fmt: skip
 
 
-def cautions(study: Study, made: Sequence[Forecast]) -> list[str]:
+def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[str]:
     """What a reader of these forecasts should know."""
     said = []
     far = max(f.extrapolation for f in made)
@@ -127,6 +127,8 @@ def cautions(study: Study, made: Sequence[Forecast]) -> list[str]:
         said.append(
             f"{far:.3g}× beyond the largest run: laws have been seen to hold over 300×, with a ladder made for it."
         )
+    if study.name == "data-constrained" and targets.unique is None:
+        said.append("Every token is taken to be new; where some repeat, give --targets with a column `unique`.")
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
         points = study.fit.points
         low, high = (float(np.quantile(points.D / points.N, q)) for q in (0, 1))

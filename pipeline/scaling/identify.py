@@ -9,6 +9,7 @@ from pipeline.scaling.figures import count
 from pipeline.scaling.fit import DELTA, Fit, descend
 from pipeline.scaling.interval import Scatter
 from pipeline.scaling.points import Array
+from pipeline.scaling.repeats import BOUNDS
 
 
 @dataclass(frozen=True)
@@ -21,22 +22,35 @@ class Profile:
     high: float
 
 
-def profile(fit: Fit, values: int = 41) -> Profile | None:
-    """Refit with E held at each of many values; None for a law without E or without points to spare."""
-    spare = len(fit.points) - len(fit.theta)
-    if "E" not in fit.law.parameters or spare < 1 or fit.objective < 1e-12:
+def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
+    """Refit with E held at each of many values, more of them about the edges of what the points allow.
+
+    None for a law without E or without points to spare."""
+    if "E" not in fit.law.parameters or spread.freedom <= 0 or fit.objective < 1e-12:
         return None
-    least = float(fit.points.loss.min())
-    held = np.unique(np.append(np.linspace(0.02, 0.995, values) * least, np.exp(fit.theta[0])))
-    starts = np.repeat(fit.theta[None], len(held), axis=0)
-    starts[:, 0] = np.log(held)
-    weights = None if fit.weights is None else np.repeat(fit.weights[None], len(held), axis=0)
-    objective = descend(fit.points, fit.law, fit.inputs, starts, weights, frozen=0)[1] * DELTA
-    # Scatter beyond δ is Laplace-like, its scale unknown: 2·n·log(S / S_min) against χ²₁ = 3.84.
-    level = fit.objective * np.exp(3.84 / (2 * spare))
-    inside = held[(objective <= level) | (held == np.exp(fit.theta[0]))]
+    best, least = float(np.exp(fit.theta[0])), float(fit.points.loss.min())
+    level = fit.objective + spread.rise
+    held = np.unique(np.append(np.linspace(0.02, 0.995, values) * least, best))
+    objective = held_at(fit, held)
+    for _ in range(2):  # the interval may be far narrower than the first grid
+        inside = np.flatnonzero((objective <= level) | (held == best))
+        edges = held[[max(inside[0] - 1, 0), min(inside[-1] + 1, len(held) - 1)]]
+        finer = np.setdiff1d(np.linspace(edges[0], edges[1], values), held)
+        if not len(finer):  # all of the grid is inside
+            break
+        order = np.argsort(together := np.append(held, finer))
+        held, objective = together[order], np.append(objective, held_at(fit, finer))[order]
+    inside = held[(objective <= level) | (held == best)]
     low = 0.0 if inside.min() <= held[0] else float(inside.min())
     return Profile(held, objective, low, float(inside.max()))
+
+
+def held_at(fit: Fit, values: Array) -> Array:
+    """The objective with E held at each value and everything else refitted."""
+    starts = np.repeat(fit.theta[None], len(values), axis=0)
+    starts[:, 0] = np.log(values)
+    weights = None if fit.weights is None else np.repeat(fit.weights[None], len(values), axis=0)
+    return descend(fit.points, fit.law, fit.inputs, starts, weights, frozen=0, tolerance=1e-8)[1] * DELTA
 
 
 def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
@@ -64,6 +78,12 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
             said.append(
                 f"{name} = {values[name]:.3g} is steeper than any known law: its term is hardly seen here. Runs with "
                 f"{letter} = {count(most[letter] * 4)} and {count(most[letter] / 16)}, the rest alike, would show it."
+            )
+    for name in ("R_D", "R_N"):
+        if name in values and not BOUNDS[0] < np.log(values[name]) < BOUNDS[1]:
+            said.append(
+                f"{name} = {values[name]:.3g} ran to its bound: these points do not determine it. Runs of N = "
+                f"{count(4 * most['N'])} that see {count(most['D'] / 64)} distinct tokens 4, 16 and 64 times would."
             )
     if spread.condition > 1e10:
         said.append(

@@ -24,6 +24,12 @@ class Scatter:
     def t(self) -> float:
         return float(stats.t.ppf(0.975, self.freedom)) if self.freedom > 0 else float("inf")
 
+    @property
+    def rise(self) -> float:
+        """How far above its least the objective stays within the 95% region of one parameter."""
+        square, inside = huber_moments(DELTA / max(self.sigma, 1e-12))
+        return 0.5 * (self.t * self.sigma) ** 2 * square / inside
+
     def standard_errors(self) -> Array:
         """Of the natural parameters, by the delta method."""
         law, x = self.fit.law, self.fit.inputs
@@ -42,16 +48,15 @@ class Scatter:
         return half
 
 
-def huber_variance(k: float) -> float:
-    """Variance of Huber's estimator over that of least squares, normal scatter, threshold k·σ (Huber 1964).
+def huber_moments(k: float) -> tuple[float, float]:
+    """E ψ² and E ψ′ of Huber's estimator for normal scatter of unit variance, threshold k (Huber 1964).
 
-    π/2 as k → 0: δ = 1e-3 lies below most scatter, which makes the fit nearly one of absolute deviations.
+    E ψ² / (E ψ′)² is its variance, π/2 as k → 0: δ = 1e-3 lies below most scatter, so this is nearly a fit of absolute
+    deviations.
     """
-    if not k > 0.01:
-        return float(np.pi / 2)
-    inside = 2 * stats.norm.cdf(k) - 1
-    square = inside - 2 * k * stats.norm.pdf(k) + k**2 * (1 - inside)
-    return float(square / inside**2)
+    k = max(k, 0.01)
+    inside = float(2 * stats.norm.cdf(k) - 1)
+    return float(inside - 2 * k * stats.norm.pdf(k) + k**2 * (1 - inside)), inside
 
 
 def scatter(fit: Fit) -> Scatter:
@@ -67,5 +72,6 @@ def scatter(fit: Fit) -> Scatter:
     unit = normal / np.outer(scale, scale)
     inverse = np.linalg.pinv(unit, rcond=1e-14, hermitian=True) / np.outer(scale, scale)
     meat = (jacobian * weights**2) @ jacobian.T
-    covariance = huber_variance(DELTA / max(sigma, 1e-12)) * sigma**2 * inverse @ meat @ inverse
+    square, inside = huber_moments(DELTA / max(sigma, 1e-12))
+    covariance = square / inside**2 * sigma**2 * inverse @ meat @ inverse
     return Scatter(fit, covariance, sigma, freedom, float(np.linalg.cond(unit)))

@@ -193,6 +193,11 @@ def within(
     mfu: float | None = None,
 ) -> Sweep:  # fmt: skip
     """The same isoFLOP sweep with four budgets, each four times the last, that together keep to FLOPs and hours."""
+    for key, value in (("budget", flops), ("hours", hours)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(
+                f"{key}={value:g} must be a number above zero, such as {'1e19' if key == 'budget' else 6}"
+            )
     peak = load(size="tiny", cluster=sweep.cluster).cluster.peak_flops if sweep.cluster else None
     most = flops or math.inf
     if hours is not None:
@@ -207,7 +212,7 @@ def within(
         try:
             runs = plan(tried, best, mfu)
         except ConfigError as error:  # between two rungs far apart; a little less may do
-            refused = f" ({error})"
+            refused = refused or f" ({error})"
             continue
         cost, time = sum(run.cost for run in runs), sum(run.hours or 0 for run in runs)
         if cost <= most and time <= (hours or math.inf):

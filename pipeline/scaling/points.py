@@ -13,6 +13,8 @@ from pipeline.errors import DataError
 Array = npt.NDArray[np.float64]
 
 SIX_ND = "C = 6·N·D"  # what Hoffmann et al. (arXiv 2203.15556) use, and what a file without C must mean
+FIGURES = ("N", "D", "C", "loss", "experts", "unique")
+UNLIKE = 10.0  # attention and the head make a small model's C / (N·D) some times a large one's, not ten times
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,21 @@ class Points:
 
 
 def clean(points: Points) -> Points:
-    """Drop rows no law can use (not finite, not positive, repeated), each with its reason."""
+    """Drop rows no law can use (a value that is not a number above zero, a row repeated), each with its reason."""
     keep: list[int] = []
     dropped: list[str] = []
     seen: set[tuple[float, ...]] = set()
-    columns = [points.N, points.D, points.C, points.loss]
-    columns += [c for c in (points.experts, points.unique) if c is not None]
+    columns = {key: values for key in FIGURES if (values := getattr(points, key)) is not None}
     for i, name in enumerate(points.run):
-        row = tuple(float(c[i]) for c in columns)
-        if not all(np.isfinite(row)):
-            dropped.append(f"{name}: a value is not finite")
-        elif min(row) <= 0:
-            dropped.append(f"{name}: N, D, C and loss must be above zero")
-        elif row in seen:
+        row = {key: float(values[i]) for key, values in columns.items()}
+        if wrong := [
+            f"{key}={value:g} is not a number above zero" for key, value in row.items() if not 0 < value < np.inf
+        ]:
+            dropped.append(f"{name}: {wrong[0]}")
+        elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")
         else:
-            seen.add(row)
+            seen.add(tuple(row.values()))
             keep.append(i)
     kept = points.take(np.array(keep, dtype=np.intp))
     return replace(kept, dropped=points.dropped + tuple(dropped))
@@ -77,43 +78,46 @@ def clean(points: Points) -> Points:
 def read_csv(path: Path) -> Points:
     """Points from a file with columns N, D, loss and, if there, C, run, experts, unique, vocab, convention."""
     rows = read_table(path, ("N", "D", "loss"))
-    named = {row["convention"] for row in rows if row.get("convention")}
-    if len(named) > 1:
-        raise DataError(
-            f"{path}: convention={sorted(named)} mixes ways of counting N and C; fit one at a time, or recount"
-        )
-    vocabularies = {row["vocab"] for row in rows if row.get("vocab")}
-    if len(vocabularies) > 1:
-        raise DataError(
-            f"{path}: vocab={', '.join(sorted(vocabularies))} are mixed; nats per token compare within one vocabulary "
-            f"only: fit each apart, or convert to bits per byte"
-        )
-    N, D, loss = (column(path, rows, key) for key in ("N", "D", "loss"))
-    has_compute = bool(rows[0].get("C"))
-    C = column(path, rows, "C") if has_compute else 6 * N * D
+    for key, remedy in (
+        ("convention", "they count N and C in different ways; fit one at a time, or recount"),
+        ("vocab", "nats per token compare within one vocabulary only: fit each apart, or convert to bits per byte"),
+    ):
+        if len(kinds := sorted({row.get(key) or "none given" for row in rows})) > 1:
+            raise DataError(f"{path}: {key}={', '.join(kinds)} are mixed; {remedy}")
+    found = {key: column(path, rows, key) for key in FIGURES if any(row.get(key) for row in rows)}
+    counted = rows[0].get("convention") or ("N, D and C as the file gives them" if "C" in found else SIX_ND)
+    found.setdefault("C", 6 * found["N"] * found["D"])
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
-    return clean(
-        Points(
-            N=N, D=D, C=C, loss=loss, run=run,
-            convention=named.pop() if named else ("N, D and C as the file gives them" if has_compute else SIX_ND),
-            experts=column(path, rows, "experts") if rows[0].get("experts") else None,
-            unique=column(path, rows, "unique") if rows[0].get("unique") else None,
+    N, D, C, loss = (found[key] for key in FIGURES[:4])
+    points = clean(Points(N, D, C, loss, run, counted, found.get("experts"), found.get("unique")))
+    each = points.C / (points.N * points.D)
+    if len(points) and each.max() > UNLIKE * each.min():
+        said = (
+            f"C / (N·D) runs from {each.min():.3g} ({points.run[int(each.argmin())]}) to {each.max():.3g} "
+            f"({points.run[int(each.argmax())]}): do all rows count N and C alike? If not, N* and D* mean nothing."
         )
-    )  # fmt: skip
+        points = replace(points, warnings=(*points.warnings, said))
+    return points
 
 
 def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            names = reader.fieldnames or []
+            names = [name.strip() for name in next(csv.reader(file), [])]
+            rows = [
+                {key: (text or "").strip() for key, text in row.items() if key is not None}
+                for row in csv.DictReader(file, names)
+            ]
     except OSError as error:
         raise DataError(f"points={path} cannot be read ({error.strerror}); give a CSV file") from None
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"points={path} is not a CSV text file") from None
     if missing := [key for key in required if key not in names]:
-        raise DataError(f"{path}: columns {missing} are missing (found {names}); it needs {', '.join(required)}")
+        raise DataError(
+            f"{path}: columns {missing} are missing (found {names}); it needs {', '.join(required)}, between commas"
+        )
+    if twice := sorted({name for name in names if name and names.count(name) > 1}):
+        raise DataError(f"{path}: column {', '.join(twice)} is there twice; keep one of them")
     if not rows:
         raise DataError(f"{path} has a header and no rows; add one row per finished run")
     return rows
@@ -126,5 +130,5 @@ def column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
         try:
             values.append(float(text))
         except ValueError:
-            raise DataError(f"{path}:{line}: {key}={text!r} is not a number") from None
+            raise DataError(f"{path}:{line}: {key}={text!r} is not a number; write it as 1e6 or 1000000") from None
     return np.array(values)

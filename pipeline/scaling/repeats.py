@@ -7,6 +7,8 @@ import numpy as np
 from pipeline.scaling.laws import Chinchilla, Inputs, mix
 from pipeline.scaling.points import Array
 
+BOUNDS = (-5, 12)  # of log R*: beyond them repeats are worth nothing, or as much as new tokens
+
 
 @dataclass(frozen=True)
 class DataConstrained:
@@ -52,7 +54,7 @@ class DataConstrained:
 
 def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Array, Array]:
     """log of U·(1 + R*·(1 − exp(−R/R*))) for R = used/U − 1 repeats, in logs, and its slopes by log U and log R*."""
-    half = np.exp(np.clip(log_half, -5, 12))
+    half = np.exp(np.clip(log_half, *BOUNDS))
     repeats = np.expm1(np.clip(used - distinct, 0, 50))
     left = np.exp(-repeats / half)
     worth = 1 + half * (1 - left)

@@ -38,15 +38,15 @@ class Study:
     warnings: tuple[str, ...]
 
     @quiet
-    def optimum(self, C: Array) -> Optimum | None:
+    def optimum(self, C: Array, experts: Array | None = None) -> Optimum | None:
         """The compute-optimal N and D, where the law or the valleys know them, and the loss foretold there."""
         if self.minima is not None:
             N, D = self.minima.path(C)
-        elif (best := optimum(self.fit, C)) is not None:
+        elif (best := optimum(self.fit, C, experts)) is not None:
             N, D = best.N, best.D
         else:
             return None
-        return Optimum(C, N, D, self.near.predict(at(self.fit.points, C, N, D)))
+        return Optimum(C, N, D, self.near.predict(at(self.fit.points, C, N, D, experts=experts)))
 
     @quiet
     def interval(self, places: Points) -> tuple[Array, Array, Array]:
@@ -147,7 +147,7 @@ def study(
             near = fit(points, chosen, weights=focus(points, chosen))
             minima, why = valleys_instead(result)
             notes += why
-    of_e = None if law == "vpnls" else profile(result)
+    of_e = None if law == "vpnls" else profile(result, scatter(result))
     draws = None
     # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
     if resamples and len(set(points.run)) >= 4 * len(chosen.parameters):

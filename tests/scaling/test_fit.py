@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.choose import LAWS
 from pipeline.scaling.fit import descend, fit
 from pipeline.scaling.laws import Inputs, Law
-from pipeline.scaling.points import Points
+from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.starts import screened
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import LAW, make_ladder, true_loss
@@ -85,11 +85,14 @@ def test_a_grid_gives_the_whole_law_without_complaint() -> None:
 
 
 def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
-    fits = [study(grid(0.003, 6, seed), "chinchilla").to_json()["parameters"] for seed in range(25)]
+    done = [study(grid(0.003, 6, seed), "chinchilla") for seed in range(25)]
+    fits = [one.to_json()["parameters"] for one in done]
     for name, value in LAW.items():
         spread = np.std([found[name]["value"] for found in fits])
         assert 0.65 < np.mean([found[name]["se"] for found in fits]) / spread < 1.6
         assert np.mean([found[name]["low"] < value < found[name]["high"] for found in fits]) >= 0.84
+    of_e = [one.profile for one in done]
+    assert np.mean([p is not None and p.low < LAW["E"] < p.high for p in of_e]) >= 0.84
 
 
 def test_n_and_d_in_step_are_told() -> None:
@@ -131,6 +134,10 @@ def test_one_size_only() -> None:
     assert "1 size cannot tell what N does; add runs of 2 other sizes" in study(points).warnings[0]
     with pytest.raises(DataError, match=r"all runs have N = 10M; train for C ≈ .* N = 20M on"):
         study(points, "chinchilla")
+    other = replace(points, N=points.D, D=points.N)
+    assert "One length cannot tell what D does" in study(other).warnings[0]
+    with pytest.raises(DataError, match=r"all runs have D = 10M; train for C ≈ .* on 20M tokens"):
+        study(other, "chinchilla")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,16 @@ def test_one_source_at_a_time(launch, ladder: Path) -> None:
     with pytest.raises(ConfigError, match="give one of"):
         launch("fit", "--runs", ladder, "--points", "x.csv")
     assert "power: L = K·C^−g" in launch("fit", "--runs", ladder)
+
+
+def test_the_ladder_of_the_docs() -> None:
+    """Trained here on synthetic:small, whose held-out entropy is 2.9497 nats per token (docs/SCALING.md)."""
+    done = study(read_csv(Path(__file__).with_name("synthetic.csv")), "chinchilla")
+    E = done.parameters()["E"]
+    assert E["low"] < 2.9497 < E["high"] and E["high"] / E["low"] < 1.1
+    assert [round(E[key], 3) for key in ("low", "value", "high")] == [2.897, 3.033, 3.177]
+    assert done.profile is not None and done.profile.low == 0
+    assert any("zero fits as well" in said for said in done.warnings)
 
 
 def test_runs_too_short_for_their_size_break_no_backtest() -> None:

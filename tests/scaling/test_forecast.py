@@ -96,6 +96,11 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
     with pytest.raises(ConfigError, match="give one of --size"):
         launch("forecast", "--points", file)
+    with pytest.raises(ConfigError, match="give one of --size"):
+        launch("forecast", "--points", file, "--flops", "1e22", "--tokens", "1e9")
+    file.with_name("t.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
+    with pytest.raises(ConfigError, match="every C must be"):
+        launch("forecast", "--points", file, "--targets", file.with_name("t.csv"))
     with pytest.raises(ConfigError, match=r"flops=-1\.0 must be"):
         launch("forecast", "--points", file, "--flops", "-1")
     assert "forecast by" in launch("forecast", "--points", file, "--flops", "1e22")

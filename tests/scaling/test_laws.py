@@ -7,7 +7,8 @@ from pipeline.errors import DataError
 from pipeline.scaling.bootstrap import bootstrap
 from pipeline.scaling.choose import LAWS
 from pipeline.scaling.fit import fit
-from pipeline.scaling.frontier import optimum
+from pipeline.scaling.forecast import at_sizes, cautions, forecast
+from pipeline.scaling.frontier import at, optimum
 from pipeline.scaling.points import Points
 from pipeline.scaling.study import study
 from pipeline.scaling.valleys import envelope, isoflop
@@ -48,7 +49,15 @@ def test_routed() -> None:
     assert done.fit.values["E"] == pytest.approx(1.6, rel=1e-3)
     assert done.fit.values["delta"] == pytest.approx(-0.2, abs=1e-2)
     assert done.fit.values["gamma"] == pytest.approx(-0.005, abs=1e-3)
-    assert study(made).name == "moe"
+    chosen = study(made)
+    assert chosen.name == "moe"
+    dense, routed = (chosen.optimum(np.array([1e22]), np.array([many])) for many in (1.0, 64.0))
+    assert dense is not None and routed is not None
+    by_hand = optimum(chosen.fit, np.array([1e22]), np.array([64.0]))
+    assert by_hand is not None and routed.N[0] == pytest.approx(by_hand.N[0]) != dense.N[0]
+    assert routed.loss[0] < 0.99 * dense.loss[0]
+    far = forecast(chosen, at(made, *np.array([[1e22], [1e10], [1e22 / 6e10]]), experts=np.array([64.0])))
+    assert far[0].optimum is not None and far[0].optimum["N"] == pytest.approx(routed.N[0])
     with pytest.raises(DataError, match="column `experts`"):
         study(points(*grid(), true_loss(*grid())), "moe")
 
@@ -61,6 +70,9 @@ def test_repeated_data() -> None:
     done = study(made, "data-constrained")
     assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
     assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
+    assert any("R_N" in said and "ran to its bound" in said for said in done.warnings)
+    target = at_sizes(done, 1e10, 1e12)
+    assert "Every token is taken to be new" in cautions(done, target, forecast(done, target))[0]
     with pytest.raises(DataError, match="column `unique`"):
         study(points(N, D, true_loss(N, D)), "data-constrained")
 

@@ -57,8 +57,8 @@ def test_the_profile_of_e_agrees_with_the_bootstrap(chinchilla: Points) -> None:
     assert done.profile is not None
     assert done.warnings == ()
     spread = done.parameters()["E"]
-    assert done.profile.low == pytest.approx(spread["low"], abs=0.06)
-    assert done.profile.high == pytest.approx(spread["high"], abs=0.06)
+    assert done.profile.low == pytest.approx(spread["low"], abs=0.02)
+    assert done.profile.high == pytest.approx(spread["high"], abs=0.02)
 
 
 def test_isoflop_exponents_are_those_published(public: Path, porian: dict[str, Points]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pipeline.errors import DataError, RunError
 from pipeline.scaling.points import read_csv
 from pipeline.scaling.runs import points_of, read_run, read_runs
+from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run
 
 
@@ -78,6 +79,8 @@ def test_csv_drops_rows_with_reasons(tmp_path: Path) -> None:
     points = read_csv(file)
     assert points.run == ("a", "f")
     assert [reason.split(":")[0] for reason in points.dropped] == ["b", "c", "d", "e"]
+    assert "loss=nan is not a number above zero" in points.dropped[1]
+    assert "D=-1 is not" in points.dropped[3]
     assert points.convention == "C = 6·N·D"
     assert math.isclose(points.C[0], 6 * 1e6 * 2e7)
 
@@ -89,7 +92,10 @@ def test_csv_drops_rows_with_reasons(tmp_path: Path) -> None:
         ("N,D,loss\n", "no rows"),
         ("N,D,loss\n1,2,three\n", "'three' is not a number"),
         ("N,D,loss,vocab\n1,2,3,32000\n1,3,3,50257\n", "within one vocabulary"),
-        ("N,D,loss,convention\n1,2,3,a\n1,3,3,b\n", "mixes"),
+        ("N,D,loss,vocab\n1,2,3,32000\n1,3,3,\n", "32000, none given are mixed"),
+        ("N,D,loss,convention\n1,2,3,a\n1,3,3,b\n", "mixed; they count N and C"),
+        ("N;D;loss\n1;2;3\n", "between commas"),
+        ("N,D,loss,loss\n1,2,3,4\n", "loss is there twice"),
     ],
 )
 def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
@@ -97,3 +103,21 @@ def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(DataError, match=words):
         read_csv(file)
+
+
+def test_a_column_counts_wherever_it_is_filled(tmp_path: Path) -> None:
+    """A first row without C, or of a dense run without experts, once made the whole column go unread."""
+    file = tmp_path / "p.csv"
+    file.write_text(" loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n3,4e6,4e7,2e15,\r\n")
+    points = read_csv(file)
+    assert (points.run, list(points.C)) == (("row 3",), [9e14])
+    assert points.experts is not None and list(points.experts) == [8]
+    assert [reason.split(" is")[0] for reason in points.dropped] == ["row 2: C=nan", "row 4: experts=nan"]
+    with pytest.raises(DataError, match=r"points=1 \(2 left out: row 2: C=nan"):
+        study(points)
+
+
+def test_rows_that_count_compute_otherwise_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("N,D,C,loss\n1e6,2e7,1.2e14,3.5\n2e6,4e7,4.8e17,3.2\n")
+    assert "from 6 (row 2) to 6e+03 (row 3)" in read_csv(file).warnings[0]
