@@ -52,8 +52,7 @@ def page(key: str, seen: Seen, now: float, limit: int) -> dict[str, Any]:
     """Everything about one run; `seen` holds every record."""
     folded = seen.folded
     return {
-        "id": key,
-        "row": row(key, seen, now),
+        "id": key, "row": row(key, seen, now),
         "about": {k: v for k, v in seen.record.items() if isinstance(v, str | int | float)},
         "steps": folded.steps.columns(folded.steps.keys, limit, log=False),
         "evals": folded.evals.columns(folded.evals.keys, limit, log=False),
@@ -62,10 +61,8 @@ def page(key: str, seen: Seen, now: float, limit: int) -> dict[str, Any]:
             for event in folded.events
             if event.get("event") not in UNMARKED
         ],
-        "spikes": folded.spikes(),
-        "tokens": folded.tokens(),
-        "moe": loads(folded),
-    }
+        "spikes": folded.spikes(), "tokens": folded.tokens(), "moe": loads(folded),
+    }  # fmt: skip
 
 
 def loads(folded: Folded) -> dict[str, Any] | None:

@@ -133,16 +133,12 @@ class Watcher:
             if self._fitted.get(key, ("",))[0] != told:
                 self._fitted[key] = told, law_data(runs, self.law, scores)
             record = next(iter(members.values())).record
-            found.append(
-                {
-                    "group": key,
-                    "label": " · ".join(filter(None, (record.get("experiment"), record.get("arch")))),
-                    "runs": len(members),
-                    "convention": record["convention"],
-                    "options": self.source.options or f"--experiment {shlex.quote(str(record.get('experiment')))}",
-                    **self._fitted[key][1],
-                }
-            )
+            found.append({
+                "group": key, "runs": len(members), "convention": record["convention"],
+                "label": " · ".join(filter(None, (record.get("experiment"), record.get("arch")))),
+                "options": self.source.options or f"--experiment {shlex.quote(str(record.get('experiment')))}",
+                **self._fitted[key][1],
+            })  # fmt: skip
         return encode(found)
 
     def runs(self, since: int = 0) -> bytes:
