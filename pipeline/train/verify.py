@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from pipeline.train.evaluate import cut
 # of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
 BOUND = {"fp32": 1e-5, "bf16": 5e-2}
 STEPS = 3
-_CONTROL = 1.01  # on the experts' gradients, or the FFN's: an error that must be seen
+_CONTROL = {"fp32": 1.01, "bf16": 1.1}  # on the experts' gradients, or the FFN's: an error that must be seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +97,29 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
     assert isinstance(micro, int) and isinstance(config.optim.lr, float) and config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk).to(device)
+    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk)
     draw(model, config.model, config.seed)
-    optimizer = adamw(model, config)
+    model.to(device, dtype)
+    masters = deepcopy(model).float()
+    optimizer = adamw(masters, config)
     losses, norms, hashes, first = [], [], [], dict[str, Tensor]()
     for step in range(STEPS):
         batch = _batch(config, step, alone)
         micros, nlls, routings = cut(batch, micro, alone), [], []
         for each in micros:
-            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                out: Losses = model(*each)
+            out: Losses = model(*each)
             (out.total / len(micros)).backward()  # type: ignore[no-untyped-call]
             nlls.append(out.nll.item())
             routings.append(out.routing)
         if not first:
             first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip).item())
+        for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
+            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
+        norms.append(torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip).item())
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
+                weight.copy_(master)
         balance(model, routings, alone)
         losses.append(sum(nlls) / len(nlls))
         hashes.append(batch.hash)
@@ -127,10 +133,10 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
     assert isinstance(micro, int) and isinstance(lr, float) and config.train.dtype in BOUND
     worker = engine(config, world)
     if layout.control:
-        part = ".experts." if layout.ep > 1 else ".ffn."
+        part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
         for name, parameter in worker.module.named_parameters():
             if part in name:
-                parameter.register_hook(lambda gradient: gradient * _CONTROL)  # type: ignore[no-untyped-call]
+                parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     losses, norms, tokens, found = [], [], True, dict[str, float]()
 
     def look(_nll: Tensor, _norm: Tensor) -> bool:

@@ -27,6 +27,23 @@ def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, 
     assert control["gradients"]["experts"] > 5e-3 and control["gradients"]["attention"] < 1e-5
 
 
+def test_bf16_is_held_to_its_own_bound():
+    options = (
+        "--size",
+        "tiny",
+        "--arch",
+        "switch",
+        "--dtype",
+        "bf16",
+        "--layouts",
+        "zero 0,zero 1 ep 2 sp 2",
+        "--json",
+    )
+    rows = json.loads(launch("verify", *options, "--set", "model.ffn.experts=4", "--set", "model.layers=2").stdout)
+    assert all(row["passed"] and row["bound"] == 5e-2 for row in rows) and len(rows) == 3
+    assert all(row["loss"] < 1e-2 for row in rows) and rows[-1]["control"]
+
+
 def test_an_unknown_layout_is_one_line():
     done = launch("verify", "--nproc", 2, "--layouts", "zero 7", code=2)
     assert done.stderr.startswith("error: --layouts zero 7 is not one of: zero 0, ") and done.stderr.count("\n") == 1
