@@ -212,7 +212,8 @@ def _overheads(
     save_every = config.train.save_every
     assert isinstance(save_every, int) and config.train.steps is not None
     run = RunDir(aside)
-    run.checkpoints.mkdir()
+    for part in ("logs", "checkpoints"):
+        (aside / part).mkdir()
     with closing(Watch(run, world, 60.0)) as watch, closing(Fan([LocalLog(Log(run.log))])) as tracker:
         saver = Saver(worker, config, run.checkpoints, world)
         loop = Loop(config, run, worker, world, tracker, Stop(), watch, Guard([]), saver)

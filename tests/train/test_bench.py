@@ -89,7 +89,13 @@ def test_what_has_no_counterpart_is_not_compared(inside, monkeypatch):
 def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, kinds, monkeypatch):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    wish = [*SMALL, "model.layers=3", "train.compile=true", *(["model.ffn.experts=8"] if "moe" in arch else [])]
+    wish = [
+        *SMALL,
+        "model.layers=3",
+        "train.compile=true",
+        "train.dtype=bf16",
+        *(["model.ffn.experts=8"] if "moe" in arch else []),
+    ]
     config = resolve(load(size="7k", arch=arch, sets=wish), ranks=1, gpu=False)
     model = _model(config, World(0, 1, torch.device("cpu"))).bfloat16()
     random = torch.Generator().manual_seed(0)
