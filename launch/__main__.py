@@ -34,11 +34,25 @@ def _options(
 
 
 def _mount() -> None:
-    from launch import bench, dashboard, data, doctor, generate, hub, pretrain, scaling, show, slurm, track, verify
+    from launch import (
+        bench,
+        dashboard,
+        data,
+        doctor,
+        evaluate,
+        generate,
+        hub,
+        pretrain,
+        scaling,
+        show,
+        slurm,
+        track,
+        verify,
+    )
 
     app.add_typer(data.app, name="data")
     app.add_typer(bench.app, name="bench")
-    for module in (show, pretrain, verify, generate, hub, slurm, scaling, dashboard, track, doctor):
+    for module in (show, pretrain, verify, evaluate, generate, hub, slurm, scaling, dashboard, track, doctor):
         module.register(app)
 
 

@@ -79,7 +79,7 @@ class Loop:
                 done = step + 1
                 if evaluate := done % train.eval_every == 0 or done == self.steps:
                     self.watch.enter("evaluation", done)
-                    self._record("eval", done, **evaluator(self.engine))
+                    self._record("eval", done, **evaluator(self.engine.evaluate))
                 if save := done % train.save_every == 0 or done in train.keep_at or done == self.steps or stopping:
                     self.watch.enter("save", done)
                     self.save(done)

@@ -138,6 +138,13 @@ def test_resuming_a_finished_run_says_so(base):
     assert (base / "log.jsonl").read_bytes() == before
 
 
+def test_evaluate_says_what_training_said(base):
+    held_out = [json.loads(line) for line in (base / "log.jsonl").read_text().splitlines() if '"eval"' in line]
+    found = json.loads(launch("evaluate", "--run", base, "--json").stdout)
+    assert found["loss"] == pytest.approx(held_out[-1]["loss"], abs=1e-5)
+    assert found["bpb"] == pytest.approx(held_out[-1]["bpb"], abs=1e-5)
+
+
 def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(base, out)

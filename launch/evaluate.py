@@ -1,0 +1,57 @@
+"""`launch evaluate`: the held-out loss of a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.examples import examples
+
+EXAMPLES = examples(
+    "launch evaluate --run runs/1b",
+    "launch evaluate --run runs/1b/checkpoints/step-00002000 --data data/other --batches 64 --json",
+    "sbatch --gpus-per-node=1 slurm/export.sbatch evaluate --run runs/1b",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EXAMPLES)(evaluate)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
+    data: Annotated[Path | None, typer.Option(help="Prepared shards; left out, those the run was trained on.")] = None,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="Of held-out text; left out, as many as while training.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Nats per token and bits per byte on held-out text, on one device."""
+    import torch
+
+    from pipeline.checkpoint.weights import load_model
+    from pipeline.data.shards import Corpus
+    from pipeline.errors import ConfigError
+    from pipeline.parallel.world import World
+    from pipeline.train.evaluate import Evaluator
+
+    world = World.from_environment({})
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    model, config = load_model(run, dtype=dtype, device=world.device)
+    where = data or config.data.dir
+    if where is None:
+        raise ConfigError(f"{run} names no data; give --data DIR")
+    corpus = Corpus.open(Path(where))
+    if corpus.padded_vocab != config.model.vocab:
+        raise ConfigError(
+            f"--data {where}: {corpus.padded_vocab:,} pieces, but the run was trained on {config.model.vocab:,}; "
+            "give data made with its tokenizer"
+        )
+    evaluator = Evaluator(config, corpus, world, batches=batches)
+    with torch.no_grad():
+        figures = {"run": str(run), "data": str(where), **evaluator(lambda micro: model(*micro).nll)}
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        print(f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte on {where}")
