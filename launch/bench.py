@@ -84,7 +84,7 @@ def train(
     from pipeline.parallel.world import World
     from pipeline.recipe import resolve
     from pipeline.train import bench
-    from pipeline.train.faults import smaller
+    from pipeline.train.faults import no_room, smaller
     from pipeline.train.plan import Devices
 
     before = dict(os.environ)
@@ -120,7 +120,7 @@ def train(
     try:
         _print(chain(first, figures), as_json)
     except RuntimeError as error:
-        lower = smaller(config, type(error).__name__, str(error))
+        lower = smaller(config) if no_room(type(error).__name__, str(error)) else None
         if lower is None or "RANK" in before:  # of several ranks the others wait for this one
             raise
         # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again

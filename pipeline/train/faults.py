@@ -19,7 +19,7 @@ def note(run: RunDir, code: int) -> Record:
         "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
         "saved": max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0),
     }
-    if lower := smaller(reload(run.config), fault["kind"], fault["message"]):
+    if no_room(fault["kind"], fault["message"]) and (lower := smaller(reload(run.config))):
         fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; train.micro_batch is lowered"}
         run.continue_with(lower)
     log = Log(run.faults)
@@ -55,11 +55,14 @@ def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
     return None
 
 
-def smaller(config: RunConfig, kind: str, message: str) -> RunConfig | None:
-    """With the next divisor of its micro-batch, if the error says that memory ran out and the choice is ours."""
+def no_room(kind: str, message: str) -> bool:
+    return kind == "OutOfMemoryError" or "DefaultCPUAllocator" in message  # torch has a type for a device's alone
+
+
+def smaller(config: RunConfig) -> RunConfig | None:
+    """With the next divisor of its micro-batch, if the choice is ours."""
     train, micro = config.train, config.train.micro_batch
-    full = kind == "OutOfMemoryError" or "DefaultCPUAllocator" in message  # torch has a type for a device's alone
-    if not full or not train.auto_batch or not isinstance(micro, int) or micro == 1:
+    if not train.auto_batch or not isinstance(micro, int) or micro == 1:
         return None
     lower = max(m for m in range(1, micro) if micro % m == 0)
     return config.model_copy(update={"train": train.model_copy(update={"micro_batch": lower})})
