@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 _BLOCK = 1024
 
@@ -29,13 +29,13 @@ def _swiglu_backward(x, g, dx, hidden, numel, BLOCK: tl.constexpr):  # type: ign
     tl.store(dx + gate_at + hidden, grad * silu, mask=inside)
 
 
-@torch.library.triton_op("isoflop::swiglu_backward", mutates_args={})
+@library.triton_op("isoflop::swiglu_backward", mutates_args={})
 def swiglu_backward(x: Tensor, g: Tensor) -> Tensor:
     """The gradient of silu(gate) · up in one pass. The compiler writes the two halves by a `cat`, for which it reads
     every input twice: half the speed of memory."""
     dx = torch.empty_like(x)
     grid = (triton.cdiv(g.numel(), _BLOCK),)
-    torch.library.wrap_triton(_swiglu_backward)[grid](x, g, dx, g.shape[-1], g.numel(), BLOCK=_BLOCK)
+    library.wrap_triton(_swiglu_backward)[grid](x, g, dx, g.shape[-1], g.numel(), BLOCK=_BLOCK)
     return dx
 
 
@@ -122,7 +122,7 @@ def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, se
     tl.store(dx + at + HALF, db, mask=inside)
 
 
-@torch.library.triton_op("isoflop::turn", mutates_args={})
+@library.triton_op("isoflop::turn", mutates_args={})
 def _turned(
     x: Tensor,
     q_gain: Tensor | None,
@@ -135,13 +135,13 @@ def _turned(
     (grid, sizes), y = _laid(x, q_gain, cos, eps), torch.empty_like(x)
     gains, table = (_or(x, q_gain), _or(x, k_gain)), (_or(x, cos), _or(x, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
-    torch.library.wrap_triton(_turn)[grid](
+    library.wrap_triton(_turn)[grid](
         x, y, *gains, *table, x.shape[0] * x.shape[1], places, heads, (x.shape[2] - heads) // 2, **sizes
     )
     return y
 
 
-@torch.library.triton_op("isoflop::turn_backward", mutates_args={})
+@library.triton_op("isoflop::turn_backward", mutates_args={})
 def _turned_backward(
     x: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
@@ -154,7 +154,7 @@ def _turned_backward(
     gains, table = (_or(dx, q_gain), _or(dx, k_gain)), (_or(dx, cos), _or(dx, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
     strides = (step for t in (dq, dk, dv) for step in t.stride()[:3])
-    torch.library.wrap_triton(_turn_backward)[grid](
+    library.wrap_triton(_turn_backward)[grid](
         _or(dx, x), dq, dk, dv, dx, *gains, d_gain, *table, batch * seq, seq, places, H, G, *strides, **sizes
     )
     return dx, d_gain

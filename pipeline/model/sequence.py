@@ -32,4 +32,14 @@ class Sequence:
         sinks_H: Tensor | None,
     ) -> Tensor:
         """Queries, keys and values of this process's tokens; bias and mask are those of the whole row."""
-        return attend(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+        bias, sinks = (None if t is None else self.cut(t, 0) for t in (bias_HQK, sinks_H))
+        q, k, v = self.to_heads(q_BHQD, k_BGKD, v_BGKE)
+        return self.to_tokens(attend(q, k, v, scoring, mask, bias, sinks))
+
+    def to_heads(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All tokens of this process's share of the heads."""
+        return q_BHQD, k_BGKD, v_BGKE
+
+    def to_tokens(self, y_BHQE: Tensor) -> Tensor:
+        """And back: all heads of its tokens."""
+        return y_BHQE

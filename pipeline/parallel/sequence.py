@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from pipeline.model.attend import Mask, Scoring, attend
 from pipeline.model.sequence import Sequence
 
 
@@ -26,22 +25,15 @@ class Part(Sequence):
         dist.all_gather_into_tensor(counts.flatten(0, 1), count.contiguous(), self._group)
         return counts[: self.rank].sum(0), counts.sum(0)
 
-    def attend(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        scoring: Scoring,
-        mask: Mask,
-        bias_HQK: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def to_heads(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k_BGKD.shape[1]
         copies = math.lcm(kv_heads, self.parts) // kv_heads  # fewer key/value heads than ranks: some get the same
         k_BGKD, v_BGKE = (t.repeat_interleave(copies, 1) if copies > 1 else t for t in (k_BGKD, v_BGKE))
         q, k, v = (self._swap(t, give=1, take=2) for t in (q_BHQD, k_BGKD, v_BGKE))
-        bias, sinks = (None if t is None else self.cut(t, 0) for t in (bias_HQK, sinks_H))
-        return self._swap(attend(q, k, v, scoring, mask, bias, sinks), give=2, take=1)
+        return q, k, v
+
+    def to_tokens(self, y_BHQE: Tensor) -> Tensor:
+        return self._swap(y_BHQE, give=2, take=1)
 
     def _swap(self, x: Tensor, give: int, take: int) -> Tensor:
         """This rank's share of dimension `give`, and of `take` what all ranks have of it."""

@@ -23,9 +23,10 @@ for rows, hidden in ((3, 5), (64, 352), (7, 1024)):
 
 TURN = """
 import torch
+from torch import library as torch_ops
 from pipeline.model import kernels
 from pipeline.model.position import rotate
-kernels.torch.library.wrap_triton = lambda kernel: kernel  # straight to the interpreter
+torch_ops.wrap_triton = lambda kernel: kernel  # straight to the interpreter
 turned, backward = (op._init_fn for op in (kernels._turned, kernels._turned_backward))
 for B, S, H, G, D in ((1, 5, 2, 1, 16), (2, 40, 2, 2, 64)):
     for normed in (True, False):
