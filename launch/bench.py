@@ -78,9 +78,9 @@ def train(
     import socket
     import sys
 
+    from pipeline.choose import widen
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
-    from pipeline.layout import widen
     from pipeline.parallel.world import World
     from pipeline.recipe import resolve
     from pipeline.train import bench

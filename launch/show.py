@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.examples import examples
-from pipeline import account, layout
+from pipeline import account, choose, layout
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
@@ -48,12 +48,12 @@ def show(
         return
     loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
     settled = resolve(loaded, ranks=gpus, gpu=True)
-    layout.check(settled, gpus)
+    choose.check(settled, gpus)
     figures = _figures(settled, gpus)
     if settled.cluster.rates is not None:
-        figures |= _layouts(layout.plan(settled, gpus, loaded.train.micro_batch))
+        figures |= _layouts(choose.plan(settled, gpus, loaded.train.micro_batch))
         if figures["recommended"] is None and settled.cluster.memory_bytes:
-            more = layout.enough(settled, gpus, settled.cluster.memory_bytes)
+            more = choose.enough(settled, gpus, settled.cluster.memory_bytes)
             figures["enough_gpus"] = more.ranks if more else None
     print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
 
@@ -117,7 +117,7 @@ def _layouts(estimates: list[layout.Estimate]) -> dict[str, Any]:
         }
         for e in estimates
     ]
-    take = layout.best(estimates)
+    take = choose.best(estimates)
     return {"layouts": rows, "recommended": rows[estimates.index(take)] if take.fits else None}
 
 

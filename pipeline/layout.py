@@ -1,4 +1,4 @@
-"""How long a step takes in a layout, on paper: bytes that travel, seconds they cost, and the layout to take.
+"""How long a step takes in a layout, on paper: bytes that travel, and the seconds they cost.
 
 Compute is five parts, each at a rate of configs/cluster: matmuls, routed matmuls and attention by their FLOPs, what
 happens between them by the bytes that autograd keeps, the optimizer's update by those of its states (all of account).
@@ -8,17 +8,15 @@ Tensor and pipeline parallelism do not exist here. docs/SCALE.md holds all this 
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeline import account
-from pipeline.config.frozen import Auto, Dtype, Recompute
+from pipeline.config.frozen import Dtype, Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MoE
-from pipeline.config.schema import Cluster, Offload, Rates, RunConfig
-from pipeline.errors import ConfigError
+from pipeline.config.schema import Cluster, Rates, RunConfig
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
 # are measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
@@ -228,129 +226,3 @@ def _exchange_s(cluster: Cluster, rates: Rates, ranks: int, sent: int) -> float:
     near = min(ranks, cluster.gpus_per_node)
     away = (ranks - near) / max(1, ranks - 1)
     return sent * max((1 - away) / rates.intra_bytes_s, away / rates.inter_bytes_s)
-
-
-def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
-    """For every ZeRO stage and every ep that the experts and ranks allow, its best micro-batch and recomputation."""
-    sp = config.parallel.sp
-    micros = micro_batches(config, ranks, sp) if micro_batch == "auto" else [micro_batch]
-    again: tuple[Recompute, ...] = (False, "selective", True)
-    return [
-        best([estimate(config, Layout(ranks, zero, ep, micro, way, sp)) for way in again for micro in micros])
-        for zero in range(4)
-        for ep in degrees(config.model, ranks)
-    ]
-
-
-def degrees(model: Model, ranks: int) -> list[int]:
-    """Of expert parallelism: what divides experts and ranks."""
-    most = math.gcd(model.ffn.experts, ranks) if isinstance(model.ffn, MoE) else 1
-    return [ep for ep in range(1, most + 1) if most % ep == 0]
-
-
-def shares(model: Model, ranks: int) -> list[int]:
-    """Of sequence parallelism: what divides heads, sequence and ranks."""
-    most = math.gcd(model.attention.heads, model.seq, ranks)
-    return [sp for sp in range(1, most + 1) if most % sp == 0]
-
-
-def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
-    """What divides a reader's share of the batch."""
-    assert config.train.batch_tokens != "auto"
-    rows = config.train.batch_tokens // config.model.seq * sp // ranks
-    return [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
-
-
-def widen(
-    config: RunConfig, ranks: int, memory_bytes: int | None, device: str, *, shared: bool
-) -> tuple[RunConfig, str]:
-    """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
-    limits = []
-    if memory_bytes is not None:
-        limits.append((memory_bytes / ranks if shared else USABLE * memory_bytes, f"this {device}"))
-    if config.cluster.memory_bytes is not None:
-        limits.append((USABLE * config.cluster.memory_bytes, "cluster.memory_bytes"))
-    if not limits:
-        raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
-    have, whose = min(limits)
-    now = Layout.of(config, ranks)
-    micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
-    needs = {micro: memory(config, replace(now, micro_batch=micro)).total for micro in micros}
-    micro = max((micro for micro, need in needs.items() if need <= have), default=1)
-    train = config.train.model_copy(update={"micro_batch": micro})
-    return config.model_copy(update={"train": train}), (
-        f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB per rank, {whose} gives "
-        f"{have / 2**30:,.2f} GiB"
-    )
-
-
-def best(estimates: Sequence[Estimate]) -> Estimate:
-    """The fastest that fits: of those within 1% of it, the smallest; and where none fits, the smallest of all."""
-    fitting = [e for e in estimates if e.fits] or estimates
-    fastest = min(e.step_s for e in fitting)
-    near = [e for e in fitting if e.step_s <= 1.01 * fastest] if fitting[0].fits else fitting
-    return min(near, key=lambda e: e.memory.total)
-
-
-def check(
-    config: RunConfig, ranks: int, *, memory_bytes: int | None = None, device: str = "GPU", shared: bool = False
-) -> None:
-    """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks; what is wrong
-    with any number of them the types refuse. `shared`: the ranks share one memory, as on a CPU."""
-    now = Layout.of(config, ranks)
-    config.parallel.readers(ranks)
-    if ranks % now.ep:
-        near = min(degrees(config.model, ranks), key=lambda ep: abs(math.log(ep / now.ep)))
-        up = -(-ranks // now.ep) * now.ep
-        raise ConfigError(f"parallel.ep={now.ep} does not divide the {ranks} ranks; try --ep {near}, or {up} ranks")
-    if memory_bytes is None:
-        return
-    have = memory_bytes if shared else int(USABLE * memory_bytes)
-    where = config.parallel.model_copy(update={"offload": Offload()})  # what a CPU offloads stays in its memory
-    held = config.model_copy(update={"parallel": where}) if shared else config
-
-    def need(layout: Layout) -> int:
-        return memory(held, layout).total * (ranks if shared else 1)
-
-    if need(now) <= have:
-        return
-    remedy = "take a smaller --size"
-    if fitting := _nearest(config, now, lambda layout: need(layout) <= have):
-        remedy = f"try {fitting.flags(now)}"
-    elif not shared and (more := enough(config, ranks, memory_bytes)):
-        remedy = f"take {more.ranks} of them with {more.flags()}"
-    raise ConfigError(
-        f"size={config.model.size} needs about {need(now) / 2**30:,.1f} GiB with {now.flags()} on {ranks} ranks and "
-        f"this {device} gives {have / 2**30:,.1f} GiB{' to all of them' if shared else ' to each'}; {remedy}"
-    )
-
-
-def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> Layout | None:
-    """That fits with the fewest changes; the stage is changed before the micro-batch, ep, and what is recomputed, and
-    sequences are shared where nothing else helps."""
-    stages = range(now.zero, 4) if config.parallel.engine == "deepspeed" else [now.zero]
-    options = (
-        Layout(now.ranks, zero, ep, micro, again, sp)
-        for sp in shares(config.model, now.ranks)
-        for zero in stages
-        for ep in (degrees(config.model, now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
-        for micro in micro_batches(config, now.ranks, sp)
-        for again in {now.recompute, True}
-    )
-
-    def distance(option: Layout) -> tuple[float, ...]:
-        again, ep, micro = option.recompute != now.recompute, option.ep != now.ep, option.micro_batch != now.micro_batch
-        changes = again + ep + micro + (option.zero != now.zero)
-        return abs(math.log(option.sp / now.sp)), changes, again, ep, micro, option.zero, -option.micro_batch
-
-    return next((option for option in sorted(options, key=distance) if fits(option)), None)
-
-
-def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
-    """The first doubling of the GPUs on which the smallest layout fits."""
-    for more in (ranks << k for k in range(1, 11)):
-        for ep in degrees(config.model, more):
-            layout = Layout(more, 3, ep, 1, True, config.parallel.sp)
-            if memory(config, layout).total <= USABLE * memory_bytes:
-                return layout
-    return None

@@ -7,9 +7,10 @@ Tokens per second and GPU are compared, since FLOP conventions differ. Where eac
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pipeline.choose import best, plan
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
-from pipeline.layout import Estimate, Layout, best, estimate, plan
+from pipeline.layout import Estimate, Layout, estimate
 from pipeline.recipe import resolve
 
 

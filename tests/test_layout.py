@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import account
+from pipeline.choose import best, check, plan
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
-from pipeline.layout import ERROR, Estimate, Layout, best, check, estimate, plan, traffic
+from pipeline.layout import ERROR, Estimate, Layout, estimate, traffic
 from pipeline.recipe import resolve
 from tests.published import OTHER, SAME, ladder_rows
 

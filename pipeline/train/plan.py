@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 
 from pipeline import account
+from pipeline.choose import check, widen
 from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.layout import check, widen
 from pipeline.recipe import resolve
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts

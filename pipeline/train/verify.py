@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
+from pipeline.choose import degrees, shares
 from pipeline.config.load import merge, validate
 from pipeline.config.schema import RunConfig
-from pipeline.layout import degrees, shares
 from pipeline.model.build import build, draw
 from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
