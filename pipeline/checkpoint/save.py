@@ -143,7 +143,9 @@ class Saver:
     def _error(self, error: BaseException, step: int) -> RunError:
         if isinstance(error, CheckpointException):  # of whichever ranks failed
             error = next(iter(error.failures.values()))[0]
-        full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(self._root).free < 1 << 20
+        # torch says it in its own words, and another rank may already have cleared its part away
+        short = "unexpected pos" in str(error) or "failed writing" in str(error)
+        full = short or getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(self._root).free < 1 << 20
         held = manifest.complete(self._root)
         last = f"{held[-1].name} is intact" if held else "there is no earlier one"
         what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
