@@ -192,6 +192,9 @@ def test_one_file_opens_from_disk_with_the_network_off(opened, file: str, grid: 
     assert axe(page) == []
     the_parts_are_there(page, 20 if options else 40)
     if not options:
+        page.emulate_media(color_scheme="dark")
+        assert axe(page) == []
+        page.emulate_media(color_scheme="light")
         the_command_agrees(page, grid / "dense", foretold)
         the_axes_switch(page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')"))
         the_keyboard_is_enough(page)
