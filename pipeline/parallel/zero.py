@@ -22,11 +22,17 @@ from pipeline.parallel.world import TIMEOUT, World
 if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
+from deepspeed.runtime import compiler
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide:
     del sys.modules["mlflow"]
+# Its Muon, which it imports whatever the optimizer, has functions to be compiled: that alone would import the compiler.
+_compile, compiler.compile = compiler.compile, lambda: lambda function: function
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
+
+compiler.compile = _compile
 
 
 class ZeroEngine:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
@@ -24,6 +26,7 @@ from pipeline.train.stop import SIGNALS
 _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
+_SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
 _KILLED = re.compile(rb"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the first process to fail
 Wish = tuple[float, int]  # when, and which signal
 
@@ -33,14 +36,11 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     raises RunError with one line otherwise. After a fault the whole group is started anew, with a torchrun of its own:
     torchrun's own restarts would repeat also what only a person can mend, and do not survive its death."""
     run.forget_fault()
-    logs = run.path / "logs"
-    logs.mkdir(exist_ok=True)
-    command, env = _command(run, nproc, logs, quiet=quiet), _environment(nproc, gpu=gpu)
     old = len(faults.history(run))
     feeder, note = feed.start(run.path) if track else None, ""
     try:
-        with listening() as wishes:
-            while code := _attempt(run, command, env, wishes):
+        with listening() as wishes, closing(_Groups(run, nproc, gpu, quiet, spare=max_restarts > 0)) as groups:
+            while code := _attempt(run, groups, wishes):
                 _note_failure(run, code, old, 0 if wishes else max_restarts)
     finally:
         if feeder is not None:
@@ -48,18 +48,68 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     return note
 
 
-def _attempt(run: RunDir, command: list[str], env: dict[str, str], wishes: list[Wish]) -> int:
+class _Group(NamedTuple):
+    agent: "subprocess.Popen[bytes]"
+    noise: Path
+
+
+class _Groups:
+    """The group that trains and, when it has done so for a while, one that stands ready to take its place: its workers
+    have imported everything, which is most of a start, and wait for a word."""
+
+    def __init__(self, run: RunDir, nproc: int, gpu: bool, quiet: bool, *, spare: bool) -> None:
+        self._log, self._logs, self._nproc, self._wanted = run.log, run.path / "logs", nproc, spare
+        self._logs.mkdir(exist_ok=True)
+        self._command, self._env = _command(run, nproc, self._logs, quiet=quiet), _environment(nproc, gpu=gpu)
+        self._spare: _Group | None = None
+
+    @property
+    def spare_pid(self) -> int:
+        return self._spare.agent.pid if self._spare else -1
+
+    def take(self) -> _Group:
+        """The spare if it lives, else a new one; its workers begin."""
+        group, self._spare = self._spare, None
+        if group is None or group.agent.poll() is not None:
+            group = self._new()
+        assert group.agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError), group.agent.stdin as word:
+            word.write(b"." * self._nproc)  # each takes one
+        self._taken, self._trains = time.time(), 0.0
+        return group
+
+    def prepare(self) -> None:
+        """Called while the group trains."""
+        now = time.time()
+        if not self._trains and self._log.exists() and self._log.stat().st_mtime > self._taken:
+            self._trains = now
+        if self._wanted and self._spare is None and self._trains and now > self._trains + _SPARE_AFTER_S:
+            self._spare = self._new()
+
+    def close(self) -> None:
+        if self._spare is not None:
+            self._spare.agent.terminate()
+            self._spare.agent.wait()
+
+    def _new(self) -> _Group:
+        noise = self._logs / f"torchrun-{time.time_ns()}.log"
+        with noise.open("wb") as file:
+            # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
+            agent = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.PIPE, stderr=file, start_new_session=True,
+                preexec_fn=end_with_parent,
+            )  # fmt: skip
+        return _Group(agent, noise)
+
+
+def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
     """0 when the run finished or was stopped as asked, otherwise torchrun's code."""
     before = run.last_event
-    noise_path = run.path / "logs" / "torchrun.log"
-    with noise_path.open("ab") as noise:
-        quiet_bytes = noise.tell()
-        # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
-        agent = subprocess.Popen(command, env=env, stderr=noise, start_new_session=True, preexec_fn=end_with_parent)
-        code = attend(run, agent, wishes)
+    agent, noise = groups.take()
+    code = attend(run, agent, wishes, groups.prepare)
     if code < 0:
-        _end_strays(run)
-    killed = _KILLED.search(noise_path.read_bytes(), quiet_bytes)
+        _end_strays(run, groups.spare_pid)
+    killed = _KILLED.search(noise.read_bytes())
     if killed and not wishes and not (run.fault() or {}).get("user"):  # the others only complain that it is gone
         run.forget_fault()
         run.fail(ChildProcessError(f"rank {int(killed[2])} was killed by {signal.Signals(int(killed[1])).name}"))
@@ -78,9 +128,11 @@ def _note_failure(run: RunDir, code: int, old: int, max_restarts: int) -> None:
         raise RunError(reason if fault["user"] else mine)
 
 
-def _end_strays(run: RunDir) -> None:
+def _end_strays(run: RunDir, spare: int) -> None:
     """Workers whose torchrun was killed save and stop; they must be gone before others take their place."""
-    strays = [p for p in psutil.process_iter(["cmdline"]) if {_WORKER, str(run.path)} <= set(p.info["cmdline"] or ())]
+    ours = {_WORKER, str(run.path)}
+    there = [p for p in psutil.process_iter(["cmdline", "ppid"]) if ours <= set(p.info["cmdline"] or ())]
+    strays = [p for p in there if spare not in (p.pid, p.info["ppid"])]
     _, alive = psutil.wait_procs(strays, timeout=_STRAY_WAIT_S)
     for stray in alive:
         stray.kill()
@@ -108,7 +160,7 @@ def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]  # a free port: two runs never collide
     where = ["--log_dir", str(logs), "--redirects", redirects]
-    return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), *(["--quiet"] if quiet else [])]
+    return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), "--wait", *(["--quiet"] if quiet else [])]
 
 
 def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
@@ -119,7 +171,9 @@ def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
     return env
 
 
-def attend(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> int:
+def attend(
+    run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish], beside: Callable[[], None] = lambda: None
+) -> int:
     """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
     another one, a second or more later, ends them. After a fault a stopped worker is woken: else it would not hear
     torchrun's SIGTERM, which waits half a minute for it."""
@@ -127,6 +181,7 @@ def attend(run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish]) -> i
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return agent.wait(timeout=0.2)
+        beside()
         failed = run.fault() is not None
         for worker in _workers(agent.pid) if wishes or failed else ():
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now

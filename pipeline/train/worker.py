@@ -1,5 +1,5 @@
 """The edge of a training process, started by torchrun or srun:
-`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--to-file]`."""
+`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--to-file] [--wait]`."""
 
 import os
 import sys
@@ -19,6 +19,13 @@ from pipeline.train.stop import STOPPED, Stop
 def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
+    if "--wait" in arguments:  # with all of it imported, until a byte comes: perhaps for the death of another group
+        import torch._dynamo  # noqa: F401 what the first optimizer would import
+
+        import pipeline.parallel.zero  # noqa: F401
+
+        if not os.read(sys.stdin.fileno(), 1):
+            return 1
     path, stop = Path(arguments[0]), Stop()
     if "--to-file" in arguments:  # torchrun's own files are by its numbers of a node
         speak_in(path / "logs" / f"rank-{os.environ['RANK']}.log")
