@@ -8,9 +8,10 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from pipeline.data.piece import MB
 from pipeline.errors import DataError
 
-ROWS = 256  # at a time; a row group may be far larger than memory should hold
+ROWS, ROWS_BYTES = 256, 16 * MB  # at a time, whichever is less; a row group may be far larger than memory should hold
 
 
 def row_groups(path: Path) -> list[int]:
@@ -24,13 +25,16 @@ def row_groups(path: Path) -> list[int]:
 
 def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
     """Row number in the file and value of the text column, for row groups start…stop-1."""
-    file = pyarrow.parquet.ParquetFile(path)
+    file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)  # else it reads whole row groups
     _check_column(path, key, file.schema_arrow.names)
     row = sum(file.metadata.row_group(i).num_rows for i in range(start))
-    for batch in file.iter_batches(ROWS, row_groups=range(start, stop), columns=[key]):
-        for value in batch.column(0):
-            yield row, value.as_py()
-            row += 1
+    for group in range(start, stop):
+        metadata = file.metadata.row_group(group)
+        rows = max(1, min(ROWS, ROWS_BYTES * metadata.num_rows // max(1, metadata.total_byte_size)))
+        for batch in file.iter_batches(rows, row_groups=[group], columns=[key]):
+            for value in batch.column(0):
+                yield row, value.as_py()
+                row += 1
 
 
 def record_batches(path: Path) -> list[int]:

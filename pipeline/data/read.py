@@ -15,7 +15,7 @@ from pipeline.data.piece import MB, Piece
 from pipeline.data.sources import TEXT_DOCUMENT_BYTES
 from pipeline.errors import DataError
 
-LINE_BYTES = 64 * MB  # a longer line is set aside unread: it would not fit a worker's memory as JSON
+LINE_BYTES = 16 * MB  # a longer line or row is set aside: what stages make of it would not fit a worker's memory
 SEEK_BYTES = 64 * 1024  # how far a cut looks for a line end before it settles for a character
 
 
@@ -187,7 +187,8 @@ def _check(text: object, path: str, position: int, key: str, size: int) -> str |
     if not isinstance(text, str):
         return Malformed(path, position, f"no text under {key!r}", size)
     try:
-        text.encode()
+        if len(text.encode()) > LINE_BYTES:
+            return Malformed(path, position, f"text longer than {LINE_BYTES // MB} MB", size)
     except UnicodeEncodeError:
         return Malformed(path, position, "half of a surrogate pair", size)
     return text

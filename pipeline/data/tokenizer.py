@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import sentencepiece
 import xxhash
 from sentencepiece import sentencepiece_model_pb2 as proto
 
+from pipeline.data.piece import MB
 from pipeline.data.shards import Corpus, TokenizerInfo
 from pipeline.errors import DataError
 
@@ -25,6 +27,7 @@ META = "\u2581"
 EOD = "</s>"
 FIXED = 3 + 256  # <unk>, <s>, </s> and one piece per byte
 SENTENCE_CHARACTERS = 4096  # documents are handed to the trainer in cuts of this length: its work per cut is not linear
+CACHE_BYTES, CACHE_CHECK = 256 * MB, 4 * MB  # gigatoken 0.10 forgets no word it ever saw; looked at every so much text
 
 
 class Tokenizer:
@@ -39,6 +42,7 @@ class Tokenizer:
         except Exception as error:  # protobuf's DecodeError and sentencepiece's RuntimeError share no base
             raise DataError(f"{name}: not a SentencePiece model; give another, or --vocab-size to train one") from error
         self.fingerprint = xxhash.xxh3_128_hexdigest(model)
+        self._unchecked = self._resident = 0
         self.vocab: int = self.sentencepiece.get_piece_size()
         self.eod: int = self.sentencepiece.eos_id()
         if self.eod < 0:
@@ -94,6 +98,11 @@ class Tokenizer:
         if META in text or self._control.search(text):
             return self._encode_exact(text)
         if self.fast:
+            self._unchecked += len(text)
+            if self._unchecked > CACHE_CHECK:
+                self._unchecked = 0
+                if psutil.Process().memory_info().rss - self._resident > CACHE_BYTES:
+                    del self._gigatoken  # and its cache; the next line makes another
             return self._gigatoken.encode(text)  # type: ignore[no-any-return]  # untyped; str only: invalid bytes crash it
         return np.asarray(self.sentencepiece.encode(text), np.uint32)
 
@@ -109,7 +118,9 @@ class Tokenizer:
     def _gigatoken(self):  # type: ignore[no-untyped-def]
         import gigatoken
 
-        return gigatoken.Tokenizer.from_sentencepiece(self.model)
+        made = gigatoken.Tokenizer.from_sentencepiece(self.model)
+        self._resident = psutil.Process().memory_info().rss
+        return made
 
     @cached_property
     def _meta_bytes(self) -> list[int]:

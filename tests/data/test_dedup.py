@@ -13,7 +13,7 @@ from pipeline.data.dedup import later_ones
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Quality, Recipe
 from pipeline.data.shards import Corpus
-from pipeline.data.shingles import shingles, word_hashes
+from pipeline.data.shingles import BLOCK, shingles, word_hashes
 from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import some_texts, write_jsonl
@@ -61,6 +61,16 @@ def test_word_hashes_are_equal_exactly_where_words_are() -> None:
     assert [[a == b for b in found] for a in found] == [[a == b for b in expected] for a in expected]
     assert word_hashes(b"a b")[1] == word_hashes(b"xxxxxxxxxx b")[1], "a word's hash depends on its place"
     assert len(shingles(b"", 5)) == 0 and len(shingles(b"one two", 5)) == 1
+
+
+def test_word_hashes_of_a_long_document_are_those_of_its_words() -> None:
+    """It is hashed block by block, cut at spaces; only a word longer than a block is cut."""
+    for separator in (" ", "\n", ", "):
+        text = separator.join(random.Random(5).choices(VOCABULARY, k=40_000))
+        assert len(text) > 2 * BLOCK
+        words = {word: int(word_hashes(word.encode())[0]) for word in VOCABULARY}
+        assert word_hashes(text.encode()).tolist() == [words[word] for word in text.split(separator)]
+    assert len(word_hashes(b"x" * (2 * BLOCK + 1))) == 3
 
 
 def test_similarity_is_exact_for_short_documents_and_close_for_long() -> None:

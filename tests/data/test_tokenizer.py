@@ -1,12 +1,15 @@
 """Ids against sentencepiece itself, on strings made to break things."""
 
 import io
+import random
 
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data import tokenizer as tokenizing
+from pipeline.data.piece import MB
 from pipeline.data.tokenizer import META, Tokenizer, train
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts
@@ -55,6 +58,23 @@ def test_gigatoken_itself_agrees_where_it_is_used(tokenizer: Tokenizer, text: st
     assert tokenizer.fast
     if META not in text and not any(control in text for control in tokenizer.controls):
         assert tokenizer._gigatoken.encode(text).tolist() == tokenizer.sentencepiece.encode(text)
+
+
+def test_words_are_not_remembered_without_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terabyte has words enough to fill any memory; starting anew changes no id."""
+    monkeypatch.setattr(tokenizing, "CACHE_BYTES", 8 * MB)
+    monkeypatch.setattr(tokenizing, "CACHE_CHECK", 100_000)
+    fresh, source = Tokenizer(tokenizer.model), random.Random(0)
+    first = fresh._gigatoken
+    for _ in range(20):
+        fresh.encode("always the same " * 10_000)
+    assert fresh._gigatoken is first
+    for _ in range(20):
+        raw = source.randbytes(60_000).hex()
+        text = " ".join(raw[i : i + 8] for i in range(0, len(raw), 8))
+        ids = fresh.encode(text)
+    assert fresh._gigatoken is not first
+    assert ids.tolist() == tokenizer.sentencepiece.encode(text)
 
 
 @pytest.mark.parametrize(
