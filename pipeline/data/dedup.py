@@ -1,7 +1,8 @@
 """Second pass of dedup: find equal keys over all sketches, cluster, and say what each task keeps.
 
-Keys are cut into ranges; each range is one Ray task that maps only its own stretch of every sorted sketch, so memory is
-bounded by the range, not by the corpus. Of every cluster the document that comes first in the plan stays.
+Keys are cut into ranges; each range is one Ray task that maps only its own stretch of every sorted sketch and leaves
+the pairs it finds in a file. The driver joins them block by block in a mapped array: no step's memory grows with the
+corpus. A document's number is its place in the plan; of every cluster the first stays.
 """
 
 from collections.abc import Sequence
@@ -19,28 +20,35 @@ from pipeline.data.shards import Stage
 from pipeline.data.sketch import Sketched, similarity
 
 RANGE_ROWS = 4_000_000  # keys per range: some hundred megabytes while a range is worked on
-TASK_BITS = np.uint64(32)  # a document's number: its task above, its place in the sketch below
+BLOCK = 2**16  # documents or pairs at once
 
-U64 = npt.NDArray[np.uint64]
-Edges = npt.NDArray[np.uint64]  # pairs of documents (first, later)
+I64 = npt.NDArray[np.int64]
 
 
 def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Recipe) -> tuple[Stage, ...]:
     """Write STEM.keep.npy for every task: for each item read, whether it stays. Returns the stage's books."""
-    exact = _edges(_exact_range, "exact", stems, recipe) if recipe.dedup.exact else np.zeros((0, 2), np.uint64)
-    near = _edges(_near_range, "bands", stems, recipe) if recipe.dedup.near else np.zeros((0, 2), np.uint64)
-    same = np.unique(exact[:, 1])
-    close = np.setdiff1d(later_ones(np.concatenate((exact, near))), same)
+    folder = stems[0].parent
+    starts = np.cumsum([0, *(len(_mapped(stem.with_suffix(".items.npy"))) for stem in stems)])
+    size = int(starts[-1])
+    parents = np.asarray(np.memmap(folder / "parents", np.int64, "w+", shape=(size + 1,)))
+    same = np.memmap(folder / "same", bool, "w+", shape=(size + 1,))
+    for low in range(0, size, BLOCK):
+        parents[low : low + BLOCK] = np.arange(low, low + len(parents[low : low + BLOCK]))
+    if recipe.dedup.exact:
+        for pairs in _pairs(_exact_range, "exact", stems, starts, recipe):
+            join(parents, pairs)
+            same[pairs[:, 1]] = True
+        same.flush()  # other nodes read it
+    if recipe.dedup.near:
+        for pairs in _pairs(_near_range, "bands", stems, starts, recipe):
+            join(parents, pairs)
     ledger = Ledger()
-    for number, (stem, record) in enumerate(zip(stems, sketched, strict=True)):
+    for low, high, stem, record in zip(starts, starts[1:], stems, sketched, strict=False):
         items, sizes = np.load(stem.with_suffix(".items.npy")), np.load(stem.with_suffix(".sizes.npy"))
-        stays = np.ones(len(items), bool)
-        for reason, dropped in (("exact", same), ("near", close)):
-            low, high = np.searchsorted(dropped, np.array([number, number + 1], np.uint64) << TASK_BITS)
-            mine = (dropped[low:high] & np.uint64(2**32 - 1)).astype(np.int64)
-            stays[mine] = False
-            if len(mine):
-                ledger.drop("dedup", reason, int(sizes[mine].sum()), len(mine))
+        stays = parents[low:high] == np.arange(low, high)
+        for reason, gone in (("exact", same[low:high]), ("near", ~stays & ~same[low:high])):
+            if gone.any():
+                ledger.drop("dedup", reason, int(sizes[gone].sum()), int(gone.sum()))
         left = int(sizes[stays].sum())
         ledger.keep("dedup", left, left, int(stays.sum()))
         keep = np.zeros(record.items, bool)
@@ -50,60 +58,80 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
     return ledger.stages()
 
 
-def _edges(function, suffix: str, stems: Sequence[Path], recipe: Recipe) -> Edges:  # type: ignore[no-untyped-def]
+def join(parents: I64, pairs: I64) -> None:
+    """Union-find, many pairs at once: a parent is an earlier document, so the first of a cluster is its root."""
+    while len(pairs):
+        roots = pairs
+        while not np.array_equal(up := parents[roots], roots):
+            parents[roots] = roots = parents[up]  # every path walked is halved
+        pairs = roots[roots[:, 0] != roots[:, 1]]
+        np.minimum.at(parents, pairs.max(axis=1), pairs.min(axis=1))
+
+
+def _pairs(function, suffix: str, stems: Sequence[Path], starts: I64, recipe: Recipe):  # type: ignore[no-untyped-def]
+    """Pairs (earlier, later) that the function finds in each range of keys, block by block."""
     rows = sum(len(np.load(stem.with_suffix(f".{suffix}.npy"), mmap_mode="r")) for stem in stems)
     ranges = max(1, -(-rows // RANGE_ROWS))
-    found = run(function, [(part, ranges, list(stems), recipe) for part in range(ranges)])
-    return np.unique(np.concatenate(found), axis=0)
+    outs = [stems[0].parent / f"{suffix}-{part}of{ranges}.npy" for part in range(ranges)]
+    missing = [part for part, out in enumerate(outs) if not out.exists()]
+    run(function, [(outs[part], part, ranges, list(stems), starts, recipe) for part in missing])
+    for out in outs:
+        found = np.load(out, mmap_mode="r")
+        for low in range(0, len(found), BLOCK):
+            yield np.array(found[low : low + BLOCK])
 
 
-def _exact_range(part: int, ranges: int, stems: list[Path], recipe: Recipe) -> Edges:
-    rows, numbers = _rows("exact", part, ranges, stems)
+def _exact_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe) -> None:
+    rows, numbers = _rows("exact", part, ranges, stems, starts)
     order = np.lexsort((numbers, rows["check"], rows["key"]))
-    rows, numbers = rows[order], numbers[order]
-    starts = np.flatnonzero(
-        np.r_[True, (rows["key"][1:] != rows["key"][:-1]) | (rows["check"][1:] != rows["check"][:-1])]
-    )
-    first = np.repeat(numbers[starts], np.diff(np.r_[starts, len(rows)])) if len(rows) else numbers
-    again = first != numbers
-    return np.stack((first[again], numbers[again]), axis=1)
+    first, again, _ = _groups(rows[["key", "check"]][order], numbers[order])
+    with replacing(out) as file:
+        np.save(file, np.stack((first, again), axis=1))
 
 
-def _near_range(part: int, ranges: int, stems: list[Path], recipe: Recipe) -> Edges:
+def _near_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe) -> None:
     """Candidates share a band; each is compared with the first of its bucket and with its neighbour."""
     near = recipe.dedup.near
     assert near is not None
-    rows, numbers = _rows("bands", part, ranges, stems)
+    rows, numbers = _rows("bands", part, ranges, stems, starts)
+    different = ~np.memmap(stems[0].parent / "same", bool, "r")[numbers]  # copies would only swell the buckets
+    rows, numbers = rows[different], numbers[different]
     order = np.lexsort((numbers, rows["key"]))
-    key, numbers = rows["key"][order], numbers[order]
-    fresh = np.r_[True, key[1:] != key[:-1]] if len(key) else np.zeros(0, bool)
-    starts = np.flatnonzero(fresh)
-    first = np.repeat(numbers[starts], np.diff(np.r_[starts, len(key)])) if len(key) else numbers
-    star = np.stack((first[~fresh], numbers[~fresh]), axis=1)
-    chain = np.stack((np.roll(numbers, 1)[~fresh], numbers[~fresh]), axis=1)
-    pairs = np.unique(np.concatenate((star, chain)), axis=0)
-    bottom = lru_cache(4096)(lambda number: _bottom(stems, number))
-    close = [similarity(bottom(a), bottom(b)) >= near.threshold for a, b in pairs.tolist()]
-    verified: Edges = pairs[np.array(close, bool)]
-    return verified
+    first, again, before = _groups(rows["key"][order], numbers[order])
+    pairs = np.unique(np.concatenate((np.stack((first, again), 1), np.stack((before, again), 1))), axis=0)
+    bottom = lru_cache(4096)(lambda number: _bottom(stems, starts, number))
+    close = np.zeros(len(pairs), bool)
+    for low in range(0, len(pairs), BLOCK):
+        block = pairs[low : low + BLOCK].tolist()
+        close[low : low + BLOCK] = [similarity(bottom(a), bottom(b)) >= near.threshold for a, b in block]
+    with replacing(out) as file:
+        np.save(file, pairs[close])
 
 
-def _rows(suffix: str, part: int, ranges: int, stems: list[Path]) -> tuple[npt.NDArray[np.void], U64]:
+def _groups(keys: npt.NDArray[np.generic], numbers: I64) -> tuple[I64, I64, I64]:
+    """Of sorted keys: every number that does not open its group, with the group's first and the one before it."""
+    fresh = np.ones(len(keys), bool)
+    fresh[1:] = keys[1:] != keys[:-1]
+    first = numbers[np.flatnonzero(fresh)[np.cumsum(fresh) - 1]]
+    return first[~fresh], numbers[~fresh], np.roll(numbers, 1)[~fresh]
+
+
+def _rows(suffix: str, part: int, ranges: int, stems: list[Path], starts: I64) -> tuple[npt.NDArray[np.void], I64]:
     """The stretch of every sketch whose keys lie in this range, and the documents' numbers."""
     low, high = part * 2**64 // ranges, (part + 1) * 2**64 // ranges
     found, numbers = [], []
-    for task, stem in enumerate(stems):
+    for begin, stem in zip(starts, stems, strict=False):
         rows = np.load(stem.with_suffix(f".{suffix}.npy"), mmap_mode="r")
         start = int(np.searchsorted(rows["key"], np.uint64(low)))
         stop = len(rows) if high == 2**64 else int(np.searchsorted(rows["key"], np.uint64(high)))
         found.append(np.array(rows[start:stop]))
-        numbers.append((np.uint64(task) << TASK_BITS) + found[-1]["document"].astype(np.uint64))
+        numbers.append(begin + found[-1]["document"])
     return np.concatenate(found), np.concatenate(numbers)
 
 
-def _bottom(stems: list[Path], number: int) -> npt.NDArray[np.uint32]:
-    task, document = number >> 32, number & (2**32 - 1)
-    ends = _mapped(stems[task].with_suffix(".ends.npy"))
+def _bottom(stems: list[Path], starts: I64, number: int) -> npt.NDArray[np.uint32]:
+    task = int(np.searchsorted(starts, number, "right")) - 1
+    document, ends = number - int(starts[task]), _mapped(stems[task].with_suffix(".ends.npy"))
     start = int(ends[document - 1]) if document else 0
     return np.array(_mapped(stems[task].with_suffix(".bottom.npy"))[start : int(ends[document])])
 
@@ -111,21 +139,3 @@ def _bottom(stems: list[Path], number: int) -> npt.NDArray[np.uint32]:
 @lru_cache(256)
 def _mapped(path: Path) -> npt.NDArray[np.integer]:
     return np.load(path, mmap_mode="r")  # type: ignore[no-any-return]
-
-
-def later_ones(edges: Edges) -> U64:
-    """All documents that a chain of edges joins to an earlier one: union-find, the first of each cluster stays."""
-    if not len(edges):
-        return np.zeros(0, np.uint64)
-    numbers, ends = np.unique(edges, return_inverse=True)
-    ends = ends.reshape(-1, 2)
-    parent = np.arange(len(numbers))
-    while True:
-        roots = parent[ends]
-        low, high = roots.min(axis=1), roots.max(axis=1)
-        if (low == high).all():
-            later: U64 = numbers[parent != np.arange(len(numbers))]
-            return later
-        np.minimum.at(parent, high, low)
-        while not np.array_equal(parent, shorter := parent[parent]):
-            parent = shorter

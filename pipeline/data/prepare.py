@@ -134,7 +134,7 @@ def _deduplicate(job: Job, held_out: Path | None, malformed_share: float) -> tup
     stages = total(s.stages for s in sketched)
     _check_malformed(stages, [m for s in sketched for m in s.malformed], malformed_share)
     job.report("dedup", 0, 1)
-    stages += deduplicate(stems, sketched, job.recipe)
+    stages = total([stages, deduplicate(stems, sketched, job.recipe)])
     with replacing(books) as file:
         file.write(json.dumps([stage.model_dump() for stage in stages]).encode())
     job.report("dedup", 1, 1)

@@ -42,25 +42,29 @@ def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Ske
     near = recipe.dedup.near
     items: list[int] = []
     sizes: list[int] = []
-    digests: list[bytes] = []
+    digests: dict[bytes, None] = {}  # empty where exact dedup is off
     bands: list[U64] = []
     bottoms: list[npt.NDArray[np.uint32]] = []
     for document in intake:
+        if recipe.dedup.exact:
+            digest = xxhash.xxh3_128_digest(document.raw)
+            if digest in digests:  # within a task at once: a text of a million copies is no bucket of a million rows
+                intake.ledger.drop("dedup", "exact", len(document.raw))
+                continue
+            digests[digest] = None
         items.append(document.item)
         sizes.append(len(document.raw))
-        digests.append(xxhash.xxh3_128_digest(document.raw))
         if near:
             grams = shingles(document.raw, near.ngram)
             bands.append(band_keys(grams, near))
             bottoms.append(bottom(grams))
-    count = len(items)
-    exact = np.zeros(count, EXACT)
-    pairs = np.frombuffer(b"".join(digests), "<u8").reshape(count, 2)
-    exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(count)
+    exact = np.zeros(len(digests), EXACT)
+    pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(digests))
     banded = np.zeros(sum(map(len, bands)), BAND)
     if len(banded):
         banded["key"] = np.concatenate(bands)
-        banded["document"] = np.repeat(np.arange(count), [len(b) for b in bands])
+        banded["document"] = np.repeat(np.arange(len(items)), [len(b) for b in bands])
     arrays: dict[str, npt.NDArray[Any]] = {
         "items": np.array(items, np.uint32),
         "sizes": np.array(sizes, np.uint64),

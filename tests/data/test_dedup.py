@@ -2,6 +2,7 @@
 
 import random
 import re
+import tracemalloc
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.dedup import later_ones
+from pipeline.data import dedup as deduplicating
+from pipeline.data.dedup import _exact_range, _pairs, join
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Quality, Recipe
 from pipeline.data.shards import Corpus
@@ -105,20 +107,53 @@ def test_recall_and_precision_against_every_pair() -> None:
 
 
 def test_union_find_against_plain_sets() -> None:
+    """Whatever the blocks the pairs come in: only the first of each cluster is its own parent."""
     source = random.Random(4)
-    for _ in range(50):
+    for block in range(1, 51):
         edges = [tuple(sorted(source.sample(range(40), 2))) for _ in range(source.randrange(1, 40))]
+        parents = np.arange(40)
+        for low in range(0, len(edges), block):
+            join(parents, np.array(edges[low : low + block]))
         clusters: list[set[int]] = []
         for a, b in edges:
             joined = [c for c in clusters if a in c or b in c]
             clusters = [c for c in clusters if c not in joined] + [set().union({a, b}, *joined)]
         expected = sorted(n for c in clusters for n in c - {min(c)})
-        assert later_ones(np.array(edges, np.uint64)).tolist() == expected
+        assert np.flatnonzero(parents != np.arange(40)).tolist() == expected
+
+
+def test_a_long_chain_is_joined_in_few_steps() -> None:
+    parents = np.arange(2**17)
+    for low in range(0, 2**17 - 1, 2**15):
+        links = np.arange(low, min(low + 2**15, 2**17 - 1))
+        join(parents, np.stack((links, links + 1), axis=1))
+    assert (parents < np.arange(2**17))[1:].all()
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_corpus_with_duplicates_across_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
+    """The pairs of a corpus are many times the driver's memory."""
+    documents, stem = 2**16, tmp_path / "sketch-00000"
+    np.save(stem.with_suffix(".exact.npy"), np.zeros(0))
+    pairs = np.sort(np.random.default_rng(0).integers(0, documents, (2**20, 2)), axis=1)
+    np.save(tmp_path / "exact-0of1.npy", pairs)
+    parents = np.arange(documents)
+    tracemalloc.start()
+    for block in _pairs(_exact_range, "exact", [stem], np.array([0, documents]), Recipe(sources=())):
+        join(parents, block)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < pairs.nbytes / 2
+    assert (parents[1:] < np.arange(1, documents)).mean() > 0.99
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_corpus_with_duplicates_across_files(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every pass through Ray: what stays is one document per cluster, the first, and the books add up."""
+    monkeypatch.setattr(deduplicating, "RANGE_ROWS", 500)  # several ranges, several blocks
+    monkeypatch.setattr(deduplicating, "BLOCK", 16)
     texts = planted(60, seed=3)
     files = [write_jsonl(tmp_path / f"{i}.jsonl", [*texts[i::3], "short", *texts[:3]]) for i in range(3)]
     order = [t for i in range(3) for t in [*texts[i::3], "short", *texts[:3]]]
