@@ -34,7 +34,7 @@ def start(run_dir: Path) -> "subprocess.Popen[str]":
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "mlflow.log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(run_dir), "--until-eof"],
+            [sys.executable, "-m", MODULE, str(run_dir)],
             stdin=subprocess.PIPE,  # the kernel closes it with us: no pid to poll, none to be reused
             stdout=subprocess.PIPE,
             stderr=log,
@@ -122,28 +122,15 @@ def _replay(run_dir: Path, fault: str) -> str:
     return f"MLflow has not got all of {run_dir} ({fault}); launch sync {run_dir} replays it"
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        # Not every init reaps: a zombie has ended.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return True  # no /proc here: the signal's word stands
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-
-
 def _closed_stdin() -> bool:
-    return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1) == b""
+    """Training has ended, however it did."""
+    return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1 << 16) == b""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Feed MLflow from a run's log.")
+    what = "Feed MLflow from a run's log until standard input closes."
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=what)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--until-pid", type=int, help="end when this process has ended and all is sent")
-    parser.add_argument("--until-eof", action="store_true", help="the same, when standard input closes")
     parser.add_argument("--wait", type=float, default=WAIT_S, help="seconds to wait then for a server that is away")
     options = parser.parse_args(arguments)
 
@@ -157,14 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         os.nice(10)  # training has the processors first
 
-    def ended() -> bool:
-        return bool(
-            (options.until_pid is not None and not _alive(options.until_pid)) or (options.until_eof and _closed_stdin())
-        )
-
     _settle_mlflow()
     with contextlib.redirect_stdout(sys.stderr):  # MLflow prints where the run can be viewed
-        fault = _attend(options.run_dir, ended, options.wait, lambda: stopping)
+        fault = _attend(options.run_dir, _closed_stdin, options.wait, lambda: stopping)
     if fault:
         logging.warning(fault)
         with contextlib.suppress(OSError):
