@@ -1,7 +1,9 @@
 """`launch fit | forecast | score | sweep`: from runs to a law, from the law to a run foretold."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,16 +42,36 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
             raise ConfigError("give one of --runs DIR or --experiment NAME")
 
 
-def read_points(runs: Path | None, experiment: str | None, points: Path | None, law: str) -> "Points":
+def read_points(runs: Path | None, experiment: str | None, points: Path | None, law: str) -> "tuple[Points, list[str]]":
+    """The points, and vocabulary and sequence of their runs as settings: what is forecast is one of them, larger."""
     from pipeline.scaling.points import read_csv
     from pipeline.scaling.runs import curve_points, points_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
     if points is not None:
-        return read_csv(points)
+        return read_csv(points), []
     found = read(runs, experiment)
-    return curve_points(found) if law == "envelope" else points_of(found)
+    shape = [f"model.{key}={found[0].record[key]}" for key in ("vocab", "seq") if found[0].record.get(key)]
+    return curve_points(found) if law == "envelope" else points_of(found), shape
+
+
+@contextmanager
+def bar(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
+    """On a terminal, how far a long descent has got."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=1)
+            bars.update(tasks[what], completed=share)
+
+        yield show
 
 
 def fit(
@@ -65,12 +87,10 @@ def fit(
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
 
-    rows = read_points(runs, experiment, points, law).drop_highest(drop_highest)
-    done = study(rows, law, resamples=bootstrap, full_grid=full_grid)
-    if as_json:
-        print_json(done.to_json())
-    else:
-        print_fit(done.to_json())
+    rows, _ = read_points(runs, experiment, points, law)
+    with bar(quiet=as_json) as show:
+        done = study(rows.drop_highest(drop_highest), law, resamples=bootstrap, full_grid=full_grid, show=show)
+    print_json(done.to_json()) if as_json else print_fit(done.to_json())
 
 
 def forecast(
@@ -94,23 +114,27 @@ def forecast(
 ) -> None:
     """Foretell the loss of a larger run, with an interval."""
     from pipeline.scaling import forecast as foretell
+    from pipeline.scaling import register as records
+    from pipeline.scaling.figures import finite
     from pipeline.scaling.study import study
 
-    rows = read_points(runs, experiment, points, law).drop_highest(drop_highest)
-    done = study(rows, law, focused=True)
-    recipe = None
+    rows, shape = read_points(runs, experiment, points, law)
+    recipe, site = None, foretell.priced(cluster) if cluster else None
+    place: Callable[[Study], Points]
     match size, params, flops, targets:
         case str(), None, None, None:
-            recipe = foretell.recipe_of(size, arch, tokens, [*shape_of(runs, experiment), *(sets or ())], gpus)
-            places = foretell.at_recipe(done, recipe, size)
+            recipe = foretell.recipe_of(size, arch, tokens, [*shape, *(sets or ())], gpus)
+            place = partial(foretell.at_recipe, recipe=recipe, name=size)
         case None, float(), None, None if tokens:
-            places = foretell.at_sizes(done, above_zero("params", params), above_zero("tokens", tokens))
+            place = partial(foretell.at_sizes, N=above_zero("params", params), D=above_zero("tokens", tokens))
         case None, None, float(), None if tokens is None:
-            places = foretell.at_flops(done, above_zero("flops", flops))
+            place = partial(foretell.at_flops, C=above_zero("flops", flops))
         case None, None, None, Path() if tokens is None:
-            places = foretell.from_csv(done, targets)
+            place = partial(foretell.at_targets, targets=foretell.read_targets(targets))
         case _:
             raise ConfigError("give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv")
+    done = study(rows.drop_highest(drop_highest), law, focused=True)
+    places = place(done)
     made = foretell.forecast(done, places)
     data: dict[str, Any] = {
         "law": done.name,
@@ -121,31 +145,14 @@ def forecast(
         recipe = foretell.recipe_at(made[0].N, made[0].D, made[0].C)
     if recipe is not None:
         data["recipe"] = {"lr": recipe.lr, "batch_tokens": recipe.batch_tokens, "steps": recipe.steps}
-    if cluster is not None:
-        data["cost"] = foretell.cost(sum(one.C for one in made), cluster, gpus)
+    if site is not None:
+        data["cost"] = foretell.cost(sum(one.C for one in made), site, gpus)
     if register:
-        paths = put_on_record(done, made, runs, experiment, points, forecasts)
+        where = forecasts or record_of(runs, experiment, points)
+        paths = records.register(where, made, finite(done.to_json()), now=time.time())
         data["registered"] = [str(path) for path in paths]
         data["warnings"] += [said] if (said := copied(paths, runs, experiment)) else []
     print_json(data) if as_json else print_forecast(data, [one.to_json() for one in made])
-
-
-def shape_of(runs: Path | None, experiment: str | None) -> list[str]:
-    """Vocabulary and sequence of the runs, as settings: what is forecast from them is one of them, larger."""
-    if runs is None and experiment is None:
-        return []
-    record = read(runs, experiment)[0].record
-    return [f"model.{key}={record[key]}" for key in ("vocab", "seq") if record.get(key)]
-
-
-def put_on_record(
-    done: "Study", made: list[Any], runs: Path | None, experiment: str | None, points: Path | None, folder: Path | None
-) -> list[Path]:
-    from pipeline.scaling.figures import finite
-    from pipeline.scaling.register import register
-
-    where = folder or record_of(runs, experiment, points)
-    return [register(where, one, finite(done.to_json()), now=time.time()) for one in made]
 
 
 def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:

@@ -92,7 +92,9 @@ def backtest(points: Points, law: Law) -> Backtest | None:
         weights.append(np.repeat(weight[None], len(starts[-1]), axis=0))
     if not edges:
         return None
-    theta, value = descend(points, law, x, np.concatenate(starts), np.concatenate(weights), tolerance=ROUGH)
+    theta, value = descend(
+        points, law, x, np.concatenate(starts), np.concatenate(weights), tempered=True, tolerance=ROUGH
+    )
     bounds = np.cumsum([len(tried) for tried in starts])[:-1]
     found = [t[np.argmin(v)] for t, v in zip(np.split(theta, bounds), np.split(value, bounds), strict=True)]
     tests = [forward(Fit(law, best, x, points, 0.0, 0.0), edge) for best, edge in zip(found, edges, strict=True)]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from pipeline.scaling.fit import Fit, descend
+from pipeline.scaling.fit import Fit, Show, descend, silent
 from pipeline.scaling.points import Array
 from pipeline.scaling.vpnls import LAW, refit
 
 
-def bootstrap(fit: Fit, count: int, seed: int = 0) -> Array:
+def bootstrap(fit: Fit, count: int, seed: int = 0, show: Show = silent) -> Array:
     """Theta of `count` refits, each to as many runs as there are, drawn with replacement.
 
     A run's rows are drawn together: they share its seed and its data order, so apart they would count twice.
@@ -18,4 +18,4 @@ def bootstrap(fit: Fit, count: int, seed: int = 0) -> Array:
     if fit.law == LAW:
         return refit(fit, weights)
     starts = np.repeat(fit.theta[None], count, axis=0)
-    return descend(fit.points, fit.law, fit.inputs, starts, weights, tolerance=1e-8)[0]
+    return descend(fit.points, fit.law, fit.inputs, starts, weights, tolerance=1e-8, show=show)[0]

@@ -14,7 +14,7 @@ _ALL: tuple[Law, ...] = (Chinchilla(), Gamma(), Kaplan(), Routed(), DataConstrai
 LAWS: dict[str, Law] = {law.name: law for law in _ALL}
 SPARE = 2  # points beyond the parameters before a law is trusted to be determined at all
 ACROSS = 0.15  # spread of log D about its trend in log N, below which N and D cannot be told apart
-CLEARLY = 0.9  # a richer law has to cut the backtest error by a tenth, or to 0.001%
+EXACT = 1e-5  # backtest error below which the simpler law needs no rival
 
 
 def check(points: Points) -> None:
@@ -95,7 +95,7 @@ def choose(points: Points) -> tuple[Law, Backtest | None, list[str]]:
 
 
 def by_backtest(points: Points) -> tuple[Law, Backtest | None, list[str]]:
-    """The law that forecast best from below; a richer one has to be clearly better."""
+    """The law that forecast best from below; the simpler one where both are exact."""
     names = ["chinchilla", "kaplan", "gamma"]
     if points.experts is not None and len(np.unique(points.experts)) > 1:
         names = ["moe"]
@@ -105,10 +105,7 @@ def by_backtest(points: Points) -> tuple[Law, Backtest | None, list[str]]:
     if not tests:
         law = LAWS[names[0]] if len(points) >= len(LAWS[names[0]].parameters) + SPARE else LAWS["chinchilla"]
         return law, None, [f"Too few runs to test {law.name} against held-out larger ones: its interval is a guess."]
-    best = tests[0]
-    for test in tests[1:]:
-        if test.score < CLEARLY * best.score and best.score > 1e-5:
-            best = test
+    best = min(tests, key=lambda test: max(test.score, EXACT))
     return best.law, best, []
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.scaling.laws import Chinchilla, Inputs, Law
+from pipeline.scaling.laws import Chinchilla, Inputs, Law, steepness
 from pipeline.scaling.minimize import minimize
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.starts import hoffmann_grid, screened
@@ -16,6 +16,8 @@ T = TypeVar("T")
 Rows = npt.NDArray[np.intp]
 DELTA = 1e-3  # Hoffmann et al.; summed, because the mean with default tolerances converges from no start at all
 KEPT_STARTS = 24
+Show = Callable[[str, float], None]  # what is being done, and the share of it that is
+CACHED = 1 << 15  # numbers in each array of a descent: more of them no longer fit the cache
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,18 @@ class Fit:
         return loss
 
 
-def fit(points: Points, law: Law, *, weights: Array | None = None, full_grid: bool = False) -> Fit:
+def silent(_what: str, _share: float) -> None:
+    """Show nothing."""
+
+
+def fit(
+    points: Points, law: Law, *, weights: Array | None = None, full_grid: bool = False, show: Show = silent
+) -> Fit:  # fmt: skip
     """The best of many descents; `full_grid` uses Hoffmann's 4500 starts, otherwise the best screened ones."""
     x = Inputs.of(points)
     starts = hoffmann_grid(x) if full_grid and law == Chinchilla() else screened(points, law, x, KEPT_STARTS, weights)
     spread = None if weights is None else np.repeat(weights[None], len(starts), axis=0)
-    theta, value = descend(points, law, x, starts, spread)
+    theta, value = descend(points, law, x, starts, spread, tempered=weights is not None, show=show)
     best = int(np.argmin(value))
     near = value <= value[best] * (1 + 1e-4) + 1e-12
     return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
@@ -67,9 +75,12 @@ def descend(
     weights: Array | None = None,
     *,
     frozen: int | None = None,
+    tempered: bool = False,
     tolerance: float = 1e-11,
+    show: Show = silent,
 ) -> tuple[Array, Array]:
-    """Minimise from every start; `weights` (R, n) makes each row a resample of its own, `frozen` holds a parameter."""
+    """Minimise from every start; `weights` (R, n) makes each row a resample of its own, `frozen` holds a parameter,
+    `tempered` keeps exponents from running steep (see laws.steepness)."""
     target = np.log(points.loss)
 
     def weight(rows: Rows) -> Array | float:
@@ -82,6 +93,9 @@ def descend(
         # Huber = ½c² + |c|(|r| − |c|) with c the clipped residual: both branches in one expression. Divided by δ.
         total = np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA)) / DELTA
         gradient = np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
+        if tempered:
+            steep = steepness(law, theta)
+            total, gradient = total + steep[0], gradient + steep[1]
         if frozen is not None:
             gradient[:, frozen] = 0
         return total, gradient
@@ -90,20 +104,23 @@ def descend(
         value, jacobian = law.log_loss(theta, x)
         w = weight(rows) / np.maximum(np.abs(value - target), DELTA)  # reweighted least squares
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
+        if tempered:
+            normal += steepness(law, theta)[2][:, :, None] * np.eye(theta.shape[1])
         if frozen is not None:
             normal[:, frozen, :] = normal[:, :, frozen] = 0
             normal[:, frozen, frozen] = 1
         return normal
 
-    parts = [
-        minimize(shifted(objective, at), shifted(metric, at), starts[at], tolerance=tolerance)
-        for at in chunks(len(starts))
-    ]
+    parts = []
+    for at in chunks(len(starts), len(points)):
+        parts.append(minimize(shifted(objective, at), shifted(metric, at), starts[at], tolerance=tolerance))
+        show(f"{len(starts)} descents", (at[-1] + 1) / len(starts))
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
-def chunks(count: int, size: int = 256) -> list[Rows]:
-    return [np.arange(at, min(at + size, count)) for at in range(0, count, size)]  # what fits the cache
+def chunks(count: int, points: int) -> list[Rows]:
+    size = max(1, CACHED // points)
+    return [np.arange(at, min(at + size, count)) for at in range(0, count, size)]
 
 
 def shifted(function: Callable[[Array, Rows], T], at: Rows) -> Callable[[Array, Rows], T]:

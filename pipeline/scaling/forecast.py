@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.account import flops_per_token, params
-from pipeline.config.load import load
+from pipeline.config.load import load, load_cluster
+from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
 from pipeline.recipe import resolve, rule
 from pipeline.scaling.figures import count
@@ -53,16 +54,19 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
     return at(study.fit.points, np.array([each * N * D]), np.array([N]), np.array([D]))
 
 
-def from_csv(study: Study, path: Path) -> Points:
-    """Targets with columns N, D and, if there, C, run, experts, unique."""
+def read_targets(path: Path) -> dict[str, Any]:
+    """Columns N, D and, if there, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
     found = {key: column(path, rows, key) for key in FIGURES if key != "loss" and any(row.get(key) for row in rows)}
     for key, values in found.items():
         if not ((values > 0) & np.isfinite(values)).all():
             raise ConfigError(f"targets={path}: every {key} must be a number above zero")
-    found.setdefault("C", flops_per_parameter_token(study.fit.points) * found["N"] * found["D"])
-    run = tuple(row.get("run") or "" for row in rows)
-    return at(study.fit.points, run=run, **found)
+    return {**found, "run": tuple(row.get("run") or "" for row in rows)}
+
+
+def at_targets(study: Study, targets: dict[str, Any]) -> Points:
+    C = flops_per_parameter_token(study.fit.points) * targets["N"] * targets["D"]
+    return at(study.fit.points, **{"C": C, **targets})
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,17 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
     return said
 
 
-def cost(C: float, cluster: str, gpus: int) -> dict[str, Any]:
-    """Time on a cluster at an MFU that is said aloud, and its price where the cluster has one."""
-    found = load(size="1b", cluster=cluster).cluster
+def priced(cluster: str) -> Cluster:
+    """A cluster whose speed is known."""
+    found = load_cluster(cluster)
     if found.peak_flops is None:
         raise ConfigError(f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml")
-    hours = C / (found.peak_flops * MFU) / 3600
-    priced = {} if found.usd_per_gpu_hour is None else {"usd": hours * found.usd_per_gpu_hour}
-    return {"cluster": cluster, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus, **priced}
+    return found
+
+
+def cost(C: float, site: Cluster, gpus: int) -> dict[str, Any]:
+    """Time on a cluster at an MFU that is said aloud, and its price where the cluster has one."""
+    assert site.peak_flops is not None
+    hours = C / (site.peak_flops * MFU) / 3600
+    usd = {} if site.usd_per_gpu_hour is None else {"usd": hours * site.usd_per_gpu_hour}
+    return {"cluster": site.name, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus, **usd}

@@ -12,6 +12,9 @@ import numpy as np
 
 from pipeline.scaling.points import Array, Points
 
+KNOWN = (0.35, 0.1)  # α·γ and β·γ of laws fitted over many decades (arXiv 2404.10102 and others), and their spread
+OFF = 0.01  # relative; the losses of runs as small as forecasts are made from lie about so far off any law
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -105,6 +108,20 @@ class Gamma(Chinchilla):
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         return np.concatenate([super().natural(theta[:, :5], x), np.exp(theta[:, 5:])], axis=1)
+
+
+def steepness(law: Law, theta: Array) -> tuple[Array, Array, Array]:
+    """How far the exponents lie beyond those of published laws: a penalty, its gradient and its curvature."""
+    penalty, gradient, curvature = np.zeros(len(theta)), np.zeros_like(theta), np.zeros_like(theta)
+    gamma = np.exp(theta[:, 5]) if isinstance(law, Gamma) else np.ones(len(theta))
+    for p in (2, 4) if isinstance(law, Chinchilla) else ():
+        z = np.maximum(theta[:, p] * gamma - KNOWN[0], 0) / KNOWN[1]
+        penalty += OFF * z**2 / 2
+        gradient[:, p] += OFF * z * gamma / KNOWN[1]
+        curvature[:, p] += OFF * (z > 0) * (gamma / KNOWN[1]) ** 2
+        if isinstance(law, Gamma):
+            gradient[:, 5] += OFF * z * gamma * theta[:, p] / KNOWN[1]
+    return penalty, gradient, curvature
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,11 @@ def within(
             raise ConfigError(
                 f"{key}={value:g} must be a number above zero, such as {'1e19' if key == 'budget' else 6}"
             )
+    if sweep.kind == "ladder":
+        raise ConfigError(
+            "budget and hours lay out an isoFLOP grid, and kind is 'ladder', which costs what its sizes and tokens do; "
+            "leave them out, or set kind = 'isoflop'"
+        )
     peak = load(size="tiny", cluster=sweep.cluster).cluster.peak_flops if sweep.cluster else None
     most = flops or math.inf
     if hours is not None:
@@ -208,7 +213,7 @@ def within(
     for step in range(60):
         top = most / 4 / 1.2**step
         budgets = tuple(top / SPACING**i for i in (3, 2, 1, 0))
-        tried = sweep.model_copy(update={"kind": "isoflop", "budgets": budgets})
+        tried = sweep.model_copy(update={"budgets": budgets})
         try:
             runs = plan(tried, best, mfu)
         except ConfigError as error:  # between two rungs far apart; a little less may do

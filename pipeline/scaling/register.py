@@ -18,26 +18,40 @@ VERSION = 1
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
 
 
-def register(folder: Path, made: Forecast, study: dict[str, Any], *, now: float) -> Path:
-    """Write a forecast where no forecast of this target is; the digest inside it shows later changes."""
-    if not (made.N > 0 and made.D > 0):
-        raise RunError("a registered forecast names one run; give --size, or --params and --tokens")
-    if not (math.isfinite(made.low) and math.isfinite(made.high)):
-        raise RunError(
-            f"forecast {made.loss:.4g} has no interval to be scored by: too few runs; add a size and fit again"
-        )
-    content = {"version": VERSION, "time": now, "forecast": made.to_json(), "fit": study}
-    path = folder / f"N{count(made.N)}-D{count(made.D)}.json"
-    folder.mkdir(parents=True, exist_ok=True)
+def register(folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, now: float) -> list[Path]:
+    """Write forecasts where none of their targets has one, all or nothing; the digest inside shows later changes."""
+    contents: dict[Path, str] = {}
+    for one in made:
+        if not (one.N > 0 and one.D > 0):
+            raise RunError("a registered forecast names one run; give --size, or --params and --tokens")
+        if not (math.isfinite(one.low) and math.isfinite(one.high)):
+            raise RunError(
+                f"forecast {one.loss:.4g} has no interval to be scored by: too few runs; add a size and fit again"
+            )
+        path = folder / f"N{count(one.N)}-D{count(one.D)}.json"
+        if path in contents:
+            raise RunError(f"targets: two are {path.stem}, which is one run; leave one of them out")
+        content = {"version": VERSION, "time": now, "forecast": one.to_json(), "fit": study}
+        contents[path] = json.dumps({**content, "sha256": digest(content)}, indent=1)
+    whole: list[Path] = []
     try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump({**content, "sha256": digest(content)}, file, indent=1)
-    except FileExistsError:
-        raise RunError(
-            f"{path} is already registered; a forecast is made once, and scored with `launch score`"
-        ) from None
-    path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
-    return path
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in contents.items():
+            with path.open("x", encoding="utf-8") as file:  # refuses a name that is taken
+                whole.append(path)
+                file.write(text)
+            path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
+    except BaseException as error:  # Ctrl-C too
+        for path in whole:
+            path.unlink()
+        match error:
+            case FileExistsError(filename=taken) if folder.is_dir():
+                told = f"{taken} is already registered; a forecast is made once, and scored with `launch score`"
+                raise RunError(told) from None
+            case OSError():
+                raise RunError(f"forecasts={folder} cannot be written: {error.strerror}; choose --forecasts") from None
+        raise
+    return whole
 
 
 def digest(content: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import ENOUGH, Backtest, backtest, focus, waste
 from pipeline.scaling.bootstrap import bootstrap
 from pipeline.scaling.choose import LAWS, check, check_law, choose
-from pipeline.scaling.fit import Fit, fit
+from pipeline.scaling.fit import Fit, Show, fit, silent
 from pipeline.scaling.frontier import Optimum, at, exponents, optimum
 from pipeline.scaling.identify import Profile, doubts, profile
 from pipeline.scaling.interval import Scatter, scatter
@@ -117,7 +117,13 @@ def span(name: str, value: float, half: float) -> dict[str, float]:
 
 @quiet
 def study(
-    points: Points, law: str = "auto", *, resamples: int = 0, full_grid: bool = False, focused: bool | None = None
+    points: Points,
+    law: str = "auto",
+    *,
+    resamples: int = 0,
+    full_grid: bool = False,
+    focused: bool | None = None,
+    show: Show = silent,
 ) -> Study:
     """Fit the named law, or with `auto` the one that forecasts best of those the points can determine.
 
@@ -139,7 +145,7 @@ def study(
     else:
         chosen = LAWS["chinchilla" if law == "vpnls" else law]
     check_law(points, chosen)
-    result = vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid)
+    result = vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid, show=show)
     near = result
     if law == "auto" if focused is None else focused:
         test = test or backtest(points, chosen)
@@ -151,7 +157,7 @@ def study(
     draws = None
     # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
     if resamples and len(set(points.run)) >= 4 * len(chosen.parameters):
-        draws = result.law.natural(bootstrap(result, resamples), result.inputs)
+        draws = result.law.natural(bootstrap(result, resamples, show=show), result.inputs)
     name = chosen.name if law == "auto" else law
     said = (*notes, *doubts(result, scatter(result), of_e))
     return Study(name, result, near, scatter(near), test, of_e, minima, draws, said)

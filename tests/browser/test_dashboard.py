@@ -68,7 +68,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
                          steps=100, seed=b)  # fmt: skip
     done = study(points_of(read_runs(root / "dense")), focused=True)
     (told,) = forecast(done, at_sizes(done, 2e7, 8e7))
-    register(root / "dense" / "forecasts", told, {}, now=0.0)
+    register(root / "dense" / "forecasts", [told], {}, now=0.0)
     return root
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.choose import LAWS
 from pipeline.scaling.points import Points
@@ -140,6 +140,41 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
     with pytest.raises(RunError, match="was changed after it was registered"):
         launch("score", "--runs", ladder)
+
+
+def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
+    call = ("forecast", "--runs", ladder, "--targets", ladder.with_name("t.csv"), "--register")
+    ladder.with_name("t.csv").write_text("N,D\n7e6,1.4e8\n2e7,4e8\n3e7,6e8\n")
+    folder = ladder / "forecasts"
+    folder.mkdir()
+    (folder / "N20M-D400M.json").write_text("{}")  # the second of three
+    with pytest.raises(RunError, match=r"N20M-D400M\.json is already registered"):
+        launch(*call)
+    assert [path.name for path in folder.iterdir()] == ["N20M-D400M.json"]
+    (folder / "N20M-D400M.json").unlink()
+    launch(*call)
+    assert len(list(folder.iterdir())) == 3
+    ladder.with_name("t.csv").write_text("N,D\n5e6,1e8\n5e6,1e8\n")
+    with pytest.raises(RunError, match=r"two are N5M-D100M"):
+        launch(*call)
+    (folder / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        launch(*call[:3], "--params", "5e6", "--tokens", "1e8", "--register", "--forecasts", folder / "file")
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_arguments_are_checked_before_anything_is_fitted(
+    tmp_path: Path, launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "p.csv", drawn(0.001, 0))
+    (tmp_path / "t.csv").write_text("N,D\n1e9,no\n")
+    monkeypatch.setattr("pipeline.scaling.study.study", None)  # a fit would be a TypeError
+    for wrong in (
+        ("--flops", "-1"), ("--size", "1c"), ("--targets", tmp_path / "t.csv"), ("--params", "1e9"),
+        ("--flops", "1e22", "--cluster", "nowhere"),
+    ):  # fmt: skip
+        with pytest.raises(UserError):
+            launch("forecast", "--points", file, *wrong)
 
 
 def test_no_forecasts_to_score(ladder: Path, launch) -> None:

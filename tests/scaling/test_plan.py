@@ -60,6 +60,11 @@ def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     assert "12 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
 
 
+def test_a_ladder_takes_no_budget(launch) -> None:
+    with pytest.raises(ConfigError, match="kind is 'ladder'"):
+        launch("sweep", "plan", CONFIGS / "ladder.toml", "--budget", "1e19")
+
+
 def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('kind = "isoflop"\nexperiment = "x"\nbugdets = [1e18]\n')

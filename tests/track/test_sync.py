@@ -9,11 +9,12 @@ from mlflow import MlflowClient
 from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
-from launch import track
+from launch import scaling, track
 from pipeline.errors import RunError
 from pipeline.track import feed
 from pipeline.track.lock import hold
 from pipeline.track.log import Log
+from tests.scaling.made_runs import make_ladder
 
 
 @pytest.fixture
@@ -48,6 +49,30 @@ def test_replay_is_complete_and_happens_once(
     again = CliRunner().invoke(app, ["sync", str(run_dir)])
     assert f"0 records sent │ run {said['run_id']}" in again.stdout
     assert CliRunner().invoke(app, ["sync", str(run_dir), "--quiet"]).stdout == ""
+
+
+def test_a_sweep_comes_back_with_its_forecasts(
+    app: typer.Typer, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made and registered with no server in sight; then all of it from the directories alone."""
+    root = make_ladder(tmp_path / "rebuilt")
+    (root / "sweep.json").write_text(json.dumps({"experiment": root.name, "kind": "ladder"}))
+    scaling.register(app)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    call = ["forecast", "--runs", str(root), "--params", "7e6", "--tokens", "1.4e8", "--register", "--json"]
+    said = json.loads(CliRunner().invoke(app, call).stdout)
+    assert "MLflow has no copy" in said["warnings"][-1]
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    result = CliRunner().invoke(app, ["sync", str(root)])
+    assert result.exit_code == 0, result.exception
+    client = MlflowClient(server.uri)
+    runs = client.search_runs([client.get_experiment_by_name(root.name).experiment_id])
+    (parent,) = (run.info.run_id for run in runs if run.info.run_name == "sweep")
+    assert len(runs) == 4
+    (kept,) = client.list_artifacts(parent, "forecasts")
+    assert Path(client.download_artifacts(parent, kept.path)).read_bytes() == Path(said["registered"][0]).read_bytes()
+    assert {"fit.json", "points.csv", "dashboard.html"} <= {file.path for file in client.list_artifacts(parent)}
 
 
 def test_not_a_run(app: typer.Typer, tmp_path: Path) -> None:
