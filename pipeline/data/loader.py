@@ -13,7 +13,6 @@ import xxhash
 
 from pipeline.data.mixture import BLOCK, Schedule
 from pipeline.data.packing import PackedStream
-from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus
 from pipeline.data.stream import Stream
 from pipeline.objective.batch import Batch
@@ -46,7 +45,8 @@ class Loader:
         packed = packing == "best-fit"
         self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
         self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
-        self._windows = [s.windows for s in self._streams] + [s.windows for s in self._packed_streams]
+        both = [*self._streams, *self._packed_streams]
+        self._windows, self._orders = [s.windows for s in both], [s.order for s in both]
         if 0 in self._windows:
             raise corpus.too_small(split, seq)
         self.windows = sum(self._windows)
@@ -106,9 +106,8 @@ class Loader:
         return streams.tolist(), numbers.tolist()
 
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
-        windows, start = self._windows[stream], block * BLOCK
-        index: npt.NDArray[np.int64] = np.arange(start, min(start + BLOCK, windows))
-        order: list[int] = Permutation(windows, self.seed + stream, epoch)(index).tolist()
+        index: npt.NDArray[np.int64] = np.arange(block * BLOCK, min((block + 1) * BLOCK, self._windows[stream]))
+        order: list[int] = self._orders[stream](index, self.seed + stream, epoch).tolist()
         return order
 
 

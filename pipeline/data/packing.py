@@ -1,23 +1,25 @@
 """Documents packed into rows that none of them crosses (best-fit decreasing; Ding et al. 2024, arXiv 2404.10830).
 
 A document of n tokens fills n - 1 places: each token but the last is an input, each but the first a target. A document
-longer than a row is cut into full rows and a rest; only rests share rows. Shards are packed one by one, so that memory
-does not grow with the corpus, and a packing is a pure function of the shard and the row length.
+longer than a row is cut into full rows and a rest; only rests share rows. A shard is packed when one of its rows is
+first asked for; how many rows it will have is counted without packing. An epoch goes through a few shards at a time, in
+an order of its own, so that a packing serves all its rows before it is forgotten: memory is constant in the corpus.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus, Shard
 
 IGNORE = -100  # target of a place that predicts nothing, as torch's cross-entropy names it
-PACKED_SHARDS = 8  # whose packings are kept at hand
+PACKED_SHARDS = 8  # whose rows are drawn in turn, and whose packings are kept at hand
 
 I64 = npt.NDArray[np.int64]
 
@@ -53,6 +55,28 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
+def count_bins(counts: I64, capacity: int) -> int:
+    """How many bins best_fit fills with counts[n] items of size n: equal items fill equal bins in equal ways."""
+    opened, spaces = 0, [capacity]
+    free: dict[int, float] = {capacity: inf}  # bins by the space left
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        items = int(counts[size])
+        while items:
+            space = spaces[at := bisect_left(spaces, size)]
+            each = min(items, space // size)  # a bin that has taken one is the fullest that holds another
+            bins = int(min(items // each, free[space]))
+            items -= bins * each
+            opened += bins if space == capacity else 0
+            free[space] -= bins
+            if not free[space]:
+                del free[space], spaces[at]
+            if left := space - each * size:
+                if left not in free:
+                    insort(spaces, left)
+                free[left] = free.get(left, 0) + bins
+    return opened
+
+
 def pack(lengths: npt.NDArray[np.int32], seq: int) -> list[list[Part]]:
     """Rows of a shard whose documents have these lengths."""
     rows: list[list[Part]] = []
@@ -75,18 +99,48 @@ class PackedStream:
 
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
         self._eod = corpus.manifest.tokenizer.eod
-        self._rows = lru_cache(PACKED_SHARDS)(lambda index: pack(corpus.lengths(shards[index]), seq))
+        self._seq = seq
+        self._packed = lru_cache(PACKED_SHARDS)(lambda index: self._pack(corpus.lengths(shards[index])))
         self._map = lru_cache(PACKED_SHARDS)(lambda index: corpus.tokens(shards[index]))
-        self._starts = list(accumulate((len(self._rows(i)) for i in range(len(shards))), initial=0))
-        self.windows = self._starts[-1]
+        self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
+        self._starts = np.cumsum([0, *self._rows.tolist()])
+        self.windows = int(self._starts[-1])
+
+    def _count(self, lengths: npt.NDArray[np.int32]) -> int:
+        rests = np.bincount((lengths - 1) % self._seq)
+        rests[0] = 0
+        return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
+
+    def _pack(self, lengths: npt.NDArray[np.int32]) -> tuple[I64, I64]:
+        """Parts of all rows, and where each row's end: arrays, for a shard may hold millions."""
+        rows = pack(lengths, self._seq)
+        parts = np.array([part for row in rows for part in row], np.int64).reshape(-1, 2)
+        return parts, np.cumsum([0, *map(len, rows)])
+
+    def order(self, index: I64, seed: int, epoch: int) -> I64:
+        """Which rows the epoch's index-th draws are: shards in a new order, shuffled together a few at a time."""
+        count = len(self._rows)
+        shards = Permutation(count, seed, epoch)(np.arange(count))
+        ends = np.cumsum(self._rows[shards])
+        group_ends = ends[np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1]
+        groups, found = np.searchsorted(group_ends, index, "right"), np.empty_like(index)
+        for group in np.unique(groups).tolist():
+            low = int(group_ends[group - 1]) if group else 0
+            mine = groups == group
+            place = low + Permutation(int(group_ends[group]) - low, seed + group, epoch)(index[mine] - low)
+            shard = shards[at := np.searchsorted(ends, place, "right")]
+            found[mine] = self._starts[shard] + place - (ends[at] - self._rows[shard])
+        return found
 
     def read(self, window: int, tokens: I64, targets: I64, documents: I64) -> None:
         """Fill one row; what is left at its end is padding, a document of its own that predicts nothing."""
-        shard = bisect_right(self._starts, window) - 1
+        shard = int(np.searchsorted(self._starts, window, "right")) - 1
         data, at, number = self._map(shard), 0, 0
-        for number, part in enumerate(self._rows(shard)[window - self._starts[shard]], 1):
-            row = slice(at, at := at + part.places)
-            tokens[row] = data[part.start : part.start + part.places]
-            targets[row] = data[part.start + 1 : part.start + part.places + 1]
+        parts, ends = self._packed(shard)
+        first = window - self._starts[shard]
+        for number, (start, places) in enumerate(parts[ends[first] : ends[first + 1]].tolist(), 1):
+            row = slice(at, at := at + places)
+            tokens[row] = data[start : start + places]
+            targets[row] = data[start + 1 : start + places + 1]
             documents[row] = number - 1
         tokens[at:], targets[at:], documents[at:] = self._eod, IGNORE, number

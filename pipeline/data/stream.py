@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.permute import Permutation
 from pipeline.data.shards import Corpus, Shard
 
 OPEN_SHARDS = 256  # each mapped shard holds a file handle; a usual limit is 1024 per process
@@ -23,6 +24,10 @@ class Stream:
         self._starts = list(accumulate((s.tokens for s in shards), initial=0))
         self.windows = max(0, self._starts[-1] - 1) // seq
         self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(shards[index]))
+
+    def order(self, index: npt.NDArray[np.int64], seed: int, epoch: int) -> npt.NDArray[np.int64]:
+        """Which windows the epoch's index-th draws are."""
+        return Permutation(self.windows, seed, epoch)(index)
 
     def window(self, number: int) -> Tokens:
         """The tokens of a window: a view into its shard, or a copy where it runs over several."""

@@ -1,12 +1,14 @@
 """Packed rows against the documents they came from, and the fit against first principles."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data import packing
 from pipeline.data.loader import Loader
-from pipeline.data.packing import IGNORE, best_fit, pack
+from pipeline.data.packing import IGNORE, PackedStream, best_fit, count_bins, pack
 from pipeline.data.shards import Corpus
 
 SEQ, ROWS = 64, 14
@@ -21,6 +23,7 @@ def test_best_fit_holds_everything_once_and_tightly(sizes: list[int]) -> None:
     assert all(total <= 50 for total in filled)
     # No two bins could be one: the later one's first item would have gone into the earlier.
     assert all(a + b > 50 for i, a in enumerate(filled) for b in filled[:i])
+    assert count_bins(np.bincount(sizes), 50) == len(bins)
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,6 +65,27 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
                     seen.add((tuple(tokens[i] for i in part), aim))
     assert seen == documents
     assert padding / (loader.windows * SEQ) < 0.02
+
+
+def test_shards_are_packed_late_and_a_few_at_a_time(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch draws every row once and packs every shard once, though only two packings are ever at hand."""
+    monkeypatch.setattr(packing, "PACKED_SHARDS", 2)
+    packed: list[int] = []
+    monkeypatch.setattr(packing, "pack", lambda lengths, seq: packed.append(len(lengths)) or pack(lengths, seq))
+    shards = (corpus.split("train").shards + corpus.split("valid").shards) * 3
+    stream = PackedStream(corpus, shards, 8 * SEQ)
+    assert not packed and len(shards) > 6
+    row = np.empty((3, 8 * SEQ), np.int64)
+    orders = []
+    for epoch in range(2):
+        orders.append(stream.order(np.arange(stream.windows), 7, epoch))
+        assert sorted(orders[-1].tolist()) == list(range(stream.windows))
+        assert np.array_equal(stream.order(np.arange(100, 300), 7, epoch), orders[-1][100:300])
+        packed.clear()
+        for window in orders[-1].tolist():
+            stream.read(window, *row)
+        assert len(shards) - 2 <= len(packed) <= len(shards)
+    assert not np.array_equal(*orders)
 
 
 def test_packed_batches_are_the_same_on_any_world(corpus: Corpus) -> None:
