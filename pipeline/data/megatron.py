@@ -66,6 +66,7 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
     """Ids of each document, its end included whether the corpus had one or not."""
     index = Index(Path(piece.path))
     data = np.memmap(index.path, index.dtype, "r")
+    left = piece.limit
     for number in range(piece.start, piece.stop):
         start = int(index.offsets[number]) // index.dtype.itemsize
         ids = np.asarray(data[start : start + int(index.lengths[number])])
@@ -74,8 +75,11 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
                 f"{index.path}: document {number:,} has id {int(ids.max())}, but {tokenizer.name} has only "
                 f"{tokenizer.vocab:,}; give the tokenizer that made these shards with --tokenizer"
             )
+        left = None if left is None else left - ids.nbytes
         ids = ids.astype(np.uint32)
         yield ids if len(ids) and ids[-1] == tokenizer.eod else np.append(ids, np.uint32(tokenizer.eod))
+        if left is not None and left <= 0:
+            return
 
 
 def text_bytes(ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> int:

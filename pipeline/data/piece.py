@@ -19,6 +19,7 @@ class Piece:
     stop: int
     bytes: int  # how much work it is, roughly
     stamp: int = 0  # changes when the input does
+    limit: int | None = None  # the document in which its text reaches so many bytes is its last
 
 
 Task = tuple[Piece, ...]

@@ -28,7 +28,17 @@ class Malformed:
 
 
 def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
-    """Every document of the piece in order; a text that is yielded is valid Unicode."""
+    """Every document of the piece in order, up to its limit; a text that is yielded is valid Unicode."""
+    left = piece.limit
+    for found in _documents(piece, key):
+        yield found
+        if left is not None:
+            left -= found.bytes if isinstance(found, Malformed) else len(found.encode())
+            if left <= 0:
+                return
+
+
+def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
     try:
         match piece.kind:
             case "text":

@@ -4,6 +4,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data import hub, synthetic
@@ -44,14 +45,18 @@ def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int) -> list[
 
 
 def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> Iterator[Piece]:
-    if limit_bytes is None and source == "python":
-        limit_bytes = BUILT_IN_BYTES
-    taken = 0
+    """Pieces up to the limit, the last one cut: a file of lines at the line it falls into, others at the document."""
+    left = BUILT_IN_BYTES if limit_bytes is None and source == "python" else limit_bytes
     for piece in pieces:
-        if limit_bytes is not None and taken >= limit_bytes:
-            return
+        if left is not None and piece.kind != "synthetic":  # its batches are made whole, as many as it takes
+            if left <= 0:
+                return
+            if piece.kind in ("text", "jsonl") and piece.stop > 0:
+                piece = replace(piece, stop=min(piece.stop, left), bytes=min(piece.bytes, left))
+            else:  # how much text is in it shows only when it is read
+                piece = replace(piece, limit=left)
+            left -= piece.bytes
         yield piece
-        taken += piece.bytes
 
 
 def _inputs(source: str, limit_bytes: int | None, seed: int) -> Iterator[Piece]:

@@ -135,8 +135,27 @@ def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
     tasks = plan([str(tmp_path)], limit_bytes=None, seed=0)
     assert len(tasks) == 3 and len(tasks[-1]) == 6
     assert len(everything([p for t in tasks for p in t])) == 9005
-    limited = plan([str(tmp_path / "small*.jsonl")], limit_bytes=2 * len(line), seed=0)
-    assert len(limited[0]) == 2
+
+
+def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
+    texts = [f"{i:03d} {'x' * 95}" for i in range(100)]
+    for i in range(2):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts[i * 50 : i * 50 + 50])
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    plain = write_jsonl(tmp_path / "all.jsonl", texts).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "c.parquet", row_group_size=70)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+
+    def taken(source: str, limit: int) -> list[str | Malformed]:
+        tasks = plan([f"hf:{tmp_path}/saved" if source == "hf" else str(tmp_path / source)], limit_bytes=limit, seed=0)
+        return everything([piece for task in tasks for piece in task])
+
+    line = len(plain) // 100
+    assert taken("[01].jsonl", 60 * line) == texts[:60] and taken("[01].jsonl", 60 * line + 1) == texts[:61]
+    assert taken("a.txt", 999) == ["\n".join(texts[:10]) + "\n"] and taken("a.txt", 100 * 10 + 1)[0].count("\n") == 11
+    for source in ("b.jsonl.gz", "c.parquet", "hf"):
+        assert taken(source, 990) == texts[:10] and taken(source, 991) == texts[:11]
 
 
 @pytest.mark.parametrize(
