@@ -45,7 +45,7 @@ class Loader:
         packed = packing == "best-fit"
         self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
         self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
-        both = [*self._streams, *self._packed_streams]
+        both: list[Stream | PackedStream] = [*self._streams, *self._packed_streams]
         self._windows, self._orders = [s.windows for s in both], [s.order for s in both]
         if 0 in self._windows:
             raise corpus.too_small(split, seq)
