@@ -58,6 +58,8 @@ def verify(
 
 def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, gpu: bool, as_json: bool) -> bool:
     """Start the processes and print each outcome as it comes; whether all are as they should be."""
+    from pipeline.train.verify import Outcome
+
     with tempfile.TemporaryDirectory() as folder:
         out, noise = Path(folder) / "outcomes.jsonl", Path(folder) / "noise.log"
         out.touch()
@@ -83,7 +85,7 @@ def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, g
             last = noise.read_text(errors="replace").strip().splitlines()[-12:]
             reason = next((line for line in reversed(last) if "Error" in line), "no reason given")
             raise RunError(f"layout {len(rows) + 1} of {len(layouts)} failed: {reason.strip()[:300]}")
-        judged = [_outcome(row) for row in rows]
+        judged = [Outcome(**row) for row in rows]
         if as_json:
             print(
                 json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1)
@@ -91,17 +93,13 @@ def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, g
         return all(each.passed for each in judged)
 
 
-def _outcome(row: dict[str, Any]) -> Any:
-    from pipeline.train.verify import Outcome
-
-    return Outcome(**row)
-
-
 def _print(row: dict[str, Any], *, first: bool) -> None:
+    from pipeline.train.verify import Outcome, weight
+
     if first:
         print(f"{'layout':<42} {'loss':>8} {'norm':>8} {'gradients, worst group':>26} {'tokens':>7}")
-    outcome = _outcome(row)
-    group, worst = max(row["gradients"].items(), key=lambda pair: pair[1])
+    outcome = Outcome(**row)
+    group, worst = max(row["gradients"].items(), key=lambda pair: weight(pair[1]))
     said = "same" if row["tokens"] else "DIFFER"
     if outcome.control:
         verdict = "caught" if outcome.passed else "NOT CAUGHT"

@@ -5,6 +5,7 @@ reference for itself: same weights, same batches, torch's own AdamW and clipping
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -74,8 +75,8 @@ class Outcome:
 
     @property
     def differs(self) -> bool:
-        worst = max(self.loss, self.grad_norm, *self.gradients.values())
-        return not (worst <= self.bound and self.tokens)  # NaN differs
+        worst = max(self.loss, self.grad_norm, *self.gradients.values(), key=weight)
+        return not (worst <= self.bound and self.tokens)
 
     @property
     def passed(self) -> bool:
@@ -90,6 +91,11 @@ class Plain:
     norms: list[float]
     gradients: dict[str, Tensor]
     hashes: list[int]
+
+
+def weight(difference: float) -> float:
+    """By which the worst is found: NaN, which `max` alone may pass over, is below no bound."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def plain(config: RunConfig, device: torch.device) -> Plain:
@@ -153,9 +159,9 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
     everywhere = world.gather(found)
     return Outcome(
         layout.name,
-        max(abs(a - b) for a, b in zip(losses, want.losses, strict=True)),
-        max(abs(a - b) / b for a, b in zip(norms, want.norms, strict=True)),
-        {group: max(each[group] for each in everywhere) for group in found},
+        max((abs(a - b) for a, b in zip(losses, want.losses, strict=True)), key=weight),
+        max((abs(a - b) / b for a, b in zip(norms, want.norms, strict=True)), key=weight),
+        {group: max((each[group] for each in everywhere), key=weight) for group in found},
         tokens,
         BOUND[str(config.train.dtype)],
         layout.control,
@@ -175,7 +181,7 @@ def _differences(
             whole = whole[shared[name][0] : shared[name][0] + len(gradient.view(-1, *whole.shape[1:]))]
         group = _group(name)
         difference = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
-        off[group] = max(off.get(group, 0.0), difference)
+        off[group] = max(off.get(group, 0.0), difference, key=weight)
         size[group] = max(size.get(group, 0.0), want[name].abs().max().item())
     return {group: off[group] / max(size[group], 1e-12) for group in off}
 

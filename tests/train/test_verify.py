@@ -1,9 +1,12 @@
 """Real processes in every layout against one plain torch process, and the error that must be seen."""
 
 import json
+import math
 
 import pytest
+import torch
 
+from pipeline.train.verify import Outcome, _differences
 from tests.conftest import launch
 
 
@@ -42,6 +45,17 @@ def test_bf16_is_held_to_its_own_bound():
     rows = json.loads(launch("verify", *options, "--set", "model.ffn.experts=4", "--set", "model.layers=2").stdout)
     assert all(row["passed"] and row["bound"] == 5e-2 for row in rows) and len(rows) == 3
     assert all(row["loss"] < 1e-2 for row in rows) and rows[-1]["control"]
+
+
+@pytest.mark.parametrize("where", ["loss", "grad_norm", "gradients"])
+def test_what_is_no_number_is_no_pass(where):
+    close = {"loss": 1e-9, "grad_norm": 1e-9, "gradients": {"head": 1e-9, "ffn": 1e-9}}
+    wrong = {**close, where: {"head": 1e-9, "ffn": math.nan} if where == "gradients" else math.nan}
+    row = {"layout": "zero 1", "tokens": True, "bound": 1e-5, "control": False}
+    assert Outcome(**row, **close).passed and not Outcome(**row, **wrong).passed
+    weights = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2, bias=False)})
+    want, got = torch.ones(2, 2), torch.tensor([[math.nan, 1.0], [1.0, 1.0]])
+    assert math.isnan(_differences(iter([("head.weight", got)]), {"head.weight": want}, weights)["head"])
 
 
 def test_an_unknown_layout_is_one_line():
