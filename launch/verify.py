@@ -5,15 +5,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.examples import examples
 from pipeline.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from pipeline.train.verify import Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -60,53 +61,43 @@ def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, g
     """Start the processes and print each outcome as it comes; whether all are as they should be."""
     from pipeline.train.verify import Outcome
 
-    with tempfile.TemporaryDirectory() as folder:
-        out, noise = Path(folder) / "outcomes.jsonl", Path(folder) / "noise.log"
-        out.touch()
-        request = json.dumps({"config": config, "layouts": layouts, "out": str(out)})
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"DS_ACCELERATOR": "cpu"})}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
-        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        with noise.open("wb") as file:
-            process = subprocess.Popen(
-                [*torchrun, *rendezvous, "-m", "pipeline.train.verify", request], env=env, stdout=file, stderr=file
-            )
-        rows: list[dict[str, Any]] = []
-        try:
-            while process.poll() is None or len(rows) < len(out.read_text().splitlines()):
-                for line in out.read_text().splitlines()[len(rows) :]:
+    rows, judged = list[dict[str, Any]](), list[Outcome]()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"DS_ACCELERATOR": "cpu"})}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
+    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "pipeline.train.verify"]
+    with tempfile.TemporaryFile("w+", errors="replace") as noise:
+        request = json.dumps({"config": config, "layouts": layouts})
+        process = subprocess.Popen(
+            [*torchrun, *where, request], env=env, stdout=subprocess.PIPE, stderr=noise, text=True, errors="replace"
+        )
+        assert process.stdout is not None
+        with process:
+            for line in process.stdout:
+                if line.startswith('{"layout":'):  # the rest is DeepSpeed's
                     rows.append(json.loads(line))
+                    judged.append(Outcome(**rows[-1]))
                     if not as_json:
-                        _print(rows[-1], first=len(rows) == 1)
-                time.sleep(0.2)
-        finally:
-            process.kill() if process.poll() is None else None
+                        _print(judged[-1], first=len(rows) == 1)
         if len(rows) < len(layouts):
-            last = noise.read_text(errors="replace").strip().splitlines()[-12:]
+            noise.seek(0)
+            last = noise.read().strip().splitlines()[-12:]
             reason = next((line for line in reversed(last) if "Error" in line), "no reason given")
             raise RunError(f"layout {len(rows) + 1} of {len(layouts)} failed: {reason.strip()[:300]}")
-        judged = [Outcome(**row) for row in rows]
-        if as_json:
-            print(
-                json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1)
-            )
-        return all(each.passed for each in judged)
+    if as_json:
+        print(json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1))
+    return all(each.passed for each in judged)
 
 
-def _print(row: dict[str, Any], *, first: bool) -> None:
-    from pipeline.train.verify import Outcome, weight
+def _print(outcome: "Outcome", *, first: bool) -> None:
+    from pipeline.train.verify import weight
 
     if first:
         print(f"{'layout':<42} {'loss':>8} {'norm':>8} {'gradients, worst group':>26} {'tokens':>7}")
-    outcome = Outcome(**row)
-    group, worst = max(row["gradients"].items(), key=lambda pair: weight(pair[1]))
-    said = "same" if row["tokens"] else "DIFFER"
+    group, worst = max(outcome.gradients.items(), key=lambda pair: weight(pair[1]))
+    said = "same" if outcome.tokens else "DIFFER"
     if outcome.control:
         verdict = "caught" if outcome.passed else "NOT CAUGHT"
     else:
-        verdict = "pass" if outcome.passed else f"FAIL: above {row['bound']:.0e}"
-    gradients = f"{group} {worst:.1e}"
-    print(
-        f"{row['layout']:<42} {row['loss']:>8.1e} {row['grad_norm']:>8.1e} {gradients:>26} {said:>7}  {verdict}",
-        flush=True,
-    )
+        verdict = "pass" if outcome.passed else f"FAIL: above {outcome.bound:.0e}"
+    numbers = f"{outcome.loss:>8.1e} {outcome.grad_norm:>8.1e} {f'{group} {worst:.1e}':>26}"
+    print(f"{outcome.layout:<42} {numbers} {said:>7}  {verdict}", flush=True)

@@ -39,8 +39,7 @@ def shares(model: Model, ranks: int) -> list[int]:
 
 def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
     """What divides a reader's share of the batch."""
-    assert config.train.batch_tokens != "auto"
-    rows = config.train.batch_tokens // config.model.seq * sp // ranks
+    rows = config.rows * sp // ranks
     return [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
 
 
@@ -89,7 +88,8 @@ def check(
     if memory_bytes is None:
         return
     have = memory_bytes if shared else int(USABLE * memory_bytes)
-    where = config.parallel.model_copy(update={"offload": Offload()})  # what a CPU offloads stays in its memory
+    away = config.parallel.offload if config.parallel.offload.nvme else Offload()  # else it stays in a CPU's memory
+    where = config.parallel.model_copy(update={"offload": away})
     held = config.model_copy(update={"parallel": where}) if shared else config
 
     def need(layout: Layout) -> int:

@@ -155,6 +155,7 @@ GIB = 2**30
             {"parallel.offload.params": "cpu"},
             ["needs the shards of ZeRO-3, not zero=1", "--zero 3"],
         ),
+        ("tiny", "dense", 2, None, {"parallel.offload.optimizer": "nvme"}, ["give --set parallel.offload.path=DIR"]),
         ("1b", "dense", 8, 80 * GIB, {"model.seq": 524288}, ["try --sp 2 --set train.recompute=true"]),
         ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
         ("tiny", "dense", 2, GIB // 64, {}, ["take a smaller --size"]),

@@ -26,6 +26,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.files import digest, replace
 from pipeline.parallel import fragments
+from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import TIMEOUT, World
@@ -51,7 +52,8 @@ class Saver:
         self._copied: torch.cuda.Event | None = None
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._host = self._thread.submit(_host_memory, self._live(), pinned=world.device.type == "cuda")
+        disk = config.parallel.offload.path if config.parallel.offload.nvme else None
+        self._host = self._thread.submit(_host_memory, self._live(), disk, pinned=world.device.type == "cuda")
         engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def save(self, step: int) -> Saved | None:
@@ -137,7 +139,7 @@ class Saver:
 
     def _check_space(self, step: int) -> None:
         need, free = checkpoint_bytes(self._config.model), shutil.disk_usage(self._root).free
-        if self._world.agree(free < need):
+        if any(self._world.gather(free < need)):
             raise self._error(OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free"), step)
 
     def _error(self, error: BaseException, step: int) -> RunError:
@@ -153,8 +155,9 @@ class Saver:
         return RunError(f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume")
 
 
-def _host_memory(live: list[Fragment], *, pinned: bool) -> list[Tensor]:
+def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:
     """Room for the copies, in one piece, held for the whole run: pinning it takes longer than a save may."""
     sizes = [-(-f.data.nbytes // _ALIGN) * _ALIGN for f in live]
-    room = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned), sizes)
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned and not disk)
+    room = torch.split(on_disk(whole, disk) if disk else whole, sizes)
     return [part[: f.data.nbytes].view(f.data.dtype) for part, f in zip(room, live, strict=True)]

@@ -88,13 +88,26 @@ class Train(Frozen):
 class Offload(Frozen):
     """What a GPU does not hold between its uses, and where it lies instead."""
 
-    optimizer: Literal["cpu"] | None = None  # masters and moments; the CPU updates them
-    params: Literal["cpu"] | None = None
+    optimizer: Literal["cpu", "nvme"] | None = None  # masters and moments; the CPU updates them
+    params: Literal["cpu", "nvme"] | None = None
+    path: str | None = None  # of nvme: a directory on a disk of each node
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> "Offload":
+        if self.nvme and self.path is None:
+            raise ValueError(
+                "offload to nvme needs a place; give --set parallel.offload.path=DIR, on a disk of each node"
+            )
+        return self
+
+    @property
+    def nvme(self) -> bool:
+        return "nvme" in (self.optimizer, self.params)
 
     @property
     def least_zero(self) -> int:
         """The first ZeRO stage that can."""
-        return 3 if self.params else 1 if self.optimizer else 0
+        return 3 if self.params or self.nvme else 1 if self.optimizer else 0
 
 
 class Parallel(Frozen):
@@ -209,6 +222,12 @@ class RunConfig(Frozen):
     train: Train
     parallel: Parallel
     cluster: Cluster
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a global batch."""
+        assert self.train.batch_tokens != "auto", "resolve the recipe first"
+        return self.train.batch_tokens // self.model.seq
 
     @model_validator(mode="after")
     def _referee(self) -> Self:

@@ -54,7 +54,7 @@ def _model(config: RunConfig, world: World) -> Decoder:
     if experts is not None:
         from pipeline.parallel.expert import announce
 
-        announce(model, ep, world.rank)
+        announce(model, ep)
     if train.fp8:
         if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
             name = torch.cuda.get_device_name(world.device)

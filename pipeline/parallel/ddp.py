@@ -79,10 +79,7 @@ class DDPEngine:
         module, replica = self._accelerator.unwrap_model(self._model), (self._world.rank, self._world.size)
         pieces = [Piece(name, p, p, 0, 0, p.numel(), replica) for name, p in module.named_parameters()]
         fragments.ready(pieces, self.optimizer)
-        return [
-            *fragments.state(pieces, self.optimizer, share=share),
-            *fragments.buffers(module, replica, share=share),
-        ]
+        return [*fragments.state(pieces, self.optimizer, share=share), *fragments.buffers(module, replica, share=share)]
 
     def adopt(self) -> None:
         pass  # the weights are their own masters

@@ -112,29 +112,13 @@ class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[mi
         self.dispatch = AllToAll(groups._get_expert_parallel_group(self.ep_group_name))
 
 
-def announce(model: nn.Module, ep: int, rank: int) -> None:
+def announce(model: nn.Module, ep: int) -> None:
     """Present the routed layers of a model, built with this rank's experts, to DeepSpeed (internals of 0.19.8)."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    name = f"ep_size_{ep}"
     for layer in layers:
         layer.__class__ = _Announced
-        total, local, ep_rank = layer.router.cfg.experts, len(layer.experts.up), rank % ep
-        layer.num_experts, layer.num_local_experts, layer.ep_size, layer.ep_rank = total, local, ep, ep_rank
-        layer.ep_group_name = group_name(ep)
-        placement = announced.legacy_uniform_autoep_placement_descriptor(total, local, ep)
-        layer.expert_placement_descriptor = placement
+        layer.num_experts, layer.ep_size, layer.ep_group_name = layer.router.cfg.experts, ep, name
         for stack in layer.experts.parameters():
-            shape = [total, *stack.shape[1:]]
-            stack.allreduce, stack.group_name = False, group_name(ep)
-            stack.ds_zero_placement_family, stack.ds_zero_partition_group_name = "autoep_expert", group_name(ep)
-            meta = {
-                announced.AUTOEP_EXPERT_PLACEMENT: placement,
-                announced.AFFINE_MAP: announced.autoep_placement_to_affine_map(placement, shape).to_dict(),
-                announced.AUTOEP_PARAM_LOGICAL_SHAPE: shape,
-                announced.AUTOEP_PARAM_EP_RANK: ep_rank,
-                announced.AUTOEP_PARAM_LOCAL_EXPERTS: list(announced.autoep_experts_for_rank(placement, ep_rank)),
-            }
-            setattr(stack, announced.DS_AUTOEP_UC_META, meta)
-
-
-def group_name(ep: int) -> str:
-    return f"ep_size_{ep}"
+            stack.allreduce, stack.group_name = False, name
+            stack.ds_zero_placement_family, stack.ds_zero_partition_group_name = "autoep_expert", name

@@ -6,7 +6,7 @@ rank holds.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,12 +77,14 @@ def split(
         yield Fragment(f"{key}.{expert[0] + local}", shape[1:], low - local * unit, run[low - offset : high - offset])
 
 
-def ready(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> None:
+def ready(
+    pieces: Iterable[Piece], optimizer: torch.optim.Optimizer, room: Callable[[Tensor], Tensor] = torch.zeros_like
+) -> None:
     """Adam's moments exist from its first step on; a run that is loaded needs them before."""
     for piece in pieces:
         if not optimizer.state[piece.master]:
             step = torch.zeros((), dtype=torch.float32, device=piece.master.device)
-            moments = {moment: torch.zeros_like(piece.master.detach()) for moment in MOMENTS}
+            moments = {moment: room(piece.master.detach()) for moment in MOMENTS}
             optimizer.state[piece.master] = {"step": step, **moments}
 
 

@@ -71,10 +71,6 @@ class World:
         top, bottom = both.chunk(2)
         return top != ~bottom
 
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        return bool(self.sum([float(flag)]).item())
-
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank, in rank order."""
         out = [value] * self.size

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
 from pipeline.optim.groups import adamw, set_rate
 from pipeline.parallel import fragments
+from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import TIMEOUT, World
@@ -58,6 +60,8 @@ class ZeroEngine:
             self.optimizer.state.clear()  # DeepSpeed has taken a step with gradients of zero, at the rate of zero
         assert self._engine.has_moe_layers == (self._ep > 1), "DeepSpeed did not recognise the routed layers"
         self._ask_before_stepping()
+        if config.parallel.offload.nvme:
+            self._move_to_disk(config.parallel.offload)
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
         set_rate(self._optimizer, lr)
@@ -80,6 +84,21 @@ class ZeroEngine:
                 self._engine.step()
         routing = balance(self._engine.module, routings, self._world) if self._accepted else None
         return Update(torch.stack(nlls).mean(), self._grad_norm, routing)
+
+    @torch.no_grad()
+    def _move_to_disk(self, offload: Offload) -> None:
+        """What DeepSpeed keeps in host memory becomes mapped files: no op to build, and everything stays a tensor to
+        whoever reads it. Its own NVMe swapping leaves a checkpoint nothing to look at."""
+        wrapper, room = self._optimizer, partial(on_disk, folder=str(offload.path))
+        if offload.params == "nvme":
+            for group, flat in enumerate(wrapper.fp16_partitioned_groups_flat):
+                wrapper.fp16_partitioned_groups_flat[group] = mapped = room(flat)
+                wrapper._move_to_flat_buffer(wrapper.fp16_groups[group], mapped)
+            wrapper.param_groups_fp16_flat_cpu_memory.clear()
+        if offload.optimizer == "nvme":
+            for master in wrapper.fp32_partitioned_groups_flat:
+                master.data = room(master).copy_(master)
+            fragments.ready(self._pieces(), self.optimizer, room)
 
     def _ask(self, norm: Tensor) -> bool:
         self._grad_norm, self._accepted = norm, self._accept(norm)
@@ -216,11 +235,10 @@ class ZeroEngine:
 
 def _config(config: RunConfig, world: World) -> dict[str, Any]:
     train, micro = config.train, config.train.micro_batch
-    assert train.batch_tokens != "auto" and micro != "auto", "resolve the recipe first"
-    rows = train.batch_tokens // config.model.seq
+    assert micro != "auto", "resolve the recipe first"
     return {
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": rows // micro // (world.size // config.parallel.sp),
+        "gradient_accumulation_steps": config.rows // micro // (world.size // config.parallel.sp),
         "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {"stage": config.parallel.zero, **_offload(config.parallel.offload)},
@@ -232,4 +250,4 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
 
 def _offload(to: Offload) -> dict[str, Any]:
     places = {"offload_optimizer": to.optimizer, "offload_param": to.params}
-    return {part: {"device": place} for part, place in places.items() if place}
+    return {part: {"device": "cpu"} for part, place in places.items() if place}

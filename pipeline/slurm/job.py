@@ -58,9 +58,8 @@ class Allocation:
 
 def whole(here: Allocation, config: RunConfig) -> Allocation:
     """As many of the allocated nodes as cut the global batch evenly: a run that shrinks or grows keeps its batch."""
-    micro, share = config.train.micro_batch, config.parallel
-    assert isinstance(config.train.batch_tokens, int) and isinstance(micro, int)
-    rows = config.train.batch_tokens // config.model.seq
+    micro, share, rows = config.train.micro_batch, config.parallel, config.rows
+    assert isinstance(micro, int)
     for nodes in range(here.nodes, 0, -1):
         ranks = nodes * here.tasks
         if ranks % share.ep == ranks % share.sp == 0 == rows % (ranks // share.sp * micro):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline import account
 from pipeline.checkpoint.save import Saver
 from pipeline.config.schema import RunConfig
-from pipeline.data.loader import Loader, prefetch
+from pipeline.data.loader import prefetch
 from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
 from pipeline.layout import Layout, memory
@@ -32,7 +32,7 @@ from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.track.log import Log
 from pipeline.track.tracker import Fan, LocalLog
-from pipeline.train.evaluate import cut
+from pipeline.train.evaluate import cut, loader
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.meter import peak_flops, peak_memory_bytes
@@ -113,23 +113,20 @@ def train(
 
 def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> float:
     """As the loop does it at its barest: update, one sum over ranks, one read of the loss."""
-    assert isinstance(config.train.micro_batch, int) and isinstance(config.optim.lr, float)
-    update = worker.update(cut(batch, config.train.micro_batch, world), config.optim.lr)
+    assert isinstance(config.optim.lr, float)
+    update = worker.update(cut(batch, config, world), config.optim.lr)
     loss, _ = world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
     return float(loss) / world.size
 
 
 def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator[Batch]:
-    assert isinstance(config.train.batch_tokens, int)
-    seq, rows = config.model.seq, config.train.batch_tokens // config.model.seq
     reader, readers = world.reader(config.parallel.sp)
     if corpus is not None:
-        loader = Loader(corpus, "train", seq=seq, rows=rows, seed=config.seed)
-        pin = world.device.type == "cuda"
-        yield from (batch for _, batch in prefetch(loader, 0, sys.maxsize, reader, readers, pin=pin))
+        of, pin = loader(config, corpus, "train"), world.device.type == "cuda"
+        yield from (batch for _, batch in prefetch(of, 0, sys.maxsize, reader, readers, pin=pin))
     for step in itertools.count():
         generator = torch.Generator().manual_seed(step * readers + reader)
-        tokens = torch.randint(config.model.vocab, (rows // readers, seq + 1), generator=generator)
+        tokens = torch.randint(config.model.vocab, (config.rows // readers, config.model.seq + 1), generator=generator)
         yield Batch(tokens[:, :-1], tokens[:, 1:], 0)
 
 
@@ -169,8 +166,8 @@ def _compare(
     first_loss: float,
 ) -> Figures:
     """Another trainer of the same shape on the same batches, step by step in turn."""
-    micro, cuda = config.train.micro_batch, world.device.type == "cuda"
-    assert isinstance(micro, int) and isinstance(config.train.batch_tokens, int)
+    cuda = world.device.type == "cuda"
+    assert isinstance(config.train.batch_tokens, int)
     ours_bytes = torch.cuda.memory_allocated() if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -180,7 +177,7 @@ def _compare(
         return _step(worker, batch, config, world)
 
     def their_step(batch: Batch) -> float:
-        return float(theirs.step(cut(batch, micro, world)).item())
+        return float(theirs.step(cut(batch, config, world)).item())
 
     their_loss = their_step(next(batches))
     yield "first loss, ours and HF's", f"{first_loss:.3f} {their_loss:.3f}"
@@ -269,8 +266,8 @@ def _hash_s(batch: Batch) -> float:
 
 def _reads(worker: Engine, batch: Batch, config: RunConfig, world: World) -> str:
     """How often and where the host waits for a number of its device, beside the one reading of the loop."""
-    assert isinstance(config.train.micro_batch, int) and isinstance(config.optim.lr, float)
-    micros = cut(batch, config.train.micro_batch, world)
+    assert isinstance(config.optim.lr, float)
+    micros = cut(batch, config, world)
     if world.device.type == "cuda":
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

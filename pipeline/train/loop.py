@@ -101,10 +101,9 @@ class Loop:
         if self.guard.leaves_out(done):
             self._record("event", done, event="omit", reason="the run went back past this batch")
             return False
-        micro, peak = self.config.train.micro_batch, self.config.optim.lr
-        assert isinstance(micro, int) and isinstance(peak, float)
-        lr = rate(self.config.optim.schedule, peak, step, self.steps)
-        update = self.engine.update(cut(batch, micro, self.world), lr, partial(self._accept, done, batch))
+        assert isinstance(self.config.optim.lr, float)
+        lr = rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
+        update = self.engine.update(cut(batch, self.config, self.world), lr, partial(self._accept, done, batch))
         self.replicas.remember((done + 1) % self.config.train.check_every == 0)
         speed, seen = self.meter.step(), self._seen
         values = {"loss": seen.loss, "grad_norm": seen.grad_norm, "lr": lr, "hash": seen.hash}

@@ -239,11 +239,7 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
     if config.train.auto_batch and not chosen:
         config, note = widen(config, ranks, devices.memory_bytes, devices.name, shared=not devices.gpus)
     check(
-        config,
-        request.fewest or ranks,
-        memory_bytes=devices.memory_bytes,
-        device=devices.name,
-        shared=not devices.gpus,
+        config, request.fewest or ranks, memory_bytes=devices.memory_bytes, device=devices.name, shared=not devices.gpus
     )
     return config, note
 

@@ -8,7 +8,6 @@ from pipeline.checkpoint.load import begin, find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
 from pipeline.parallel.build import engine
@@ -18,7 +17,7 @@ from pipeline.track.console import Console
 from pipeline.track.log import Log, read
 from pipeline.track.tracker import Fan, LocalLog, Tracker
 from pipeline.train import faults
-from pipeline.train.evaluate import Evaluator
+from pipeline.train.evaluate import Evaluator, loader
 from pipeline.train.goodput import beginning, goodput
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
@@ -35,17 +34,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
         directory.lock()
     config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
     corpus = _corpus(config)
-    assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
-    rows = config.train.batch_tokens // config.model.seq
-    loader = Loader(
-        corpus,
-        "train",
-        seq=config.model.seq,
-        rows=rows,
-        seed=config.seed,
-        packing=config.data.packing,
-        boundaries=config.data.documents,
-    )
+    batches = loader(config, corpus, "train")
     with closing(Watch(directory, world, config.train.hang_s)) as watch:
         worker, back = engine(config, world), None
         evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)
@@ -55,7 +44,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
             guard = Guard(world.first_says(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
-                return loop.train(loader, evaluator, start)
+                return loop.train(batches, evaluator, start)
             except RollbackError as trouble:
                 watch.enter("rollback", trouble.last)
                 saver.wait()

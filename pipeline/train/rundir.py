@@ -95,15 +95,12 @@ class RunDir:
 
     def claim(self) -> int:
         """Hold the directory for this launcher, before anything is in it: of two first launches one is refused."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None
         return self.lock(".launch")
 
     def lock(self, name: str = ".lock") -> int:
         """Hold the run for this process; the kernel lets go when it dies, however it dies."""
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / name, os.O_CREAT | os.O_RDWR, 0o644)
         except OSError as error:
             raise RunError(f"--out {self.path} cannot be written: {error.strerror}; choose another directory") from None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import psutil
 
@@ -29,6 +28,7 @@ _STRAY_WAIT_S = 60.0
 _SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
 _KILLED = re.compile(rb"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the first process to fail
 Wish = tuple[float, int]  # when, and which signal
+_Group = tuple["subprocess.Popen[bytes]", Path]  # torchrun, and the file it complains to
 
 
 def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: bool = False, track: bool = True) -> str:
@@ -48,11 +48,6 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     return note
 
 
-class _Group(NamedTuple):
-    agent: "subprocess.Popen[bytes]"
-    noise: Path
-
-
 class _Groups:
     """The group that trains and, when it has done so for a while, one that stands ready to take its place: its workers
     have imported everything, which is most of a start, and wait for a word."""
@@ -65,15 +60,15 @@ class _Groups:
 
     @property
     def spare_pid(self) -> int:
-        return self._spare.agent.pid if self._spare else -1
+        return self._spare[0].pid if self._spare else -1
 
     def take(self) -> _Group:
         """The spare if it lives, else a new one; its workers begin."""
         group, self._spare = self._spare, None
-        if group is None or group.agent.poll() is not None:
+        if group is None or group[0].poll() is not None:
             group = self._new()
-        assert group.agent.stdin is not None
-        with contextlib.suppress(BrokenPipeError), group.agent.stdin as word:
+        assert group[0].stdin is not None
+        with contextlib.suppress(BrokenPipeError), group[0].stdin as word:
             word.write(b"." * self._nproc)  # each takes one
         self._taken, self._trains = time.time(), 0.0
         return group
@@ -88,8 +83,8 @@ class _Groups:
 
     def close(self) -> None:
         if self._spare is not None:
-            self._spare.agent.terminate()
-            self._spare.agent.wait()
+            self._spare[0].terminate()
+            self._spare[0].wait()
 
     def _new(self) -> _Group:
         noise = self._logs / f"torchrun-{time.time_ns()}.log"
@@ -99,7 +94,7 @@ class _Groups:
                 self._command, env=self._env, stdin=subprocess.PIPE, stderr=file, start_new_session=True,
                 preexec_fn=end_with_parent,
             )  # fmt: skip
-        return _Group(agent, noise)
+        return agent, noise
 
 
 def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,8 +98,7 @@ def weight(difference: float) -> float:
 
 
 def plain(config: RunConfig, device: torch.device) -> Plain:
-    micro = config.train.micro_batch
-    assert isinstance(micro, int) and isinstance(config.optim.lr, float) and config.train.loss_chunk != "auto"
+    assert config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk)
@@ -111,7 +109,7 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
     losses, norms, hashes, first = [], [], [], dict[str, Tensor]()
     for step in range(STEPS):
         batch = _batch(config, step, alone)
-        micros, nlls, routings = cut(batch, micro, alone), [], []
+        micros, nlls, routings = cut(batch, config, alone), [], []
         for each in micros:
             out: Losses = model(*each)
             (out.total / len(micros)).backward()  # type: ignore[no-untyped-call]
@@ -135,8 +133,8 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
 def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -> Outcome:
     over = {"parallel": {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}}
     config = validate(RunConfig, merge(config.model_dump(), over))
-    micro, lr = config.train.micro_batch, config.optim.lr
-    assert isinstance(micro, int) and isinstance(lr, float) and config.train.dtype in BOUND
+    lr = config.optim.lr
+    assert isinstance(lr, float) and config.train.dtype in BOUND
     worker = engine(config, world)
     if layout.control:
         part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
@@ -152,7 +150,7 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
 
     for step in range(STEPS):
         batch = _batch(config, step, world)
-        update = worker.update(cut(batch, micro, world), lr, look)
+        update = worker.update(cut(batch, config, world), lr, look)
         losses.append(world.sum([], first=update.nll).item() / world.size)
         norms.append(float(update.grad_norm))
         tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step] * layout.sp % 2**64
@@ -196,9 +194,7 @@ def _group(name: str) -> str:
 def _batch(config: RunConfig, step: int, world: World) -> Batch:
     """Rows of a seeded draw, hashed as the loader hashes its own. In the second step every token is the same: all
     choose the same experts, and some ranks' get none."""
-    assert isinstance(config.train.batch_tokens, int)
-    seq, vocab = config.model.seq, config.model.vocab
-    rows = config.train.batch_tokens // seq
+    seq, vocab, rows = config.model.seq, config.model.vocab, config.rows
     generator = torch.Generator().manual_seed(config.seed * 1000 + step)
     tokens = torch.randint(vocab, (rows, seq + 1), generator=generator)
     if step == 1:
@@ -211,17 +207,17 @@ def _batch(config: RunConfig, step: int, world: World) -> Batch:
 
 
 def main(arguments: list[str]) -> int:
-    """One of the processes: the config and the layouts come as JSON, the outcomes go to a file as they are known."""
+    """One of the processes: the config and the layouts come as JSON, the outcomes are printed as they are known."""
     end_with_parent()
     request: dict[str, Any] = json.loads(arguments[0])
     world = World.from_environment(os.environ)
     config = RunConfig.model_validate(request["config"])
     want = plain(config, world.device)
-    with Path(request["out"]).open("a") as out:
-        for layout in request["layouts"]:
-            outcome = held_against(config, want, Layout(**layout), world)
-            if world.first:
-                print(json.dumps(asdict(outcome)), file=out, flush=True)
+    for layout in request["layouts"]:
+        outcome = held_against(config, want, Layout(**layout), world)
+        if world.first:
+            sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+            sys.stdout.flush()
     return 0
 
 

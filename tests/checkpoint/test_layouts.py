@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,19 @@ from tests.conftest import environment
 
 STEPS = 5
 BF16 = {"train": {"dtype": "bf16"}}
+DISK = {"optimizer": "nvme", "params": "nvme", "path": tempfile.gettempdir()}
 # processes, ZeRO, expert parallel, sequence parallel, resumed from
 CHAIN = ((2, 1, 2, 1, 1), (1, 0, 1, 1, 2), (3, 3, 1, 1, 3), (4, 3, 2, 2, 4))
 CONVERTED = {  # processes, settings
     "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
     "bf16, zero 0": (2, {"parallel": {"zero": 0, "ep": 1}, **BF16}),
     "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0, "ep": 1}}),
-    "zero 3, offloaded": (2, {"parallel": {"zero": 3, "ep": 1, "offload": {"optimizer": "cpu", "params": "cpu"}}}),
+    "zero 3, on a disk": (2, {"parallel": {"zero": 3, "ep": 2, "offload": DISK}, **BF16}),
 }
 RESUMED = {
     "zero 0": (2, {"parallel": {"zero": 0}}),
     "zero 2, offloaded": (2, {"parallel": {"zero": 2, "offload": {"optimizer": "cpu"}}}),
+    "zero 3, on a disk": (2, {"parallel": {"zero": 3, "offload": DISK}}),
     "bf16, zero 0": (2, {"parallel": {"zero": 0}, **BF16}),
     "bf16, zero 1": (2, {"parallel": {"zero": 1}, **BF16}),
     "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
@@ -97,6 +100,8 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
         assert there.manifest.adam_steps == STEPS
         got = tensors(there)
         assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want), layout
+    files = (tmp_path / "zero 3, on a disk" / "maps").read_text().count(f"{tempfile.gettempdir()}/tmp")
+    assert files >= 5  # weights, masters, two moments and the copy to be saved
 
 
 def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):

@@ -78,6 +78,8 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
         saver = Saver(worker, config, Path(to), world)
         saver.save(found.step)
         saver.wait()
+        if world.first:
+            shutil.copy("/proc/self/maps", Path(to) / "maps")
 
     fork(nproc, work)
 
