@@ -106,7 +106,7 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
         position = piece.start
         if position > 0:  # the line that runs into this stretch belongs to the one before
             file.seek(position - 1)
-            position += _skip_line(file) - 1
+            position += _skip_line(file, piece.stop - position + 1) - 1
         while piece.stop < 0 or position < piece.stop:
             line = _read_line(file, piece)
             if not line:
@@ -168,9 +168,9 @@ def _read_line(file: IO[bytes], piece: Piece) -> bytes:
         raise DataError(f"{piece.path}: the compressed stream is broken ({error}); fetch the file again") from error
 
 
-def _skip_line(file: IO[bytes]) -> int:
+def _skip_line(file: IO[bytes], most: int = 2**63) -> int:
     skipped = 0
-    while block := file.readline(MB):
+    while block := file.readline(min(MB, most - skipped)):
         skipped += len(block)
         if block.endswith(b"\n"):
             break

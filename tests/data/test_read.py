@@ -118,6 +118,15 @@ def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert start <= item.position < start + len(line)
 
 
+def test_a_line_over_many_pieces_is_not_read_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 1 GB line in 64 pieces took 32 GB of reading."""
+    skip, skipped = reading._skip_line, []
+    monkeypatch.setattr(reading, "_skip_line", lambda *given: skipped.append(skip(*given)) or skipped[-1])
+    path = write_jsonl(tmp_path / "a.jsonl", ["first", "x" * 1_000_000, "last"])
+    assert everything(pieces(path, "jsonl", list(range(0, 1_000_000, 1000)))) == ["first", "x" * 1_000_000, "last"]
+    assert sum(skipped) < 1_100_000
+
+
 def test_binary_and_invalid_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc\0def")
     (tmp_path / "b.txt").write_bytes(b"abc\xffdef")
