@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,17 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
+from pipeline.objective.batch import Batch
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.recipe import resolve
+from pipeline.track.tracker import Fan
 from pipeline.train.guard import Guard
-from pipeline.train.replicas import Replicas
+from pipeline.train.loop import Loop
+from pipeline.train.replicas import DivergenceError, Replicas
+from pipeline.train.rundir import RunDir
+from pipeline.train.stop import Stop
 
 LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
 VOCAB, SEQ = 64, 16
@@ -152,10 +158,25 @@ def clean(count: int) -> list[str]:
     return alarms
 
 
+def looped(save: bool) -> str:
+    """What the real loop says of a flip between two steps, or before a checkpoint; it needs no more than this here."""
+    worker = engine(config("deepspeed", 1), WORLD)
+    loop = Loop(config("deepspeed", 1), RunDir(Path()), worker, WORLD, Fan([]), Stop(), None, Guard([]), None)
+    rows = [Batch(*micro[:2], 0) for step in range(2) for micro in batch(step)]
+    loop.step(0, rows[0], 0.0)
+    if WORLD.rank == 1:
+        flip(worker.held().everywhere, random.Random(1))
+    try:
+        loop.save(1) if save else loop.step(1, rows[1], 0.0)
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
 if __name__ == "__main__":
     struck, steps = (int(argument) for argument in sys.argv[1:])
     seen = {f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS}
     caught = {f"{name} {zero}": flips(name, zero, struck // len(LAYOUTS)) for name, zero in LAYOUTS}
-    alarms = clean(steps)
+    alarms, told = clean(steps), [looped(save=False), looped(save=True)]
     if WORLD.first:
-        print("RESULT", json.dumps({"skipped": seen, "caught": caught, "alarms": alarms}))
+        print("RESULT", json.dumps({"skipped": seen, "caught": caught, "alarms": alarms, "looped": told}))

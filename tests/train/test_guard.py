@@ -80,6 +80,7 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
     assert all(all(layout.values()) for layout in seen["skipped"].values()), seen["skipped"]
     assert sum(seen["caught"].values()) == 50, seen["caught"]
     assert seen["alarms"] == []
+    assert all("the weights of rank 1 changed" in told for told in seen["looped"]), seen["looped"]
 
 
 @pytest.fixture(scope="module")
