@@ -15,6 +15,8 @@ from typing import Any
 import xxhash
 
 from pipeline.checkpoint.store import Index
+from pipeline.config.dump import to_toml
+from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.files import digest, replace, sync_directory
 
@@ -44,8 +46,11 @@ class Checkpoint:
         return self.manifest.step
 
 
-def commit(aside: Path, final: Path, manifest: Manifest) -> None:
+def commit(aside: Path, config: RunConfig, manifest: Manifest) -> None:
     """One rename makes the checkpoint exist, when all of it is on the disk."""
+    final = aside.with_name(f"step-{manifest.step:08d}")
+    replace(aside / CONFIG, to_toml(config).encode())
+    manifest.files[CONFIG] = digest(aside / CONFIG)
     content = asdict(manifest)
     replace(aside / _NAME, json.dumps({**content, "seal": _seal(content)}).encode())
     if final.exists():  # of a run that was rolled back past it

@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.account import checkpoint_bytes
 from pipeline.checkpoint import manifest, store
-from pipeline.checkpoint.manifest import CONFIG, Manifest
+from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.random import random_state
-from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.files import digest, replace
+from pipeline.files import digest
 from pipeline.parallel import fragments
 from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Engine
@@ -105,7 +104,7 @@ class Saver:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def _write(self, step: int, count: int, copies: list[Fragment]) -> None:
-        final, aside = self._root / f"step-{step:08d}", self._root / f".step-{step:08d}.tmp"
+        aside = self._root / f".step-{step:08d}.tmp"
         if self._copied is not None:
             self._copied.synchronize()
         try:
@@ -118,12 +117,10 @@ class Saver:
             sums = {p.name: digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
             parts = self._gather((sums, {f.key: list(f.shape) for f in copies}))
             if self._world.first:
-                replace(aside / CONFIG, to_toml(self._config).encode())
                 files = {name: each for part, _ in parts for name, each in part.items()}
-                files[CONFIG] = digest(aside / CONFIG)
                 shapes = {key: shape for _, part in parts for key, shape in part.items()}
                 about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
-                manifest.commit(aside, final, about)
+                manifest.commit(aside, self._config, about)
                 train = self._config.train
                 manifest.prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
         except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as RuntimeError

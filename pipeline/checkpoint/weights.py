@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
-from pipeline.config.dump import to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.files import digest, replace
+from pipeline.files import digest
 from pipeline.model.build import build
 from pipeline.model.stack import Decoder
 from pipeline.parallel.fragments import WEIGHTS, Fragment, buffers, split
@@ -56,17 +55,16 @@ def load_weights(directory: Path, *, dtype: torch.dtype | None = None) -> Weight
 
 def save_weights(model: Decoder, config: RunConfig, root: Path) -> None:
     """A checkpoint at step 0 with no optimizer: what a new run can begin with."""
-    aside, final = root / ".step-00000000.tmp", root / "step-00000000"
+    aside = root / ".step-00000000.tmp"
     aside.mkdir(parents=True)
     held = list(buffers(model, (0, 1), share=True))
     for name, p in model.named_parameters():
         flat = p.detach().contiguous().view(-1)
         held += split(f"{WEIGHTS}/{name}", tuple(p.shape), getattr(p, "expert", None), 0, flat)
     index = store.write(aside, held, None)
-    replace(aside / CONFIG, to_toml(config).encode())
     files = {p.name: digest(p) for p in aside.iterdir()}
     shapes = {f.key: list(f.shape) for f in held}
-    manifest.commit(aside, final, Manifest(manifest.VERSION, 0, 0, 1, shapes, index, files))
+    manifest.commit(aside, config, Manifest(manifest.VERSION, 0, 0, 1, shapes, index, files))
 
 
 def load_model(
