@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -201,13 +201,12 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
 
     last: dict[str, Any] = {}
     step, goodput = 0, None
-    log = path / "log.jsonl"
-    for record in read(log) if log.exists() else ():
+    for record in read(path / "log.jsonl"):
         step = max(step, int(record.get("step", 0)))
         if record.get("kind") == "eval":
             last = record
         goodput = record.get("goodput", goodput)
-    status: Literal["finished", "stopped"] = "finished" if step >= steps else "stopped"
+    status = "finished" if step >= steps else "stopped"
     if as_json:
         about = {"run": str(path), "status": status, "step": step, "steps": steps, "goodput": goodput}
         print(json.dumps({**about, "eval": last or None}))

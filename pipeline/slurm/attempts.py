@@ -53,13 +53,12 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
 
 
 def past(run: Path) -> list[Record]:
-    path = run / FILE
-    return list(read(path)) if path.exists() else []
+    return list(read(run / FILE))
 
 
 def ending(run: RunDir, job: str, began: float, code: int, asked: str | None, said: str, max_restarts: int) -> Ending:
     """From the run's log, its faults since the job began, and what srun said."""
-    records = list(read(run.log)) if run.log.exists() else []
+    records = list(read(run.log))
     step = max((int(r["step"]) for r in records if r.get("kind") == "step"), default=0)
     last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
     finished = last.get("event") == "finish"

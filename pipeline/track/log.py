@@ -66,8 +66,8 @@ class Log:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Every whole record in order; a partial last line is not one."""
-    return (record for _, record in _lines(path))
+    """Every whole record in order; a partial last line is not one, and a log that is not there has none."""
+    return (record for _, record in _lines(path)) if path.exists() else iter(())
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:

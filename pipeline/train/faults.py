@@ -12,7 +12,7 @@ from pipeline.train.rundir import RunDir
 def note(run: RunDir, code: int) -> Record:
     """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
     reason = run.fault() or {"kind": "exit", "message": f"it ended with code {code} and no reason", "user": False}
-    records = list(read(run.log)) if run.log.exists() else []
+    records = list(read(run.log))
     fault = {
         "time": time.time(),
         **reason,
@@ -30,7 +30,7 @@ def note(run: RunDir, code: int) -> Record:
 
 
 def history(run: RunDir) -> list[Record]:
-    return list(read(run.faults)) if run.faults.exists() else []
+    return list(read(run.faults))
 
 
 def unheard(run: RunDir, records: Sequence[Record]) -> Record | None:

@@ -68,7 +68,7 @@ def _resume(
     if found is None and back is not None:
         raise RunError(f"{back}, and there is no checkpoint to go back to; lower optim.lr or train.save_every")
     if found is None:
-        saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"] if directory.log.exists() else []
+        saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"]
         if saved:
             raise RunError(
                 f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, or start "
@@ -95,7 +95,7 @@ def _tracker(
     if not world.first:
         return Fan([])
     assert config.train.steps is not None
-    before = list(read(directory.log)) if directory.log.exists() else []
+    before = list(read(directory.log))
     fault = faults.unheard(directory, before)
     log = Log(directory.log)
     log.truncate_after(start)

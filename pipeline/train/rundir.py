@@ -78,7 +78,7 @@ class RunDir:
     @property
     def last_event(self) -> Record:
         """The last thing that happened, or an empty record."""
-        events = [r for r in read(self.log) if r.get("kind") == "event"] if self.log.exists() else []
+        events = [r for r in read(self.log) if r.get("kind") == "event"]
         return events[-1] if events else {}
 
     @property
@@ -88,8 +88,6 @@ class RunDir:
     @property
     def world(self) -> int | None:
         """How many processes trained it last."""
-        if not self.log.exists():
-            return None
         worlds = [int(record["world"]) for record in read(self.log) if "world" in record]
         return worlds[-1] if worlds else None
 
