@@ -20,7 +20,7 @@ from pipeline.data.permute import Permutation
 from pipeline.data.piece import MB
 from pipeline.data.prepare import prepare
 from pipeline.data.read import Malformed, read
-from pipeline.data.recipe import Dedup, Filters, Near, Quality, Recipe, Repetition
+from pipeline.data.recipe import Recipe, load_recipe
 from pipeline.data.sample import train_on
 from pipeline.data.shards import Corpus
 from pipeline.data.sources import plan
@@ -68,10 +68,10 @@ if __name__ == "__main__":
 
 _DATASETS = """
 import sys, time
-start = time.perf_counter()
 import datasets, sentencepiece
 datasets.disable_progress_bars()
 model = sys.argv[1]
+start = time.perf_counter()
 def encode(batch):
     global tokenizer
     if "tokenizer" not in globals():
@@ -83,8 +83,44 @@ data.save_to_disk(sys.argv[2] + "/saved")
 print(time.perf_counter() - start)
 """
 
+# As its own examples do it, the rules those of configs/data/code.toml; prints seconds without and with them.
+_DATATROVE = """
+import json, sys, time
+from pathlib import Path
+import gigatoken
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import GopherQualityFilter
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+from datatrove.pipeline.writers.jsonl import JsonlWriter
+if __name__ == "__main__":
+    model, out, *paths = sys.argv[1:]
+    Path(out).mkdir()
+    Path(out, "t.json").write_text(gigatoken.Tokenizer.from_sentencepiece(model)._hf_json)
+    config = MinhashConfig(n_grams=5, num_buckets=20, hashes_per_bucket=6)
+    rules = GopherQualityFilter(10, 100_000, 1, 40, 1.0, max_non_alpha_words_ratio=0.4, min_stop_words=0)
+    def run(*steps, tasks=len(paths)):
+        LocalPipelineExecutor(list(steps), tasks=tasks, workers=min(2, tasks), logging_dir=f"{out}/{time.time()}").run()
+    def tokens(name):
+        return DocumentTokenizer(f"{out}/{name}", f"{out}/t.json", eos_token="</s>", shuffle_documents=False)
+    times = [time.perf_counter()]
+    text = JsonlReader(str(Path(paths[0]).parent), glob_pattern="*.jsonl")
+    run(text, tokens("plain"))
+    times.append(time.perf_counter())
+    run(text, rules, JsonlWriter(f"{out}/kept", "${rank}.jsonl", compression=None))
+    kept = JsonlReader(f"{out}/kept")
+    run(kept, MinhashDedupSignature(f"{out}/signatures", config))
+    run(MinhashDedupBuckets(f"{out}/signatures", f"{out}/buckets", config=config), tasks=20)
+    run(MinhashDedupCluster(f"{out}/buckets", f"{out}/remove", config), tasks=1)
+    run(kept, MinhashDedupFilter(f"{out}/remove"), tokens("full"))
+    times.append(time.perf_counter())
+    print(json.dumps([b - a for a, b in zip(times, times[1:])]))
+"""
 
-def data(megabytes: int, files: int = 8) -> Iterator[tuple[str, Any]]:
+
+def data(megabytes: int, files: int = 8, datatrove: bool = False) -> Iterator[tuple[str, Any]]:
     """Measure step by step: what was measured, and its value."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,13 +129,14 @@ def data(megabytes: int, files: int = 8) -> Iterator[tuple[str, Any]]:
         texts = [t for task in tasks for piece in task for t in read(piece, "text") if not isinstance(t, Malformed)]
         size = sum(len(text.encode()) for text in texts) / 1e6
         yield "text, MB", round(size, 1)
-        paths = [folder / f"{i}.jsonl" for i in range(files)]
+        (folder / "text").mkdir()
+        paths = [folder / "text" / f"{i}.jsonl" for i in range(files)]
         for i, path in enumerate(paths):
             path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::files]))
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
         yield from _encoding(folder, model, paths[0])
-        yield from _end_to_end(folder, model, paths, size)
+        yield from _end_to_end(folder, model, paths, size, datatrove)
 
 
 def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]]:
@@ -112,17 +149,14 @@ def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]
     yield "encode: ids equal", expected == found
 
 
-def _end_to_end(folder: Path, model: Path, paths: list[Path], size: float) -> Iterator[tuple[str, Any]]:
+def _end_to_end(
+    folder: Path, model: Path, paths: list[Path], size: float, datatrove: bool
+) -> Iterator[tuple[str, Any]]:
     from pipeline.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(model)
-    base = Recipe(sources=tuple(map(str, paths)), vocab_size=tokenizer.vocab, tokenizer=tokenizer.fingerprint)
-    full = base.model_copy(
-        update={
-            "filters": Filters(quality=Quality(stop_words=0, symbol_ratio=1), repetition=Repetition()),
-            "dedup": Dedup(exact=True, near=Near()),
-        }
-    )
+    given = {"sources": tuple(map(str, paths)), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
+    base, rules = load_recipe(None, given), load_recipe("code", given)
     start = time.perf_counter()
     with cluster(2):
         yield "Ray start-up, s", round(time.perf_counter() - start, 1)
@@ -139,7 +173,13 @@ def _end_to_end(folder: Path, model: Path, paths: list[Path], size: float) -> It
         yield "jsonl → shards, 2 plain processes with gigatoken, MB/s", round(size / plain, 2)
         yield "jsonl → shards, ours, 2 workers, MB/s", round(size / ours, 2)
         yield "jsonl → shards: ours / plain processes", round(plain / ours, 2)
-        yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / seconds(full), 2)
+        full = seconds(rules)
+        yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / full, 2)
+    if datatrove:
+        plain, minhash = json.loads(_script(_DATATROVE, model, folder / "datatrove", *paths))
+        yield "jsonl → tokens, datatrove, 2 workers, MB/s", round(size / plain, 2)
+        yield "jsonl → shards: ours / datatrove", round(plain / ours, 2)
+        yield "with filters and near-dedup: ours / datatrove", round(minhash / full, 2)
     theirs = float(_script(_DATASETS, model, folder / "cache", *paths))
     yield "jsonl → arrow, datasets.map with sentencepiece, 2 processes, MB/s", round(size / theirs, 2)
     yield "jsonl → shards: ours / datasets.map", round(theirs / ours, 2)
@@ -151,7 +191,7 @@ def _script(code: str, *arguments: str | Path) -> str:
         file.flush()
         command = [sys.executable, file.name, *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=600)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=3600)
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -28,61 +28,44 @@ class Ledger:
     """Documents and bytes into a stage, kept and dropped, with the reasons."""
 
     def __init__(self) -> None:
-        self._in: dict[str, list[int]] = {}
-        self._kept: dict[str, list[int]] = {}
+        self._kept: dict[str, list[int]] = {}  # by stage: documents, bytes that came in, bytes that go on
         self._dropped: dict[str, dict[str, tuple[int, int]]] = {}
 
     def keep(self, stage: str, bytes_in: int, bytes_kept: int, documents: int = 1) -> None:
-        self._add(self._in, stage, bytes_in, documents)
-        self._add(self._kept, stage, bytes_kept, documents)
+        count = self._kept.setdefault(stage, [0, 0, 0])
+        count[:] = count[0] + documents, count[1] + bytes_in, count[2] + bytes_kept
 
     def drop(self, stage: str, reason: str, size: int, documents: int = 1) -> None:
-        self._add(self._in, stage, size, documents)
-        self._kept.setdefault(stage, [0, 0])
+        self.keep(stage, 0, 0, 0)
         before = self._dropped.setdefault(stage, {}).get(reason, (0, 0))
         self._dropped[stage][reason] = (before[0] + documents, before[1] + size)
 
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(
-            Stage(
-                name=name,
-                documents_in=came[0],
-                bytes_in=came[1],
-                documents_kept=self._kept[name][0],
-                bytes_kept=self._kept[name][1],
-                dropped=dict(sorted(self._dropped.get(name, {}).items())),
+        found = []
+        for name, (documents, bytes_in, bytes_kept) in self._kept.items():
+            dropped = dict(sorted(self._dropped.get(name, {}).items()))
+            found.append(
+                Stage(
+                    name=name,
+                    documents_in=documents + sum(n for n, _ in dropped.values()),
+                    bytes_in=bytes_in + sum(size for _, size in dropped.values()),
+                    documents_kept=documents,
+                    bytes_kept=bytes_kept,
+                    dropped=dropped,
+                )
             )
-            for name, came in self._in.items()
-        )
-
-    @staticmethod
-    def _add(counts: dict[str, list[int]], stage: str, size: int, documents: int) -> None:
-        count = counts.setdefault(stage, [0, 0])
-        count[0] += documents
-        count[1] += size
+        return tuple(found)
 
 
 def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
     """Many tasks' books as one."""
-    sums: dict[str, Stage] = {}
+    ledger = Ledger()
     for stage in (stage for part in parts for stage in part):
-        old = sums.get(stage.name)
-        if old is None:
-            sums[stage.name] = stage
-            continue
-        dropped = dict(old.dropped)
+        gone = sum(size for _, size in stage.dropped.values())
+        ledger.keep(stage.name, stage.bytes_in - gone, stage.bytes_kept, stage.documents_kept)
         for reason, (documents, size) in stage.dropped.items():
-            before = dropped.get(reason, (0, 0))
-            dropped[reason] = (before[0] + documents, before[1] + size)
-        sums[stage.name] = Stage(
-            name=stage.name,
-            documents_in=old.documents_in + stage.documents_in,
-            bytes_in=old.bytes_in + stage.bytes_in,
-            documents_kept=old.documents_kept + stage.documents_kept,
-            bytes_kept=old.bytes_kept + stage.bytes_kept,
-            dropped=dict(sorted(dropped.items())),
-        )
-    return tuple(sums.values())
+            ledger.drop(stage.name, reason, size, documents)
+    return ledger.stages()
 
 
 class Intake:
@@ -91,7 +74,7 @@ class Intake:
     def __init__(self, task: Task, recipe: Recipe, held_out: U64 | None = None) -> None:
         self._task, self._recipe, self._held_out = task, recipe, held_out
         self.ledger = Ledger()
-        self.malformed: list[Malformed] = []
+        self.malformed: list[tuple[str, int, str]] = []  # path, position, reason
         self.items = 0
 
     def __iter__(self) -> Iterator[Document]:
@@ -129,7 +112,7 @@ class Intake:
             if isinstance(found, Malformed):
                 self.ledger.drop("read", "malformed", found.bytes)
                 if len(self.malformed) < POSITIONS:
-                    self.malformed.append(found)
+                    self.malformed.append((found.path, found.position, found.reason))
                 continue
             raw = found.encode()
             if not found or found.isspace():

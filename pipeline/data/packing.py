@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,6 @@ IGNORE = -100  # target of a place that predicts nothing, as torch's cross-entro
 PACKED_SHARDS = 8  # whose rows are drawn in turn, and whose packings are kept at hand
 
 I64 = npt.NDArray[np.int64]
-
-
-class Part(NamedTuple):
-    """A stretch of a shard: the inputs start…start+places-1, the targets one further."""
-
-    start: int
-    places: int
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
@@ -77,21 +69,19 @@ def count_bins(counts: I64, capacity: int) -> int:
     return opened
 
 
-def pack(lengths: npt.NDArray[np.int32], seq: int) -> list[list[Part]]:
-    """Rows of a shard whose documents have these lengths."""
-    rows: list[list[Part]] = []
-    rests: list[Part] = []
-    start = 0
-    for length in lengths.tolist():
-        for offset in range(0, length - 1, seq):
-            part = Part(start + offset, min(seq, length - 1 - offset))
-            if part.places == seq:
-                rows.append([part])
-            else:
-                rests.append(part)
-        start += length
-    rows += [[rests[i] for i in sorted(group)] for group in best_fit([p.places for p in rests], seq)]
-    return rows
+def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
+    """The parts of all rows of a shard whose documents have these lengths, and where each row's parts end.
+
+    A part is the inputs start…start+places-1, the targets one further.
+    """
+    starts = np.cumsum(lengths) - lengths
+    full, rest = np.divmod(lengths.astype(np.int64) - 1, seq)
+    whole = np.repeat(starts, full) + seq * (np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full))
+    rests = np.stack((starts + full * seq, rest), axis=1)[rest > 0]
+    bins = best_fit(rests[:, 1].tolist(), seq)
+    shared = rests[[i for group in bins for i in sorted(group)]]
+    parts = np.concatenate((np.stack((whole, np.full_like(whole, seq)), axis=1), shared))
+    return parts, np.cumsum([0, *[1] * len(whole), *map(len, bins)])
 
 
 class PackedStream:
@@ -100,7 +90,7 @@ class PackedStream:
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
         self._eod = corpus.manifest.tokenizer.eod
         self._seq = seq
-        self._packed = lru_cache(PACKED_SHARDS)(lambda index: self._pack(corpus.lengths(shards[index])))
+        self._packed = lru_cache(PACKED_SHARDS)(lambda index: pack(corpus.lengths(shards[index]), seq))
         self._map = lru_cache(PACKED_SHARDS)(lambda index: corpus.tokens(shards[index]))
         self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
         self._starts = np.cumsum([0, *self._rows.tolist()])
@@ -110,12 +100,6 @@ class PackedStream:
         rests = np.bincount((lengths - 1) % self._seq)
         rests[0] = 0
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
-
-    def _pack(self, lengths: npt.NDArray[np.int32]) -> tuple[I64, I64]:
-        """Parts of all rows, and where each row's end: arrays, for a shard may hold millions."""
-        rows = pack(lengths, self._seq)
-        parts = np.array([part for row in rows for part in row], np.int64).reshape(-1, 2)
-        return parts, np.cumsum([0, *map(len, rows)])
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
         """Which rows the epoch's index-th draws are: shards in a new order, shuffled together a few at a time."""

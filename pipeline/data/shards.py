@@ -148,14 +148,12 @@ class ShardWriter:
         self._context = replacing(directory / f"{name}.bin")
         self._file = self._context.__enter__()
 
-    def add(self, documents: Sequence[npt.NDArray[np.uint32]], text_bytes: int) -> None:
-        """Append documents, each already closed by its end id."""
-        if not documents:
-            return
-        block = np.concatenate(documents).astype(self._dtype).tobytes()
+    def add(self, ids: npt.NDArray[np.integer], text_bytes: int) -> None:
+        """Append a document, already closed by its end id."""
+        block = ids.astype(self._dtype).tobytes()
         self._hash.update(block)
         self._file.write(block)
-        self._lengths.extend(map(len, documents))
+        self._lengths.append(len(ids))
         self._bytes += text_bytes
 
     def close(self) -> Shard:

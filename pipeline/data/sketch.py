@@ -30,7 +30,6 @@ BAND = np.dtype([("key", "u8"), ("document", "u4")])
 class Sketched(Frozen):
     """The record of a finished sketch."""
 
-    source: str
     items: int
     stages: tuple[Stage, ...]
     malformed: tuple[tuple[str, int, str], ...]
@@ -76,8 +75,7 @@ def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Ske
     for suffix, array in arrays.items():
         with replacing(stem.with_suffix(f".{suffix}.npy")) as file:
             np.save(file, array)
-    named = tuple((m.path, m.position, m.reason) for m in intake.malformed)
-    record = Sketched(source=task[0].source, items=intake.items, stages=intake.ledger.stages(), malformed=named)
+    record = Sketched(items=intake.items, stages=intake.ledger.stages(), malformed=tuple(intake.malformed))
     with replacing(stem.with_suffix(".json")) as file:
         file.write(record.model_dump_json().encode())
     return record

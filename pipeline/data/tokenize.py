@@ -15,12 +15,11 @@ from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing
 from pipeline.data.intake import Document, Intake, Ledger
-from pipeline.data.piece import MB, Task
+from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
 from pipeline.data.tokenizer import Ids, Tokenizer
 
-BATCH_BYTES = 4 * MB  # of text held at once
 SPLITS = ("train", "valid")
 
 
@@ -44,8 +43,8 @@ def tokenize(
     else:
         encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer)
     shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype_for(tokenizer.vocab))
-    named = tuple((m.path, m.position, m.reason) for m in intake.malformed)
-    done = Done(source=task[0].source, shards=shards, stages=intake.ledger.stages(), malformed=named)
+    named, stages = tuple(intake.malformed), intake.ledger.stages()
+    done = Done(source=task[0].source, shards=shards, stages=stages, malformed=named)
     with replacing(record) as file:
         file.write(done.model_dump_json().encode())
     return done
@@ -76,15 +75,12 @@ def write(
     """One shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}
     try:
-        for batch in _batches(documents):
-            held = [is_held_out(document.raw, valid_share) for document in batch]
-            for split in SPLITS:
-                mine = [d for d, valid in zip(batch, held, strict=True) if valid == (split == "valid")]
-                if mine and split not in writers:
-                    writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)
-                if mine:
-                    writers[split].add([d.ids for d in mine], sum(d.text_bytes for d in mine))
-        return {split: writer.close() for split, writer in writers.items()}
+        for document in documents:
+            split = SPLITS[is_held_out(document.raw, valid_share)]
+            if split not in writers:
+                writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)
+            writers[split].add(document.ids, document.text_bytes)
+        return {split: writers[split].close() for split in SPLITS if split in writers}
     except BaseException as error:
         for writer in writers.values():
             writer.abort(error)
@@ -94,19 +90,6 @@ def write(
 def is_held_out(raw: bytes, share: float) -> bool:
     """By the text's own hash: a document stays on its side when others come or go."""
     return xxhash.xxh3_64_intdigest(raw) < share * 2**64
-
-
-def _batches(documents: Iterable[Encoded]) -> Iterator[list[Encoded]]:
-    batch: list[Encoded] = []
-    held = 0
-    for document in documents:
-        batch.append(document)
-        held += len(document.raw)
-        if held >= BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
 
 
 @lru_cache(1)

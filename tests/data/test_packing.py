@@ -1,5 +1,7 @@
 """Packed rows against the documents they came from, and the fit against first principles."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -29,7 +31,8 @@ def test_best_fit_holds_everything_once_and_tightly(sizes: list[int]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 16))
 def test_every_target_is_there_once(lengths: list[int], seq: int) -> None:
-    rows = pack(np.array(lengths, np.int32), seq)
+    parts, ends = pack(np.array(lengths, np.int32), seq)
+    rows = [parts[a:b].tolist() for a, b in pairwise(ends)]
     predicted = sorted(place + 1 for row in rows for start, count in row for place in range(start, start + count))
     starts = np.cumsum([0, *lengths])
     assert predicted == sorted(set(range(starts[-1])) - set(starts[:-1].tolist()))

@@ -68,7 +68,8 @@ def test_manifest_counts(corpus: Corpus, texts: list[str]) -> None:
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     assert dtype_for(65536) == "uint16" and dtype_for(65537) == "int32"
     writer = ShardWriter(tmp_path, "wide", "s", dtype_for(100_000))
-    writer.add([np.array([99_999, 2], np.uint32), np.array([7, 2], np.uint32)], 9)
+    for ids in ([99_999, 2], [7, 2]):
+        writer.add(np.array(ids), 9)
     writer.close()
     assert megatron_documents(tmp_path / "wide") == [[99_999, 2], [7, 2]]
 

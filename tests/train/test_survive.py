@@ -33,7 +33,8 @@ def few(corpus, tmp_path_factory) -> Path:
         writer, (shard,) = ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype), split.shards
         lengths = whole.lengths(shard)[:16]
         tokens = np.asarray(whole.tokens(shard)[: lengths.sum()], np.uint32)
-        writer.add(np.split(tokens, np.cumsum(lengths)[:-1]), text_bytes=shard.bytes)
+        for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+            writer.add(document, shard.bytes // len(lengths))
         splits[name] = Split.of([writer.close()])
     (out / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
     whole.manifest.model_copy(update={"splits": splits}).save(out)
