@@ -45,7 +45,7 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
 def read_points(runs: Path | None, experiment: str | None, points: Path | None, law: str) -> "tuple[Points, list[str]]":
     """The points, and vocabulary and sequence of their runs as settings: what is forecast is one of them, larger."""
     from pipeline.scaling.points import read_csv
-    from pipeline.scaling.runs import curve_points, points_of
+    from pipeline.scaling.runs import points_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
@@ -53,7 +53,7 @@ def read_points(runs: Path | None, experiment: str | None, points: Path | None, 
         return read_csv(points), []
     found = read(runs, experiment)
     shape = [f"model.{key}={found[0].record[key]}" for key in ("vocab", "seq") if found[0].record.get(key)]
-    return curve_points(found) if law == "envelope" else points_of(found), shape
+    return points_of(found, curves=law == "envelope"), shape
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def forecast(
     data: dict[str, Any] = {
         "law": done.name,
         "warnings": [*done.warnings, *foretell.cautions(done, places, made)],
-        **(made[0].to_json() if targets is None else {"forecasts": [one.to_json() for one in made]}),
+        **(vars(made[0]) if targets is None else {"forecasts": list(map(vars, made))}),
     }
     if recipe is None and targets is None:
         recipe = foretell.recipe_at(made[0].N, made[0].D, made[0].C)
@@ -152,7 +152,7 @@ def forecast(
         paths = records.register(where, made, finite(done.to_json()), now=time.time())
         data["registered"] = [str(path) for path in paths]
         data["warnings"] += [said] if (said := copied(paths, runs, experiment)) else []
-    print_json(data) if as_json else print_forecast(data, [one.to_json() for one in made])
+    print_json(data) if as_json else print_forecast(data, list(map(vars, made)))
 
 
 def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
@@ -183,7 +183,7 @@ def score(
     if not found:
         raise ConfigError(f"forecasts={folder} holds none; make one with `launch forecast … --register`")
     scores = hold(found, read(runs, experiment))
-    data = {"scores": [one.to_json() for one in scores], "calibration": calibration(scores)}
+    data = {"scores": list(map(vars, scores)), "calibration": calibration(scores)}
     print_json(data) if as_json else print_scores(data)
 
 

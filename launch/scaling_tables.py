@@ -23,19 +23,15 @@ def print_fit(data: dict[str, Any]) -> None:
         table.add_row(name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}")
     console.print(table)
     if data["exponents"]:
-        console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}", highlight=False)
+        console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}")
     used, dropped = data["points"]["used"], data["points"]["dropped"]
-    console.print(
-        f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}", highlight=False
-    )
+    console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}")
     if data["backtest"]:
         error = data["backtest"]["mean_absolute_error"]
-        console.print(
-            f"Forecasting held-out larger runs from smaller ones: {error:.2%} off on average", highlight=False
-        )
-    console.print(f"Counted as: {data['convention']}", highlight=False, markup=False)
+        console.print(f"Forecasting held-out larger runs from smaller ones: {error:.2%} off on average")
+    console.print(f"Counted as: {data['convention']}", markup=False)
     for reason in dropped[:12]:
-        console.print(f"  left out: {reason}", highlight=False, markup=False, style="dim")
+        console.print(f"  left out: {reason}", markup=False, style="dim")
     if len(dropped) > 12:
         console.print(f"  … and {len(dropped) - 12} more", style="dim")
     _warn(console, data["warnings"])
@@ -58,9 +54,9 @@ def print_forecast(data: dict[str, Any], made: list[dict[str, Any]]) -> None:
         if key in data:
             told = ", ".join(f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
                              for name, value in data[key].items())  # fmt: skip
-            console.print(f"{key}: {told}", highlight=False)
+            console.print(f"{key}: {told}")
     for path in data.get("registered", []):
-        console.print(f"registered: {path}", highlight=False, markup=False)
+        console.print(f"registered: {path}", markup=False)
     _warn(console, data["warnings"])
 
 
@@ -81,7 +77,7 @@ def print_scores(data: dict[str, Any]) -> None:
     if so_far["counted"]:
         console.print(
             f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; "
-            f"{so_far['mean_absolute_error']:.2%} off on average", highlight=False)  # fmt: skip
+            f"{so_far['mean_absolute_error']:.2%} off on average")  # fmt: skip
 
 
 def print_plan(data: dict[str, Any]) -> None:
@@ -101,12 +97,12 @@ def print_plan(data: dict[str, Any]) -> None:
     console.print(table)
     total = data["total"]
     time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another ({total['timing']})"
-    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}", highlight=False)
+    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
     if total["saved"]:
         share = total["saved"] / (total["flops"] + total["saved"])
         console.print(
             f"Branches begin in the plateau of their size's longest run, at the step under `from`: {share:.0%} less "
-            f"than {power(total['flops'] + total['saved'])} FLOPs for whole runs", highlight=False)  # fmt: skip
+            f"than {power(total['flops'] + total['saved'])} FLOPs for whole runs")  # fmt: skip
 
 
 @contextmanager
@@ -156,10 +152,10 @@ def _table(title: str, *columns: str) -> tuple[Any, Any]:
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left")
-    console = Console()
-    return (console if console.is_terminal else Console(width=120)), table
+    width = None if Console().is_terminal else 120
+    return Console(width=width, highlight=False), table
 
 
 def _warn(console: Any, warnings: list[str]) -> None:
     for warning in warnings:
-        console.print(f"! {warning}", highlight=False, markup=False, style="bold yellow")
+        console.print(f"! {warning}", markup=False, style="bold yellow")

@@ -54,7 +54,7 @@ def plan(
         "hours": sum(run.hours for run in runs if run.hours is not None) if sweep.cluster else None,
         "timing": TIMING if mfu is None else f"MFU {mfu:g}",
     }
-    told = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": [r.to_json() for r in runs], "total": total}
+    told = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": list(map(vars, runs)), "total": total}
     print_json(told) if as_json else print_plan(told)
 
 

@@ -26,7 +26,7 @@ SIZES = 2.0 ** np.linspace(-4, 4, 33)  # of N*, at each compute
 
 def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
     """The law of runs that belong together; one that cannot be fitted becomes a sentence, not a failure."""
-    told = [score.to_json() for score in forecasts]
+    told = [dict(vars(score)) for score in forecasts]
     try:
         points = points_of(runs)
         done = study(points, law, focused=True)

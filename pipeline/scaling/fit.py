@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.scaling.laws import Chinchilla, Inputs, Law, steepness
-from pipeline.scaling.minimize import minimize
+from pipeline.scaling.minimize import Rows, minimize
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.starts import hoffmann_grid, screened
 
-T = TypeVar("T")
-Rows = npt.NDArray[np.intp]
 DELTA = 1e-3  # Hoffmann et al.; summed, because the mean with default tolerances converges from no start at all
 KEPT_STARTS = 24
 Show = Callable[[str, float], None]  # what is being done, and the share of it that is
@@ -59,9 +55,10 @@ def fit(
 ) -> Fit:  # fmt: skip
     """The best of many descents; `full_grid` uses Hoffmann's 4500 starts, otherwise the best screened ones."""
     x = Inputs.of(points)
-    starts = hoffmann_grid(x) if full_grid and law == Chinchilla() else screened(points, law, x, KEPT_STARTS, weights)
-    spread = None if weights is None else np.repeat(weights[None], len(starts), axis=0)
-    theta, value = descend(points, law, x, starts, spread, tempered=weights is not None, show=show)
+    starts = (
+        hoffmann_grid(x) if full_grid and type(law) is Chinchilla else screened(points, law, x, KEPT_STARTS, weights)
+    )
+    theta, value = descend(points, law, x, starts, weights, tempered=weights is not None, show=show)
     best = int(np.argmin(value))
     near = value <= value[best] * (1 + 1e-4) + 1e-12
     return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
@@ -79,17 +76,15 @@ def descend(
     tolerance: float = 1e-11,
     show: Show = silent,
 ) -> tuple[Array, Array]:
-    """Minimise from every start; `weights` (R, n) makes each row a resample of its own, `frozen` holds a parameter,
+    """Minimise from every start; `weights` (n) or, each row a resample of its own, (R, n), `frozen` holds a parameter,
     `tempered` keeps exponents from running steep (see laws.steepness)."""
     target = np.log(points.loss)
-
-    def weight(rows: Rows) -> Array | float:
-        return 1.0 if weights is None else weights[rows]
+    weight = np.broadcast_to(1.0 if weights is None else weights, (len(starts), len(points)))
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
         value, jacobian = law.log_loss(theta, x)
         residual = value - target
-        clipped = np.clip(residual, -DELTA, DELTA) * weight(rows)
+        clipped = np.clip(residual, -DELTA, DELTA) * weight[rows]
         # Huber = ½c² + |c|(|r| − |c|) with c the clipped residual: both branches in one expression. Divided by δ.
         total = np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA)) / DELTA
         gradient = np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
@@ -102,7 +97,7 @@ def descend(
 
     def metric(theta: Array, rows: Rows) -> Array:
         value, jacobian = law.log_loss(theta, x)
-        w = weight(rows) / np.maximum(np.abs(value - target), DELTA)  # reweighted least squares
+        w = weight[rows] / np.maximum(np.abs(value - target), DELTA)  # reweighted least squares
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
         if tempered:
             normal += steepness(law, theta)[2][:, :, None] * np.eye(theta.shape[1])
@@ -111,17 +106,10 @@ def descend(
             normal[:, frozen, frozen] = 1
         return normal
 
+    size = max(1, CACHED // len(points))
     parts = []
-    for at in chunks(len(starts), len(points)):
-        parts.append(minimize(shifted(objective, at), shifted(metric, at), starts[at], tolerance=tolerance))
-        show(f"{len(starts)} descents", (at[-1] + 1) / len(starts))
+    for at in range(0, len(starts), size):
+        rows = np.arange(at, min(at + size, len(starts)))
+        parts.append(minimize(objective, metric, starts[rows], rows, tolerance=tolerance))
+        show(f"{len(starts)} descents", (rows[-1] + 1) / len(starts))
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-
-
-def chunks(count: int, points: int) -> list[Rows]:
-    size = max(1, CACHED // points)
-    return [np.arange(at, min(at + size, count)) for at in range(0, count, size)]
-
-
-def shifted(function: Callable[[Array, Rows], T], at: Rows) -> Callable[[Array, Rows], T]:
-    return lambda theta, rows: function(theta, at[rows])

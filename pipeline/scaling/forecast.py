@@ -35,17 +35,10 @@ class Forecast:
     extrapolation: float  # compute over the largest fitted
     optimum: dict[str, float] | None  # the best split of the same compute
 
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 def at_flops(study: Study, C: float) -> Points:
     """The compute-optimal run of that compute."""
-    best = study.optimum(np.array([C]))
-    if best is None:
-        blank = np.array([np.nan])
-        return at(study.fit.points, np.array([C]), blank, blank)
-    return at(study.fit.points, best.C, best.N, best.D)
+    return study.frontier(np.array([C]))
 
 
 def at_sizes(study: Study, N: float, D: float) -> Points:

@@ -49,8 +49,7 @@ def held_at(fit: Fit, values: Array) -> Array:
     """The objective with E held at each value and everything else refitted."""
     starts = np.repeat(fit.theta[None], len(values), axis=0)
     starts[:, 0] = np.log(values)
-    weights = None if fit.weights is None else np.repeat(fit.weights[None], len(values), axis=0)
-    return descend(fit.points, fit.law, fit.inputs, starts, weights, frozen=0, tolerance=1e-8)[1] * DELTA
+    return descend(fit.points, fit.law, fit.inputs, starts, fit.weights, frozen=0, tolerance=1e-8)[1] * DELTA
 
 
 def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:

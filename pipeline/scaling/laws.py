@@ -6,7 +6,6 @@ objective converges from 7% of starts; centred, with a gradient, from 37%).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -36,25 +35,25 @@ class Inputs:
         return cls(n - n0, d - d0, c - c0, m - m0, u - d0, (n0, d0, c0, m0))
 
 
-class Law(Protocol):
+class Law:
     """A law with its parameter names; `theta` is (R, P), the answer (R, n) and its gradient (P, R, n)."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def formula(self) -> str: ...
-    @property
-    def parameters(self) -> tuple[str, ...]: ...
-    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]: ...
+    name: str
+    formula: str
+    parameters: tuple[str, ...]
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        raise NotImplementedError
+
     def natural(self, theta: Array, x: Inputs) -> Array:
         """Parameters as people write them (E, A, α …), uncentred; same shape as theta."""
-        ...
+        raise NotImplementedError
 
     def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
         """log A, α, log B, β of the terms A·N^−α and B·D^−β that compute is split between; None where there are none.
 
         Logarithms, because a bad fit's coefficients overflow."""
-        ...
+        return None
 
 
 def mix(*terms: Array) -> tuple[Array, Array]:
@@ -66,12 +65,11 @@ def mix(*terms: Array) -> tuple[Array, Array]:
     return top + np.log(total), z / total
 
 
-@dataclass(frozen=True)
-class Chinchilla:
+class Chinchilla(Law):
     """Hoffmann et al., arXiv 2203.15556, approach 3."""
 
-    name: str = "chinchilla"
-    formula: str = "L = E + A·N^−α + B·D^−β"
+    name = "chinchilla"
+    formula = "L = E + A·N^−α + B·D^−β"
     parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
@@ -89,13 +87,12 @@ class Chinchilla:
         return float(np.log(values["A"])), values["alpha"], float(np.log(values["B"])), values["beta"]
 
 
-@dataclass(frozen=True)
 class Gamma(Chinchilla):
     """Chinchilla's with the two shortages joined: γ < 1 where lack of one hides lack of the other."""
 
-    name: str = "gamma"
-    formula: str = "L = E + (A·N^−α + B·D^−β)^γ"
-    parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta", "gamma")
+    name = "gamma"
+    formula = "L = E + (A·N^−α + B·D^−β)^γ"
+    parameters = ("E", "A", "alpha", "B", "beta", "gamma")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, b, beta, log_gamma = (column[:, None] for column in theta.T)
@@ -124,13 +121,12 @@ def steepness(law: Law, theta: Array) -> tuple[Array, Array, Array]:
     return penalty, gradient, curvature
 
 
-@dataclass(frozen=True)
-class Kaplan:
+class Kaplan(Law):
     """Kaplan et al., arXiv 2001.08361, equation 1.5: no floor, so loss falls for ever."""
 
-    name: str = "kaplan"
-    formula: str = "L = ((Nc/N)^(αN/αD) + Dc/D)^αD"
-    parameters: tuple[str, ...] = ("Nc", "alpha_N", "Dc", "alpha_D")
+    name = "kaplan"
+    formula = "L = ((Nc/N)^(αN/αD) + Dc/D)^αD"
+    parameters = ("Nc", "alpha_N", "Dc", "alpha_D")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         a, ratio, b, log_gamma = (column[:, None] for column in theta.T)
@@ -149,13 +145,12 @@ class Kaplan:
         return ratio * float(np.log(values["Nc"])), ratio, float(np.log(values["Dc"])), 1.0
 
 
-@dataclass(frozen=True)
-class Compute:
+class Compute(Law):
     """The loss along one path through (N, D), such as a ladder of fixed tokens per parameter or the frontier."""
 
-    name: str = "compute"
-    formula: str = "L = E + K·C^−g"
-    parameters: tuple[str, ...] = ("E", "K", "g")
+    name = "compute"
+    formula = "L = E + K·C^−g"
+    parameters = ("E", "K", "g")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, k, g = (column[:, None] for column in theta.T)
@@ -166,17 +161,13 @@ class Compute:
         e, k, g = theta.T
         return np.stack([np.exp(e), np.exp(k + g * x.centre[2]), g], axis=1)
 
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        return None
 
-
-@dataclass(frozen=True)
-class Power:
+class Power(Law):
     """A straight line on log axes: all that two to four runs can determine. It has no floor."""
 
-    name: str = "power"
-    formula: str = "L = K·C^−g"
-    parameters: tuple[str, ...] = ("K", "g")
+    name = "power"
+    formula = "L = K·C^−g"
+    parameters = ("K", "g")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         k, g = (column[:, None] for column in theta.T)
@@ -186,6 +177,3 @@ class Power:
     def natural(self, theta: Array, x: Inputs) -> Array:
         k, g = theta.T
         return np.stack([np.exp(k + g * x.centre[2]), g], axis=1)
-
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        return None

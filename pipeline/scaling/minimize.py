@@ -11,25 +11,18 @@ import numpy.typing as npt
 
 from pipeline.scaling.points import Array
 
-# (theta (R, P), rows (R,)) → value (R,), gradient (R, P); rows say which of the original problems these are
-Objective = Callable[[Array, npt.NDArray[np.intp]], tuple[Array, Array]]
-Metric = Callable[[Array, npt.NDArray[np.intp]], Array]
+Rows = npt.NDArray[np.intp]  # which of all problems these are
+Objective = Callable[[Array, Rows], tuple[Array, Array]]  # theta (R, P) and rows (R,) → value (R,), gradient (R, P)
+Metric = Callable[[Array, Rows], Array]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a wild start may overflow: it is then left behind
 def minimize(
-    objective: Objective, metric: Metric, start: Array, *, tolerance: float = 1e-11, patience: int = 8,
+    objective: Objective, metric: Metric, start: Array, rows: Rows, *, tolerance: float = 1e-11, patience: int = 8,
     iterations: int = 400,
 ) -> tuple[Array, Array]:  # fmt: skip
     """BFGS with backtracking from every row of `start`; `metric` gives the first Hessian, (R, P, P)."""
-    with np.errstate(over="ignore", invalid="ignore"):  # a wild start may overflow: it is then left behind
-        return _descend(objective, metric, start, tolerance, patience, iterations)
-
-
-def _descend(
-    objective: Objective, metric: Metric, start: Array, tolerance: float, patience: int, iterations: int
-) -> tuple[Array, Array]:
     theta, size = start.copy(), start.shape[1]
-    rows = np.arange(len(theta))
     best, gradient = objective(theta, rows)
     inverse = _inverse(metric(theta, rows))
     quiet = np.zeros(len(theta), dtype=int)
@@ -43,10 +36,10 @@ def _descend(
         slope = np.einsum("ri,ri->r", g, step)
         lost = slope >= 0  # the approximation has gone bad: start it afresh
         if lost.any():
-            h[lost] = _inverse(metric(theta[at[lost]], at[lost]))
+            h[lost] = _inverse(metric(theta[at[lost]], rows[at[lost]]))
             step[lost] = -np.einsum("rij,rj->ri", h[lost], g[lost])
             slope[lost] = np.einsum("ri,ri->r", g[lost], step[lost])
-        taken, value, new_g = _backtrack(objective, theta[at], best[at], g, step, slope, at)
+        taken, value, new_g = _backtrack(objective, theta[at], best[at], g, step, slope, rows[at])
         s, y = taken, new_g - g
         gain = best[at] - value
         small = gain <= tolerance * np.abs(value)
@@ -61,15 +54,14 @@ def _descend(
         # A line search that found nothing, or a quiet spell, asks for a fresh metric before giving up.
         stuck = small & (quiet[at] % 3 == 0)
         if stuck.any():
-            h[stuck] = _inverse(metric(theta[at[stuck]], at[stuck]))
+            h[stuck] = _inverse(metric(theta[at[stuck]], rows[at[stuck]]))
         inverse[at] = h
         live[at[(quiet[at] >= patience) | ~np.isfinite(value)]] = False
     return theta, best
 
 
 def _backtrack(
-    objective: Objective, theta: Array, value: Array, gradient: Array, step: Array, slope: Array,
-    rows: npt.NDArray[np.intp],
+    objective: Objective, theta: Array, value: Array, gradient: Array, step: Array, slope: Array, rows: Rows
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Armijo's rule per row: halve until the value falls; a row that never falls stays where it is."""
     scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))  # logs: a longer step is a blind one

@@ -1,13 +1,13 @@
 """Lay out a sweep before it costs anything: which sizes on how many tokens, and what all of it takes."""
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from pipeline import account
@@ -68,9 +68,6 @@ class Planned:
     cost: float  # FLOPs this run adds: C, less what its trunk has done
     trunk: str | None = None  # the run in whose plateau this one begins
     begins: int = 0  # at this step
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def read(path: Path) -> Sweep:
@@ -154,16 +151,10 @@ def _valley(
 
 def _guess(rungs: dict[str, RunConfig], C: float, ratio: float) -> float:
     """N where C buys `ratio` tokens per parameter, between the rungs by interpolation in logs."""
-    costs = []
-    for config in rungs.values():
-        N = account.params(config.model).scaling
-        costs.append((math.log(ratio * N * account.flops_per_token(config.model).model), math.log(N)))
-    costs.sort()
-    want = math.log(C)
-    for (c0, n0), (c1, n1) in itertools.pairwise(costs):
-        if c0 <= want <= c1:
-            return math.exp(n0 + (n1 - n0) * (want - c0) / (c1 - c0))
-    return math.exp(costs[0][1] if want < costs[0][0] else costs[-1][1])
+    models = [config.model for config in rungs.values()]
+    pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
+    costs, sizes = np.log(np.array(sorted((float(ratio * N * flops), float(N)) for N, flops in pairs))).T
+    return float(np.exp(np.interp(np.log(C), costs, sizes)))
 
 
 def _planned(sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: float | None) -> Planned:

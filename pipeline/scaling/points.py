@@ -37,12 +37,8 @@ class Points:
 
     def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Points":
         index = np.arange(len(self))[rows]
-        return replace(
-            self, N=self.N[index], D=self.D[index], C=self.C[index], loss=self.loss[index],
-            run=tuple(self.run[i] for i in index),
-            experts=None if self.experts is None else self.experts[index],
-            unique=None if self.unique is None else self.unique[index],
-        )  # fmt: skip
+        columns = {key: values[index] for key in FIGURES if (values := getattr(self, key)) is not None}
+        return replace(self, run=tuple(self.run[i] for i in index), **columns)
 
     def drop_highest(self, count: int) -> "Points":
         """Leave out the `count` largest losses: runs that diverged or hardly trained say nothing about the law."""
@@ -62,10 +58,8 @@ def clean(points: Points) -> Points:
     columns = {key: values for key in FIGURES if (values := getattr(points, key)) is not None}
     for i, name in enumerate(points.run):
         row = {key: float(values[i]) for key, values in columns.items()}
-        if wrong := [
-            f"{key}={value:g} is not a number above zero" for key, value in row.items() if not 0 < value < np.inf
-        ]:
-            dropped.append(f"{name}: {wrong[0]}")
+        if wrong := [f"{key}={value:g}" for key, value in row.items() if not 0 < value < np.inf]:
+            dropped.append(f"{name}: {wrong[0]} is not a number above zero")
         elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")
         else:

@@ -31,7 +31,7 @@ def register(folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, n
         path = folder / f"N{count(one.N)}-D{count(one.D)}.json"
         if path in contents:
             raise RunError(f"targets: two are {path.stem}, which is one run; leave one of them out")
-        content = {"version": VERSION, "time": now, "forecast": one.to_json(), "fit": study}
+        content = {"version": VERSION, "time": now, "forecast": vars(one), "fit": study}
         contents[path] = json.dumps({**content, "sha256": digest(content)}, indent=1)
     whole: list[Path] = []
     try:
@@ -88,9 +88,6 @@ class Score:
     error: float | None = None
     inside: bool | None = None
     counts: bool | None = None  # registered before the run began
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Score]:

@@ -1,7 +1,5 @@
 """The law for repeated data: a token seen again is worth less, and so is a parameter the data cannot fill."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pipeline.scaling.laws import Chinchilla, Inputs, mix
@@ -10,13 +8,12 @@ from pipeline.scaling.points import Array
 BOUNDS = (-5, 12)  # of log R*: beyond them repeats are worth nothing, or as much as new tokens
 
 
-@dataclass(frozen=True)
-class DataConstrained:
+class DataConstrained(Chinchilla):
     """Muennighoff et al., arXiv 2305.16264: N and D count only as far as U distinct tokens carry them."""
 
-    name: str = "data-constrained"
-    formula: str = "L = E + A·N′^−α + B·D′^−β, D′ = U·(1 + R*(1 − exp(−(D/U − 1)/R*)))"
-    parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta", "R_D", "R_N")
+    name = "data-constrained"
+    formula = "L = E + A·N′^−α + B·D′^−β, D′ = U·(1 + R*(1 − exp(−(D/U − 1)/R*)))"
+    parameters = ("E", "A", "alpha", "B", "beta", "R_D", "R_N")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, b, beta, r_d, r_n = (column[:, None] for column in theta.T)
@@ -41,15 +38,7 @@ class DataConstrained:
         )
 
     def natural(self, theta: Array, x: Inputs) -> Array:
-        e, a, alpha, b, beta, r_d, r_n = theta.T
-        return np.stack(
-            [np.exp(e), np.exp(a + alpha * x.centre[0]), alpha, np.exp(b + beta * x.centre[1]), beta,
-             np.exp(r_d), np.exp(r_n)], axis=1
-        )  # fmt: skip
-
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        """With fresh data for all."""
-        return Chinchilla().balance(values, experts)
+        return np.concatenate([super().natural(theta[:, :5], x), np.exp(theta[:, 5:])], axis=1)
 
 
 def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Array, Array]:

@@ -1,20 +1,17 @@
 """The law for routed experts: every coefficient and exponent of Chinchilla's may lean on the number of experts."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from pipeline.scaling.laws import Inputs, mix
+from pipeline.scaling.laws import Inputs, Law, mix
 from pipeline.scaling.points import Array
 
 
-@dataclass(frozen=True)
-class Routed:
+class Routed(Law):
     """Ludziejewski et al., arXiv 2502.05172: N counts active parameters, M experts; dense runs are M = 1."""
 
-    name: str = "moe"
-    formula: str = "L = E + A·M^δ·N^−(α+γ·ln M) + B·M^ω·D^−(β+ζ·ln M)"
-    parameters: tuple[str, ...] = ("E", "A", "alpha", "delta", "gamma", "B", "beta", "omega", "zeta")
+    name = "moe"
+    formula = "L = E + A·M^δ·N^−(α+γ·ln M) + B·M^ω·D^−(β+ζ·ln M)"
+    parameters = ("E", "A", "alpha", "delta", "gamma", "B", "beta", "omega", "zeta")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = (column[:, None] for column in theta.T)

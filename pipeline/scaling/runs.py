@@ -13,6 +13,7 @@ from pipeline.scaling.points import Array, Points, clean
 
 VERSION = 1
 STALE_S = 600.0  # a run that has said nothing for ten minutes is not shown as running
+END = {"finish": "finished", "interrupt": "interrupted", "fail": "failed"}
 Record = dict[str, Any]
 
 
@@ -43,17 +44,9 @@ class Run:
 
     def status(self, now: float) -> str:
         """finished, interrupted, failed, running or stale."""
-        told = {
-            "start": "",
-            "resume": "",
-            "restart": "",
-            "finish": "finished",
-            "interrupt": "interrupted",
-            "fail": "failed",
-        }
-        ends = [told[e["event"]] for e in self.events if e["event"] in told]
-        if ends and ends[-1]:
-            return ends[-1]
+        told = [END.get(e["event"], "") for e in self.events if e["event"] in (*END, "start", "resume", "restart")]
+        if told and told[-1]:
+            return told[-1]
         newest = (*self.steps[-1:], *self.evals[-1:], *self.events[-1:])
         heard = max((float(record.get("time", 0)) for record in newest), default=0.0)
         return "running" if now - heard < STALE_S else "stale"
@@ -120,51 +113,41 @@ def read_runs(root: Path) -> list[Run]:
     return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))
 
 
-def curve_points(runs: Sequence[Run]) -> Points:
-    """Every held-out loss along every run, for the envelope."""
-    rows = [(run, entry) for run in runs for entry in run.evals if entry.get("loss") is not None]
-    if not rows:
-        raise DataError(f"none of {len(runs)} runs has logged a held-out loss; set train.eval_every and train again")
-    N, D, C, loss = (
-        np.array(column, dtype=float)
-        for column in zip(*((run.N, e["tokens"], e["flops"], e["loss"]) for run, e in rows), strict=True)
-    )
-    return clean(Points(N, D, C, loss, tuple(run.name for run, _ in rows), str(rows[0][0].record["convention"])))
-
-
-def points_of(runs: Sequence[Run]) -> Points:
-    """A finished run's final held-out loss is a point; anything earlier was not annealed and is only a curve."""
+def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
+    """A finished run's final held-out loss is a point; earlier ones were not annealed and are only `curves`."""
     dropped: list[str] = []
-    used: list[Run] = []
+    used: list[tuple[Run, Record]] = []
     for run in runs:
-        if not run.finished:
+        if curves:
+            used += [(run, entry) for entry in run.evals if entry.get("loss") is not None]
+        elif not run.finished:
             dropped.append(f"{run.name}: not finished (step {run.last['step']} of {run.record.get('steps', '?')})")
         elif not run.evals:
             dropped.append(f"{run.name}: finished without a held-out loss")
         else:
-            used.append(run)
+            used.append((run, run.evals[-1]))
     if not used:
-        raise DataError(f"none of {len(runs)} runs has finished with a held-out loss; let them finish, then fit")
+        lacking = "logged a held-out loss; set train.eval_every and train again"
+        finishing = "finished with a held-out loss; let them finish, then fit"
+        raise DataError(f"none of {len(runs)} runs has {lacking if curves else finishing}")
     for key, remedy in (
         ("convention", "recount them alike"),
         ("tokenizer", "nats per token compare within one vocabulary only; fit each apart"),
         ("arch", "a law describes one architecture; put each in a directory of its own"),
     ):
-        kinds = sorted({str(run.record.get(key)) for run in used})
+        kinds = sorted({str(run.record.get(key)) for run, _ in used})
         if len(kinds) > 1:
             raise DataError(f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} of them; {remedy}")
-    corpora = {run.record.get("data") for run in used}
-    final = [run.evals[-1] for run in used]
+    corpora = len({run.record.get("data") for run, _ in used})
+    mixed = f"The runs were held out on {corpora} different corpora: their losses compare only roughly."
 
     def figures(key: str) -> Array:
-        values = [entry.get(key) for entry in final]  # null where the loss was not finite
-        return np.array([np.nan if value is None else float(value) for value in values])
+        return np.array([entry.get(key) for _, entry in used], dtype=float)  # not a number where it was not finite
 
     return clean(
         Points(
-            N=np.array([run.N for run in used]), D=figures("tokens"), C=figures("flops"), loss=figures("loss"),
-            run=tuple(run.name for run in used), convention=str(used[0].record["convention"]), dropped=tuple(dropped),
-            warnings=() if len(corpora) == 1 else (
-                f"The runs were held out on {len(corpora)} different corpora: their losses compare only roughly.",),
+            N=np.array([run.N for run, _ in used]), D=figures("tokens"), C=figures("flops"), loss=figures("loss"),
+            run=tuple(run.name for run, _ in used), convention=str(used[0][0].record["convention"]),
+            dropped=tuple(dropped), warnings=() if corpora == 1 else (mixed,),
         )
     )  # fmt: skip

@@ -58,13 +58,14 @@ class Study:
             half = np.fmax(half, self.backtest.half_width(ratio, waste(self.near, places, loss)))
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
+    def frontier(self, C: Array) -> Points:
+        """The compute-optimal runs; N and D are not numbers where the law knows compute alone."""
+        best = self.optimum(C)
+        return at(self.fit.points, C, *((C * np.nan,) * 2 if best is None else (best.N, best.D)))
+
     def band(self, C: Array) -> dict[str, Array]:
         """The law against compute, on the frontier where one is known."""
-        best = self.optimum(C)
-        blank = np.full_like(C, np.nan)
-        places = at(self.fit.points, C, blank, blank) if best is None else at(self.fit.points, C, best.N, best.D)
-        loss, low, high = self.interval(places)
-        return {"C": C, "loss": loss, "low": low, "high": high}
+        return {"C": C, **dict(zip(("loss", "low", "high"), self.interval(self.frontier(C)), strict=True))}
 
     def to_json(self) -> dict[str, Any]:
         split = (self.minima.a, self.minima.b) if self.minima else exponents(self.fit)
@@ -82,9 +83,8 @@ class Study:
                 "mean_absolute_error": self.backtest.score, "errors": len(self.backtest.errors)},
             "profile_E": None if self.profile is None else {"low": self.profile.low, "high": self.profile.high},
             "minima": None if self.minima is None else [
-                {"C": C, "N": N, "D": D, "loss": loss} for C, N, D, loss in zip(
-                    *(map(float, c) for c in (self.minima.points.C, self.minima.points.N, self.minima.points.D,
-                                              self.minima.points.loss)), strict=True)],
+                {key: float(getattr(self.minima.points, key)[i]) for key in ("C", "N", "D", "loss")}
+                for i in range(len(self.minima.points))],
             "warnings": list(self.warnings),
         }  # fmt: skip
 

@@ -5,37 +5,41 @@ points without noise, where a parabola through an isoFLOP valley is not.
 """
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize
 
 from pipeline.scaling.fit import Fit
 from pipeline.scaling.laws import Chinchilla, Inputs
-from pipeline.scaling.minimize import minimize
+from pipeline.scaling.minimize import Rows, minimize
 from pipeline.scaling.points import Array, Points
 
-LAW = replace(Chinchilla(), name="vpnls")
+
+class Projected(Chinchilla):
+    name = "vpnls"
+
+
+LAW = Projected()
 
 
 def refit(fit: Fit, weights: Array) -> Array:
     """Theta of the same least squares for each row of `weights`, all at once, followed from this optimum."""
     loss = fit.points.loss
 
-    def objective(theta: Array, rows: npt.NDArray[np.intp]) -> tuple[Array, Array]:
+    def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
         value, jacobian = LAW.log_loss(theta, fit.inputs)
         gap = np.exp(value) - loss
         gradient = np.einsum("pri,ri->rp", jacobian, weights[rows] * gap * np.exp(value))
         return 0.5 * np.einsum("ri,ri->r", weights[rows] * gap, gap), gradient
 
-    def metric(theta: Array, rows: npt.NDArray[np.intp]) -> Array:
+    def metric(theta: Array, rows: Rows) -> Array:
         value, jacobian = LAW.log_loss(theta, fit.inputs)
         slope = jacobian * np.exp(value)
         normal: Array = np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True)
         return normal
 
-    return minimize(objective, metric, np.repeat(fit.theta[None], len(weights), axis=0), tolerance=1e-10)[0]
+    starts = np.repeat(fit.theta[None], len(weights), axis=0)
+    return minimize(objective, metric, starts, np.arange(len(starts)), tolerance=1e-10)[0]
 
 
 def vpnls(points: Points) -> Fit:
@@ -50,12 +54,12 @@ def vpnls(points: Points) -> Fit:
     grid = [float(g) for g in np.geomspace(0.03, 1.5, 16)]
     ranked = sorted(itertools.product(grid, grid), key=lambda pair: solve(*pair)[1])
 
-    def error(pair: npt.NDArray[np.float64]) -> float:
-        return solve(float(pair[0]), float(pair[1]))[1]
+    def error(pair: Array) -> float:
+        return solve(*pair)[1]
 
     found = [optimize.minimize(error, list(start), method="Nelder-Mead", tol=1e-13) for start in ranked[:4]]
     best = min(found, key=lambda result: float(result.fun))
-    alpha, beta = (float(value) for value in best.x)
+    alpha, beta = map(float, best.x)
     linear, norm = solve(alpha, beta)
     E, A, B = np.log(np.maximum(linear, 1e-12))
     near = np.mean([result.fun <= best.fun * (1 + 1e-4) + 1e-12 for result in found])

@@ -83,7 +83,8 @@ def test_larger_runs_are_foretold_from_smaller_ones(chinchilla: Points, porian: 
             errors.append(np.abs(loss / larger.loss - 1).mean())
             covered.append(((low <= larger.loss) & (larger.loss <= high)).mean())
     assert len(errors) == 32
-    assert np.mean(errors) <= 0.015
+    assert np.mean(errors) <= 0.0125
+    assert np.mean(errors[::2]) <= 0.0175  # at the lower cut, everything up to 87 times beyond it
     assert np.mean(covered) >= 0.85
 
 

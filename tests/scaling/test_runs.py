@@ -57,8 +57,9 @@ def test_status(tmp_path: Path) -> None:
 )
 def test_mixing_is_an_error(ladder: Path, change: dict[str, str], words: str) -> None:
     make_run(ladder, "other", 3e5, 6e6, **change)
-    with pytest.raises(DataError, match=words):
-        points_of(read_runs(ladder))
+    for curves in (False, True):
+        with pytest.raises(DataError, match=words):
+            points_of(read_runs(ladder), curves=curves)
 
 
 def test_what_is_not_a_run_directory(tmp_path: Path) -> None:
