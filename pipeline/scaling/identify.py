@@ -30,7 +30,7 @@ def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
         return None
     best, least = float(np.exp(fit.theta[0])), float(fit.points.loss.min())
     level = fit.objective + spread.rise
-    held = np.unique(np.append(np.linspace(0.02, 0.995, values) * least, best))
+    held = np.unique(np.append(np.linspace(0.02, 0.9995, values) * least, best))
     objective = held_at(fit, held)
     for _ in range(2):  # the interval may be far narrower than the first grid
         inside = np.flatnonzero((objective <= level) | (held == best))

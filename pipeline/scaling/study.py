@@ -101,10 +101,13 @@ class Study:
             }
         even = scatter(self.fit)
         errors, t = even.standard_errors(), even.t
-        return {
+        told = {
             name: {"value": value, "se": se, **span(name, value, t * se)}
             for (name, value), se in zip(values.items(), map(float, errors), strict=True)
         }
+        if self.profile is not None:  # which does not take the law for linear in E
+            told["E"] |= {"low": self.profile.low, "high": self.profile.high}
+        return told
 
 
 def span(name: str, value: float, half: float) -> dict[str, float]:

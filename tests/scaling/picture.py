@@ -19,7 +19,7 @@ TRUTH = 2.9497  # nats per token of the held-out split, as `launch data prepare`
 
 
 def picture(folder: Path) -> None:
-    done = study(read_csv(POINTS), "chinchilla")
+    done = study(read_csv(POINTS), "gamma")
     points, E = done.fit.points, done.parameters()["E"]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     tokens = np.geomspace(points.D.min(), 16 * points.D.max(), 200)
@@ -31,7 +31,7 @@ def picture(folder: Path) -> None:
     axes.axhline(TRUTH, color="black", label=f"true entropy {TRUTH}")
     axes.axhline(E["value"], color="C3", linestyle="--", label=f"fitted E = {E['value']:.3f}")
     axes.axhspan(E["low"], E["high"], color="C3", alpha=0.12, label="its 95% interval")
-    axes.set(xscale="log", xlabel="tokens", ylabel="held-out loss (nats per token)", ylim=(2.85, 3.4))
+    axes.set(xscale="log", xlabel="tokens", ylabel="held-out loss (nats per token)", ylim=(2.9, 3.2))
     axes.legend()
     figure.savefig(folder / "synthetic.png", dpi=110)
 

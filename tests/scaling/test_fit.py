@@ -168,12 +168,15 @@ def test_one_source_at_a_time(launch, ladder: Path) -> None:
 
 def test_the_ladder_of_the_docs() -> None:
     """Trained here on synthetic:small, whose held-out entropy is 2.9497 nats per token (docs/SCALING.md)."""
-    done = study(read_csv(Path(__file__).with_name("synthetic.csv")), "chinchilla")
+    points = read_csv(Path(__file__).with_name("synthetic.csv"))
+    done = study(points, "gamma")
     E = done.parameters()["E"]
-    assert E["low"] < 2.9497 < E["high"] and E["high"] / E["low"] < 1.1
-    assert [round(E[key], 3) for key in ("low", "value", "high")] == [2.897, 3.033, 3.177]
-    assert done.profile is not None and done.profile.low == 0
-    assert any("zero fits as well" in said for said in done.warnings)
+    assert E["low"] < 2.9497 < E["high"] and E["high"] / E["low"] < 1.03
+    assert [E[key] for key in ("low", "value", "high")] == pytest.approx([2.940, 2.990, 3.006], abs=2e-3)
+    assert done.warnings == ()
+    fewer = study(points.take(points.D > 3e5), "chinchilla")  # nine runs do not determine it, and say so
+    assert fewer.parameters()["E"]["low"] == 0
+    assert any("zero fits as well" in said for said in fewer.warnings)
 
 
 def test_runs_too_short_for_their_size_break_no_backtest() -> None:
