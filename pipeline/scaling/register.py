@@ -77,13 +77,13 @@ def registered(folder: Path) -> list[dict[str, Any]]:
 class Score:
     """A forecast against its run; `error`, `inside` and `counts` are None until the run has finished."""
 
-    run: str | None
     N: float
     D: float
     C: float
     forecast: float
     low: float
     high: float
+    run: str | None = None
     measured: float | None = None
     error: float | None = None
     inside: bool | None = None
@@ -94,21 +94,16 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
     """Each forecast with the finished run it foretold."""
     scores = []
     for content in forecasts:
-        f = content["forecast"]
-        base = {key: f[key] for key in ("N", "D", "C", "low", "high")} | {"forecast": f["loss"]}
-        landed = [run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])]
-        if not landed:
-            scores.append(Score(run=None, **base))
-            continue
-        run = landed[0]
-        measured = float(run.evals[-1]["loss"])
-        began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
-        scores.append(
-            Score(
-                run=run.name, **base, measured=measured, error=measured / f["loss"] - 1,
-                inside=f["low"] <= measured <= f["high"], counts=float(content["time"]) < began,
-            )
-        )  # fmt: skip
+        f, landed = content["forecast"], {}
+        run = next((run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])), None)
+        if run is not None:
+            measured = float(run.evals[-1]["loss"])
+            began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
+            landed = {
+                "run": run.name, "measured": measured, "error": measured / f["loss"] - 1,
+                "inside": f["low"] <= measured <= f["high"], "counts": float(content["time"]) < began,
+            }  # fmt: skip
+        scores.append(Score(*(f[key] for key in ("N", "D", "C", "loss", "low", "high")), **landed))
     return scores
 
 
@@ -118,7 +113,7 @@ def _same(run: Run, N: float, D: float) -> bool:
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:
     """How the forecasts that count have done so far."""
-    counted = [s for s in scores if s.counts and s.error is not None]
+    counted = [s for s in scores if s.counts]
     errors = [abs(s.error) for s in counted if s.error is not None]
     return {
         "registered": len(scores),

@@ -29,7 +29,7 @@ def write(path: Path, points: Points) -> Path:
 
 def test_the_interval_covers_what_comes_next() -> None:
     inside, widths = [], []
-    for seed in range(8):
+    for seed in range(5):
         points = drawn(0.003, seed)
         smaller, larger = points.take(points.C < 1e20), points.take(points.C > 1e20)
         loss, low, high = study(smaller).interval(larger)
