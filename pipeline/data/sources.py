@@ -144,9 +144,11 @@ def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
 
 
 def _split(piece: Piece, task_bytes: int) -> Iterator[Piece]:
-    if piece.kind not in ("text", "jsonl") or piece.stop - piece.start <= task_bytes:
+    count = round(piece.bytes / task_bytes) if piece.kind in ("text", "jsonl") and piece.stop > 0 else 1
+    if count <= 1:
         yield piece
         return
-    for start in range(piece.start, piece.stop, task_bytes):
-        stop = min(start + task_bytes, piece.stop)
-        yield Piece(piece.source, piece.kind, piece.path, start, stop, stop - start, piece.stamp)
+    step = -(-piece.stop // count // MB) * MB  # whole documents of a long .txt, and no scrap at the end
+    for start in range(0, piece.stop, step):
+        stop = min(start + step, piece.stop)
+        yield replace(piece, start=start, stop=stop, bytes=stop - start)

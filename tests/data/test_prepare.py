@@ -13,7 +13,7 @@ from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
 from pipeline.data.tokenize import is_held_out
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts, write_jsonl
 
@@ -63,6 +63,9 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     assert reused and again == first
     with pytest.raises(DataError, match=r"made with valid_share=0.01, now 0.3"):
         make([source], out, tokenizer, valid_share=0.3)
+    other = Tokenizer(train(some_texts(300), 400))
+    with pytest.raises(DataError, match=r"made with vocab_size=512, now 400"):
+        make([source], out, other)
     write_jsonl(source, some_texts(51))
     with pytest.raises(DataError, match="input files have changed"):
         make([source], out, tokenizer)

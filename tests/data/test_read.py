@@ -142,7 +142,7 @@ def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
     for i in range(5):
         (tmp_path / f"small{i}.jsonl").write_bytes(line)
     tasks = plan([str(tmp_path)], limit_bytes=None, seed=0)
-    assert len(tasks) == 3 and len(tasks[-1]) == 6
+    assert len(tasks) == 2 and len(tasks[-1]) == 6
     assert len(everything([p for t in tasks for p in t])) == 9005
 
 
