@@ -197,7 +197,7 @@ def _check(text: object, path: str, position: int, key: str, size: int) -> str |
     if not isinstance(text, str):
         return Malformed(path, position, f"no text under {key!r}", size)
     try:
-        if len(text.encode()) > LINE_BYTES:
+        if (len(text) if text.isascii() else len(text.encode())) > LINE_BYTES:
             return Malformed(path, position, f"text longer than {LINE_BYTES // MB} MB", size)
     except UnicodeEncodeError:
         return Malformed(path, position, "half of a surrogate pair", size)

@@ -150,7 +150,7 @@ class ShardWriter:
 
     def add(self, ids: npt.NDArray[np.integer], text_bytes: int) -> None:
         """Append a document, already closed by its end id."""
-        block = ids.astype(self._dtype).tobytes()
+        block = np.ascontiguousarray(ids, self._dtype).data
         self._hash.update(block)
         self._file.write(block)
         self._lengths.append(len(ids))

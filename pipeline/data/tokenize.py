@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from pipeline.config.frozen import Frozen
@@ -18,7 +19,7 @@ from pipeline.data.intake import Document, Intake, Ledger
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
-from pipeline.data.tokenizer import Ids, Tokenizer
+from pipeline.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid")
 
@@ -38,11 +39,12 @@ def tokenize(
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
     intake = Intake(task, recipe, np.load(held_out) if held_out else None)
     tokenizer = _tokenizer(out / "tokenizer.model")
+    dtype = dtype_for(tokenizer.vocab)
     if task[0].kind == "megatron":
         encoded = _already_encoded(task, tokenizer, intake.ledger)
     else:
-        encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer)
-    shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype_for(tokenizer.vocab))
+        encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer, dtype)
+    shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype)
     named, stages = tuple(intake.malformed), intake.ledger.stages()
     done = Done(source=task[0].source, shards=shards, stages=stages, malformed=named)
     with replacing(record) as file:
@@ -51,15 +53,17 @@ def tokenize(
 
 
 class Encoded(NamedTuple):
-    ids: Ids  # the end of the document included
+    ids: npt.NDArray[np.integer]  # the end of the document included
     raw: bytes  # what its side of the split is decided by
     text_bytes: int
 
 
-def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    end = np.array([tokenizer.eod], np.uint32)
+def _encode(documents: Iterable[Document], tokenizer: Tokenizer, dtype: DType) -> Iterator[Encoded]:
     for document in documents:
-        yield Encoded(np.concatenate((tokenizer.encode(document.text), end)), document.raw, len(document.raw))
+        found = tokenizer.encode(document.text)
+        ids = np.empty(len(found) + 1, dtype)
+        ids[:-1], ids[-1] = found, tokenizer.eod
+        yield Encoded(ids, document.raw, len(document.raw))
 
 
 def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[Encoded]:
