@@ -42,16 +42,21 @@ def few(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("zero", "faults"), [(1, ("kill 1", "kill 0", "stop 0", "kill torchrun")), (3, ("kill 1", "kill 0"))]
+    ("layout", "faults"),
+    [
+        (("--zero", 1), ("kill 1", "kill 0", "stop 0", "kill torchrun")),
+        (("--zero", 3, "--arch", "mla-moe", "--ep", 2), ("kill 1", "kill 0", "stop 1")),
+        (("--zero", 1, "--arch", "moe"), ("kill 0", "kill 1", "kill 0")),
+    ],
 )
-def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, tmp_path, zero, faults):
+def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, tmp_path, layout, faults):
     """Each fault at a random step past another checkpoint, the first of them before any."""
     seed = random.randrange(1000)
     print(f"seed {seed}")  # pytest shows it when the test fails
     steps = [random.Random(seed + i).randrange(SAVE * i + 2, SAVE * i + SAVE - 2) for i in range(len(faults))]
     base, out = tmp_path / "base", tmp_path / "run"
-    launch("pretrain", *OPTIONS, "--data", few, "--zero", zero, "--out", base)
-    told = disturb(out, steps, faults, "--data", few, "--zero", zero)
+    launch("pretrain", *OPTIONS, "--data", few, *layout, "--out", base)
+    told = disturb(out, steps, faults, "--data", few, *layout)
     assert losses(out) == losses(base) and hashes(out) == hashes(base)
     assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
     restarts = [r for r in records(out, "event") if r["event"] == "restart"]
