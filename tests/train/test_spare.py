@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -10,31 +11,27 @@ from pipeline.train import start
 from tests.train.test_run import TINY, processes, records
 
 
-def agents() -> list[psutil.Process]:
-    return sorted(psutil.Process().children(), key=lambda child: child.create_time())
-
-
 def test_the_group_that_stands_ready_takes_over(corpus, tmp_path: Path, monkeypatch, inside):
     monkeypatch.setattr(start, "_SPARE_AFTER_S", 0.0)
-    out, seen = tmp_path / "run", {}
+    out, take = tmp_path / "run", start._Groups.take
+    taken: list[tuple[start._Groups, int, int]] = []  # by whom, which one stood ready, and which one began
 
-    def until(what: str) -> None:
-        while not ((out / "log.jsonl").exists() and what in (out / "log.jsonl").read_text()):
-            time.sleep(0.05)
+    def watched(groups: start._Groups) -> Any:
+        ready, (agent, noise) = groups.spare_pid, take(groups)
+        taken.append((groups, ready, agent.pid))
+        return agent, noise
+
+    monkeypatch.setattr(start._Groups, "take", watched)
 
     def fault() -> None:
-        until('"kind":"step"')
-        while len(agents()) < 2:
+        while not (taken and taken[0][0].spare_pid > 0 and '"kind":"step"' in (out / "log.jsonl").read_text()):
             time.sleep(0.05)
-        first, seen["spare"] = agents()
-        first.children()[0].kill()
-        until('"restart"')
-        seen["second"] = agents()[0]
+        psutil.Process(taken[0][2]).children()[0].kill()
 
     thread = threading.Thread(target=fault, daemon=True)
     thread.start()
     inside("pretrain", *TINY, "--steps", 80, "--data", corpus, "--nproc", 2, "--out", out, "--quiet")
-    thread.join(1)
-    assert seen["second"] == seen["spare"]
+    (_, none, _), (_, ready, second) = taken
+    assert none < 0 < ready == second
     assert [r["event"] for r in records(out, "event") if r["event"] != "save"] == ["start", "restart", "finish"]
     assert not processes(f"pipeline.train.worker.*{out}"), "orphans"
