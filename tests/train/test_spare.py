@@ -30,7 +30,7 @@ def test_the_group_that_stands_ready_takes_over(corpus, tmp_path: Path, monkeypa
 
     thread = threading.Thread(target=fault, daemon=True)
     thread.start()
-    inside("pretrain", *TINY, "--steps", 80, "--data", corpus, "--nproc", 2, "--out", out, "--quiet")
+    inside("pretrain", *TINY, "--steps", 30, "--data", corpus, "--nproc", 2, "--out", out, "--quiet")
     (_, none, _), (_, ready, second) = taken
     assert none < 0 < ready == second
     assert [r["event"] for r in records(out, "event") if r["event"] != "save"] == ["start", "restart", "finish"]
