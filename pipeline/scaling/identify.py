@@ -1,6 +1,6 @@
 """What the data determine and what they do not: the profile of E, and doubts in plain words."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,10 @@ class Profile:
     objective: Array
     low: float  # zero where nothing keeps E from it
     high: float
+
+    def beside(self, other: "Profile | None") -> "Profile":
+        """This one, where the other's values are possible too."""
+        return self if other is None else replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
 
 
 def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:

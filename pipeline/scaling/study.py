@@ -8,7 +8,7 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import ENOUGH, Backtest, backtest, focus, waste
 from pipeline.scaling.bootstrap import bootstrap
-from pipeline.scaling.choose import LAWS, check, check_law, choose
+from pipeline.scaling.choose import LAWS, SPARE, check, check_law, choose
 from pipeline.scaling.fit import Fit, Show, fit, silent
 from pipeline.scaling.frontier import Optimum, at, exponents, optimum
 from pipeline.scaling.identify import Profile, doubts, profile
@@ -157,6 +157,8 @@ def study(
             minima, why = valleys_instead(result)
             notes += why
     of_e = None if law == "vpnls" else profile(result, scatter(result))
+    if law == "auto" and chosen.name == "chinchilla" and of_e and len(points) >= len(LAWS["gamma"].parameters) + SPARE:
+        of_e = of_e.beside(floor(points))
     draws = None
     # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.
     if resamples and len(set(points.run)) >= 4 * len(chosen.parameters):
@@ -164,6 +166,13 @@ def study(
     name = chosen.name if law == "auto" else law
     said = (*notes, *doubts(result, scatter(result), of_e))
     return Study(name, result, near, scatter(near), test, of_e, minima, draws, said)
+
+
+def floor(points: Points) -> Profile | None:
+    """Of the γ-law, which is Chinchilla's where γ = 1: that it is 1 is an assumption, and E's interval is not to rest
+    on it where nobody asked for that law."""
+    wider = fit(points, LAWS["gamma"])
+    return profile(wider, scatter(wider))
 
 
 def valleys_instead(result: Fit) -> tuple[Minima | None, list[str]]:

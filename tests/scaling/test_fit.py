@@ -174,6 +174,11 @@ def test_the_ladder_of_the_docs() -> None:
     assert E["low"] < 2.9497 < E["high"] and E["high"] / E["low"] < 1.03
     assert [E[key] for key in ("low", "value", "high")] == pytest.approx([2.940, 2.990, 3.006], abs=2e-3)
     assert done.warnings == ()
+    simpler = study(points)  # takes Chinchilla's law, but not its word that γ is 1
+    chosen = simpler.parameters()["E"]
+    assert simpler.name == "chinchilla" and simpler.warnings == ()
+    assert (chosen["low"], chosen["high"]) == pytest.approx((E["low"], E["high"]), abs=1e-3)
+    assert study(points, "chinchilla").parameters()["E"]["low"] > 2.9497
     fewer = study(points.take(points.D > 3e5), "chinchilla")  # nine runs do not determine it, and say so
     assert fewer.parameters()["E"]["low"] == 0
     assert any("zero fits as well" in said for said in fewer.warnings)
