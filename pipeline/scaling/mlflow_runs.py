@@ -84,9 +84,8 @@ def keep(experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] 
         there.upload(run_id, paths)
         there.upload(run_id, forecasts, FORECASTS)
     except Exception as error:  # a server may fail in any way, and none may cost the forecast
-        return (
-            f"MLflow has no copy of this ({store.reason(error)}); the files are the record, `launch sync` sends them."
-        )
+        why = store.reason(error)
+        return f"MLflow has no copy of this ({why}); the files are the record, and `launch sync` sends a sweep's."
     return None
 
 
