@@ -49,7 +49,7 @@ picture: demo system  ## the README's picture, from the demo's page
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────
 
 test: install check  ## lint, types, layers and every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 check: install  ## lint, types and layers alone
 	$(BIN)/ruff check .

@@ -36,8 +36,7 @@ def claimed(out: Path, recipe: Recipe, inputs: str) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise DataError(f"out={out}: another `launch data prepare` is writing there; wait for it") from None
-            for left in out.rglob(f"*{TEMPORARY}"):
-                left.unlink()
+            clear(out)
             try:
                 yield
             except DataError:
@@ -45,6 +44,12 @@ def claimed(out: Path, recipe: Recipe, inputs: str) -> Iterator[None]:
                 raise
     except OSError as error:
         raise as_data_error(error, out) from error
+
+
+def clear(out: Path) -> None:
+    """What killed writers left, of this call or an earlier one."""
+    for left in out.rglob(f"*{TEMPORARY}"):
+        left.unlink(missing_ok=True)
 
 
 def _leave(out: Path) -> None:

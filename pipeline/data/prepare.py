@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.config.frozen import Frozen
 from pipeline.data import synthetic
-from pipeline.data.claim import MODEL, WORK, claimed
+from pipeline.data.claim import MODEL, WORK, claimed, clear
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
 from pipeline.data.files import replacing
@@ -84,6 +84,7 @@ def prepare(
             held_out = _held_out(job, against)
             kept = _deduplicate(job, held_out, malformed_share)
             done = _tokenize(job, held_out, dedup=kept is not None)
+        clear(out)
         stages = kept or total(d.stages for d in done)
         _check_malformed(stages, [m for d in done for m in d.malformed], malformed_share)
         _set_aside(done, out)

@@ -24,7 +24,7 @@ SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 # seconds after which a requeued job may start again: its old credential has to expire (two minutes by default)
-AuthInfo=socket={state}/munge/socket,cred_expire=5
+AuthInfo=socket={state}/munge/socket,cred_expire=8
 StateSaveLocation={state}/ctld
 SlurmdSpoolDir={state}/spool.%n
 SlurmctldPidFile={state}/slurmctld.pid

@@ -186,7 +186,8 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     row = json.loads(launch("status", run, "--json", **slurm.env).stdout)
     assert row["job"] == job and row["state"] in ("PENDING", "RUNNING") and row["step"] >= 4
     slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
-    assert [a["world"] for a in attempts(run) if a["event"] == "begin"] == [2, 1, 2]
+    worlds = [a["world"] for a in attempts(run) if a["event"] == "begin"]
+    assert worlds[:3] == [2, 1, 2] and {*worlds[3:]} <= {2}  # SLURM's own short-lived credentials may cost a start
     assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)
     launch("sync", run, **tracked)  # what a busy machine had no time for
     with sqlite3.connect(tmp_path / "mlflow.db") as store:  # one run there, and every step of it once
