@@ -187,7 +187,9 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     assert row["job"] == job and row["state"] in ("PENDING", "RUNNING") and row["step"] >= 4
     slurm.until(lambda: slurm.field(job, "state") == "COMPLETED")
     worlds = [a["world"] for a in attempts(run) if a["event"] == "begin"]
-    assert worlds[:3] == [2, 1, 2] and {*worlds[3:]} <= {2}  # SLURM's own short-lived credentials may cost a start
+    # a credential of this SLURM lives for seconds: where a busy machine was too slow for one, the job began again
+    late = (run / "logs" / "job.log").read_text().count("Application launch failed: Job credential expired")
+    assert worlds == [2, 1, 2] + [2] * late
     assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)
     launch("sync", run, **tracked)  # what a busy machine had no time for
     with sqlite3.connect(tmp_path / "mlflow.db") as store:  # one run there, and every step of it once
