@@ -5,7 +5,7 @@ the pairs it finds in a file. The driver joins them block by block in a mapped a
 corpus. A document's number is its place in the plan; of every cluster the first stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -68,7 +68,9 @@ def join(parents: I64, pairs: I64) -> None:
         np.minimum.at(parents, pairs.max(axis=1), pairs.min(axis=1))
 
 
-def _pairs(function, suffix: str, stems: Sequence[Path], starts: I64, recipe: Recipe):  # type: ignore[no-untyped-def]
+def _pairs(
+    function: Callable[..., None], suffix: str, stems: Sequence[Path], starts: I64, recipe: Recipe
+) -> Iterator[I64]:
     """Pairs (earlier, later) that the function finds in each range of keys, block by block."""
     rows = sum(len(np.load(stem.with_suffix(f".{suffix}.npy"), mmap_mode="r")) for stem in stems)
     ranges = max(1, -(-rows // RANGE_ROWS))
