@@ -124,6 +124,12 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
         said.append(
             f"{far:.3g}× beyond the largest run: laws have been seen to hold over 300×, with a ladder made for it."
         )
+    least = min(f.loss for f in made)
+    if study.profile is not None and least < study.profile.low:
+        said.append(
+            f"{least:.4g} lies below the floor that these runs point to (E from {study.profile.low:.4g}): forecasts "
+            f"lean towards exponents known from larger ladders. Believe the interval, and runs nearer to the target."
+        )
     if study.name == "data-constrained" and targets.unique is None:
         said.append("Every token is taken to be new; where some repeat, give --targets with a column `unique`.")
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):

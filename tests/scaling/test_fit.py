@@ -8,6 +8,7 @@ import pytest
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.choose import LAWS
 from pipeline.scaling.fit import descend, fit
+from pipeline.scaling.forecast import at_sizes, cautions, forecast
 from pipeline.scaling.laws import Inputs, Law
 from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.starts import screened
@@ -179,6 +180,8 @@ def test_the_ladder_of_the_docs() -> None:
     assert simpler.name == "chinchilla" and simpler.warnings == ()
     assert (chosen["low"], chosen["high"]) == pytest.approx((E["low"], E["high"]), abs=1e-3)
     assert study(points, "chinchilla").parameters()["E"]["low"] > 2.9497
+    far = at_sizes(simpler, 1e9, 2e10)  # a forecast leans towards known exponents, here below the floor, and says so
+    assert any("lies below the floor" in said for said in cautions(simpler, far, forecast(simpler, far)))
     fewer = study(points.take(points.D > 3e5), "chinchilla")  # nine runs do not determine it, and say so
     assert fewer.parameters()["E"]["low"] == 0
     assert any("zero fits as well" in said for said in fewer.warnings)
