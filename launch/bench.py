@@ -12,9 +12,8 @@ from launch.examples import examples
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.config.schema import RunConfig
+    from pipeline.parallel.world import World
     from pipeline.train.bench import Peer
 
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
@@ -63,6 +62,7 @@ def loader(
         "launch bench train --size 125m --profile kernels.txt",
         "launch bench train --size 1m --compare hf --steps 10",
         "launch bench train --size 1b --auto-batch --overheads",
+        "launch bench train --size 3b --set train.fp8=true --compare bf16 --steps 500 --no-parts",
     )
 )
 def train(
@@ -76,7 +76,10 @@ def train(
     parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Write the kernels of one step to this file.")] = None,
     compare: Annotated[
-        str | None, typer.Option(help="hf: time Hugging Face's model of the same shape in turn with ours.")
+        str | None,
+        typer.Option(
+            help="hf: Hugging Face's model of the same shape, in turn with ours; bf16: what fp8 is held against."
+        ),
     ] = None,
     auto_batch: Annotated[bool, typer.Option("--auto-batch", help="The largest micro-batch that fits.")] = False,
     overheads: Annotated[
@@ -140,14 +143,19 @@ def train(
         os.execve(sys.executable, [sys.executable, "-m", "launch", *sys.argv[1:], *again], before)
 
 
-def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, torch.device], Peer]":
+def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":
     """Refused before anything is timed."""
-    from pipeline.interop.peer import Peer, described
+    from pipeline.interop.peer import HuggingFace, described
+    from pipeline.train.bench import Twin
 
+    if name == "bf16" and config.train.fp8:
+        return Twin
     if name != "hf" or ranks > 1:
-        raise ConfigError(f"--compare {name} on {ranks} processes: only hf is known, and only on one")
+        raise ConfigError(
+            f"--compare {name} on {ranks} processes: known are hf on one process, and bf16 with --set train.fp8=true"
+        )
     described(config)
-    return Peer
+    return HuggingFace
 
 
 def _print(measured: Iterable[tuple[str, Any]], as_json: bool) -> None:

@@ -10,17 +10,20 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.interop.families import choose, write
 from pipeline.parallel.engine import Micro
+from pipeline.parallel.world import World
 
 
-class Peer:
+class HuggingFace:
     """Weights in the run's dtype with no master copy, SDPA, fused AdamW, compiled where ours is."""
 
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
+    name = "HF"
+
+    def __init__(self, config: RunConfig, world: World) -> None:
         cfg, lr = config.optim.optimizer, config.optim.lr
         assert lr != "auto" and cfg.beta2 != "auto", "resolve the recipe first"
         dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
         table = described(config)
-        with device:
+        with world.device:
             self.model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(table.pop("model_type"), **table, use_cache=False),
                 dtype=dtype,
@@ -32,7 +35,7 @@ class Peer:
             weights, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True
         )
 
-    def step(self, micros: Sequence[Micro]) -> Tensor:
+    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
         """Its mean loss, still on the device."""
         total = torch.zeros((), device=micros[0].tokens_BS.device)
         for micro in micros:
@@ -40,6 +43,7 @@ class Peer:
             (loss / len(micros)).backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.param_groups[0]["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total / len(micros)

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
 from pipeline.layout import Layout, memory
 from pipeline.objective.batch import Batch
+from pipeline.optim.schedule import rate
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
@@ -46,10 +48,53 @@ _CALLS = {"tolist", "cpu", "numpy"}  # which are no operations where the device 
 
 
 class Peer(Protocol):
-    def step(self, micros: Sequence[Micro]) -> Tensor: ...
+    """Another trainer of the same shape."""
+
+    name: str
+
+    def step(self, micros: Sequence[Micro], lr: float) -> Tensor: ...
+
+
+class Twin:
+    """Our own engine without fp8, from the same weights."""
+
+    name = "bf16"
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        plain = config.train.model_copy(update={"fp8": False})
+        self._engine = engine(config.model_copy(update={"train": plain}), world)
+
+    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
+        return self._engine.update(micros, lr).nll
 
 
 Figures = Iterator[tuple[str, Any]]
+Step = Callable[[Batch, float], float]
+
+
+class _Side:
+    """A trainer and what was seen of it, alone or in turn with another on the same batches."""
+
+    def __init__(self, make: Callable[[], Step], batch: Batch) -> None:
+        before = _held()
+        self._step, self.took = make(), list[float]()
+        self.losses = [self._step(batch, 0.0)]  # compiles, and leaves the weights where they were drawn
+        self._rest, self.peak = _held() - before, peak_memory_bytes()
+
+    def step(self, batch: Batch, lr: float, waited: float = 0.0) -> None:
+        others = _held() - self._rest
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        self.losses.append(self._step(batch, lr))
+        self.took.append(waited + time.perf_counter() - began)
+        if torch.cuda.is_available():
+            most = peak_memory_bytes() - others
+            self.peak = most if len(self.took) == 1 else max(self.peak, most)
+
+
+def _held() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def train(
@@ -60,12 +105,12 @@ def train(
     steps: int,
     parts: bool = True,
     profile: Path | None = None,
-    peer: Callable[[RunConfig, torch.device], Peer] | None = None,
+    peer: Callable[[RunConfig, World], Peer] | None = None,
     overheads: bool = False,
 ) -> Figures:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
     train = config.train
-    assert isinstance(train.batch_tokens, int)
+    assert isinstance(train.batch_tokens, int) and isinstance(config.optim.lr, float)
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
     yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -74,17 +119,24 @@ def train(
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
     yield "batch", f"{train.batch_tokens:,} tokens in micro-batches of {train.micro_batch} × {config.model.seq}"
     worker, batches = engine(config, world), _batches(config, corpus, world)
-    first_loss = _step(worker, next(batches), config, world)  # compiles
-    if world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    took, waited = [], []
-    for _ in range(steps):
+    first = next(batches)
+    ours = _Side(lambda: partial(_step, worker, config, world), first)
+    theirs = None
+    if peer is not None:
+        other = peer(config, world)
+        theirs = _Side(lambda: lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first)
+        yield f"first loss, ours and {other.name}'s", f"{ours.losses[0]:.3f} {theirs.losses[0]:.3f}"
+        if abs(ours.losses[0] - theirs.losses[0]) > _ALIKE * ours.losses[0]:
+            raise RunError(f"the first losses {ours.losses[0]:.3f} and {theirs.losses[0]:.3f} are of different models")
+    waited = []
+    for step in range(steps):
         began = time.perf_counter()
-        batch = next(batches)
+        batch, lr = next(batches), rate(config.optim.schedule, config.optim.lr, step, steps)
         waited.append(time.perf_counter() - began)
-        _step(worker, batch, config, world)
-        took.append(time.perf_counter() - began)
-    step_s = statistics.median(took)
+        ours.step(batch, lr, waited[-1])
+        if theirs is not None:
+            theirs.step(batch, lr)
+    step_s = statistics.median(ours.took)
     speed = train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)
     yield "data wait ms", round(statistics.median(waited) * 1e3, 3)
@@ -97,24 +149,23 @@ def train(
     yield "of measured matmul ceiling %", round(100 * speed * flops.model / ceiling, 2)
     yield "matmul ceiling TFLOP/s", round(ceiling / 1e12, 2)
     yield "convention", account.CONVENTION
-    yield "peak memory GiB", round(peak_memory_bytes() / 2**30, 2)
+    yield "peak memory GiB", round(ours.peak / 2**30, 2)
     yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)
+    if theirs is not None:
+        yield from _compared(ours, theirs, other.name, train.batch_tokens)
     if parts:
         yield from _parts(worker, batches, config, world, steps)
     yield "host reads in an update", _reads(worker, next(batches), config, world)
     if profile is not None:
         yield "kernels", _kernels(worker, next(batches), config, world, profile)
-    if peer is not None:
-        yield from _compare(worker, peer, batches, config, world, steps, first_loss)
     if overheads:
         with tempfile.TemporaryDirectory() as aside:
             yield from _overheads(worker, batches, config, world, steps, Path(aside))
 
 
-def _step(worker: Engine, batch: Batch, config: RunConfig, world: World) -> float:
+def _step(worker: Engine, config: RunConfig, world: World, batch: Batch, lr: float = 0.0) -> float:
     """As the loop does it at its barest: update, one sum over ranks, one read of the loss."""
-    assert isinstance(config.optim.lr, float)
-    update = worker.update(cut(batch, config, world), config.optim.lr)
+    update = worker.update(cut(batch, config, world), lr)
     loss, _ = world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
     return float(loss) / world.size
 
@@ -144,7 +195,7 @@ def _parts(worker: Engine, batches: Iterator[Batch], config: RunConfig, world: W
 
     before, worker.clock = worker.clock, clock
     for _ in range(steps):
-        _step(worker, next(batches), config, world)
+        _step(worker, config, world, next(batches))
     worker.clock = before
     for part, seconds in spent.items():
         yield f"{part} ms", round(seconds / steps * 1e3, 2)
@@ -156,45 +207,20 @@ def _parts(worker: Engine, batches: Iterator[Batch], config: RunConfig, world: W
         yield "communication ms", round(sent / 1e3, 2)
 
 
-def _compare(
-    worker: Engine,
-    peer: Callable[[RunConfig, torch.device], Peer],
-    batches: Iterator[Batch],
-    config: RunConfig,
-    world: World,
-    steps: int,
-    first_loss: float,
-) -> Figures:
-    """Another trainer of the same shape on the same batches, step by step in turn."""
-    cuda = world.device.type == "cuda"
-    assert isinstance(config.train.batch_tokens, int)
-    ours_bytes = torch.cuda.memory_allocated() if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    theirs = peer(config, world.device)
-
-    def our_step(batch: Batch) -> float:
-        return _step(worker, batch, config, world)
-
-    def their_step(batch: Batch) -> float:
-        return float(theirs.step(cut(batch, config, world)).item())
-
-    their_loss = their_step(next(batches))
-    yield "first loss, ours and HF's", f"{first_loss:.3f} {their_loss:.3f}"
-    if abs(first_loss - their_loss) > _ALIKE * first_loss:
-        raise RunError(f"the first losses {first_loss:.3f} and {their_loss:.3f} are of different models")
-    if cuda:
-        yield "HF peak memory GiB", round((torch.cuda.max_memory_allocated() - ours_bytes) / 2**30, 2)
-    timed: list[list[float]] = [[], []]
-    for _ in range(steps):
-        batch = next(batches)
-        for seconds, step in zip(timed, (our_step, their_step), strict=True):
-            began = time.perf_counter()
-            step(batch)
-            seconds.append(time.perf_counter() - began)
-    ours, hf = (config.train.batch_tokens / statistics.median(seconds) for seconds in timed)
-    yield "tokens/s, ours and HF's in turn", f"{ours:,.0f} {hf:,.0f}"
-    yield "ours over HF", round(ours / hf, 3)
+def _compared(ours: _Side, theirs: _Side, name: str, tokens: int) -> Figures:
+    if torch.cuda.is_available():
+        yield f"{name} peak memory GiB", round(theirs.peak / 2**30, 2)
+    us, them = (tokens / statistics.median(side.took) for side in (ours, theirs))
+    yield f"tokens/s, ours and {name}'s in turn", f"{us:,.0f} {them:,.0f}"
+    yield f"ours over {name}", round(us / them, 3)
+    tenth = -(-len(ours.took) // 10)
+    means = [
+        [statistics.fmean(side.losses[at : at + tenth]) for at in range(1, len(side.losses), tenth)]
+        for side in (ours, theirs)
+    ]
+    yield f"loss over the last {tenth} steps, ours and {name}'s", f"{means[0][-1]:.4f} {means[1][-1]:.4f}"
+    gaps = ", ".join(f"{100 * (a / b - 1):+.2f}" for a, b in zip(*means, strict=True))
+    yield f"ours above {name}'s by {tenth} steps each, %", gaps
 
 
 class _Blind(Guard):
@@ -332,7 +358,7 @@ def _trace(worker: Engine, batch: Batch, config: RunConfig, world: World) -> Any
     if world.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
-        _step(worker, batch, config, world)
+        _step(worker, config, world, batch)
     return trace
 
 
