@@ -13,8 +13,11 @@ TEMPORARY = ".part"  # what a killed writer leaves behind; never read
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes its name only when the block ends well, its bytes on the disk before the name is."""
+def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that takes its name only when the block ends well, its bytes on the disk before the name is.
+
+    Of many files in one folder, one `sync_directory` at the end does for all their names.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         with temporary.open("wb") as file:
@@ -22,7 +25,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
+        if flush_name:
+            sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

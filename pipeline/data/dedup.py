@@ -18,6 +18,7 @@ from pipeline.data.intake import Ledger
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.sketch import Sketched, similarity
+from pipeline.files import sync_directory
 
 RANGE_ROWS = 4_000_000  # keys per range: some hundred megabytes while a range is worked on
 BLOCK = 2**16  # documents or pairs at once
@@ -53,8 +54,9 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
         ledger.keep("dedup", left, left, int(stays.sum()))
         keep = np.zeros(record.items, bool)
         keep[items[stays]] = True
-        with replacing(stem.with_suffix(".keep.npy")) as file:
+        with replacing(stem.with_suffix(".keep.npy"), flush_name=False) as file:
             np.save(file, keep)
+    sync_directory(folder)
     return ledger.stages()
 
 

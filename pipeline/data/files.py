@@ -13,10 +13,10 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
     """Open a file that takes its name only when the block ends well."""
     try:
-        with files.replacing(path) as file:
+        with files.replacing(path, flush_name) as file:
             yield file
     except OSError as error:
         raise as_data_error(error, path) from error

@@ -30,7 +30,7 @@ from pipeline.data.shards import MANIFEST, VERSION, Corpus, Manifest, SourceShar
 from pipeline.data.shingles import shingles
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
-from pipeline.data.tokenize import SPLITS, Done, tokenize
+from pipeline.data.tokenize import CONVERTED, SPLITS, Done, tokenize
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 
@@ -106,7 +106,11 @@ def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
             job.report("tokenizer", 1, 1)
         with replacing(path) as file:
             file.write(model)
-    return Tokenizer.open(path)
+    tokenizer = Tokenizer.open(path)
+    if tokenizer.fast:  # once, not in every worker
+        with replacing(job.work / CONVERTED) as file:
+            file.write(tokenizer.converted.encode())
+    return tokenizer
 
 
 def _held_out(job: Job, against: Sequence[Task]) -> Path | None:

@@ -145,7 +145,7 @@ class ShardWriter:
         self._lengths: list[int] = []
         self._bytes = 0
         self._hash = xxhash.xxh3_128()
-        self._context = replacing(directory / f"{name}.bin")
+        self._context = replacing(directory / f"{name}.bin", flush_name=False)
         self._file = self._context.__enter__()
 
     def add(self, ids: npt.NDArray[np.integer], text_bytes: int) -> None:
@@ -157,9 +157,10 @@ class ShardWriter:
         self._bytes += text_bytes
 
     def close(self) -> Shard:
+        """The files' bytes are on the disk then, and their names once the folder is flushed."""
         self._context.__exit__(None, None, None)
         index = index_bytes(self._lengths, self._dtype)
-        with replacing(self._directory / f"{self._name}.idx") as file:
+        with replacing(self._directory / f"{self._name}.idx", flush_name=False) as file:
             file.write(index)
         return Shard(
             name=self._name,

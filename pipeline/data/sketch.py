@@ -19,6 +19,7 @@ from pipeline.data.piece import Task
 from pipeline.data.recipe import Near, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
+from pipeline.files import sync_directory
 
 BOTTOM = 512  # smallest shingle hashes kept per document: exact Jaccard up to that many shingles, ±0.02 beyond
 BLOCK = 2048  # shingles hashed at once: long documents take no more memory than short ones
@@ -73,10 +74,11 @@ def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Ske
         "ends": np.cumsum([len(b) for b in bottoms], dtype=np.int64),
     }
     for suffix, array in arrays.items():
-        with replacing(stem.with_suffix(f".{suffix}.npy")) as file:
+        with replacing(stem.with_suffix(f".{suffix}.npy"), flush_name=False) as file:
             np.save(file, array)
+    sync_directory(stem.parent)
     record = Sketched(items=intake.items, stages=intake.ledger.stages(), malformed=tuple(intake.malformed))
-    with replacing(stem.with_suffix(".json")) as file:
+    with replacing(stem.with_suffix(".json"), flush_name=False) as file:
         file.write(record.model_dump_json().encode())
     return record
 

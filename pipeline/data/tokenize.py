@@ -20,8 +20,10 @@ from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.files import sync_directory
 
 SPLITS = ("train", "valid")
+CONVERTED = "tokenizer.json"  # beside the records: what every worker would otherwise work out for itself
 
 
 class Done(Frozen):
@@ -38,16 +40,17 @@ def tokenize(
 ) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
     intake = Intake(task, recipe, np.load(held_out) if held_out else None)
-    tokenizer = _tokenizer(out / "tokenizer.model")
+    tokenizer = _tokenizer(out / "tokenizer.model", record.with_name(CONVERTED))
     dtype = dtype_for(tokenizer.vocab)
     if task[0].kind == "megatron":
         encoded = _already_encoded(task, tokenizer, intake.ledger)
     else:
         encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer, dtype)
     shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype)
+    sync_directory(out)
     named, stages = tuple(intake.malformed), intake.ledger.stages()
     done = Done(source=task[0].source, shards=shards, stages=stages, malformed=named)
-    with replacing(record) as file:
+    with replacing(record, flush_name=False) as file:  # should a power cut take its name, the task runs again
         file.write(done.model_dump_json().encode())
     return done
 
@@ -97,6 +100,9 @@ def is_held_out(raw: bytes, share: float) -> bool:
 
 
 @lru_cache(1)
-def _tokenizer(path: Path) -> Tokenizer:
+def _tokenizer(path: Path, converted: Path) -> Tokenizer:
     """One per worker process: gigatoken's cache of words grows warm over its tasks."""
-    return Tokenizer.open(path)
+    tokenizer = Tokenizer.open(path)
+    if converted.exists():
+        tokenizer.converted = converted.read_text()
+    return tokenizer

@@ -48,6 +48,7 @@ def test_ids_are_sentencepieces_and_text_comes_back(tokenizer: Tokenizer, text: 
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
     assert not set(ids) & set(tokenizer.controls.values()), "text injected a control token"
+    assert ids == tokenizer._encode_exact(text).tolist(), "cut where a piece runs over"
     if META not in text:
         assert ids == tokenizer.sentencepiece.encode(text)
 
