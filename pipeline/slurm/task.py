@@ -12,6 +12,7 @@ from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent
+from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
 from pipeline.train.start import attend, listening
 
@@ -66,10 +67,15 @@ def main(arguments: list[str]) -> int:
     worker = [str(run.path), *(("--data", str(near)) if near else ())]
     if site.launcher == "srun":
         env |= {ours: env[f"SLURM_{srun}"] for ours, srun in _RANK.items()}
-        os.execve(sys.executable, [sys.executable, "-m", _WORKER, *worker], env)
-    command = [sys.executable, *torchrun(env), *worker, "--to-file"]
-    with listening() as wishes:  # torchrun itself would give its workers half a minute to save
-        return attend(run, subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent), wishes)
+        command = [sys.executable, "-m", _WORKER, *worker]
+    else:
+        command = [sys.executable, *torchrun(env), *worker, "--to-file"]
+    with listening(once=True) as wishes:  # SLURM itself ends what takes too long to save
+        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=end_with_parent)
+        code = attend(run, agent, wishes)
+    if code < 0 and (run.fault() or {}).get("kind") != HangError.__name__:
+        os.kill(os.getpid(), -code)  # srun says how it died
+    return abs(code)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ from pipeline.track.log import Log, Record, read
 from pipeline.train.rundir import RunDir
 
 
+class HangError(RuntimeError):
+    """A rank that lives and does not go on."""
+
+
 def note(run: RunDir, code: int) -> Record:
     """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
     reason = run.fault() or {"kind": "exit", "message": f"it ended with code {code} and no reason", "user": False}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,16 +16,19 @@ from types import FrameType
 
 import psutil
 
+from pipeline.config.load import reload
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent
 from pipeline.track import feed
 from pipeline.train import faults
+from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import SIGNALS
 
 _WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
+_TICK_S = 1.0
 _SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
 _KILLED = re.compile(rb"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the first process to fail
 Wish = tuple[float, int]  # when, and which signal
@@ -104,8 +108,8 @@ def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
     code = attend(run, agent, wishes, groups.prepare)
     if code < 0:
         _end_strays(run, groups.spare_pid)
-    killed = _KILLED.search(noise.read_bytes())
-    if killed and not wishes and not (run.fault() or {}).get("user"):  # the others only complain that it is gone
+    killed, known = _KILLED.search(noise.read_bytes()), run.fault() or {"kind": None, "user": False}
+    if killed and not (wishes or known["user"] or known["kind"] == HangError.__name__):  # others miss it, no more
         run.forget_fault()
         run.fail(ChildProcessError(f"rank {int(killed[2])} was killed by {signal.Signals(int(killed[1])).name}"))
     # torchrun makes one code of its workers' codes; their log says whether they were told to stop
@@ -134,12 +138,13 @@ def _end_strays(run: RunDir, spare: int) -> None:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Wish]]:
-    """Signals become wishes, from the first attempt to the last."""
+def listening(*, once: bool = False) -> Iterator[list[Wish]]:
+    """Signals become wishes, from the first attempt to the last, or the first of them alone."""
     wishes: list[Wish] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        wishes.append((time.monotonic(), number))
+        if not (once and wishes):
+            wishes.append((time.monotonic(), number))
 
     old = {number: signal.signal(number, note) for number in SIGNALS}
     try:
@@ -170,18 +175,20 @@ def attend(
     run: RunDir, agent: subprocess.Popen[bytes], wishes: list[Wish], beside: Callable[[], None] = lambda: None
 ) -> int:
     """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
-    another one, a second or more later, ends them. After a fault a stopped worker is woken: else it would not hear
-    torchrun's SIGTERM, which waits half a minute for it."""
-    told: set[int] = set()
+    another one, a second or more later, ends them. A worker that a signal has stopped is ended too, in whatever phase
+    it is: before the others, who wait for it, wonder. What the kernel says of it needs no heartbeat. Where this process
+    was stopped as well, by a scheduler that suspends the job, no time passes."""
+    told, still, most = set[int](), Counter[int](), reload(run.config).train.hang_s / 2
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=0.2)
+            return agent.wait(timeout=_TICK_S)
         beside()
-        failed = run.fault() is not None
-        for worker in _workers(agent.pid) if wishes or failed else ():
+        for worker in _workers(agent.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-                if failed and worker.status() == psutil.STATUS_STOPPED:
-                    worker.resume()
+                still[worker.pid] = still[worker.pid] + 1 if worker.status() == psutil.STATUS_STOPPED else 0
+                if still[worker.pid] * _TICK_S > most:
+                    run.fail(HangError(f"rank {worker.environ()['RANK']} stands still: a signal has stopped it"))
+                    worker.kill()
                 if wishes and wishes[-1][0] - wishes[0][0] > 1:
                     worker.kill()
                 elif wishes and worker.pid not in told:
@@ -190,8 +197,9 @@ def attend(
 
 
 def _workers(agent: int) -> list[psutil.Process]:
+    """Below torchrun, or the one that srun started."""
     try:
-        children = psutil.Process(agent).children(recursive=True)
-        return [child for child in children if _WORKER in child.cmdline()]
+        process = psutil.Process(agent)
+        return [each for each in (process, *process.children(recursive=True)) if _WORKER in each.cmdline()[:4]]
     except psutil.NoSuchProcess:
         return []

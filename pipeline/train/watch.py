@@ -1,9 +1,9 @@
-"""A run that stands still is found out and ended with its reason, while a scheduler would see it as running.
+"""A rank that lives and does not go on is found out and ended with its reason, while a scheduler would see it running.
+(One that a signal has stopped is found by its parent: `start.attend`.)
 
 No heartbeat travels. Every step ends in a sum over all ranks, so one rank that stands still makes each of the others
 wait there, and a thread of its own clock tells it so: there is no store to ask that could hang as well. The files with
-the stacks are the only word between ranks: who left none is the one that stands still. It leaves them last, at the
-SIGTERM that ends it.
+the stacks are the only word between ranks: who left none is the one that stands still.
 """
 
 import contextlib
@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from pipeline.parallel.world import TIMEOUT, World
+from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
 
 _POLL_S = 0.5
 _WORD_S = 2.0  # after the first rank has spoken, for the others to write their stacks too
 _WINDOW = 128  # spans that the p99 is of
 _COLLECTIVES = 20  # last ones to show
-
-
-class HangError(RuntimeError):
-    """No progress for longer than the phase may take."""
 
 
 class Watch:
@@ -45,7 +42,7 @@ class Watch:
         self._spans: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._closed = threading.Event()
         self._file = self._stacks(world.rank).open("a", encoding="utf-8")
-        # from C: a rank that was stopped, or holds Python's lock, shows where it stood before anything else
+        # from C: a rank that holds Python's lock shows where it stood before anything else
         faulthandler.register(signal.SIGTERM, self._file, chain=True)
         self._begin("start", 0)
         threading.Thread(target=self._work, name="watch", daemon=True).start()

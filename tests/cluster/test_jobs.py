@@ -88,13 +88,10 @@ def test_whatever_befalls_it_the_curve_is_the_same(slurm, runs, corpus, tmp_path
     assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
 
     # a rank is there and answers nobody: SLURM sees a job that runs
-    files = [run / "logs" / f"stacks-rank-{rank}.txt" for rank in range(2)]
-    before, hung = [len(file.read_text()) for file in files], step(run) + 1
+    hung = step(run) + 1
     os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGSTOP)
     training(5)
-    assert verdicts(run)[-1][0] == "requeue" and "rank 1 stands still" in verdicts(run)[-1][1]
-    stacks = [file.read_text()[size:] for file, size in zip(files, before, strict=True)]
-    assert all("loop.py" in stack for stack in stacks) and "all_reduce" in stacks[0].partition("last collectives")[2]
+    assert verdicts(run)[-1][0] == "requeue" and "rank 1 stands still: a signal" in verdicts(run)[-1][1]
 
     # a node is off and on again before SLURM has noticed: it believes that the job runs there
     slurm.until(lambda: step(run) > hung)  # the same fault at the same step would be the last

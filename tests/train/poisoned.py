@@ -1,8 +1,9 @@
-"""A worker with bad batches: `torchrun … -m tests.train.poisoned RUN_DIR STEP…`. Whatever forward pass sees a row that
-is rank 1's in one of these steps, of two ranks, gets NaN for it."""
+"""A worker with bad batches: `torchrun … -m tests.train.poisoned RUN_DIR STUCK STEP…`. Whatever forward pass sees a row
+that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends."""
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,17 +15,20 @@ from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
 from pipeline.train import worker
 
-path, steps = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+path, (stuck, *steps) = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
 config = reload(path / "config.toml")
 rows = config.train.batch_tokens // config.model.seq
 loader = Loader(Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed)
-bad = {row.numpy().tobytes() for step in steps for row in loader.batch(step - 1, 1, 2).tokens_BS}
+bad = {row.numpy().tobytes(): step for step in (stuck, *steps) for row in loader.batch(step - 1, 1, 2).tokens_BS}
 
 
 def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
     if not isinstance(module, nn.Embedding):
         return None
-    struck = torch.tensor([row.numpy().tobytes() in bad for row in inputs[0]])
+    which = [bad.get(row.numpy().tobytes()) for row in inputs[0]]
+    if stuck in which:
+        time.sleep(600)
+    struck = torch.tensor([step is not None for step in which])
     return torch.where(struck[:, None, None], torch.nan, output)
 
 

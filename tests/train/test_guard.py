@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,10 +86,9 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
 
 @pytest.fixture(scope="module")
 def poisoned(corpus, tmp_path_factory) -> Path:
-    """Two processes, rank 1 of which gets NaN out of its rows in four of the steps."""
+    """Two processes, rank 1 of which gets NaN out of its rows in four of the steps, and stands still in the last."""
     run = made(corpus, tmp_path_factory.mktemp("poisoned") / "two", nproc=2)
-    done = torchrun(2, "tests.train.poisoned", run, *BAD)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert torchrun(2, "tests.train.poisoned", run, STEPS, *BAD).returncode != 0
     return run
 
 
@@ -101,16 +101,23 @@ def made(corpus: Path, out: Path, nproc: int) -> Path:
 
 def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     events = {(r["event"], r["step"]) for r in records(poisoned, "event")}
-    assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22), ("finish", STEPS)} <= events
-    assert [r["step"] for r in records(poisoned, "step")] == [n for n in range(1, STEPS + 1) if n not in BAD]
+    assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22)} <= events
+    assert [r["step"] for r in records(poisoned, "step")] == [n for n in range(1, STEPS) if n not in BAD]
     (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
 
 
+def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned):
+    fault = json.loads((poisoned / "error.json").read_text())
+    assert fault["kind"] == "HangError" and re.match(rf"step {STEPS} did not .*every rank waits", fault["message"])
+    waits, stands = ((poisoned / "logs" / f"stacks-rank-{rank}.txt").read_text() for rank in range(2))
+    assert "all_reduce" in waits.partition("last collectives")[2] and "loop.py" in waits and "in poison" in stands
+
+
 def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(poisoned, corpus, tmp_path):
     run = made(corpus, tmp_path / "one", nproc=1)
-    done = torchrun(1, "tests.train.poisoned", run, *BAD, 24, 25, 26)
+    done = torchrun(1, "tests.train.poisoned", run, 0, *BAD, 24, 25, 26)
     assert done.returncode != 0
     fault = json.loads((run / "error.json").read_text())
     assert fault["user"] and fault["message"].startswith("step 26: loss is nan, the third time within 16 steps")
