@@ -4,6 +4,7 @@ import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -14,6 +15,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.data import columns
 from pipeline.data import read as reading
 from pipeline.data.piece import Kind, Piece
 from pipeline.data.read import Malformed, read
@@ -93,6 +95,42 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     for source in named:
         with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
             list(read(plan([source], limit_bytes=None, seed=0)[0][0], "body"))
+
+
+@pytest.mark.parametrize(
+    "writing",
+    [
+        {"compression": "none", "use_dictionary": False, "write_statistics": True},
+        {"compression": "zstd", "data_page_version": "2.0", "write_page_index": True, "write_page_checksum": True},
+        {"compression": "snappy", "use_dictionary": True, "dictionary_pagesize_limit": 2**30},
+    ],
+)
+def test_a_parquet_page_beyond_a_workers_memory_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: dict[str, Any]
+) -> None:
+    """The sizes come from the pages' heads: whatever the writer's settings, every one of them is found."""
+    path, long = tmp_path / "a.parquet", "x" * 300_000
+    table = pyarrow.table(
+        {"n": list(range(402)), "text": [*some_texts(200), long, *some_texts(200, seed=1), "x" * 101]}
+    )
+    pyarrow.parquet.write_table(table, path, data_page_size=1000, write_batch_size=5, **writing)
+    column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
+    [piece] = plan([str(path)], limit_bytes=None, seed=0)[0]
+    assert column.total_uncompressed_size > 600_000
+    monkeypatch.setattr(columns, "PAGE_BYTES", 4 * column.total_uncompressed_size + column.total_compressed_size)
+    assert everything([piece]) == table["text"].to_pylist()
+    monkeypatch.setattr(columns, "LINE_BYTES", 100_000)
+    monkeypatch.setattr(reading, "LINE_BYTES", 100_000)
+    assert everything([piece])[200] == Malformed(str(path), 200, "text longer than 0 MB", 0)
+    monkeypatch.setattr(columns, "PAGE_BYTES", 4 * len(long))
+    with pytest.raises(DataError, match=r"a.parquet: a page of .* does not fit .*row_group_size=\d"):
+        everything([piece])
+    raw = bytearray(path.read_bytes())
+    raw[column.data_page_offset + 1 : column.data_page_offset + 20] = b"\xff" * 19
+    path.write_bytes(raw)
+    monkeypatch.setattr(columns, "PAGE_BYTES", 2**40)
+    with pytest.raises(DataError, match=r"a.parquet: (row group 0 is damaged|cannot be read)"):
+        everything([piece])
 
 
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
