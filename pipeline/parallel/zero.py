@@ -245,6 +245,7 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers, on a CPU too
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
+        "timers": {"throughput": {"enabled": False}},  # they wait for the device twice in every micro-batch
     }
 
 

@@ -69,15 +69,13 @@ class Twin:
 
 
 Figures = Iterator[tuple[str, Any]]
-Step = Callable[[Batch, float], float]
 
 
 class _Side:
     """A trainer and what was seen of it, alone or in turn with another on the same batches."""
 
-    def __init__(self, make: Callable[[], Step], batch: Batch) -> None:
-        before = _held()
-        self._step, self.took = make(), list[float]()
+    def __init__(self, step: Callable[[Batch, float], float], batch: Batch, before: int) -> None:
+        self._step, self.took = step, list[float]()
         self.losses = [self._step(batch, 0.0)]  # compiles, and leaves the weights where they were drawn
         self._rest, self.peak = _held() - before, peak_memory_bytes()
 
@@ -118,17 +116,20 @@ def train(
     count = account.params(config.model)
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
     yield "batch", f"{train.batch_tokens:,} tokens in micro-batches of {train.micro_batch} × {config.model.seq}"
-    worker, batches = engine(config, world), _batches(config, corpus, world)
-    first = next(batches)
-    ours = _Side(lambda: partial(_step, worker, config, world), first)
+    batches = _batches(config, corpus, world)
+    first, before = next(batches), _held()
+    worker = engine(config, world)
+    ours = _Side(partial(_step, worker, config, world), first, before)
     theirs = None
     if peer is not None:
+        before = _held()
         other = peer(config, world)
-        theirs = _Side(lambda: lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first)
+        theirs = _Side(lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first, before)
         yield f"first loss, ours and {other.name}'s", f"{ours.losses[0]:.3f} {theirs.losses[0]:.3f}"
         if abs(ours.losses[0] - theirs.losses[0]) > _ALIKE * ours.losses[0]:
             raise RunError(f"the first losses {ours.losses[0]:.3f} and {theirs.losses[0]:.3f} are of different models")
     waited = []
+    tenth = -(-steps // 10)
     for step in range(steps):
         began = time.perf_counter()
         batch, lr = next(batches), rate(config.optim.schedule, config.optim.lr, step, steps)
@@ -136,6 +137,10 @@ def train(
         ours.step(batch, lr, waited[-1])
         if theirs is not None:
             theirs.step(batch, lr)
+            if (step + 1) % tenth == 0:
+                us, them = (statistics.fmean(side.losses[-tenth:]) for side in (ours, theirs))
+                what = f"loss of steps {step + 2 - tenth} to {step + 1}, ours and {other.name}'s"
+                yield what, f"{us:.4f} {them:.4f} {100 * (us / them - 1):+.2f}%"
     step_s = statistics.median(ours.took)
     speed = train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)
@@ -213,14 +218,6 @@ def _compared(ours: _Side, theirs: _Side, name: str, tokens: int) -> Figures:
     us, them = (tokens / statistics.median(side.took) for side in (ours, theirs))
     yield f"tokens/s, ours and {name}'s in turn", f"{us:,.0f} {them:,.0f}"
     yield f"ours over {name}", round(us / them, 3)
-    tenth = -(-len(ours.took) // 10)
-    means = [
-        [statistics.fmean(side.losses[at : at + tenth]) for at in range(1, len(side.losses), tenth)]
-        for side in (ours, theirs)
-    ]
-    yield f"loss over the last {tenth} steps, ours and {name}'s", f"{means[0][-1]:.4f} {means[1][-1]:.4f}"
-    gaps = ", ".join(f"{100 * (a / b - 1):+.2f}" for a, b in zip(*means, strict=True))
-    yield f"ours above {name}'s by {tenth} steps each, %", gaps
 
 
 class _Blind(Guard):
@@ -294,17 +291,18 @@ def _reads(worker: Engine, batch: Batch, config: RunConfig, world: World) -> str
     """How often and where the host waits for a number of its device, beside the one reading of the loop."""
     assert isinstance(config.optim.lr, float)
     micros = cut(batch, config, world)
-    if world.device.type == "cuda":
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            worker.update(micros, config.optim.lr)
-            torch.cuda.set_sync_debug_mode("default")
-        places = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-    else:
-        places = []
-        with _Operations(places), _Calls(places):
-            worker.update(micros, config.optim.lr)
+    places: list[str] = []
+    with _waits(places):
+        if world.device.type == "cuda":
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                worker.update(micros, config.optim.lr)
+                torch.cuda.set_sync_debug_mode("default")
+            places += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+        else:
+            with _Operations(places), _Calls(places):
+                worker.update(micros, config.optim.lr)
     return f"{len(places)}: " + ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
 
 
@@ -330,6 +328,18 @@ class _Calls(TorchFunctionMode):
         if getattr(func, "__name__", "") in _CALLS:
             self.places.append(_place())
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _waits(places: list[str]) -> Iterator[None]:
+    """Where DeepSpeed waits for the whole device, of which torch does not warn."""
+    if (loaded := sys.modules.get("deepspeed.accelerator")) is None:
+        yield
+        return
+    accelerator: Any = loaded.get_accelerator()
+    accelerator.synchronize = lambda *_: places.append(_place())
+    yield
+    del accelerator.synchronize
 
 
 def _place() -> str:
@@ -363,8 +373,22 @@ def _trace(worker: Engine, batch: Batch, config: RunConfig, world: World) -> Any
 
 
 def _kernels(worker: Engine, batch: Batch, config: RunConfig, world: World, path: Path) -> str:
-    """The kernels of one step by their own time, as a table in a file."""
-    table = _trace(worker, batch, config, world).key_averages()
-    by = "self_device_time_total" if world.device.type == "cuda" else "self_cpu_time_total"
-    path.write_text(table.table(sort_by=by, row_limit=40, max_name_column_width=100))
+    """The kernels of one step by their own time, and where the device had nothing to do, as tables in a file."""
+    trace, cuda = _trace(worker, batch, config, world), world.device.type == "cuda"
+    by = "self_device_time_total" if cuda else "self_cpu_time_total"
+    path.write_text(trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100) + _gaps(trace))
     return str(path)
+
+
+def _gaps(trace: Any) -> str:
+    """Pauses between kernels, the longest first; nothing of a CPU, whose operations lie inside each other."""
+    kernels = [e for e in trace.events() if e.device_type == torch.profiler.DeviceType.CUDA]
+    ended, last, gaps = 0.0, "", list[tuple[float, str]]()
+    for kernel in sorted(kernels, key=lambda e: e.time_range.start):
+        if last and kernel.time_range.start > ended:
+            gaps.append((kernel.time_range.start - ended, f"{last[:60]} → {kernel.name[:60]}"))
+        if kernel.time_range.end > ended:
+            ended, last = kernel.time_range.end, kernel.name
+    lines = [f"{pause / 1e3:10.3f} ms  {between}" for pause, between in sorted(gaps, reverse=True)[:20]]
+    total = f"idle between {len(kernels)} kernels: {sum(pause for pause, _ in gaps) / 1e3:.2f} ms"
+    return "\n".join([total, *lines, ""]) if kernels else ""
