@@ -16,7 +16,7 @@ AXES = ("step", "tokens", "flops", "hours")
 STEP = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "wait_s", "time")
 EVAL = ("loss", "bpb", "time")
 SLACK = 4  # rows may grow to so many times their limit between two thinnings
-WINDOW, SIGMAS = 128, 6.0  # a spike by the rule that skips steps (OLMo 3: 6σ of a 128-step window)
+WINDOW, SIGMAS = 128, 6.0  # a spike as OLMo 3 counts it: 6σ of a 128-step window
 MOST_EVENTS, MOST_LOADS = 500, 64
 
 
