@@ -63,13 +63,10 @@ def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, g
 
     rows, judged = list[dict[str, Any]](), list[Outcome]()
     env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"DS_ACCELERATOR": "cpu"})}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
-    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "pipeline.train.verify"]
     with tempfile.TemporaryFile("w+", errors="replace") as noise:
-        request = json.dumps({"config": config, "layouts": layouts})
-        process = subprocess.Popen(
-            [*torchrun, *where, request], env=env, stdout=subprocess.PIPE, stderr=noise, text=True, errors="replace"
-        )
+        request = json.dumps({"config": config, "layouts": layouts, "nproc": nproc})
+        command = [sys.executable, "-m", "pipeline.train.verify", request]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=noise, text=True, errors="replace")
         assert process.stdout is not None
         with process:
             for line in process.stdout:

@@ -1,12 +1,13 @@
 """Whether layouts train the same training: each is run for some steps beside one plain torch process.
 
-`launch verify` starts the processes; each of them runs `main`, layout after layout in one group, and computes the plain
+`launch verify` starts the processes; each of them runs layout after layout in one group, and computes the plain
 reference for itself: same weights, same batches, torch's own AdamW and clipping, no engine.
 """
 
 import json
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from pipeline.choose import degrees, shares
 from pipeline.config.load import merge, validate
@@ -207,9 +209,21 @@ def _batch(config: RunConfig, step: int, world: World) -> Batch:
 
 
 def main(arguments: list[str]) -> int:
-    """One of the processes: the config and the layouts come as JSON, the outcomes are printed as they are known."""
+    """The config and the layouts come as JSON, the outcomes are printed as they are known. The processes are forked,
+    since importing everything in each would take longer than a layout; a device's driver does not survive that."""
     end_with_parent()
     request: dict[str, Any] = json.loads(arguments[0])
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    start_processes(_rank, (request, port), request["nproc"], start_method=method)  # type: ignore[no-untyped-call]
+    return 0
+
+
+def _rank(rank: int, request: dict[str, Any], port: int) -> None:
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["nproc"], "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "localhost", **{key: str(value) for key, value in where.items()}}
     world = World.from_environment(os.environ)
     config = RunConfig.model_validate(request["config"])
     want = plain(config, world.device)
@@ -218,10 +232,14 @@ def main(arguments: list[str]) -> int:
         if world.first:
             sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
             sys.stdout.flush()
-    return 0
 
 
 if __name__ == "__main__":
+    import torch._dynamo  # what is imported before the fork is imported once
+
+    import pipeline.parallel.ddp
+    import pipeline.parallel.zero  # noqa: F401
+
     code = main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)
