@@ -63,13 +63,13 @@ def run(
     import ray
 
     remote = ray.remote(max_retries=3)(function)
-    slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
-    ahead = workers if workers is not None and workers < slots else slots + 2
     results: dict[int, Result] = {}
     flying: dict[Any, int] = {}
     waiting = iter(enumerate(calls))
     try:
         while True:
+            slots = max(1, int(ray.cluster_resources().get("CPU", 1)))  # asked anew: nodes come and go
+            ahead = workers if workers is not None and workers < slots else slots + 2
             while len(flying) < ahead and (call := next(waiting, None)) is not None:
                 flying[remote.remote(*call[1])] = call[0]
             if not flying:
