@@ -21,14 +21,17 @@ app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_hel
 
 @app.command(
     epilog=examples(
-        "launch bench data", "launch bench data --megabytes 100 --json", "launch bench data --compare datatrove"
+        "launch bench data",
+        "launch bench data --compare datatrove --json",
+        "launch bench data --megabytes 64 --tenfold",
     )
 )
 def data(
-    megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 32,
+    megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 128,
     compare: Annotated[
         str | None, typer.Option(help="datatrove: its pipelines too (pip install datatrove spacy); minutes more.")
     ] = None,
+    tenfold: Annotated[bool, typer.Option("--tenfold", help="Ten times the text too; minutes more.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Encoding and jsonl → shards, against sentencepiece, plain processes and datasets.map."""
@@ -38,7 +41,7 @@ def data(
 
     if compare is not None and (compare != "datatrove" or not (find_spec("datatrove") and find_spec("spacy"))):
         raise ConfigError(f"--compare {compare}: only datatrove is known; pip install datatrove spacy")
-    _print(bench.data(megabytes, datatrove=compare is not None), as_json)
+    _print(bench.data(megabytes, datatrove=compare is not None, tenfold=tenfold), as_json)
 
 
 @app.command(epilog=examples("launch bench loader data/python", "launch bench loader data/web --seq 4096 --json"))

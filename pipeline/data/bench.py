@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from pipeline.data.cluster import cluster
 from pipeline.data.loader import Loader, prefetch
@@ -24,6 +27,7 @@ from pipeline.data.recipe import Recipe, load_recipe
 from pipeline.data.sample import train_on
 from pipeline.data.shards import Corpus
 from pipeline.data.sources import plan
+from pipeline.data.tokenizer import Tokenizer
 
 # Each runs in a process of its own: gigatoken remembers words, so a second pass in one process would flatter it.
 _ENCODE = """
@@ -120,7 +124,10 @@ if __name__ == "__main__":
 """
 
 
-def data(megabytes: int, files: int = 8, datatrove: bool = False) -> Iterator[tuple[str, Any]]:
+ROUNDS = 5
+
+
+def data(megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool = False) -> Iterator[tuple[str, Any]]:
     """Measure step by step: what was measured, and its value."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -129,14 +136,36 @@ def data(megabytes: int, files: int = 8, datatrove: bool = False) -> Iterator[tu
         texts = [t for task in tasks for piece in task for t in read(piece, "text") if not isinstance(t, Malformed)]
         size = sum(len(text.encode()) for text in texts) / 1e6
         yield "text, MB", round(size, 1)
-        (folder / "text").mkdir()
-        paths = [folder / "text" / f"{i}.jsonl" for i in range(files)]
-        for i, path in enumerate(paths):
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::files]))
+        paths = _write(folder / "text", texts, files)
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
         yield from _encoding(folder, model, paths[0])
-        yield from _end_to_end(folder, model, paths, size, datatrove)
+        tokenizer = Tokenizer.open(model)
+        start = time.perf_counter()
+        with cluster(2):
+            yield "Ray start-up, s", round(time.perf_counter() - start, 1)
+
+            def prepared(paths: Sequence[Path], config: str | None = None) -> float:
+                given = {"sources": tuple(map(str, paths)), "vocab_size": tokenizer.vocab}
+                recipe = load_recipe(config, given | {"tokenizer": tokenizer.fingerprint})
+                with tempfile.TemporaryDirectory(dir=folder) as out:
+                    start = time.perf_counter()
+                    prepare(recipe, Path(out), model=tokenizer.model, workers=2)
+                    return time.perf_counter() - start
+
+            yield from _end_to_end(folder, model, paths, size, prepared, datatrove)
+            if tenfold:
+                yield from _tenfold(folder, texts, files, prepared)
+            yield "peak memory of a worker, MiB", _peak_bytes() // MB
+
+
+def _write(folder: Path, texts: Iterable[str], files: int) -> list[Path]:
+    folder.mkdir()
+    paths = [folder / f"{i}.jsonl" for i in range(files)]
+    with ExitStack() as stack:
+        for text, file in zip(texts, cycle([stack.enter_context(path.open("w")) for path in paths]), strict=False):
+            file.write(json.dumps({"text": text}) + "\n")
+    return paths
 
 
 def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]]:
@@ -150,39 +179,65 @@ def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]
 
 
 def _end_to_end(
-    folder: Path, model: Path, paths: list[Path], size: float, datatrove: bool
+    folder: Path, model: Path, paths: list[Path], size: float, prepared: Callable[..., float], datatrove: bool
 ) -> Iterator[tuple[str, Any]]:
-    from pipeline.data.tokenizer import Tokenizer
+    """In turn, and the middle of each: other work on the machine then slows all. It takes a share of their CPU less."""
+    ran: dict[str, list[tuple[float, float]]] = {}
 
-    tokenizer = Tokenizer.open(model)
-    given = {"sources": tuple(map(str, paths)), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
-    base, rules = load_recipe(None, given), load_recipe("code", given)
-    start = time.perf_counter()
-    with cluster(2):
-        yield "Ray start-up, s", round(time.perf_counter() - start, 1)
+    def measure(name: str, action: Callable[[], float]) -> None:
+        before, seconds = _cpu_s(), action()
+        ran.setdefault(name, []).append((seconds, _cpu_s() - before))
 
-        def seconds(recipe: Recipe) -> float:
-            with tempfile.TemporaryDirectory(dir=folder) as out:
-                start = time.perf_counter()
-                prepare(recipe, Path(out), model=tokenizer.model, workers=2)
-                return time.perf_counter() - start
-
-        # In turn, three times, and the middle of each: other work on the machine then slows both.
-        rounds = [(float(_script(_PLAIN, model, folder / "plain", *paths)), seconds(base)) for _ in range(3)]
-        plain, ours = (statistics.median(times) for times in zip(*rounds, strict=True))
-        yield "jsonl → shards, 2 plain processes with gigatoken, MB/s", round(size / plain, 2)
-        yield "jsonl → shards, ours, 2 workers, MB/s", round(size / ours, 2)
-        yield "jsonl → shards: ours / plain processes", round(plain / ours, 2)
-        full = seconds(rules)
-        yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / full, 2)
+    for number in range(ROUNDS):
+        measure("plain processes", lambda: float(_script(_PLAIN, model, folder / "plain", *paths)))
+        measure("ours", lambda: prepared(paths))
+        if number == ROUNDS // 2:
+            measure("datasets.map", lambda: float(_script(_DATASETS, model, folder / "cache", *paths)))
+    middle = {name: [statistics.median(times) for times in zip(*rounds, strict=True)] for name, rounds in ran.items()}
+    for name, (wall_s, cpu_s) in middle.items():
+        yield f"jsonl → shards, {name}, 2 workers, MB/s", round(size / wall_s, 2)
+        yield f"jsonl → shards, {name}, CPU s", round(cpu_s, 2)
+    for name in ("plain processes", "datasets.map"):
+        yield f"jsonl → shards: ours / {name}", round(middle[name][0] / middle["ours"][0], 2)
+        yield f"jsonl → shards: ours / {name}, by CPU s", round(middle[name][1] / middle["ours"][1], 2)
+    full = prepared(paths, "code")
+    yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / full, 2)
     if datatrove:
         plain, minhash = json.loads(_script(_DATATROVE, model, folder / "datatrove", *paths))
-        yield "jsonl → tokens, datatrove, 2 workers, MB/s", round(size / plain, 2)
-        yield "jsonl → shards: ours / datatrove", round(plain / ours, 2)
+        yield "jsonl → shards: ours / datatrove", round(plain / middle["ours"][0], 2)
         yield "with filters and near-dedup: ours / datatrove", round(minhash / full, 2)
-    theirs = float(_script(_DATASETS, model, folder / "cache", *paths))
-    yield "jsonl → arrow, datasets.map with sentencepiece, 2 processes, MB/s", round(size / theirs, 2)
-    yield "jsonl → shards: ours / datasets.map", round(theirs / ours, 2)
+
+
+def _tenfold(folder: Path, texts: list[str], files: int, prepared: Callable[..., float]) -> Iterator[tuple[str, Any]]:
+    """The same words in ten orders: ten times the text, and no more near-duplicates among it."""
+
+    def order(step: int) -> Iterator[str]:
+        for words in (text.split(" ") for text in texts):
+            yield " ".join(word for first in range(step) for word in words[first::step])
+
+    once = _write(folder / "once", order(2), files)
+    often = _write(folder / "often", chain.from_iterable(map(order, range(2, 12))), files)
+    for what, config in (("", None), (" with filters and near-dedup", "code")):
+        least = statistics.median(prepared(once, config) for _ in range(3))
+        yield f"10 × the text{what}: × the time", round(prepared(often, config) / least, 2)
+
+
+def _processes() -> Iterator[psutil.Process]:
+    """This one, and those of Ray."""
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            yield process
+
+
+def _cpu_s() -> float:
+    """Of all processes, of those that have ended too."""
+    return sum(sum(process.cpu_times()[:4]) for process in _processes())
+
+
+def _peak_bytes() -> int:
+    """The most that any worker of Ray has held."""
+    states = [Path(f"/proc/{p.pid}/status").read_text() for p in _processes() if p.name().startswith("ray::")]
+    return max(int(state.partition("VmHWM:")[2].split()[0]) * 1024 for state in states)
 
 
 def _script(code: str, *arguments: str | Path) -> str:
