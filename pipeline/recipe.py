@@ -60,8 +60,9 @@ def _compile(config: RunConfig, dtype: str, *, gpu: bool) -> bool:
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
-    """Each chunk adds to the head's whole gradient: few of them on a GPU, as long as the logits stay below 3 GB."""
-    return max(1024, min(8192, 2**28 // vocab)) if gpu else 2048
+    """Each chunk adds to the head's whole gradient: few of them on a GPU, as long as the logits stay below 3 GB. On a
+    CPU logits of 8 MB, which it has in its cache, and which malloc keeps: new pages cost more than the arithmetic."""
+    return max(1024, min(8192, 2**28 // vocab)) if gpu else max(64, min(2048, 2**21 // vocab))
 
 
 def rule(n: float, tokens: float, seq: int = 2048) -> tuple[float, int]:

@@ -62,26 +62,25 @@ def swiglu(x: Tensor) -> Tensor:
 def _turn(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,  # type: ignore[no-untyped-def]
           HALF: tl.constexpr, ROWS: tl.constexpr,
           NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head, block = tl.program_id(0) % (H + 2 * G), tl.program_id(0) // (H + 2 * G)  # side by side in memory as in time
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair >= 0)
-    if ROPE:
-        place = (row % places)[:, None] * HALF + pair
-        c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
-    for head in range(H + 2 * G):
-        at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
-        a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-        if head < H + G:
-            if NORM:
-                gain = q_gain if head < H else k_gain
-                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
-                a = a * scale * tl.load(gain + pair).to(tl.float32)
-                b = b * scale * tl.load(gain + HALF + pair).to(tl.float32)
-            if ROPE:
-                a, b = a * c - b * s, b * c + a * s
-        tl.store(y + at, a, mask=inside)
-        tl.store(y + at + HALF, b, mask=inside)
+    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
+    a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if head < H + G:
+        if NORM:
+            gain = q_gain if head < H else k_gain
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
+            a = a * scale * tl.load(gain + pair).to(tl.float32)
+            b = b * scale * tl.load(gain + HALF + pair).to(tl.float32)
+        if ROPE:
+            place = (row % places)[:, None] * HALF + pair
+            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            a, b = a * c - b * s, b * c + a * s
+    tl.store(y + at, a, mask=inside)
+    tl.store(y + at + HALF, b, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -89,39 +88,38 @@ def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, se
                    places, H, G, qb, qs, qh, kb, ks, kh, vb, vs, vh,
                    HALF: tl.constexpr, ROWS: tl.constexpr,
                    NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head, block = tl.program_id(0) % (H + 2 * G), tl.program_id(0) // (H + 2 * G)  # side by side in memory as in time
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair >= 0)
-    if ROPE:
-        place = (row % places)[:, None] * HALF + pair
-        c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
-    for head in range(H + 2 * G):
-        if head < H:
-            g = dq + ((row // seq) * qb + (row % seq) * qs + head * qh)[:, None]
-        elif head < H + G:
-            g = dk + ((row // seq) * kb + (row % seq) * ks + (head - H) * kh)[:, None]
-        else:
-            g = dv + ((row // seq) * vb + (row % seq) * vs + (head - H - G) * vh)[:, None]
-        da = tl.load(g + pair, mask=inside, other=0.0).to(tl.float32)
-        db = tl.load(g + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-        at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
-        if head < H + G:
-            if ROPE:
-                da, db = da * c + db * s, db * c - da * s
-            if NORM:
-                gain = q_gain if head < H else k_gain
-                a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-                b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
-                a, b = a * scale, b * scale
-                part = d_gain + (tl.program_id(0).to(tl.int64) * (H + G) + head) * (2 * HALF) + tl.arange(0, HALF)
-                tl.store(part, tl.sum(da * a, 0))
-                tl.store(part + HALF, tl.sum(db * b, 0))
-                da, db = da * tl.load(gain + pair).to(tl.float32), db * tl.load(gain + HALF + pair).to(tl.float32)
-                along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
-                da, db = scale * (da - a * along), scale * (db - b * along)
-        tl.store(dx + at, da, mask=inside)
-        tl.store(dx + at + HALF, db, mask=inside)
+    if head < H:
+        g = dq + ((row // seq) * qb + (row % seq) * qs + head * qh)[:, None]
+    elif head < H + G:
+        g = dk + ((row // seq) * kb + (row % seq) * ks + (head - H) * kh)[:, None]
+    else:
+        g = dv + ((row // seq) * vb + (row % seq) * vs + (head - H - G) * vh)[:, None]
+    da = tl.load(g + pair, mask=inside, other=0.0).to(tl.float32)
+    db = tl.load(g + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
+    if head < H + G:
+        if ROPE:
+            place = (row % places)[:, None] * HALF + pair
+            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            da, db = da * c + db * s, db * c - da * s
+        if NORM:
+            gain = q_gain if head < H else k_gain
+            a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
+            a, b = a * scale, b * scale
+            part = d_gain + (block.to(tl.int64) * (H + G) + head) * (2 * HALF) + tl.arange(0, HALF)
+            tl.store(part, tl.sum(da * a, 0))
+            tl.store(part + HALF, tl.sum(db * b, 0))
+            da, db = da * tl.load(gain + pair).to(tl.float32), db * tl.load(gain + HALF + pair).to(tl.float32)
+            along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
+            da, db = scale * (da - a * along), scale * (db - b * along)
+    tl.store(dx + at, da, mask=inside)
+    tl.store(dx + at + HALF, db, mask=inside)
 
 
 @library.triton_op("isoflop::turn", mutates_args={})
@@ -134,7 +132,7 @@ def _turned(
     heads: int,
     eps: float,
 ) -> Tensor:
-    (grid, sizes), y = _laid(x, q_gain, cos, eps), torch.empty_like(x)
+    (grid, sizes), y = _laid(x, max(1, 2048 // x.shape[-1]), q_gain, cos, eps), torch.empty_like(x)
     gains, table = (_or(x, q_gain), _or(x, k_gain)), (_or(x, cos), _or(x, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
     library.wrap_triton(_turn)[grid](
@@ -150,8 +148,8 @@ def _turned_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (batch, seq, H, D), G = dq.shape, dk.shape[2]
     dx = dq.new_empty(batch, seq, H + 2 * G, D)
-    grid, sizes = _laid(dx, q_gain, cos, eps)
-    d_gain = dq.new_empty(grid[0] if q_gain is not None else 0, H + G, D, dtype=torch.float32)
+    grid, sizes = _laid(dx, 64, q_gain, cos, eps)
+    d_gain = dq.new_empty(grid[0] // dx.shape[2] if q_gain is not None else 0, H + G, D, dtype=torch.float32)
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     gains, table = (_or(dx, q_gain), _or(dx, k_gain)), (_or(dx, cos), _or(dx, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
@@ -162,10 +160,11 @@ def _turned_backward(
     return dx, d_gain
 
 
-def _laid(x: Tensor, gain: Tensor | None, cos: Tensor | None, eps: float) -> tuple[tuple[int], dict[str, float]]:
-    rows = max(1, 4096 // x.shape[-1])
+def _laid(
+    x: Tensor, rows: int, gain: Tensor | None, cos: Tensor | None, eps: float
+) -> tuple[tuple[int], dict[str, float]]:
     sizes = {"HALF": x.shape[-1] // 2, "ROWS": rows, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps}
-    return (triton.cdiv(x.shape[0] * x.shape[1], rows),), sizes
+    return (triton.cdiv(x.shape[0] * x.shape[1], rows) * x.shape[2],), sizes
 
 
 def _or(x: Tensor, given: Tensor | None) -> Tensor:

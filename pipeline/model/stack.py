@@ -20,7 +20,7 @@ from pipeline.model.norm import norm
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
 from pipeline.model.residual import PLACEMENTS, Residual
 from pipeline.model.sequence import Sequence
-from pipeline.objective.loss import Terms, next_token_loss, terms
+from pipeline.objective.loss import next_token_loss
 
 
 class Losses(NamedTuple):
@@ -66,7 +66,6 @@ class Head(nn.Module):
     def __init__(self, weight_VW: nn.Parameter, scale: float) -> None:
         super().__init__()
         self.weight, self.scale, self.sequence = weight_VW, scale, Sequence()
-        self.terms: Terms = terms  # an engine may swap in a compiled one
 
     def forward(self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int) -> Tensor | Losses:
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
@@ -74,7 +73,7 @@ class Head(nn.Module):
             return h_BSW @ self.weight.T
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts  # the mean over the parts is that of all
         h_TW, targets_T = h_BSW.flatten(0, 1), self.sequence.cut(targets_BS, 1).flatten()
-        scored = next_token_loss(h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk, terms=self.terms)
+        scored = next_token_loss(h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk)
         return Losses(*scored)
 
 

@@ -7,40 +7,29 @@ logits. The backward pass only scales the stored gradients: no logit is computed
 that predicts nothing, such as the padding of a packed row.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Terms = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
-
 
 def terms(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     """A chunk's part of the mean loss, of the mean squared log-sum-exp, and the gradient of their sum."""
-    return (one_pass if logits_TV.is_cuda else few_passes)(logits_TV, targets_T, share_T, z_loss)
+    if logits_TV.is_cuda:
+        from pipeline.objective.kernels import cross_entropy  # Triton comes with torch where there is a GPU
+
+        return cross_entropy(logits_TV, targets_T, share_T, z_loss)
+    return few_passes(logits_TV, targets_T, share_T, z_loss)
 
 
 def few_passes(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What `one_pass` gives, where nothing fuses: in a third of its passes over the logits."""
+    """Max, softmax in place and one scatter: each pass over the logits counts where nothing fuses them."""
     logits = logits_TV.float()
     top, at = logits.max(dim=-1, keepdim=True)
     grad = logits.softmax(dim=-1)
     lse = (top - grad.gather(1, at).log()).squeeze(1)  # of the largest, the share is at least 1/V
     picked = logits.gather(1, targets_T[:, None]).squeeze(1)
     grad.mul_((share_T * (1 + 2 * z_loss * lse))[:, None]).scatter_add_(1, targets_T[:, None], -share_T[:, None])
-    return ((lse - picked) * share_T).sum(), (lse.square() * share_T).sum(), grad.to(logits_TV.dtype)
-
-
-def one_pass(logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Written for a compiler to make one pass of it: no indexed update, no copy that has to exist."""
-    logits = logits_TV.float()
-    lse = logits.logsumexp(dim=-1)
-    picked = logits.gather(1, targets_T[:, None]).squeeze(1)
-    # d(nll + z_loss·lse²)/dlogits = softmax·(1 + 2·z_loss·lse) − onehot
-    onehot = targets_T[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    scale = (share_T * (1 + 2 * z_loss * lse))[:, None]
-    grad = (logits - lse[:, None]).exp() * scale - torch.where(onehot, share_T[:, None], 0.0)
     return ((lse - picked) * share_T).sum(), (lse.square() * share_T).sum(), grad.to(logits_TV.dtype)
 
 
@@ -62,7 +51,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         count: Tensor,
         z_loss: float,
         chunk: int,
-        terms: Terms,
     ) -> tuple[Tensor, Tensor]:
         share_T = (targets_T >= 0) / count  # of the mean: nothing where nothing is predicted
         targets_T = targets_T.clamp(min=0)
@@ -83,9 +71,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll + z_loss * z, nll
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None, None
+        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None
 
 
 def next_token_loss(
@@ -96,12 +84,11 @@ def next_token_loss(
     *,
     z_loss: float,
     chunk: int,
-    terms: Terms = terms,
 ) -> tuple[Tensor, Tensor]:
     """What is minimised (with the z term), and the mean negative log likelihood in nats, which is what is reported.
     `count` is what the sum is divided by, where these targets are not all that the mean is over."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, count, z_loss, chunk, terms
+        h_TW, weight_VW, targets_T, count, z_loss, chunk
     )
     return total, nll

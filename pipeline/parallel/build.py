@@ -66,5 +66,4 @@ def _model(config: RunConfig, world: World) -> Decoder:
             # per block: starts faster than the whole, and every layer shares one graph. What an engine hooks to a
             # block, such as ZeRO-3's gathering, stays outside of the graph.
             block.forward = torch.compile(block.forward)
-        model.head.terms = torch.compile(model.head.terms)
     return model

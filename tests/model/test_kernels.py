@@ -51,8 +51,21 @@ for B, S, H, G, D in ((1, 5, 2, 1, 16), (2, 40, 2, 2, 64)):
                 torch.testing.assert_close(d_gain[:, H:].sum((0, 1)), gains[1].grad, atol=1e-4, rtol=1e-4)
 """
 
+LOSS = """
+import torch
+from pipeline.objective.kernels import cross_entropy
+from pipeline.objective.loss import few_passes
+for tokens, vocab in ((3, 50), (5, 4096), (2, 9000)):
+    logits, targets = 9 * torch.randn(tokens, vocab), torch.randint(vocab, (tokens,))
+    share = torch.rand(tokens) * (torch.arange(tokens) != 1)  # one place predicts nothing
+    for z_loss in (0.0, 1e-2):
+        wanted = few_passes(logits, targets, share, z_loss)
+        for got, want in zip(cross_entropy(logits.clone(), targets, share, z_loss), wanted):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+"""
 
-@pytest.mark.parametrize("script", [SWIGLU, TURN], ids=["swiglu", "turn"])
+
+@pytest.mark.parametrize("script", [SWIGLU, TURN, LOSS], ids=["swiglu", "turn", "loss"])
 def test_a_kernel_equals_plain_torch(script: str):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
