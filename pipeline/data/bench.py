@@ -181,30 +181,25 @@ def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]
 def _end_to_end(
     folder: Path, model: Path, paths: list[Path], size: float, prepared: Callable[..., float], datatrove: bool
 ) -> Iterator[tuple[str, Any]]:
-    """In turn, and the middle of each: other work on the machine then slows all. It takes a share of their CPU less."""
-    ran: dict[str, list[tuple[float, float]]] = {}
-
-    def measure(name: str, action: Callable[[], float]) -> None:
-        before, seconds = _cpu_s(), action()
-        ran.setdefault(name, []).append((seconds, _cpu_s() - before))
-
+    """In turn, and the middle of each: other work on the machine then slows all, and their CPU seconds least."""
+    plain, ours, mapped = [], [], []
     for number in range(ROUNDS):
-        measure("plain processes", lambda: float(_script(_PLAIN, model, folder / "plain", *paths)))
-        measure("ours", lambda: prepared(paths))
+        plain.append(_took(lambda: float(_script(_PLAIN, model, folder / "plain", *paths))))
+        ours.append(_took(lambda: prepared(paths)))
         if number == ROUNDS // 2:
-            measure("datasets.map", lambda: float(_script(_DATASETS, model, folder / "cache", *paths)))
-    middle = {name: [statistics.median(times) for times in zip(*rounds, strict=True)] for name, rounds in ran.items()}
-    for name, (wall_s, cpu_s) in middle.items():
-        yield f"jsonl → shards, {name}, 2 workers, MB/s", round(size / wall_s, 2)
-        yield f"jsonl → shards, {name}, CPU s", round(cpu_s, 2)
-    for name in ("plain processes", "datasets.map"):
-        yield f"jsonl → shards: ours / {name}", round(middle[name][0] / middle["ours"][0], 2)
-        yield f"jsonl → shards: ours / {name}, by CPU s", round(middle[name][1] / middle["ours"][1], 2)
+            mapped.append(_took(lambda: float(_script(_DATASETS, model, folder / "cache", *paths))))
+    mine = np.median(ours, axis=0)
+    yield "jsonl → shards, ours, 2 workers, MB/s", round(size / mine[0], 2)
+    yield "jsonl → shards, ours, CPU s", round(mine[1], 2)
+    for name, took in (("plain processes", plain), ("datasets.map", mapped)):
+        wall, cpu = np.median(took, axis=0) / mine
+        yield f"jsonl → shards: ours / {name}", round(wall, 2)
+        yield f"jsonl → shards: ours / {name}, by CPU s", round(cpu, 2)
     full = prepared(paths, "code")
     yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / full, 2)
     if datatrove:
-        plain, minhash = json.loads(_script(_DATATROVE, model, folder / "datatrove", *paths))
-        yield "jsonl → shards: ours / datatrove", round(plain / middle["ours"][0], 2)
+        theirs, minhash = json.loads(_script(_DATATROVE, model, folder / "datatrove", *paths))
+        yield "jsonl → shards: ours / datatrove", round(theirs / mine[0], 2)
         yield "with filters and near-dedup: ours / datatrove", round(minhash / full, 2)
 
 
@@ -218,8 +213,16 @@ def _tenfold(folder: Path, texts: list[str], files: int, prepared: Callable[...,
     once = _write(folder / "once", order(2), files)
     often = _write(folder / "often", chain.from_iterable(map(order, range(2, 12))), files)
     for what, config in (("", None), (" with filters and near-dedup", "code")):
-        least = statistics.median(prepared(once, config) for _ in range(3))
-        yield f"10 × the text{what}: × the time", round(prepared(often, config) / least, 2)
+        small = np.median([_took(lambda: prepared(once, config)) for _ in range(3)], axis=0)  # noqa: B023
+        wall, cpu = np.array(_took(lambda: prepared(often, config))) / small  # noqa: B023
+        yield f"10 × the text{what}: × the time", round(wall, 2)
+        yield f"10 × the text{what}: × the CPU s", round(cpu, 2)
+
+
+def _took(action: Callable[[], float]) -> tuple[float, float]:
+    """The seconds that the action tells, and CPU seconds."""
+    before, seconds = _cpu_s(), action()
+    return seconds, _cpu_s() - before
 
 
 def _processes() -> Iterator[psutil.Process]:

@@ -1,16 +1,18 @@
 """Killed at any moment, the next call finishes what is missing, and every byte is as if nothing had happened."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from launch.data import app
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import some_texts, write_jsonl
 from tests.data.test_prepare import contents
@@ -18,10 +20,10 @@ from tests.data.test_prepare import contents
 
 @pytest.fixture(scope="module")
 def arguments(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Eight sources, and so at least eight tasks, of some tenths of a second each."""
+    """Twelve sources, and so at least twelve tasks, of some tenths of a second each."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "t.model").write_bytes(tokenizer.model)
-    files = [write_jsonl(folder / f"{i}.jsonl", some_texts(400, seed=i)) for i in range(8)]
+    files = [write_jsonl(folder / f"{i}.jsonl", some_texts(400, seed=i)) for i in range(12)]
     sources = [part for file in files for part in ("--source", str(file))]
     return [*sources, "--tokenizer", str(folder / "t.model"), "--set", "dedup.exact=true", "--set", "dedup.near={}"]
 
@@ -41,16 +43,11 @@ def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def finish(arguments: list[str], out: Path) -> None:
-    driver = start(arguments, out)
-    said = driver.communicate()[0]
-    assert driver.returncode == 0, said
-
-
 @pytest.fixture(scope="module")
 def undisturbed(address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    finish(arguments, out)
+    done = CliRunner().invoke(app, ["prepare", "--out", str(out), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     return contents(out)
 
 
@@ -60,24 +57,6 @@ def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> 
         assert driver.poll() is None, f"finished before it could be disturbed: {driver.communicate()[0]}"
         assert time.monotonic() < deadline, "never got there"
         time.sleep(0.005)
-
-
-@pytest.mark.parametrize(("when", "how"), [("sketch-*.json", signal.SIGINT), ("0*.json", signal.SIGKILL)])
-def test_the_driver_is_killed(
-    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path, when: str, how: signal.Signals
-) -> None:
-    out = tmp_path / "out"
-    for _ in range(5):
-        driver = start(arguments, out)
-        wait_for(lambda: list(out.glob(f".work/*/{when}")), driver)
-        driver.send_signal(how)
-        driver.wait()
-        if not (out / "manifest.json").exists():
-            break
-        shutil.rmtree(out)  # the signal came after the end: a busy machine
-    assert not (out / "manifest.json").exists()
-    finish(arguments, out)
-    assert contents(out) == undisturbed
 
 
 def workers(function: str) -> list[int]:
@@ -99,15 +78,41 @@ def ours(pid: int) -> bool:
     return pid == os.getpid()
 
 
-@pytest.mark.parametrize("function", ["sketch", "tokenize"])
-def test_workers_are_killed(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path, function: str) -> None:
-    out = tmp_path / "out"
-    driver = start(arguments, out)
-    wait_for(lambda: workers(function), driver)
-    for pid in workers(function):
-        os.kill(pid, signal.SIGKILL)
+def disturb(arguments: list[str], out: Path) -> bool:
+    """Kill drivers and workers in every stage, call after call into one directory; whether all came in time."""
+
+    def records(pattern: str) -> int:
+        return len(list(out.glob(f".work/*/{pattern}")))
+
+    def killed(function: str, driver: subprocess.Popen[str]) -> None:
+        wait_for(lambda: workers(function), driver)
+        for pid in workers(function):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    driver = start(arguments, out)  # Ctrl-C among the sketches
+    wait_for(lambda: records("sketch-*.json"), driver)
+    driver.send_signal(signal.SIGINT)
+    driver.wait()
+    before = records("sketch-*.json")
+    driver = start(arguments, out)  # workers lost there, the driver lost among the shards
+    killed("sketch", driver)
+    wait_for(lambda: records("0*.json"), driver)
+    driver.kill()
+    driver.wait()
+    if (out / "manifest.json").exists() or not before < records("sketch-*.json"):
+        return False
+    driver = start(arguments, out)  # workers lost among the shards
+    killed("tokenize", driver)
     said = driver.communicate()[0]
     assert driver.returncode == 0, said
+    return True
+
+
+def test_drivers_and_workers_are_killed(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    for attempt in range(5):  # on a busy machine a signal may come after the end
+        if disturb(arguments, out := tmp_path / str(attempt)):
+            break
     assert contents(out) == undisturbed
 
 
