@@ -1,5 +1,6 @@
 """What several suites share: the command line as a user calls it, and one small corpus made by it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,16 @@ def launch(
         f"exit {done.returncode}, wanted {code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     )
     return done
+
+
+def worlds(jobs: list[dict], tmp_path: Path) -> None:
+    """Jobs one after the other, in groups of forked ranks: many runs for the price of one import (tests/worlds.py)."""
+    plan = tmp_path / "jobs.json"
+    plan.write_text(json.dumps(jobs, default=str))
+    env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "tests.worlds", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 @pytest.fixture

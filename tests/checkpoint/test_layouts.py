@@ -1,8 +1,6 @@
 """A checkpoint of one layout in another: the same numbers, the same run."""
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import torch
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.weights import load_model
 from pipeline.parallel.fragments import Fragment
-from tests.conftest import environment
+from tests.conftest import worlds
 
 STEPS = 5
 BF16 = {"train": {"dtype": "bf16"}}
@@ -41,16 +39,6 @@ def settings(every: int, steps: int) -> list[str]:
         "train.keep_last=9", f"train.eval_every={steps}", "train.eval_batches=1", "optim.lr=0.001", "optim.clip=0.3",
         "optim.schedule.warmup_steps=1", "name='run'",
     ]  # fmt: skip
-
-
-def work(jobs: list[dict], tmp_path: Path) -> None:
-    plan = tmp_path / "jobs.json"
-    plan.write_text(json.dumps(jobs, default=str))
-    command = [sys.executable, "-m", "tests.checkpoint.worlds", str(plan)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 def losses(run: Path) -> list[float]:
@@ -83,7 +71,7 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
         ]
     for layout, (nproc, over) in CONVERTED.items():
         jobs.append({"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over})
-    work(jobs, tmp_path)
+    worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
     assert losses(moved) != losses(whole)  # it did run elsewhere: another order of adding leaves its trace
@@ -116,7 +104,7 @@ def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
             {"do": "cut", "out": resumed, "step": 2},
             {"do": "train", "out": resumed, "nproc": nproc, "over": over, "data": corpus},
         ]
-    work(jobs, tmp_path)
+    worlds(jobs, tmp_path)
     for layout in RESUMED:
         whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
         assert losses(resumed) == losses(whole), layout

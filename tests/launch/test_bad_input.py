@@ -157,33 +157,35 @@ def freeze(run: Path, number: signal.Signals) -> None:
     subprocess.run(["pkill", f"-{number.name[3:]}", "-f", f"pipeline.train.worker {run}"], check=True)
 
 
-@pytest.mark.parametrize("short_bytes", [100_000, -20_000], ids=["too little space", "full in the middle of a write"])
-def test_a_disk_that_fills_up_while_saving(corpus, small_disk, short_bytes):
-    """The checkpoint before it stays whole, nothing is left beside it, and --resume goes on once there is room."""
-    out = small_disk / "run"
-    arguments = ("pretrain", *TINY, "--steps", 40, "--data", corpus, "--out", out, "--set", "train.save_every=10")
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    for line in process.stdout:
-        if "save" in line:
-            break
-    freeze(out, signal.SIGSTOP)  # or it would save again before the disk is full
+def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
+    """Too little space, then full in the middle of a write: the checkpoint before it stays whole, nothing is left
+    beside it, and --resume goes on once there is room."""
     from pipeline.account import checkpoint_bytes
     from pipeline.config.load import reload
 
-    predicted = checkpoint_bytes(reload(out / "config.toml").model)
-    filler = small_disk / "filler"
-    with filler.open("wb") as file:
-        file.write(b"\0" * (shutil.disk_usage(small_disk).free - predicted + short_bytes))
-    freeze(out, signal.SIGCONT)
-    process.stdout.read()
-    stderr = process.stderr.read()
-    assert process.wait(60) == 2, stderr
-    errors = [line for line in stderr.splitlines() if line.strip()]
-    assert len(errors) == 1 and "disk full" in errors[0] and "step-00000010 is intact" in errors[0], stderr
-    filler.unlink()
-    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000010"]
+    out, filler = small_disk / "run", small_disk / "filler"
+    often = ("--set", "train.save_every=10", "--set", "train.hang_s=100")  # stopped on purpose, and woken
+    asked = ("pretrain", *TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
+    for held, short_bytes in ((10, 100_000), (20, -20_000)):
+        process = subprocess.Popen(
+            command(*asked, *(("--resume",) if held > 10 else ())),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        )  # fmt: skip
+        for line in process.stdout:
+            if f"saved {held}" in line:
+                break
+        freeze(out, signal.SIGSTOP)  # or it would save again before the disk is full
+        predicted = checkpoint_bytes(reload(out / "config.toml").model)
+        with filler.open("wb") as file:
+            file.write(b"\0" * (shutil.disk_usage(small_disk).free - predicted + short_bytes))
+        freeze(out, signal.SIGCONT)
+        process.stdout.read()
+        stderr = process.stderr.read()
+        assert process.wait(60) == 2, stderr
+        errors = [line for line in stderr.splitlines() if line.strip()]
+        assert len(errors) == 1 and "disk full" in errors[0] and f"step-000000{held} is intact" in errors[0], stderr
+        filler.unlink()
+        assert {p.name for p in (out / "checkpoints").iterdir()} <= {"step-00000010", f"step-000000{held}"}
     launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
     steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in steps if r["kind"] == "step"] == list(range(1, 41))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import command, environment, launch
+from tests.conftest import command, environment, launch, worlds
 
 STEPS = 12
 TINY = (
@@ -42,7 +42,7 @@ def hashes(run: Path) -> list[str]:
 def base(corpus, tmp_path_factory) -> Path:
     """Two processes, ZeRO-1, never interrupted: what the others are held against."""
     out = tmp_path_factory.mktemp("runs") / "base"
-    done = launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out)
+    done = launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out, OMP_NUM_THREADS="1")
     assert f"step {STEPS}/{STEPS}" in done.stdout and "finished at step 12/12" in done.stdout
     return out
 
@@ -53,21 +53,31 @@ def test_the_golden_run(base):
     assert records(base, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "nproc", "options"),
-    [
-        ("one process", 1, ()),
-        ("accumulating", 2, ("--set", "train.micro_batch=2")),
-        ("zero 0", 2, ("--zero", 0)),
-        ("zero 2, sequences shared", 2, ("--zero", 2, "--sp", 2)),
-        ("zero 3", 2, ("--zero", 3)),
-        ("recomputing", 1, ("--set", "train.recompute=true", "--zero", 0)),
-        ("accelerate, the referee", 2, ("--engine", "accelerate", "--zero", 0)),
-    ],
-)
-def test_every_layout_trains_the_same_run(base, corpus, tmp_path, name, nproc, options):
-    launch("pretrain", *TINY, "--data", corpus, "--nproc", nproc, "--out", tmp_path / "run", *options)
-    run = tmp_path / "run"
+LAYOUTS = {  # processes, options
+    "one process": (1, ()),
+    "accumulating": (2, ("--set", "train.micro_batch=2")),
+    "zero 0": (2, ("--zero", 0)),
+    "zero 2, sequences shared": (2, ("--zero", 2, "--sp", 2)),
+    "zero 3": (2, ("--zero", 3)),
+    "recomputing": (1, ("--set", "train.recompute=true", "--zero", 0)),
+    "accelerate, the referee": (2, ("--engine", "accelerate", "--zero", 0)),
+    # three steps: a CPU without bf16 units emulates them
+    "bf16": (2, ("--steps", 3, "--set", "optim.schedule.decay_share=0", "--dtype", "bf16")),
+}
+
+
+@pytest.fixture(scope="module")
+def layouts(corpus, tmp_path_factory) -> Path:
+    """A run of each."""
+    runs = tmp_path_factory.mktemp("layouts")
+    asked = [("--nproc", nproc, "--out", runs / name, *options) for name, (nproc, options) in LAYOUTS.items()]
+    worlds([{"do": "launch", "arguments": ("pretrain", *TINY, "--data", corpus, *each)} for each in asked], runs)
+    return runs
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "bf16"])
+def test_every_layout_trains_the_same_run(base, layouts, name):
+    run = layouts / name
     assert hashes(run) == hashes(base)
     assert losses(run) == pytest.approx(losses(base), abs=1e-5)
     norms, want = ([r["grad_norm"] for r in records(path, "step")] for path in (run, base))
@@ -76,23 +86,18 @@ def test_every_layout_trains_the_same_run(base, corpus, tmp_path, name, nproc, o
         assert (mine["loss"], mine["bpb"]) == pytest.approx((theirs["loss"], theirs["bpb"]), abs=1e-5)
 
 
-def test_bf16_stays_near_fp32(base, corpus, tmp_path):
-    """Three steps: a CPU without bf16 units emulates them."""
-    short = ("--steps", 3, "--set", "optim.schedule.decay_share=0", "--dtype", "bf16")
-    launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", tmp_path / "run", *short)
-    assert losses(tmp_path / "run") == pytest.approx(losses(base)[:3], abs=2e-2)
+def test_bf16_stays_near_fp32(base, layouts):
+    assert losses(layouts / "bf16") == pytest.approx(losses(base)[:3], abs=2e-2)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, corpus, tmp_path, zero):
+def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tmp_path, zero):
     """Ctrl-C at the launcher, and a scheduler's signal that reaches one worker alone."""
     out = tmp_path / "run"
     options = ("--data", corpus, "--nproc", 2, "--out", out, "--zero", zero)
-    if zero != 1:  # an undisturbed run of its own to compare with, bit for bit
-        base = tmp_path / "whole"
-        launch("pretrain", *TINY, *options[:-3], base, "--zero", zero)
+    base = base if zero == 1 else layouts / f"zero {zero}"
     process = subprocess.Popen(
-        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment()
+        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1")
     )
     for line in process.stdout:
         if line.startswith("step  5/"):
@@ -106,7 +111,7 @@ def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, corpus, tmp_path, z
     assert "interrupt" in rest and f"continue with: launch pretrain --resume --out {out}" in rest
     stopped = losses(out)
     assert 5 <= len(stopped) < STEPS
-    done = launch("pretrain", "--resume", "--out", out, "--no-track")  # on as many processes as before
+    done = launch("pretrain", "--resume", "--out", out, "--no-track", OMP_NUM_THREADS="1")  # on as many processes
     assert "finished at step 12/12" in done.stdout
     assert losses(out) == losses(base) and hashes(out) == hashes(base)
     assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]

@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.shards import Corpus, ShardWriter, Split
 from pipeline.train.faults import verdict
 from pipeline.train.goodput import goodput
-from tests.conftest import command, environment, launch
+from tests.conftest import command, environment, worlds
 from tests.train.test_run import hashes, losses, processes, records
 
 STEPS = 40
@@ -44,32 +44,39 @@ def few(corpus, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    ("layout", "faults"),
-    [
-        (
-            ("--zero", 1, "--set", "train.eval_batches=40"),
-            ((STARTING, "stop 1"), (range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (SAVING, "stop 0"),
-             (range(22, 29), "kill torchrun"), (EVALUATING, "stop 1")),
-        ),
-        (
-            ("--zero", 3, "--arch", "mla-moe", "--ep", 2),
-            ((range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (range(22, 29), "stop 1")),
-        ),
-        (
-            ("--zero", 1, "--arch", "moe"),
-            ((range(2, 9), "kill 0"), (range(12, 19), "kill 1"), (range(22, 29), "kill 0")),
-        ),
-    ],
-)  # fmt: skip
-def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, tmp_path, layout, faults):
+CASES = {  # options, and when what befalls whom
+    "zero 1": (
+        ("--zero", 1, "--set", "train.eval_batches=40"),
+        ((STARTING, "stop 1"), (range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (SAVING, "stop 0"),
+         (range(22, 29), "kill torchrun"), (EVALUATING, "stop 1")),
+    ),
+    "zero 3, experts shared": (
+        ("--zero", 3, "--arch", "mla-moe", "--ep", 2),
+        ((range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (range(22, 29), "stop 1")),
+    ),
+    "zero 1, experts": (
+        ("--zero", 1, "--arch", "moe"),
+        ((range(2, 9), "kill 0"), (range(12, 19), "kill 1"), (range(22, 29), "kill 0")),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(few, tmp_path_factory) -> Path:
+    runs = tmp_path_factory.mktemp("undisturbed")
+    asked = [("--data", few, *options, "--out", runs / name) for name, (options, _) in CASES.items()]
+    worlds([{"do": "launch", "arguments": ("pretrain", *OPTIONS, *each)} for each in asked], runs)
+    return runs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, undisturbed, tmp_path, case):
     """Faults at random steps, each past another checkpoint and the first of them before any, and in every phase."""
-    steps = [when if isinstance(when, int) else random.choice(when) for when, _ in faults]
+    options, plan = CASES[case]
+    steps = [when if isinstance(when, int) else random.choice(when) for when, _ in plan]
     print(f"at steps {steps}")  # pytest shows it when the test fails
-    faults = [fault for _, fault in faults]
-    base, out = tmp_path / "base", tmp_path / "run"
-    launch("pretrain", *OPTIONS, "--data", few, *layout, "--out", base)
-    disturb(out, steps, faults, "--data", few, *layout)
+    faults, base, out = [fault for _, fault in plan], undisturbed / case, tmp_path / "run"
+    disturb(out, steps, faults, "--data", few, *options)
     assert losses(out) == losses(base) and hashes(out) == hashes(base)
     assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
     restarts = [r for r in records(out, "event") if r["event"] == "restart"]
@@ -88,8 +95,9 @@ def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, tmp_pat
 def disturb(out: Path, steps: list[int], faults: list[str], *options: object) -> None:
     """Run to the end, doing each fault when its step is printed for the first time, or as soon as there are ranks."""
     process = subprocess.Popen(
-        command("pretrain", *OPTIONS, "--out", out, *options), stdout=subprocess.PIPE, text=True, env=environment()
-    )
+        command("pretrain", *OPTIONS, "--out", out, *options), stdout=subprocess.PIPE, text=True,
+        env=environment(OMP_NUM_THREADS="1"),
+    )  # fmt: skip
     told, due = "", list(zip(steps, faults, strict=True))
     while due[0][0] == STARTING and len(ranks(out)) < 3:
         time.sleep(0.1)

@@ -1,5 +1,5 @@
 """Runs in worlds of several sizes for the price of one import: the ranks are forks of a process that has torch and
-DeepSpeed loaded. `python -m tests.checkpoint.worlds JOBS.json` does a list of jobs, one after the other.
+DeepSpeed loaded. `python -m tests.worlds JOBS.json` does a list of jobs, one after the other.
 """
 
 import json
@@ -21,6 +21,7 @@ from pipeline.parallel.build import engine
 from pipeline.parallel.world import World
 from pipeline.train.plan import Devices, Request, settle
 from pipeline.train.run import run
+from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 
 
@@ -43,6 +44,26 @@ def fork(ranks: int, work: Callable[[World], object]) -> None:
         children.append(child)
     failed = [child for child in children if os.waitpid(child, 0)[1]]
     assert not failed, f"{len(failed)} of {ranks} ranks failed"
+
+
+def launch(arguments: list[object]) -> None:
+    """The command line, whose ranks are forked here and not started anew."""
+    from launch import __main__ as command_line
+    from pipeline.train import start
+
+    def started(directory: RunDir, *, nproc: int, **_: object) -> str:
+        fork(nproc, lambda world: run(directory.path, world, Stop(), quiet=True))
+        return ""
+
+    def call(_world: World) -> None:
+        start.start = started
+        sys.argv = ["launch", *map(str, arguments)]
+        try:
+            command_line.main()
+        except SystemExit as end:
+            assert not end.code, sys.argv
+
+    fork(1, call)  # it holds the directory while it lives
 
 
 def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
@@ -86,9 +107,13 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
+    import torch._dynamo
+
     import pipeline.parallel.ddp
     import pipeline.parallel.zero  # noqa: F401
 
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        {"train": train, "cut": cut, "convert": convert, "copy": shutil.copytree}[job.pop("do")](**job)
+        {"launch": launch, "train": train, "cut": cut, "convert": convert, "copy": shutil.copytree}[job.pop("do")](
+            **job
+        )
         print("done", job, flush=True)
