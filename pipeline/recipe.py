@@ -98,7 +98,7 @@ def _batch_tokens(config: RunConfig, n: int, ranks: int) -> int:
     if asked % unit:
         raise ConfigError(
             f"train.batch_tokens={asked:,} is not a multiple of {unit:,} (ranks {ranks} × micro_batch × seq {seq}); "
-            f"try {max(1, asked // unit) * unit:,}"
+            f"try {max(1, round(asked / unit)) * unit:,}"
         )
     return asked
 

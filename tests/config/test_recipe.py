@@ -42,7 +42,7 @@ def test_length_in_steps_tokens_or_flops(length):
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does():
-    with pytest.raises(ConfigError, match=r"batch_tokens=3,000 is not a multiple of 512 .* try 2,560"):
+    with pytest.raises(ConfigError, match=r"batch_tokens=3,000 is not a multiple of 512 .* try 3,072"):
         resolve(load(size="tiny", sets=["model.seq=256", "train.batch_tokens=3000"]), ranks=2, gpu=False)
     with pytest.raises(ConfigError, match=r"micro_batch=5 .*try 4"):
         resolve(load(size="tiny", sets=["model.seq=256", "train.micro_batch=5"]), ranks=2, gpu=False)

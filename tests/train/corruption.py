@@ -1,11 +1,10 @@
-"""`torchrun … -m tests.train.corruption FLIPS STEPS` on three ranks: every engine skips a step, is struck by flipped
+"""`python -m tests.train.corruption FLIPS STEPS`, on three ranks: every engine skips a step, is struck by flipped
 bits, and trains in peace; rank 0 prints what was seen.
 
 One launch for all: importing is most of what it costs. The third rank is there so that a majority can name the odd one.
 """
 
 import json
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -30,10 +29,11 @@ from pipeline.train.loop import Loop
 from pipeline.train.replicas import DivergenceError, Replicas
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
+from tests.worlds import fork
 
 LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
 VOCAB, SEQ = 64, 16
-WORLD = World.from_environment(os.environ)
+WORLD: World
 
 
 def config(engine: str, zero: int) -> RunConfig:
@@ -173,10 +173,21 @@ def looped(save: bool) -> str:
     return ""
 
 
-if __name__ == "__main__":
+def work(world: World) -> None:
+    global WORLD
+    WORLD = world
     struck, steps = (int(argument) for argument in sys.argv[1:])
     seen = {f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS}
     caught = {f"{name} {zero}": flips(name, zero, struck // len(LAYOUTS)) for name, zero in LAYOUTS}
     alarms, told = clean(steps), [looped(save=False), looped(save=True)]
     if WORLD.first:
-        print("RESULT", json.dumps({"skipped": seen, "caught": caught, "alarms": alarms, "looped": told}))
+        result = {"skipped": seen, "caught": caught, "alarms": alarms, "looped": told}
+        print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    import pipeline.parallel.ddp
+    import pipeline.parallel.zero  # noqa: F401 before the fork
+
+    torch.set_num_threads(1)  # threads do not survive it
+    fork(3, work)

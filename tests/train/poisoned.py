@@ -1,5 +1,5 @@
-"""A worker with bad batches: `torchrun … -m tests.train.poisoned RUN_DIR STUCK STEP…`. Whatever forward pass sees a row
-that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends."""
+"""Workers with bad batches: `python -m tests.train.poisoned RUN_DIR RANKS STUCK STEP…`. Whatever forward pass sees a
+row that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends."""
 
 import os
 import sys
@@ -13,9 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from pipeline.config.load import reload
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
+from pipeline.parallel.world import World
 from pipeline.train import worker
+from tests.worlds import fork
 
-path, (stuck, *steps) = Path(sys.argv[1]), [int(step) for step in sys.argv[2:]]
+path, (ranks, stuck, *steps) = Path(sys.argv[1]), [int(number) for number in sys.argv[2:]]
 config = reload(path / "config.toml")
 rows = config.train.batch_tokens // config.model.seq
 loader = Loader(Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed)
@@ -32,7 +34,12 @@ def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
     return torch.where(struck[:, None, None], torch.nan, output)
 
 
+def work(_world: World) -> None:
+    code = worker.main([str(path), "--quiet"])
+    sys.stderr.flush()
+    os._exit(code)
+
+
+torch.set_num_threads(1)  # threads do not survive a fork
 register_module_forward_hook(poison)
-code = worker.main([str(path), "--quiet"])
-sys.stdout.flush()
-os._exit(code)
+fork(ranks, work)

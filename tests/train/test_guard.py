@@ -20,10 +20,10 @@ from tests.train.test_run import hashes, losses, records
 STEPS, BAD = 27, (2, 20, 21, 22)
 
 
-def torchrun(nproc: int, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc), "-m"]
+def forked(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    return subprocess.run([*start, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=290)
+    command = [sys.executable, "-m", f"tests.train.{module}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=290)
 
 
 def step(number: int, loss: float = 3.0, norm: float = 1.0) -> dict:
@@ -93,7 +93,7 @@ def test_a_resumed_guard_judges_as_the_one_that_went_on():
 
 
 def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
-    done = torchrun(3, "tests.train.corruption", 50, 1000)
+    done = forked("corruption", 50, 1000)
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
     assert line, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     seen = json.loads(line.removeprefix("RESULT"))
@@ -107,7 +107,7 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
 def poisoned(corpus, tmp_path_factory) -> Path:
     """Two processes, rank 1 of which gets NaN out of its rows in four of the steps, and stands still in the last."""
     run = made(corpus, tmp_path_factory.mktemp("poisoned") / "two", nproc=2)
-    assert torchrun(2, "tests.train.poisoned", run, STEPS, *BAD).returncode != 0
+    assert forked("poisoned", run, 2, STEPS, *BAD).returncode != 0
     return run
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned)
 
 def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(poisoned, corpus, tmp_path):
     run = made(corpus, tmp_path / "one", nproc=1)
-    done = torchrun(1, "tests.train.poisoned", run, 0, *BAD, 24, 25, 26)
+    done = forked("poisoned", run, 1, 0, *BAD, 24, 25, 26)
     assert done.returncode != 0
     fault = json.loads((run / "error.json").read_text())
     assert fault["user"] and fault["message"].startswith("step 26: loss is nan, the third time within 16 steps")
