@@ -124,7 +124,7 @@ if __name__ == "__main__":
 """
 
 
-ROUNDS = 5
+ROUNDS = 5  # in turn
 
 
 def data(megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool = False) -> Iterator[tuple[str, Any]]:
@@ -139,7 +139,7 @@ def data(megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool 
         paths = _write(folder / "text", texts, files)
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
-        yield from _encoding(folder, model, paths[0])
+        yield from _encoding(model, paths[0])
         tokenizer = Tokenizer.open(model)
         start = time.perf_counter()
         with cluster(2):
@@ -168,7 +168,7 @@ def _write(folder: Path, texts: Iterable[str], files: int) -> list[Path]:
     return paths
 
 
-def _encoding(folder: Path, model: Path, path: Path) -> Iterator[tuple[str, Any]]:
+def _encoding(model: Path, path: Path) -> Iterator[tuple[str, Any]]:
     size = sum(len(json.loads(line)["text"].encode()) for line in path.open()) / 1e6
     theirs, expected = json.loads(_script(_ENCODE, model, path, "sentencepiece"))
     ours, found = json.loads(_script(_ENCODE, model, path, "ours"))
