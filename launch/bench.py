@@ -92,13 +92,12 @@ def train(
 ) -> None:
     """The training step through the real engine: tokens/s, MFU, parts, memory, beside the device's own ceiling."""
     import os
-    import socket
     import sys
 
     from pipeline.choose import widen
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
-    from pipeline.parallel.world import World
+    from pipeline.parallel.world import World, free_port, joining
     from pipeline.recipe import resolve
     from pipeline.train import bench
     from pipeline.train.faults import no_room, smaller
@@ -106,15 +105,7 @@ def train(
 
     before = dict(os.environ)
     if "RANK" not in before:  # alone, not under torchrun
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= joining(0, 1, free_port())
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"

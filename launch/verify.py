@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,14 +37,18 @@ def verify(
     """Run every layout for some steps beside one plain torch process; exit 1 where they differ.
 
     The last row is a control with a deliberate error, which must be caught."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    from torch.multiprocessing.spawn import ProcessException
+
     from pipeline.config.load import load
     from pipeline.recipe import resolve
     from pipeline.train.plan import Devices
-    from pipeline.train.verify import layouts
+    from pipeline.train.verify import held, layouts
 
     small = ["model.seq=64", "model.vocab=512", f"train.batch_tokens={nproc * 4 * 64}", "train.micro_batch=2"]
     fixed = [f"train.dtype={dtype}", "train.steps=100", "train.compile=false", "optim.lr=0.001", "optim.clip=0.3"]
-    gpu = Devices.here().gpus > 0
+    if not (gpu := Devices.here().gpus > 0):
+        os.environ["DS_ACCELERATOR"] = "cpu"
     config = resolve(load(size=size, arch=arch, sets=[*small, *fixed, *(sets or ())]), ranks=nproc, gpu=gpu)
     every = layouts(config, nproc)
     names = [name.strip() for name in chosen.split(",")]
@@ -53,36 +56,20 @@ def verify(
     if unknown := set(names) - {layout.name for layout in every} - {"all"}:
         known = ", ".join(layout.name for layout in every)
         raise ConfigError(f"--layouts {', '.join(sorted(unknown))} is not one of: {known}")
-    passed = _run(config.model_dump(), [asdict(layout) for layout in asked], nproc, gpu=gpu, as_json=as_json)
-    raise typer.Exit(0 if passed else 1)
-
-
-def _run(config: dict[str, Any], layouts: list[dict[str, Any]], nproc: int, *, gpu: bool, as_json: bool) -> bool:
-    """Start the processes and print each outcome as it comes; whether all are as they should be."""
-    from pipeline.train.verify import Outcome
-
-    rows, judged = list[dict[str, Any]](), list[Outcome]()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **({} if gpu else {"DS_ACCELERATOR": "cpu"})}
-    with tempfile.TemporaryFile("w+", errors="replace") as noise:
-        request = json.dumps({"config": config, "layouts": layouts, "nproc": nproc})
-        command = [sys.executable, "-m", "pipeline.train.verify", request]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=noise, text=True, errors="replace")
-        assert process.stdout is not None
-        with process:
-            for line in process.stdout:
-                if line.startswith('{"layout":'):  # the rest is DeepSpeed's
-                    rows.append(json.loads(line))
-                    judged.append(Outcome(**rows[-1]))
-                    if not as_json:
-                        _print(judged[-1], first=len(rows) == 1)
-        if len(rows) < len(layouts):
-            noise.seek(0)
-            last = noise.read().strip().splitlines()[-12:]
-            reason = next((line for line in reversed(last) if "Error" in line), "no reason given")
-            raise RunError(f"layout {len(rows) + 1} of {len(layouts)} failed: {reason.strip()[:300]}")
+    judged: list[Outcome] = []
+    with tempfile.NamedTemporaryFile() as noise:
+        try:
+            for outcome in held(config, asked, nproc, Path(noise.name)):
+                judged.append(outcome)
+                if not as_json:
+                    _print(outcome, first=len(judged) == 1)
+        except ProcessException as error:
+            reason = next((line for line in reversed(str(error).splitlines()) if "Error" in line), str(error))
+            layout = asked[len(judged)].name
+            raise RunError(f"layout {layout!r} failed: {reason.strip()[:300]}") from None
     if as_json:
-        print(json.dumps([{**row, "passed": each.passed} for row, each in zip(rows, judged, strict=True)], indent=1))
-    return all(each.passed for each in judged)
+        print(json.dumps([{**asdict(each), "passed": each.passed} for each in judged], indent=1))
+    raise typer.Exit(0 if all(each.passed for each in judged) else 1)
 
 
 def _print(outcome: "Outcome", *, first: bool) -> None:

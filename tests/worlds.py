@@ -5,7 +5,6 @@ DeepSpeed loaded. `python -m tests.worlds JOBS.json` does a list of jobs, one af
 import json
 import os
 import shutil
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.parallel.build import engine
-from pipeline.parallel.world import World
+from pipeline.parallel.world import World, free_port, joining
 from pipeline.train.plan import Devices, Request, settle
 from pipeline.train.run import run
 from pipeline.train.rundir import RunDir
@@ -27,14 +26,10 @@ from pipeline.train.stop import Stop
 
 def fork(ranks: int, work: Callable[[World], object]) -> None:
     """`work` in `ranks` processes that find each other as torchrun's do; raises if one fails."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="localhost")
+            os.environ |= joining(rank, ranks, port)
             try:
                 work(World.from_environment(os.environ))
                 os._exit(0)

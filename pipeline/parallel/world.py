@@ -1,5 +1,6 @@
 """The world as a value: which process this is, how many there are, on what device. Read once, at the edge."""
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,17 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def joining(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of one of this node's processes that meet at a port, where neither torchrun nor srun sets it."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in numbers.items()}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,13 @@
 reference for itself: same weights, same batches, torch's own AdamW and clipping, no engine.
 """
 
-import json
 import math
 import os
-import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import balance
-from pipeline.parallel.world import World
-from pipeline.process import end_with_parent
+from pipeline.parallel.world import World, free_port, joining
+from pipeline.process import speak_in
 from pipeline.train.evaluate import cut
 
 # of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
@@ -208,38 +207,35 @@ def _batch(config: RunConfig, step: int, world: World) -> Batch:
     return Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous(), digest % 2**64)
 
 
-def main(arguments: list[str]) -> int:
-    """The config and the layouts come as JSON, the outcomes are printed as they are known. The processes are forked,
-    since importing everything in each would take longer than a layout; a device's driver does not survive that."""
-    end_with_parent()
-    request: dict[str, Any] = json.loads(arguments[0])
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    start_processes(_rank, (request, port), request["nproc"], start_method=method)  # type: ignore[no-untyped-call]
-    return 0
-
-
-def _rank(rank: int, request: dict[str, Any], port: int) -> None:
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["nproc"], "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "localhost", **{key: str(value) for key, value in where.items()}}
-    world = World.from_environment(os.environ)
-    config = RunConfig.model_validate(request["config"])
-    want = plain(config, world.device)
-    for layout in request["layouts"]:
-        outcome = held_against(config, want, Layout(**layout), world)
-        if world.first:
-            sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    import torch._dynamo  # what is imported before the fork is imported once
+def held(config: RunConfig, layouts: Sequence[Layout], nproc: int, noise: Path) -> Iterator[Outcome]:
+    """The outcomes as they are known; what engines print goes to a file. The processes are forked, since importing
+    everything in each would take longer than a layout, except on GPUs: their driver does not survive that."""
+    import torch._dynamo
 
     import pipeline.parallel.ddp
-    import pipeline.parallel.zero  # noqa: F401
+    import pipeline.parallel.zero  # noqa: F401 once, before the fork
 
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    said = get_context(method).SimpleQueue()
+    where = [joining(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
+    group = start_processes(_rank, (config, layouts, where, noise, said), nproc, join=False, start_method=method)  # type: ignore[no-untyped-call]
+    while True:
+        done = group.join(0.2)
+        while not said.empty():
+            yield said.get()
+        if done:
+            return
+
+
+def _rank(
+    rank: int, config: RunConfig, layouts: Sequence[Layout], where: list[dict[str, str]], noise: Path, said: Any
+) -> None:
+    speak_in(noise)
+    torch.set_num_threads(1)
+    os.environ |= where[rank]
+    world = World.from_environment(os.environ)
+    want = plain(config, world.device)
+    for layout in layouts:
+        outcome = held_against(config, want, layout, world)
+        if world.first:
+            said.put(outcome)
