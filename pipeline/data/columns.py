@@ -1,9 +1,11 @@
 """Parquet and Arrow: text as a column, read a few rows at a time."""
 
 import os
+import struct
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.ipc
@@ -93,38 +95,76 @@ def _thrift(raw: bytes, at: int = 0) -> tuple[dict[int, int], int]:
     return numbers, at + 1
 
 
+class Head(NamedTuple):
+    """What an Arrow file says of a record batch ahead of it."""
+
+    rows: int
+    bytes: int
+    packed: bool
+
+
 def record_batches(path: Path) -> list[int]:
-    """Bytes of each record batch; mapped, so that only their heads are read."""
+    """Bytes of each record batch, none of them read."""
     try:
-        return [batch.nbytes for batch in _batches(str(path))]
-    except pyarrow.ArrowInvalid as error:
+        return [head.bytes for head in _heads(str(path))]
+    except (pyarrow.ArrowInvalid, OSError, struct.error) as error:
         raise DataError(f"{path}: not an Arrow file ({error}); replace or remove it") from error
 
 
 def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
     """Row number in the file and value of the text column, for record batches start…stop-1."""
-    row = 0
-    for number, batch in enumerate(_batches(path)):
-        if number >= stop:
-            return
-        if number >= start:
-            _check_column(path, key, batch.schema.names)
-            for i, value in enumerate(batch.column(key)):
-                yield row + i, _python(value)
-        row += batch.num_rows
+    heads = list(_heads(path))
+    row = sum(head.rows for head in heads[:start])
+    for head in heads[start:stop]:
+        if head.packed and 4 * head.bytes > PAGE_BYTES:  # text packs about threefold
+            raise DataError(
+                f"{path}: a compressed record batch of {head.bytes // MB:,} MiB does not fit a worker's memory; "
+                f"write the file anew in smaller ones (max_chunksize={max(1, head.rows * 64 * MB // head.bytes)})"
+            )
+    for batch in _batches(path, start, stop):
+        _check_column(path, key, batch.schema.names)
+        for value in batch.column(key):
+            yield row, _python(value)
+            row += 1
 
 
-def _batches(path: str) -> Iterator[Any]:
+def _batches(path: str, start: int, stop: int) -> Iterator[Any]:
     """Of the file format or of the streaming format, which `datasets` writes."""
     source = pyarrow.memory_map(path)
     try:
         reader = pyarrow.ipc.open_file(source)
     except pyarrow.ArrowInvalid:
         source.seek(0)
-        yield from pyarrow.ipc.open_stream(source)
+        yield from islice(pyarrow.ipc.open_stream(source), start, stop)
         return
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
+    yield from map(reader.get_batch, range(start, stop))
+
+
+def _heads(path: str) -> Iterator[Head]:
+    """Both formats are the same messages, their heads flatbuffers (Schema.fbs and Message.fbs of Arrow's format)."""
+    source = pyarrow.memory_map(path)
+    source.seek(8 if source.read(6) == b"ARROW1" else 0)
+    for message in pyarrow.ipc.MessageReader.open_stream(source):
+        if message.type == "record batch":
+            raw = message.metadata.to_pybytes()
+            batch = _field(raw, _unsigned("I", raw, 0), 2)
+            assert batch is not None
+            batch += _unsigned("I", raw, batch)
+            rows = _field(raw, batch, 0)
+            count = 0 if rows is None else _unsigned("Q", raw, rows)
+            yield Head(count, message.body.size, packed=_field(raw, batch, 3) is not None)
+
+
+def _field(raw: bytes, table: int, number: int) -> int | None:
+    """Where a flatbuffer's table has its field, if it has."""
+    fields = table - struct.unpack_from("<i", raw, table)[0]
+    place = 4 + 2 * number
+    offset = _unsigned("H", raw, fields + place) if place < _unsigned("H", raw, fields) else 0
+    return table + offset if offset else None
+
+
+def _unsigned(kind: str, raw: bytes, at: int) -> int:
+    return int(struct.unpack_from(f"<{kind}", raw, at)[0])
 
 
 def _python(value: Any) -> object:

@@ -133,6 +133,28 @@ def test_a_parquet_page_beyond_a_workers_memory_is_refused_unread(
         everything([piece])
 
 
+@pytest.mark.parametrize("new", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
+@pytest.mark.parametrize("compression", ["lz4", "zstd", None])
+def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Any, compression: str | None
+) -> None:
+    path, texts = tmp_path / "a.arrow", some_texts(30)
+    table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode(), "n": list(range(30))})
+    with new(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=compression)) as file:
+        file.write_table(table, max_chunksize=7)
+    monkeypatch.setattr(columns, "_batches", lambda *_: pytest.fail("it was read to be planned"))
+    task = [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
+    monkeypatch.undo()
+    assert [head.rows for head in columns._heads(str(path))] == [7, 7, 7, 7, 2]
+    assert everything(task) == texts and everything(task[3:]) == texts[21:]
+    monkeypatch.setattr(columns, "PAGE_BYTES", 4)
+    if compression:
+        with pytest.raises(DataError, match=r"a.arrow: a compressed record batch of .*max_chunksize=\d"):
+            everything(task)
+    else:
+        assert everything(task) == texts
+
+
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LINE_BYTES", 100)
     good = b'{"text": "good"}\n'
