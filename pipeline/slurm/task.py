@@ -14,9 +14,8 @@ from pipeline.errors import RunError
 from pipeline.process import end_with_parent
 from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
-from pipeline.train.start import attend, listening
+from pipeline.train.start import WORKER, attend, listening
 
-_WORKER = "pipeline.train.worker"
 # MASTER_ADDR and MASTER_PORT come from the batch step
 _RANK = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID", "LOCAL_WORLD_SIZE": "NTASKS_PER_NODE"}
 # a signal to the step reaches torchrun too, which would die of it before its workers have saved
@@ -31,7 +30,7 @@ def torchrun(env: Mapping[str, str]) -> list[str]:
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint={env['MASTER_ADDR']}:{env['MASTER_PORT']}"]
     many = [f"--nnodes={env['SLURM_NNODES']}", f"--nproc_per_node={env['ISOFLOP_TASKS']}"]
     which = [f"--rdzv_id={env['SLURM_JOB_ID']}.{env.get('SLURM_RESTART_COUNT', 0)}"]
-    return ["-c", _AGENT, *many, *meet, *which, "-m", _WORKER]
+    return ["-c", _AGENT, *many, *meet, *which, "-m", WORKER]
 
 
 def stage(config: RunConfig, scratch: Path, env: Mapping[str, str]) -> Path:
@@ -67,7 +66,7 @@ def main(arguments: list[str]) -> int:
     worker = [str(run.path), *(("--data", str(near)) if near else ())]
     if site.launcher == "srun":
         env |= {ours: env[f"SLURM_{srun}"] for ours, srun in _RANK.items()}
-        command = [sys.executable, "-m", _WORKER, *worker]
+        command = [sys.executable, "-m", WORKER, *worker]
     else:
         command = [sys.executable, *torchrun(env), *worker, "--to-file"]
     with listening(once=True) as wishes:  # SLURM itself ends what takes too long to save

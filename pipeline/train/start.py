@@ -25,7 +25,7 @@ from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import SIGNALS
 
-_WORKER = "pipeline.train.worker"
+WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
 _TICK_S = 1.0
@@ -129,7 +129,7 @@ def _note_failure(run: RunDir, code: int, old: int, max_restarts: int) -> None:
 
 def _end_strays(run: RunDir, spare: int) -> None:
     """Workers whose torchrun was killed save and stop; they must be gone before others take their place."""
-    ours = {_WORKER, str(run.path)}
+    ours = {WORKER, str(run.path)}
     there = [p for p in psutil.process_iter(["cmdline", "ppid"]) if ours <= set(p.info["cmdline"] or ())]
     strays = [p for p in there if spare not in (p.pid, p.info["ppid"])]
     _, alive = psutil.wait_procs(strays, timeout=_STRAY_WAIT_S)
@@ -160,7 +160,7 @@ def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]  # a free port: two runs never collide
     where = ["--log_dir", str(logs), "--redirects", redirects]
-    return [*torchrun, *rendezvous, *where, "-m", _WORKER, str(run.path), "--wait", *(["--quiet"] if quiet else [])]
+    return [*torchrun, *rendezvous, *where, "-m", WORKER, str(run.path), "--wait", *(["--quiet"] if quiet else [])]
 
 
 def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
@@ -200,6 +200,6 @@ def _workers(agent: int) -> list[psutil.Process]:
     """Below torchrun, or the one that srun started."""
     try:
         process = psutil.Process(agent)
-        return [each for each in (process, *process.children(recursive=True)) if _WORKER in each.cmdline()[:4]]
+        return [each for each in (process, *process.children(recursive=True)) if WORKER in each.cmdline()[:4]]
     except psutil.NoSuchProcess:
         return []

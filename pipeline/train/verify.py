@@ -4,6 +4,7 @@
 reference for itself: same weights, same batches, torch's own AdamW and clipping, no engine.
 """
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -215,6 +216,7 @@ def held(config: RunConfig, layouts: Sequence[Layout], nproc: int, noise: Path) 
     import pipeline.parallel.ddp
     import pipeline.parallel.zero  # noqa: F401 once, before the fork
 
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that it ends the others of a group
     method = "spawn" if torch.cuda.is_available() else "fork"
     said = get_context(method).SimpleQueue()
     where = [joining(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]

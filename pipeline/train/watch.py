@@ -31,10 +31,8 @@ _COLLECTIVES = 20  # last ones to show
 
 
 class Watch:
-    """Times the phases of a rank. A step or an evaluation may take three times its p99 plus `hang_s`; a save, which
-    waits for the one before it only if the disk is slow, ten times its longest plus ten minutes; the first of each,
-    which may compile, as long as a collective may.
-    """
+    """Times the phases of a rank. One may take three times its p99 plus `hang_s`, or ten minutes if it is a save, which
+    waits for the one before it; the first of each, which may compile, as long as a collective may."""
 
     def __init__(self, run: RunDir, world: World, hang_s: float) -> None:
         self._run, self._world, self._hang_s = run, world, hang_s
@@ -64,9 +62,7 @@ class Watch:
         spans = sorted(self._spans[self._phase] or (self._spans["first step"] if self._phase == "step" else ()))
         if not spans:
             return TIMEOUT.total_seconds()
-        if self._phase == "save":
-            return 10 * spans[-1] + 600
-        return 3 * spans[math.ceil(0.99 * len(spans)) - 1] + self._hang_s
+        return 3 * spans[math.ceil(0.99 * len(spans)) - 1] + (600 if self._phase == "save" else self._hang_s)
 
     def _work(self) -> None:
         last = time.monotonic()
