@@ -178,7 +178,8 @@ def _rows_bytes(model: Model, size: int) -> int:
     """Of one token on its way to its experts, all routed layers together."""
     if not isinstance(model.ffn, MoE):
         return 0
-    return sum(map(model.routed, _blocks(model))) * model.ffn.top_k * model.width * size
+    slots = model.ffn.top_k * (model.ffn.capacity or 1)  # those of a capacity travel empty too
+    return int(sum(map(model.routed, _blocks(model))) * slots * model.width * size)
 
 
 def _heads_bytes(model: Model, sp: int, size: int) -> int:

@@ -29,6 +29,8 @@ class Choice(NamedTuple):
     experts_TK: Tensor
     weights_TK: Tensor
     load_E: Tensor
+    room: int | None = None  # the most rows of these tokens that one expert takes: where they have a capacity
+    slots_TK: Tensor | None = None  # expert · room + the place there, or experts · room where there is none left
 
 
 Run = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, rows per expert → rows
@@ -100,6 +102,24 @@ class _Permute(torch.autograd.Function):
         return grads[0][inverse_N], None, None
 
 
+def move(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
+    """Row order[m] at m, and nothing where that lies behind the last; `inverse` leads back."""
+    y: Tensor = _Move.apply(x_NW, order_M, inverse_N)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_N)
+        return F.pad(x_NW, (0, 0, 0, 1))[order_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_N,) = ctx.saved_tensors
+        return F.pad(grads[0], (0, 0, 0, 1))[inverse_N], None, None
+
+
 def _best(scores_BSE: Tensor, top_k: int) -> Tensor:
     """Indices of the k best. For one or two of them reductions that the compiler fuses beat torch's topk by far."""
     if top_k > 2:
@@ -134,8 +154,10 @@ class Router(nn.Module):
         before_BE, whole_BE = self.sequence.counts(load_BE)
         dropped = logits_BSE.new_zeros(())
         if c.capacity is not None:
-            kept_TK = self._within(experts_BN, load_BE, before_BE, c.capacity).view_as(choice.experts_TK)
-            choice = choice._replace(weights_TK=choice.weights_TK * kept_TK)
+            room, slots_TK = self._slots(experts_BN, load_BE, before_BE, c.capacity)
+            slots_TK = slots_TK.view_as(choice.experts_TK)
+            kept_TK = slots_TK < c.experts * room
+            choice = choice._replace(weights_TK=choice.weights_TK * kept_TK, room=room, slots_TK=slots_TK)
             dropped = 1 - kept_TK.float().mean()
         probability_BSE = scores_BSE if c.router == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
         with torch.no_grad():
@@ -157,15 +179,19 @@ class Router(nn.Module):
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(c.top_groups, dim=-1).indices, True)
         return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _within(self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float) -> Tensor:
-        """Which rows an expert has room for: the first of each sequence, so that no layout changes what is dropped."""
-        rows, experts = experts_BN.shape[1] * self.sequence.parts, self.cfg.experts
-        most = math.ceil(capacity * rows / experts)
-        key = (experts_BN + experts * torch.arange(len(experts_BN), device=experts_BN.device)[:, None]).flatten()
+    def _slots(self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float) -> tuple[int, Tensor]:
+        """What an expert has room for: the first rows of each sequence, so that no layout changes what is dropped."""
+        (batch, rows), experts, device = experts_BN.shape, self.cfg.experts, experts_BN.device
+        most = math.ceil(capacity * rows * self.sequence.parts / experts)
+        sequence_B = torch.arange(batch, device=device)[:, None]
+        key = (experts_BN + experts * sequence_B).flatten()
         order, home = sort(key)
         load, before = load_BE.flatten(), before_BE.expand_as(load_BE).flatten()
-        place = torch.arange(len(key), device=key.device) - (load.cumsum(0) - load - before)[key[order]]
-        return (place < most)[home]
+        place = torch.arange(len(key), device=device) - (load.cumsum(0) - load - before)[key[order]]
+        place_BN = place.long()[home].view_as(experts_BN)
+        room = batch * most
+        slots_BN = experts_BN * room + sequence_B * most + place_BN
+        return room, torch.where(place_BN < most, slots_BN, experts * room)
 
     def _loss(self, logits_BSE: Tensor, probability_BSE: Tensor, load_BE: Tensor) -> Tensor:
         """Switch's balance loss, 1 at perfect balance, over the micro-batch and within sequences, and the z loss."""

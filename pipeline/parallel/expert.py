@@ -15,18 +15,21 @@ from deepspeed.module_inject import auto_ep_layer as announced
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from pipeline.model.moe import Choice, MixtureOfExperts, Run, gather, permute, sort, spread
+from pipeline.model.moe import Choice, MixtureOfExperts, Run, gather, move, permute, sort, spread
 
 
 class AllToAll:
-    """The dispatch that crosses ranks. Sizes are exchanged first and read on the host, the one wait per layer, since
-    rows without padding need them; `beside` then runs while the rows travel."""
+    """The dispatch that crosses ranks; `beside` runs while the rows travel. Experts that take any number of rows have
+    their sizes exchanged first and read on the host, the one wait per layer. To those with a capacity that many travel
+    always, and no host waits."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, group.size()
+    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
+        self._group, self._ranks, self._experts = group, group.size(), experts
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor:
+        if choice.room is not None and choice.slots_TK is not None:
+            return self._padded(x_TW, choice.weights_TK, choice.slots_TK.flatten(), choice.room, run, beside)
         order_N, home_N = sort(choice.experts_TK)
         rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
         load_E = choice.load_E.long()
@@ -43,6 +46,32 @@ class AllToAll:
         done_MW = run(permute(rows_MW, by_expert, by_sender), load_PE.sum(0))
         back_NW, wait = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
         y_TW = gather(wait(back_NW), order_N, home_N, choice.weights_TK)
+        return y_TW if extra_TW is None else y_TW + extra_TW
+
+    def _padded(
+        self,
+        x_TW: Tensor,
+        weights_TK: Tensor,
+        slots_N: Tensor,
+        room: int,
+        run: Run,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """By slots instead of rows: each expert has `room` of them for each rank, and some stay empty."""
+        tokens, top_k = weights_TK.shape
+        slots, share = self._experts * room, self._experts // self._ranks
+        rows_S = slots_N.new_full((slots + 1,), tokens * top_k)
+        rows_S = rows_S.scatter_(0, slots_N, torch.arange(tokens * top_k, device=x_TW.device))[:slots]
+        rows_NW = x_TW[:, None].expand(-1, top_k, -1).flatten(0, 1)
+        sizes = [slots // self._ranks] * self._ranks
+        there_SW, wait = _travel(move(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
+        extra_TW = None if beside is None else beside()
+        by_expert = wait(there_SW).view(self._ranks, share, room, -1).transpose(0, 1).flatten(0, 2)
+        done_SW = run(by_expert, slots_N.new_full((share,), self._ranks * room))
+        by_sender = done_SW.view(share, self._ranks, room, -1).transpose(0, 1).flatten(0, 2)
+        back_SW, wait = _travel(by_sender, sizes, sizes, self._group)
+        y_TKW = move(wait(back_SW), slots_N, rows_S).view(tokens, top_k, -1)
+        y_TW = (y_TKW * weights_TK.unsqueeze(-1)).sum(1).type_as(x_TW)
         return y_TW if extra_TW is None else y_TW + extra_TW
 
 
@@ -109,7 +138,7 @@ class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[mi
     def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:
         if self.ep_group_name not in groups._get_expert_parallel_group_dict():
             groups._create_expert_and_data_parallel(self.ep_size)
-        self.dispatch = AllToAll(groups._get_expert_parallel_group(self.ep_group_name))
+        self.dispatch = AllToAll(groups._get_expert_parallel_group(self.ep_group_name), self.router.cfg.experts)
 
 
 def announce(model: nn.Module, ep: int) -> None:

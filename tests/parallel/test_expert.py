@@ -1,0 +1,41 @@
+"""The dispatch that crosses ranks against the one that does not, and whether a host waits in it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.config.parts import MoE
+from pipeline.model.moe import MixtureOfExperts
+from pipeline.parallel.expert import AllToAll
+from pipeline.train.bench import _Calls, _Operations
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("top_k", "capacity", "waits"), [(1, 0.7, False), (2, 1.25, False), (2, None, True)])
+def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, capacity, waits):
+    torch.manual_seed(0)
+    routed = {"top_k": top_k, "capacity": capacity, "normalise": False, "shared": 1}
+    cfg = MoE(kind="moe", activation="swiglu", hidden=16, dense_hidden=16, experts=4, **routed)
+    layer = MixtureOfExperts(8, cfg, range(4))
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x, grad = torch.randn(3, 20, 8), torch.randn(3, 20, 8)
+    outcomes, places = [], []
+    for dispatch in (layer.dispatch, AllToAll(alone, 4)):
+        layer.dispatch, leaf = dispatch, x.clone().requires_grad_()
+        layer.zero_grad()
+        places.clear()
+        with _Operations(places), _Calls(places):
+            y, routing = layer(leaf)
+            y.backward(grad)
+        outcomes.append([y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    assert (routing.dropped > 0) == (capacity is not None)
+    assert bool([place for place in places if place.startswith("expert.py")]) == waits
+    for ours, theirs in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
