@@ -30,7 +30,7 @@ _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
 _TICK_S = 1.0
 _SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
-_KILLED = re.compile(rb"failed \(exitcode: -(\d+)\) local_rank: (\d+)")  # torchrun, of the first process to fail
+_KILLED = re.compile(rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+)")  # torchrun, of all that had failed
 Wish = tuple[float, int]  # when, and which signal
 _Group = tuple["subprocess.Popen[bytes]", Path]  # torchrun, and the file it complains to
 
@@ -108,10 +108,11 @@ def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
     code = attend(run, agent, wishes, groups.prepare)
     if code < 0:
         _end_strays(run, groups.spare_pid)
-    killed, known = _KILLED.search(noise.read_bytes()), run.fault() or {"kind": None, "user": False}
+    killed = max(_KILLED.findall(noise.read_bytes()), key=lambda each: each[1] == b"9", default=None)
+    known = run.fault() or {"kind": None, "user": False}
     if killed and not (wishes or known["user"] or known["kind"] == HangError.__name__):  # others miss it, no more
         run.forget_fault()
-        run.fail(ChildProcessError(f"rank {int(killed[2])} was killed by {signal.Signals(int(killed[1])).name}"))
+        run.fail(ChildProcessError(f"rank {int(killed[0])} was killed by {signal.Signals(int(killed[1])).name}"))
     # torchrun makes one code of its workers' codes; their log says whether they were told to stop
     told = code > 0 and run.last_event != before and run.last_event.get("event") == "interrupt"
     return 0 if run.fault() is None and (wishes or told) else code

@@ -51,10 +51,16 @@ def undisturbed(address: None, arguments: list[str], tmp_path_factory: pytest.Te
     return contents(out)
 
 
+class TooLateError(Exception):
+    """The driver had ended before it could be disturbed."""
+
+
 def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert driver.poll() is None, f"finished before it could be disturbed: {driver.communicate()[0]}"
+        if driver.poll() == 0:
+            raise TooLateError
+        assert driver.poll() is None, driver.communicate()[0]
         assert time.monotonic() < deadline, "never got there"
         time.sleep(0.005)
 
@@ -78,8 +84,8 @@ def ours(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def disturb(arguments: list[str], out: Path) -> bool:
-    """Kill drivers and workers in every stage, call after call into one directory; whether all came in time."""
+def disturb(arguments: list[str], out: Path) -> None:
+    """Kill drivers and workers in every stage, call after call into one directory."""
 
     def records(pattern: str) -> int:
         return len(list(out.glob(f".work/*/{pattern}")))
@@ -101,19 +107,20 @@ def disturb(arguments: list[str], out: Path) -> bool:
     driver.kill()
     driver.wait()
     if (out / "manifest.json").exists() or not before < records("sketch-*.json"):
-        return False
+        raise TooLateError
     driver = start(arguments, out)  # workers lost among the shards
     killed("tokenize", driver)
     said = driver.communicate()[0]
     assert driver.returncode == 0, said
-    return True
 
 
 def test_drivers_and_workers_are_killed(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    for attempt in range(5):  # on a busy machine a signal may come after the end
-        if disturb(arguments, out := tmp_path / str(attempt)):
-            break
-    assert contents(out) == undisturbed
+    for attempt in range(5):
+        with suppress(TooLateError):
+            disturb(arguments, out := tmp_path / str(attempt))
+            assert contents(out) == undisturbed
+            return
+    pytest.fail("every driver had ended before it could be disturbed")
 
 
 NODE_LOSS = """
