@@ -79,8 +79,8 @@ def _python(source: str) -> Iterator[Piece]:
     for root in (library, packages):
         for folder, subfolders, names in os.walk(root):
             subfolders[:] = sorted(d for d in subfolders if d not in ("site-packages", "dist-packages", "__pycache__"))
-            for name in sorted(names):
-                if name.endswith(".py") and (size := (path := Path(folder, name)).stat().st_size):
+            for path in (Path(folder, name) for name in sorted(names)):
+                if path.suffix == ".py" and not path.is_symlink() and (size := path.stat().st_size):  # Debian has links
                     yield Piece(source, "text", str(path), 0, size, size, path.stat().st_mtime_ns)
 
 

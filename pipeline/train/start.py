@@ -28,7 +28,7 @@ from pipeline.train.stop import SIGNALS
 WORKER = "pipeline.train.worker"
 _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
-_TICK_S = 1.0
+_TICK_S, _LOOK = 0.2, 5  # how soon a signal is passed on; every so many ticks all workers are looked at
 _SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
 _KILLED = re.compile(rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+)")  # torchrun, of all that had failed
 Wish = tuple[float, int]  # when, and which signal
@@ -179,15 +179,19 @@ def attend(
     another one, a second or more later, ends them. A worker that a signal has stopped is ended too, in whatever phase
     it is: before the others, who wait for it, wonder. What the kernel says of it needs no heartbeat. Where this process
     was stopped as well, by a scheduler that suspends the job, no time passes."""
-    told, still, most = set[int](), Counter[int](), reload(run.config).train.hang_s / 2
+    told, still, most = set[int](), Counter[int](), reload(run.config).train.hang_s / 2 / _TICK_S
+    ticks = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return agent.wait(timeout=_TICK_S)
         beside()
+        ticks, passed = ticks + 1, 1 if wishes else _LOOK
+        if ticks % passed:
+            continue
         for worker in _workers(agent.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-                still[worker.pid] = still[worker.pid] + 1 if worker.status() == psutil.STATUS_STOPPED else 0
-                if still[worker.pid] * _TICK_S > most:
+                still[worker.pid] = still[worker.pid] + passed if worker.status() == psutil.STATUS_STOPPED else 0
+                if still[worker.pid] > most:
                     run.fail(HangError(f"rank {worker.environ()['RANK']} stands still: a signal has stopped it"))
                     worker.kill()
                 if wishes and wishes[-1][0] - wishes[0][0] > 1:

@@ -206,6 +206,15 @@ def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
     assert len(everything([p for t in tasks for p in t])) == 9005
 
 
+def test_the_library_is_read_once_also_where_files_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").symlink_to("a.py")  # as Debian's sysconfig data
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path), "purelib": str(tmp_path / "none")})
+    assert [piece.path for task in plan(["python"], limit_bytes=None, seed=0) for piece in task] == [
+        str(tmp_path / "a.py")
+    ]
+
+
 def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
     texts = [f"{i:03d} {'x' * 95}" for i in range(100)]
     for i in range(2):
