@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pipeline.parallel.world import World
     from pipeline.train.bench import Peer
 
+_DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"  # it hashes strings, which xxhash 4 no longer does
+
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
 
 
@@ -29,7 +32,7 @@ app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_hel
 def data(
     megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 128,
     compare: Annotated[
-        str | None, typer.Option(help="datatrove: its pipelines too (pip install datatrove spacy); minutes more.")
+        str | None, typer.Option(help=f"datatrove: its pipelines too ({_DATATROVE}); minutes more.")
     ] = None,
     tenfold: Annotated[bool, typer.Option("--tenfold", help="Ten times the text too; minutes more.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
@@ -40,7 +43,7 @@ def data(
     from pipeline.data import bench
 
     if compare is not None and (compare != "datatrove" or not (find_spec("datatrove") and find_spec("spacy"))):
-        raise ConfigError(f"--compare {compare}: only datatrove is known; pip install datatrove spacy")
+        raise ConfigError(f"--compare {compare}: only datatrove is known; {_DATATROVE}")
     _print(bench.data(megabytes, datatrove=compare is not None, tenfold=tenfold), as_json)
 
 
@@ -81,7 +84,8 @@ def train(
     compare: Annotated[
         str | None,
         typer.Option(
-            help="hf: Hugging Face's model of the same shape, in turn with ours; bf16: what fp8 is held against."
+            help="hf: Hugging Face's model of the same shape, in turn with ours (hf-mixed: with fp32 weights, as ours "
+            "keeps them); bf16: what fp8 is held against."
         ),
     ] = None,
     auto_batch: Annotated[bool, typer.Option("--auto-batch", help="The largest micro-batch that fits.")] = False,
@@ -122,9 +126,7 @@ def train(
     peer = None
     if compare is not None:
         peer = _peer(compare, config, world.size)
-    figures = bench.train(
-        config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, overheads=overheads
-    )
+    figures = bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads)
     try:
         _print(chain(first, figures), as_json)
     except RuntimeError as error:
@@ -144,12 +146,13 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
 
     if name == "bf16" and config.train.fp8:
         return Twin
-    if name != "hf" or ranks > 1:
+    if name not in ("hf", "hf-mixed") or ranks > 1:
         raise ConfigError(
-            f"--compare {name} on {ranks} processes: known are hf on one process, and bf16 with --set train.fp8=true"
+            f"--compare {name} on {ranks} processes: known are hf and hf-mixed on one process, and bf16 with --set "
+            "train.fp8=true"
         )
     described(config)
-    return HuggingFace
+    return partial(HuggingFace, mixed=name == "hf-mixed")
 
 
 def _print(measured: Iterable[tuple[str, Any]], as_json: bool) -> None:

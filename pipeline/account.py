@@ -239,13 +239,13 @@ def memory(
 
 
 def _kept(model: Model, layer: int) -> tuple[int, int]:
-    """Numbers that autograd keeps per token and block. Of the attention: norm inputs, a norm's output, q k v before and
-    after rotation, what comes of them. Of the feed-forward: a norm's output and its inner tensors, of a routed one also
-    the rows on their way to the experts."""
+    """Numbers that autograd keeps per token and block. Of the attention: norm inputs, a norm's output, q and k before
+    and after rotation, v, what comes of them. Of the feed-forward: a norm's output and its inner tensors, of a routed
+    one also the rows on their way to the experts."""
     a, f = model.attention, model.ffn
     match a:
         case GQA():
-            inner = 2 * (a.heads + 2 * a.kv_heads) * a.head_dim + a.heads * a.head_dim
+            inner = 3 * (a.heads + a.kv_heads) * a.head_dim
         case MLA():
             inner = 2 * ((a.q_rank or 0) + a.kv_rank) + a.heads * (2 * a.score_dim + a.nope_dim + 3 * a.v_dim)
         case _:

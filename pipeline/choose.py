@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipeline.config.frozen import Auto, Recompute
-from pipeline.config.model import Model
-from pipeline.config.parts import MoE
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.layout import USABLE, Estimate, Layout, estimate, memory
@@ -21,20 +19,8 @@ def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> lis
     return [
         best([estimate(config, Layout(ranks, zero, ep, micro, way, sp)) for way in again for micro in micros])
         for zero in range(4)
-        for ep in degrees(config.model, ranks)
+        for ep in config.model.degrees(ranks)
     ]
-
-
-def degrees(model: Model, ranks: int) -> list[int]:
-    """Of expert parallelism: what divides experts and ranks."""
-    most = math.gcd(model.ffn.experts, ranks) if isinstance(model.ffn, MoE) else 1
-    return [ep for ep in range(1, most + 1) if most % ep == 0]
-
-
-def shares(model: Model, ranks: int) -> list[int]:
-    """Of sequence parallelism: what divides heads, sequence and ranks."""
-    most = math.gcd(model.attention.heads, model.seq, ranks)
-    return [sp for sp in range(1, most + 1) if most % sp == 0]
 
 
 def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
@@ -80,11 +66,7 @@ def check(
     """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks; what is wrong
     with any number of them the types refuse. `shared`: the ranks share one memory, as on a CPU."""
     now = Layout.of(config, ranks)
-    config.parallel.readers(ranks)
-    if ranks % now.ep:
-        near = min(degrees(config.model, ranks), key=lambda ep: abs(math.log(ep / now.ep)))
-        up = -(-ranks // now.ep) * now.ep
-        raise ConfigError(f"parallel.ep={now.ep} does not divide the {ranks} ranks; try --ep {near}, or {up} ranks")
+    config.readers(ranks)
     if memory_bytes is None:
         return
     have = memory_bytes if shared else int(USABLE * memory_bytes)
@@ -114,9 +96,9 @@ def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> 
     stages = range(now.zero, 4) if config.parallel.engine == "deepspeed" else [now.zero]
     options = (
         Layout(now.ranks, zero, ep, micro, again, sp)
-        for sp in shares(config.model, now.ranks)
+        for sp in config.model.shares(now.ranks)
         for zero in stages
-        for ep in (degrees(config.model, now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
+        for ep in (config.model.degrees(now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
         for micro in micro_batches(config, now.ranks, sp)
         for again in {now.recompute, True}
     )
@@ -132,7 +114,7 @@ def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> 
 def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
     """The first doubling of the GPUs on which the smallest layout fits."""
     for more in (ranks << k for k in range(1, 11)):
-        for ep in degrees(config.model, more):
+        for ep in config.model.degrees(more):
             layout = Layout(more, 3, ep, 1, True, config.parallel.sp)
             if memory(config, layout).total <= USABLE * memory_bytes:
                 return layout

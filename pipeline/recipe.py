@@ -19,7 +19,7 @@ _N0 = 108e6  # the size OLMo-core's ladder was tuned at
 
 def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly."""
-    model, train, ranks = config.model, config.train, config.parallel.readers(ranks)
+    model, train, ranks = config.model, config.train, config.readers(ranks)
     count = params(model)
     n = count.active_non_embedding
     batch_tokens = _batch_tokens(config, n, ranks)

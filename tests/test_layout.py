@@ -76,7 +76,7 @@ def test_a_step_by_hand():
     c = config("1b", "dense", 16, rows=128)
     e = estimate(c, Layout(16, 1, micro_batch=8))
     matmul, attention, psi = 6_241_124_352, 402_653_184, 1_107_367_936
-    kept = 16 * 2 * (4 * 2048 + 2 * 24 * 128 + 16 * 128 + 3 * 8192)
+    kept = 16 * 2 * (4 * 2048 + 3 * (16 + 4) * 128 + 3 * 8192)
     token = (matmul / 0.66 + attention / 0.16) / 989e12 + 5 * kept / 1.9e12
     compute = 8 * 2048 * token + 16 * 2e-4 + 36 * psi // 16 / 1.9e12
     collectives = 2 * 2 * psi * 15 / 16 / 320e9 + 8e-6 * 2 * 15
@@ -141,7 +141,9 @@ GIB = 2**30
             ["parallel.ep=4 does not divide the 6 ranks; try --ep 2, or 8"],
         ),
         ("tiny", "moe", 3, None, {"parallel.ep": 2}, ["--ep 1, or 4 ranks"]),
-        ("1b", "dense", 8, 28 * GIB, {}, ["needs about 26.5 GiB", "gives 25.8 GiB to each; try --zero 2"]),
+        ("1b", "moe", 8, None, {"parallel.ep": 3}, ["parallel.ep=3 does not divide the 8 ranks; try --ep 4"]),
+        ("1b", "moe", 6, None, {"parallel.ep": 3}, ["parallel.ep=3 does not divide experts=16; try --ep 2"]),
+        ("1b", "dense", 8, 28 * GIB, {}, ["needs about 26.3 GiB", "gives 25.8 GiB to each; try --zero 2"]),
         ("1b", "dense", 8, 20 * GIB, {}, ["try --set train.micro_batch=4"]),
         ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["try --set train.micro_batch=3"]),
         ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),

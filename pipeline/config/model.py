@@ -129,6 +129,14 @@ class Model(Design):
         f = self.ffn
         return isinstance(f, MoE) and layer >= f.dense_layers and (layer - f.dense_layers) % f.every == f.every - 1
 
+    def degrees(self, ranks: int) -> list[int]:
+        """Of expert parallelism: what divides experts and ranks."""
+        return _divisors(self.ffn.experts if isinstance(self.ffn, MoE) else 1, ranks)
+
+    def shares(self, ranks: int) -> list[int]:
+        """Of sequence parallelism: what divides heads, sequence and ranks."""
+        return _divisors(self.attention.heads, self.seq, ranks)
+
     def windowed(self, layer: int) -> bool:
         a = self.attention
         return a.window is not None and not (a.global_every and layer % a.global_every == a.global_every - 1)
@@ -158,3 +166,8 @@ class Model(Design):
     @property
     def logit_scale(self) -> float:
         return self.multipliers.logits * (1.0 if self.mup is None else self.mup.base_width / self.width)
+
+
+def _divisors(*of: int) -> list[int]:
+    most = math.gcd(*of)
+    return [n for n in range(1, most + 1) if most % n == 0]

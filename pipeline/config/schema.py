@@ -117,15 +117,6 @@ class Parallel(Frozen):
     sp: Positive = 1  # ranks that share each sequence
     offload: Offload = Offload()
 
-    def readers(self, ranks: int) -> int:
-        """How many of the ranks read rows of their own; sp of them read the same."""
-        if ranks % self.sp:
-            near, up = math.gcd(ranks, self.sp), -(-ranks // self.sp) * self.sp
-            raise ConfigError(
-                f"parallel.sp={self.sp} does not divide the {ranks} ranks; try --sp {near}, or {up} ranks"
-            )
-        return ranks // self.sp
-
 
 class Data(Frozen):
     dir: str | None = None
@@ -248,15 +239,19 @@ class RunConfig(Frozen):
             )
         if self.parallel.ep > 1 and not isinstance(self.model.ffn, MoE):
             raise ValueError(f"parallel.ep={self.parallel.ep} needs a routed model; give --arch moe, or --ep 1")
-        if isinstance(self.model.ffn, MoE) and self.model.ffn.experts % self.parallel.ep:
-            raise ValueError(
-                f"parallel.ep={self.parallel.ep} does not divide experts={self.model.ffn.experts}; "
-                f"try --ep {math.gcd(self.parallel.ep, self.model.ffn.experts)}"
-            )
-        heads, sp = self.model.attention.heads, self.parallel.sp
-        if heads % sp or self.model.seq % sp:
-            raise ValueError(
-                f"parallel.sp={sp} does not divide heads={heads} and seq={self.model.seq}; "
-                f"try --sp {math.gcd(sp, heads, self.model.seq)}"
-            )
         return self
+
+    def readers(self, ranks: int) -> int:
+        """How many of the ranks read rows of their own, sp of them the same. An ep or sp that does not divide
+        the model and the ranks is refused with the nearest that does."""
+        model, here = self.model, self.parallel
+        experts = f"experts={model.ffn.experts}" if isinstance(model.ffn, MoE) else "a model without experts"
+        heads = f"heads={model.attention.heads} and seq={model.seq}"
+        for key, asked, fits, what in (("ep", here.ep, model.degrees, experts), ("sp", here.sp, model.shares, heads)):
+            if asked not in fits(ranks):
+                near = min(fits(ranks), key=lambda n: abs(math.log(n / asked)))
+                up = -(-ranks // asked) * asked
+                more = f", or {up} ranks" if asked in fits(up) else ""
+                whom = f"the {ranks} ranks" if ranks % asked else what
+                raise ConfigError(f"parallel.{key}={asked} does not divide {whom}; try --{key} {near}{more}")
+        return ranks // here.sp

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from itertools import chain, cycle
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from pipeline.data.sample import train_on
 from pipeline.data.shards import Corpus
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
 
 # Each runs in a process of its own: gigatoken remembers words, so a second pass in one process would flatter it.
 _ENCODE = """
@@ -35,6 +36,7 @@ import json, sys, time
 from pathlib import Path
 import numpy, sentencepiece, xxhash
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
 texts = [json.loads(line)["text"] for line in open(sys.argv[2])]
 tokenizer = Tokenizer.open(Path(sys.argv[1]))
 encode = tokenizer.encode if sys.argv[3] == "ours" else tokenizer.sentencepiece.encode
@@ -70,9 +72,10 @@ if __name__ == "__main__":
     print(time.perf_counter() - start)
 """
 
+# To a file of tokens as nanoGPT's prepare.py makes it; prints seconds with and without that file.
 _DATASETS = """
-import sys, time
-import datasets, sentencepiece
+import json, sys, time
+import datasets, numpy, sentencepiece
 datasets.disable_progress_bars()
 model = sys.argv[1]
 start = time.perf_counter()
@@ -80,11 +83,19 @@ def encode(batch):
     global tokenizer
     if "tokenizer" not in globals():
         tokenizer = sentencepiece.SentencePieceProcessor(model_file=model)
-    return {"ids": tokenizer.encode(batch["text"])}
+    ids = tokenizer.encode(batch["text"])
+    return {"ids": ids, "length": [len(each) for each in ids]}
 data = datasets.load_dataset("json", data_files=sys.argv[3:], split="train", cache_dir=sys.argv[2])
 data = data.map(encode, batched=True, batch_size=100, num_proc=2, remove_columns=data.column_names)
-data.save_to_disk(sys.argv[2] + "/saved")
-print(time.perf_counter() - start)
+mapped = time.perf_counter() - start
+parts, at = min(1024, len(data)), 0
+tokens = numpy.memmap(sys.argv[2] + ".bin", numpy.uint16, "w+", shape=(sum(data["length"]),))
+for part in range(parts):
+    ids = numpy.concatenate(data.shard(parts, part, contiguous=True).with_format("numpy")["ids"])
+    tokens[at : at + len(ids)] = ids
+    at += len(ids)
+tokens.flush()
+print(json.dumps([time.perf_counter() - start, mapped]))
 """
 
 # As its own examples do it, the rules those of configs/data/code.toml; prints seconds without and with them.
@@ -136,10 +147,12 @@ def data(megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool 
         texts = [t for task in tasks for piece in task for t in read(piece, "text") if not isinstance(t, Malformed)]
         size = sum(len(text.encode()) for text in texts) / 1e6
         yield "text, MB", round(size, 1)
-        paths = _write(folder / "text", texts, files)
+        times = max(1, round(megabytes / size))
+        yield "text in the comparisons of pipelines, MB", round(times * size, 1)
+        paths = _write(folder / "text", _orders(texts, 1, 1 + times), files)
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
-        yield from _encoding(model, paths[0])
+        yield from _encoding(model, *_write(folder / "encode", texts[::files], 1))
         tokenizer = Tokenizer.open(model)
         start = time.perf_counter()
         with cluster(2):
@@ -153,9 +166,10 @@ def data(megabytes: int, files: int = 8, datatrove: bool = False, tenfold: bool 
                     prepare(recipe, Path(out), model=tokenizer.model, workers=2)
                     return time.perf_counter() - start
 
-            yield from _end_to_end(folder, model, paths, size, prepared, datatrove)
+            yield from _end_to_end(folder, model, paths, times * size, prepared, datatrove)
             if tenfold:
-                yield from _tenfold(folder, texts, files, prepared)
+                often = _write(folder / "often", _orders(texts, 1 + times, 1 + 11 * times), files)
+                yield from _tenfold(paths, often, prepared)
             yield "peak memory of a worker, MiB", _peak_bytes() // MB
 
 
@@ -166,6 +180,13 @@ def _write(folder: Path, texts: Iterable[str], files: int) -> list[Path]:
         for text, file in zip(texts, cycle([stack.enter_context(path.open("w")) for path in paths]), strict=False):
             file.write(json.dumps({"text": text}) + "\n")
     return paths
+
+
+def _orders(texts: list[str], first: int, end: int) -> Iterator[str]:
+    """The texts with their words in one order after the other, the first their own: no near-duplicates among them."""
+    for step in range(first, end):
+        for words in (text.split(" ") for text in texts):
+            yield " ".join(word for begin in range(step) for word in words[begin::step])
 
 
 def _encoding(model: Path, path: Path) -> Iterator[tuple[str, Any]]:
@@ -182,19 +203,20 @@ def _end_to_end(
     folder: Path, model: Path, paths: list[Path], size: float, prepared: Callable[..., float], datatrove: bool
 ) -> Iterator[tuple[str, Any]]:
     """In turn, and the middle of each: other work on the machine then slows all, and their CPU seconds least."""
-    plain, ours, mapped = [], [], []
+    plain, ours = [], []
     for number in range(ROUNDS):
         plain.append(_took(lambda: float(_script(_PLAIN, model, folder / "plain", *paths))))
         ours.append(_took(lambda: prepared(paths)))
         if number == ROUNDS // 2:
-            mapped.append(_took(lambda: float(_script(_DATASETS, model, folder / "cache", *paths))))
+            seconds, bare = json.loads(_script(_DATASETS, model, folder / "cache", *paths))
     mine = np.median(ours, axis=0)
     yield "jsonl → shards, ours, 2 workers, MB/s", round(size / mine[0], 2)
     yield "jsonl → shards, ours, CPU s", round(mine[1], 2)
-    for name, took in (("plain processes", plain), ("datasets.map", mapped)):
-        wall, cpu = np.median(took, axis=0) / mine
-        yield f"jsonl → shards: ours / {name}", round(wall, 2)
-        yield f"jsonl → shards: ours / {name}, by CPU s", round(cpu, 2)
+    wall, cpu = np.median(plain, axis=0) / mine
+    yield "jsonl → shards: ours / plain processes", round(wall, 2)
+    yield "jsonl → shards: ours / plain processes, by CPU s", round(cpu, 2)
+    yield "jsonl → shards: ours / datasets.map to a file of tokens", round(seconds / mine[0], 2)
+    yield "jsonl → shards: ours / datasets.map that ends at Arrow", round(bare / mine[0], 2)
     full = prepared(paths, "code")
     yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(size / full, 2)
     if datatrove:
@@ -203,15 +225,7 @@ def _end_to_end(
         yield "with filters and near-dedup: ours / datatrove", round(minhash / full, 2)
 
 
-def _tenfold(folder: Path, texts: list[str], files: int, prepared: Callable[..., float]) -> Iterator[tuple[str, Any]]:
-    """The same words in ten orders: ten times the text, and no more near-duplicates among it."""
-
-    def order(step: int) -> Iterator[str]:
-        for words in (text.split(" ") for text in texts):
-            yield " ".join(word for first in range(step) for word in words[first::step])
-
-    once = _write(folder / "once", order(2), files)
-    often = _write(folder / "often", chain.from_iterable(map(order, range(2, 12))), files)
+def _tenfold(once: list[Path], often: list[Path], prepared: Callable[..., float]) -> Iterator[tuple[str, Any]]:
     for what, config in (("", None), (" with filters and near-dedup", "code")):
         small = np.median([_took(lambda: prepared(once, config)) for _ in range(3)], axis=0)  # noqa: B023
         wall, cpu = np.array(_took(lambda: prepared(often, config))) / small  # noqa: B023
@@ -220,7 +234,8 @@ def _tenfold(folder: Path, texts: list[str], files: int, prepared: Callable[...,
 
 
 def _took(action: Callable[[], float]) -> tuple[float, float]:
-    """The seconds that the action tells, and CPU seconds."""
+    """The seconds that the action tells, and CPU seconds. What was written before it is on the disk first."""
+    os.sync()
     before, seconds = _cpu_s(), action()
     return seconds, _cpu_s() - before
 
@@ -249,7 +264,9 @@ def _script(code: str, *arguments: str | Path) -> str:
         file.flush()
         command = [sys.executable, file.name, *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=3600)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    if done.returncode:
+        raise DataError(f"a peer failed: {done.stderr.strip().splitlines()[-1]}; see --help for what it needs")
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -2,9 +2,12 @@
 
 import os
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 from pipeline.errors import DataError
@@ -67,17 +70,21 @@ def run(
     flying: dict[Any, int] = {}
     waiting = iter(enumerate(calls))
     try:
-        while True:
-            slots = max(1, int(ray.cluster_resources().get("CPU", 1)))  # asked anew: nodes come and go
-            ahead = workers if workers is not None and workers < slots else slots + 2
-            while len(flying) < ahead and (call := next(waiting, None)) is not None:
-                flying[remote.remote(*call[1])] = call[0]
-            if not flying:
-                return [results[i] for i in range(len(calls))]
-            ready, _ = ray.wait(list(flying), num_returns=1)
-            index = flying.pop(ready[0])
-            results[index] = ray.get(ready[0])
-            on_done(index, results[index])
+        with _interrupts() as interrupted:
+            while True:
+                slots = max(1, int(ray.cluster_resources().get("CPU", 1)))  # asked anew: nodes come and go
+                ahead = workers if workers is not None and workers < slots else slots + 2
+                while len(flying) < ahead and (call := next(waiting, None)) is not None:
+                    flying[remote.remote(*call[1])] = call[0]
+                if not flying:
+                    return [results[i] for i in range(len(calls))]
+                ready, _ = ray.wait(list(flying), num_returns=1, timeout=1.0)
+                if interrupted():
+                    raise KeyboardInterrupt
+                for reference in ready:
+                    index = flying.pop(reference)
+                    results[index] = ray.get(reference)
+                    on_done(index, results[index])
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
@@ -86,3 +93,22 @@ def run(
     finally:
         for reference in flying:
             ray.cancel(reference, force=True)
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: raised where Ray frees an object, the interrupt is swallowed there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGINT, before)

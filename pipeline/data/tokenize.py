@@ -104,5 +104,5 @@ def _tokenizer(path: Path, converted: Path) -> Tokenizer:
     """One per worker process: gigatoken's cache of words grows warm over its tasks."""
     tokenizer = Tokenizer.open(path)
     if converted.exists():
-        tokenizer.converted = converted.read_text()
+        tokenizer.fast, tokenizer.converted = True, converted.read_text()
     return tokenizer

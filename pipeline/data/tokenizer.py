@@ -5,6 +5,7 @@ U+2581 would come back as a space. Lossless models get that character in bytes, 
 """
 
 import io
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -92,7 +93,8 @@ class Tokenizer:
     def fast(self) -> bool:
         """Whether gigatoken gives the same ids: so measured for lossless BPE models without user-defined pieces."""
         own = any(p.type == proto.ModelProto.SentencePiece.USER_DEFINED for p in self._spec.pieces)
-        across = any(re.search(f"[^{META} ][{META} ]", p.piece) for p in self._spec.pieces)  # encode cuts there
+        words = (p.piece.lstrip(f"{META} ") for p in self._spec.pieces)
+        across = any(META in word or " " in word for word in words)  # encode cuts there
         return self.lossless and not own and not across and self._spec.trainer_spec.model_type == proto.TrainerSpec.BPE
 
     def encode(self, text: str) -> Ids:
@@ -130,10 +132,19 @@ class Tokenizer:
 
     @cached_property
     def converted(self) -> str:
-        """The model as gigatoken takes it, most of a second's work: `from_sentencepiece` less the loading."""
-        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+        """A fast model as gigatoken takes it: what its own converter gives in twice the time, as it parses anew."""
+        from gigatoken._load.sentencepiece import _generate_merges
 
-        return str(sentencepiece_to_tokenizer_json(self.model))
+        vocab = {piece.piece: i for i, piece in enumerate(self._spec.pieces)}
+        kinds = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        control = proto.ModelProto.SentencePiece.CONTROL
+        added = [{"id": vocab[p.piece], "content": p.piece} | kinds for p in self._spec.pieces if p.type == control]
+        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": META}
+        bpe = {"type": "BPE", "unk_token": self._spec.trainer_spec.unk_piece, "fuse_unk": True, "byte_fallback": True}
+        bpe |= {"vocab": vocab, "merges": _generate_merges(vocab, {p.piece: p.score for p in self._spec.pieces})}
+        normalizer = {"type": "Sequence", "normalizers": [spaces]}
+        made = {"version": "1.0", "added_tokens": added, "normalizer": normalizer, "model": bpe}
+        return json.dumps(made, ensure_ascii=False)
 
     @cached_property
     def _gigatoken(self):  # type: ignore[no-untyped-def]

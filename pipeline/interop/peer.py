@@ -14,14 +14,17 @@ from pipeline.parallel.world import World
 
 
 class HuggingFace:
-    """Weights in the run's dtype with no master copy, SDPA, fused AdamW, compiled where ours is."""
+    """Weights in the run's dtype with no master copy, SDPA, fused AdamW, compiled where ours is. `mixed`: weights in
+    fp32 and bf16 by autocast, as their Trainer does it with bf16=True; it then keeps what ours keeps."""
 
     name = "HF"
 
-    def __init__(self, config: RunConfig, world: World) -> None:
+    def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         cfg, lr = config.optim.optimizer, config.optim.lr
         assert lr != "auto" and cfg.beta2 != "auto", "resolve the recipe first"
-        dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+        bf16 = config.train.dtype == "bf16"
+        dtype = torch.bfloat16 if bf16 and not mixed else torch.float32
+        self._cast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16 and mixed)
         table = described(config)
         with world.device:
             self.model = AutoModelForCausalLM.from_config(
@@ -39,7 +42,8 @@ class HuggingFace:
         """Its mean loss, still on the device."""
         total = torch.zeros((), device=micros[0].tokens_BS.device)
         for micro in micros:
-            loss = self._forward(input_ids=micro.tokens_BS, labels=micro.tokens_BS).loss  # it shifts them itself
+            with self._cast:
+                loss = self._forward(input_ids=micro.tokens_BS, labels=micro.tokens_BS).loss  # it shifts them itself
             (loss / len(micros)).backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from sentencepiece import sentencepiece_model_pb2 as proto
-from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as HubTokenizer
 
 from pipeline.data.tokenizer import META, Tokenizer
@@ -35,19 +34,7 @@ def write(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def convert(tokenizer: Tokenizer) -> HubTokenizer:
-    """The same merges: every way to split a piece into two others, best piece first, as SentencePiece ranks them."""
-    pieces = {tokenizer.sentencepiece.id_to_piece(i): i for i in range(tokenizer.vocab)}
-    spec = proto.ModelProto.FromString(tokenizer.model)
-    normal = {p.piece: p.score for p in spec.pieces if p.type == proto.ModelProto.SentencePiece.NORMAL}
-    splits = (
-        (-score, len(piece[:cut]), piece[:cut], piece[cut:])
-        for piece, score in normal.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in normal and piece[cut:] in normal
-    )
-    merges = [(left, right) for *_, left, right in sorted(splits)]
-    out = HubTokenizer(models.BPE(pieces, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    out.normalizer = normalizers.Replace(" ", META)
+    out = HubTokenizer.from_str(tokenizer.converted)
     out.decoder = decoders.Sequence([decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()])
     out.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in tokenizer.controls])
     return out

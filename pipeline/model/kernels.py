@@ -59,19 +59,34 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _heads(rows, H, G, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of program 0, 1, 2 …: its part (queries, keys, values), which places and which heads. They lie side by side, so
+    that the few cosines and sines of one place serve all its heads from the cache."""
+    block = tl.program_id(0)
+    part, first, heads = 0, 0, H
+    if block >= tl.cdiv(rows * H, ROWS):
+        block -= tl.cdiv(rows * H, ROWS)
+        part, first, heads = 1, H, G
+        if block >= tl.cdiv(rows * G, ROWS):
+            block -= tl.cdiv(rows * G, ROWS)
+            part, first = 2, H + G
+    at = block * ROWS + tl.arange(0, ROWS)
+    return part, at // heads, at % heads, first
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _turn(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,  # type: ignore[no-untyped-def]
           HALF: tl.constexpr, ROWS: tl.constexpr,
           NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
-    head, block = tl.program_id(0) % (H + 2 * G), tl.program_id(0) // (H + 2 * G)  # side by side in memory as in time
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part, row, head, first = _heads(rows, H, G, ROWS)
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair >= 0)
-    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
+    at = (row.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    if head < H + G:
+    if part < 2:
         if NORM:
-            gain = q_gain if head < H else k_gain
+            gain = q_gain if part == 0 else k_gain
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
             a = a * scale * tl.load(gain + pair).to(tl.float32)
             b = b * scale * tl.load(gain + HALF + pair).to(tl.float32)
@@ -79,6 +94,8 @@ def _turn(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,  # type: ignore[no
             place = (row % places)[:, None] * HALF + pair
             c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
             a, b = a * c - b * s, b * c + a * s
+    if NORM:  # without the values
+        at = (row.to(tl.int64) * (H + G) + first + head)[:, None] * (2 * HALF) + pair
     tl.store(y + at, a, mask=inside)
     tl.store(y + at + HALF, b, mask=inside)
 
@@ -88,33 +105,33 @@ def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, se
                    places, H, G, qb, qs, qh, kb, ks, kh, vb, vs, vh,
                    HALF: tl.constexpr, ROWS: tl.constexpr,
                    NORM: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
-    head, block = tl.program_id(0) % (H + 2 * G), tl.program_id(0) // (H + 2 * G)  # side by side in memory as in time
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part, row, head, first = _heads(rows, H, G, ROWS)
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair >= 0)
-    if head < H:
-        g = dq + ((row // seq) * qb + (row % seq) * qs + head * qh)[:, None]
-    elif head < H + G:
-        g = dk + ((row // seq) * kb + (row % seq) * ks + (head - H) * kh)[:, None]
+    batch, place = (row // seq).to(tl.int64), row % seq
+    if part == 0:
+        g = dq + (batch * qb + place * qs + head * qh)[:, None]
+    elif part == 1:
+        g = dk + (batch * kb + place * ks + head * kh)[:, None]
     else:
-        g = dv + ((row // seq) * vb + (row % seq) * vs + (head - H - G) * vh)[:, None]
+        g = dv + (batch * vb + place * vs + head * vh)[:, None]
     da = tl.load(g + pair, mask=inside, other=0.0).to(tl.float32)
     db = tl.load(g + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    at = (row * (H + 2 * G) + head)[:, None] * (2 * HALF) + pair
-    if head < H + G:
+    at = (row.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
+    if part < 2:
         if ROPE:
-            place = (row % places)[:, None] * HALF + pair
-            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            turned = (row % places)[:, None] * HALF + pair
+            c, s = tl.load(cos + turned, mask=inside, other=0.0), tl.load(sin + turned, mask=inside, other=0.0)
             da, db = da * c + db * s, db * c - da * s
         if NORM:
-            gain = q_gain if head < H else k_gain
+            gain = q_gain if part == 0 else k_gain
             a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + EPS)[:, None]
             a, b = a * scale, b * scale
-            part = d_gain + (block.to(tl.int64) * (H + G) + head) * (2 * HALF) + tl.arange(0, HALF)
-            tl.store(part, tl.sum(da * a, 0))
-            tl.store(part + HALF, tl.sum(db * b, 0))
+            sums = d_gain + tl.program_id(0) * (2 * HALF) + tl.arange(0, HALF)
+            tl.store(sums, tl.sum(da * a, 0))
+            tl.store(sums + HALF, tl.sum(db * b, 0))
             da, db = da * tl.load(gain + pair).to(tl.float32), db * tl.load(gain + HALF + pair).to(tl.float32)
             along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
             da, db = scale * (da - a * along), scale * (db - b * along)
@@ -132,12 +149,15 @@ def _turned(
     heads: int,
     eps: float,
 ) -> Tensor:
-    (grid, sizes), y = _laid(x, max(1, 2048 // x.shape[-1]), q_gain, cos, eps), torch.empty_like(x)
+    """With gains queries and keys alone: what the norm read is kept, and the values in it."""
+    B, S, A, D = x.shape
+    groups = (A - heads) // 2
+    y = x.new_empty(B, S, A if q_gain is None else heads + groups, D)
+    blocks, sizes = _laid(y, heads, groups, q_gain, cos, eps)
     gains, table = (_or(x, q_gain), _or(x, k_gain)), (_or(x, cos), _or(x, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
-    library.wrap_triton(_turn)[grid](
-        x, y, *gains, *table, x.shape[0] * x.shape[1], places, heads, (x.shape[2] - heads) // 2, **sizes
-    )
+    grid = (sum(blocks) - (0 if q_gain is None else blocks[2]),)
+    library.wrap_triton(_turn)[grid](x, y, *gains, *table, B * S, places, heads, groups, **sizes)
     return y
 
 
@@ -145,26 +165,29 @@ def _turned(
 def _turned_backward(
     x: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor,
     q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (batch, seq, H, D), G = dq.shape, dk.shape[2]
     dx = dq.new_empty(batch, seq, H + 2 * G, D)
-    grid, sizes = _laid(dx, 64, q_gain, cos, eps)
-    d_gain = dq.new_empty(grid[0] // dx.shape[2] if q_gain is not None else 0, H + G, D, dtype=torch.float32)
+    blocks, sizes = _laid(dx, H, G, q_gain, cos, eps)
+    d_gain = dq.new_empty(sum(blocks[:2]) if q_gain is not None else 0, D, dtype=torch.float32)
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     gains, table = (_or(dx, q_gain), _or(dx, k_gain)), (_or(dx, cos), _or(dx, sin))
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
     strides = (step for t in (dq, dk, dv) for step in t.stride()[:3])
-    library.wrap_triton(_turn_backward)[grid](
+    library.wrap_triton(_turn_backward)[(sum(blocks),)](
         _or(dx, x), dq, dk, dv, dx, *gains, d_gain, *table, batch * seq, seq, places, H, G, *strides, **sizes
     )
-    return dx, d_gain
+    return dx, d_gain[: blocks[0]].sum(0), d_gain[blocks[0] :].sum(0)
 
 
 def _laid(
-    x: Tensor, rows: int, gain: Tensor | None, cos: Tensor | None, eps: float
-) -> tuple[tuple[int], dict[str, float]]:
-    sizes = {"HALF": x.shape[-1] // 2, "ROWS": rows, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps}
-    return (triton.cdiv(x.shape[0] * x.shape[1], rows) * x.shape[2],), sizes
+    x: Tensor, H: int, G: int, gain: Tensor | None, cos: Tensor | None, eps: float
+) -> tuple[tuple[int, int, int], dict[str, float]]:
+    """How many programs queries, keys and values take."""
+    rows, sizes = 64, {"HALF": x.shape[-1] // 2, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps}
+    sizes |= {"ROWS": rows, "num_warps": max(1, x.shape[-1] // 32)}
+    queries, keys = (triton.cdiv(x.shape[0] * x.shape[1] * heads, rows) for heads in (H, G))
+    return (queries, keys, keys), sizes
 
 
 def _or(x: Tensor, given: Tensor | None) -> Tensor:
@@ -188,16 +211,16 @@ class _Turn(torch.autograd.Function):
         ctx.eps = eps
         groups = (x.shape[2] - heads) // 2
         y: Tensor = _turned(x, q_gain, k_gain, cos, sin, heads, eps)
-        return torch.split(y, [heads, groups, groups], dim=2)
+        if q_gain is None:
+            return torch.split(y, [heads, groups, groups], dim=2)
+        return y[:, :, :heads], y[:, :, heads:], x[:, :, heads + groups :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, q_gain, k_gain, cos, sin = ctx.saved_tensors
-        dx, d_gain = _turned_backward(x, *grads, q_gain, k_gain, cos, sin, ctx.eps)
+        dx, dq_gain, dk_gain = _turned_backward(x, *grads, q_gain, k_gain, cos, sin, ctx.eps)
         if q_gain is None:
             return dx, None, None, None, None, None, None
-        heads = grads[0].shape[2]
-        dq_gain, dk_gain = d_gain[:, :heads].sum((0, 1)), d_gain[:, heads:].sum((0, 1))
         return dx, dq_gain.to(q_gain.dtype), dk_gain.to(k_gain.dtype), None, None, None, None
 
 

@@ -114,12 +114,13 @@ class ZeroEngine:
         elif self._zero == 0:
             wrapper.overflow_checker.check = lambda: not self._ask(self._norm_of_copies())
         elif self._zero < 3:
-            norm_of = wrapper.scaled_global_norm
+            norm_of, wrapper.get_grad_norm_direct = wrapper.scaled_global_norm, self._norm_of_parts
 
             def check(partition_gradients: bool = True) -> None:
                 norm = norm_of()
-                wrapper.scaled_global_norm = lambda: norm
                 wrapper.overflow = not self._ask(norm)
+                known = norm.cpu()  # it was read just now: DeepSpeed asks four times more
+                wrapper.scaled_global_norm = lambda: known
 
             wrapper.check_grad_overflow, wrapper.check_overflow = True, check
         else:
@@ -132,6 +133,15 @@ class ZeroEngine:
                 return bool(wrapper.overflow)
 
             wrapper._overflow_check_and_loss_scale_update = check3
+
+    def _norm_of_parts(self, gradients: Sequence[Tensor], _params: Sequence[Tensor]) -> Tensor:
+        """Of the parts that the ranks have of a group, in one pass: DeepSpeed copies each gradient to fp64 first."""
+        mine = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
+        none = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        norms = torch._foreach_norm(mine, 2, dtype=torch.float64) if mine else ()
+        squares = torch.stack([none, *norms]).square().sum().float()
+        dist.all_reduce(squares, group=self._optimizer.dp_process_group)
+        return squares.sqrt()
 
     def _norm_of_copies(self) -> Tensor:
         """With neither ZeRO nor a master copy DeepSpeed clips but does not keep the norm. Shared experts are counted
@@ -241,7 +251,11 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
         "gradient_accumulation_steps": config.rows // micro // (world.size // config.parallel.sp),
         "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
         "bf16": {"enabled": train.dtype == "bf16"},
-        "zero_optimization": {"stage": config.parallel.zero, **_offload(config.parallel.offload)},
+        "zero_optimization": {
+            "stage": config.parallel.zero,
+            "memory_efficient_linear": False,  # for its sake each block would be compiled anew
+            **_offload(config.parallel.offload),
+        },
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers, on a CPU too
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,

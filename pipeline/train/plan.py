@@ -220,7 +220,7 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
         rows = batch // config.model.seq
-        readers, sp = config.parallel.readers(request.nproc), config.parallel.sp
+        readers, sp = config.readers(request.nproc), config.parallel.sp
         if rows % readers:
             fits = sp * max(n for n in range(1, readers) if rows % n == 0)
             raise ConfigError(

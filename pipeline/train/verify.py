@@ -19,7 +19,6 @@ import xxhash
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from pipeline.choose import degrees, shares
 from pipeline.config.load import merge, validate
 from pipeline.config.schema import RunConfig
 from pipeline.model.build import build, draw
@@ -56,7 +55,7 @@ class Layout:
 
 def layouts(config: RunConfig, nproc: int) -> list[Layout]:
     """Every one that these processes can take, the referee, and the negative control."""
-    eps, sps = degrees(config.model, nproc), shares(config.model, nproc)
+    eps, sps = config.model.degrees(nproc), config.model.shares(nproc)
     least = config.parallel.offload.least_zero
     found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
     if config.train.dtype == "fp32" and not least:

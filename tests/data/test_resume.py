@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.data import app
+from pipeline.data.cluster import run
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import some_texts, write_jsonl
 from tests.data.test_prepare import contents
@@ -159,3 +160,27 @@ def test_a_node_is_lost(arguments: list[str], undisturbed: dict[str, bytes], tmp
     )
     assert "node removed" in run.stdout, run.stderr
     assert contents(tmp_path / "out") == undisturbed
+
+
+class Swallows:
+    """What is raised while an object goes is printed and forgotten, as where Ray frees its own."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_is_heard_also_where_it_is_swallowed(ray_cluster: None) -> None:
+    def noted(index: int, _: int) -> None:
+        done.append(index)
+        Swallows()
+
+    done: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(abs_of, [(number,) for number in range(50)], noted)
+    assert done == [done[0]]
+
+
+def abs_of(number: int) -> int:
+    return abs(number)

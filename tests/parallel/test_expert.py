@@ -7,7 +7,7 @@ import torch.distributed as dist
 from pipeline.config.parts import MoE
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.parallel.expert import AllToAll
-from pipeline.train.bench import _Calls, _Operations
+from pipeline.train.reads import Calls, Operations
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, 
         layer.dispatch, leaf = dispatch, x.clone().requires_grad_()
         layer.zero_grad()
         places.clear()
-        with _Operations(places), _Calls(places):
+        with Operations(places), Calls(places):
             y, routing = layer(leaf)
             y.backward(grad)
         outcomes.append([y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())])

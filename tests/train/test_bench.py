@@ -22,7 +22,7 @@ SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 # DeepSpeed's own: whether a norm is finite, asked by whoever makes it and by whoever clips by it; the device has just
 # been waited for by then, since the loop reads loss and norm there
-READS = "3: utils.py:is_invalid_grad_norm ×3"
+READS = "4: zero.py:check ×1, utils.py:is_invalid_grad_norm ×3"
 LIMIT_KIB = 3 << 20
 
 

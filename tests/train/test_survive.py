@@ -50,13 +50,14 @@ CASES = {  # options, and when what befalls whom
         ((STARTING, "stop 1"), (range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (SAVING, "stop 0"),
          (range(22, 29), "kill torchrun"), (EVALUATING, "stop 1"), (range(32, 39), "kill 0")),
     ),
+    "zero 3": (("--zero", 3), ((range(2, 19), "kill 1"), (range(22, 39), "kill 0"))),
     "zero 3, experts shared": (
         ("--zero", 3, "--arch", "mla-moe", "--ep", 2),
         ((range(2, 9), "kill 1"), (range(12, 19), "kill 0"), (range(22, 29), "stop 1"), (range(32, 39), "kill 1")),
     ),
     "zero 1, experts": (
         ("--zero", 1, "--arch", "moe"),
-        ((range(2, 9), "kill 0"), (range(12, 19), "kill 1"), (range(22, 29), "kill 0"), (range(32, 39), "kill 1")),
+        ((range(2, 19), "kill 0"), (range(22, 39), "kill 1")),
     ),
 }  # fmt: skip
 
