@@ -64,7 +64,9 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if isinstance(ended, SystemExit) and ended.code != 130:  # typer's word for an interrupt
+            raise
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `launch show | head`

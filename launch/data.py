@@ -106,8 +106,13 @@ def prepare(
             f"vocabulary {manifest.tokenizer.vocab:,}; {state}"
         )
         for stage in manifest.stages:
+            kept = f"kept {stage.documents_kept:>12,} of {stage.documents_in:,} documents"
+            print(f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes")
             for reason, (documents, size) in stage.dropped.items():
                 print(f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}")
+        for share in (share for share in manifest.sources if share.weight is not None):
+            passes = "" if share.epochs is None else f", {share.epochs:.2f} epochs"
+            print(f"  {share.name}: {share.tokens:,} tokens, {share.weight:.1%} of the batches{passes}")
         if not valid.tokens:
             print("no document was held out: raise --valid-share to measure a held-out loss")
 

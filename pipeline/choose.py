@@ -5,7 +5,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pipeline.account import params
 from pipeline.config.frozen import Auto, Recompute
+from pipeline.config.load import load, names
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.layout import USABLE, Estimate, Layout, estimate, memory
@@ -79,7 +81,7 @@ def check(
 
     if need(now) <= have:
         return
-    remedy = "take a smaller --size"
+    remedy = f"take {_smaller(config, now, have // (ranks if shared else 1))}"
     if fitting := _nearest(config, now, lambda layout: need(layout) <= have):
         remedy = f"try {fitting.flags(now)}"
     elif not shared and (more := enough(config, ranks, memory_bytes)):
@@ -109,6 +111,18 @@ def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> 
         return abs(math.log(option.sp / now.sp)), changes, again, ep, micro, option.zero, -option.micro_batch
 
     return next((option for option in sorted(options, key=distance) if fits(option)), None)
+
+
+def _smaller(config: RunConfig, now: Layout, have: int) -> str:
+    """The largest size that some layout of these ranks can hold."""
+    zero = 3 if config.parallel.engine == "deepspeed" else now.zero
+    least, fitting = Layout(now.ranks, zero, now.ep, 1, True, now.sp), {}
+    for size in names("size") if config.model.arch in names("arch") else ():
+        model = load(size=size, arch=config.model.arch).model
+        model = model.model_copy(update={"vocab": config.model.vocab, "seq": config.model.seq})
+        if memory(config.model_copy(update={"model": model}), least).total <= have:
+            fitting[params(model).total] = size
+    return f"--size {fitting[max(fitting)]}" if fitting else "a smaller --size"
 
 
 def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:

@@ -67,7 +67,7 @@ def _same_arguments(out: Path, now: dict[str, Any]) -> None:
         old, new = before["recipe"], json.loads(json.dumps(now["recipe"]))
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{out / RECIPE}: damaged; choose another --out or remove this one") from None
-    for key in new:
+    for key in sorted(new, key=lambda key: key != "tokenizer"):  # the rest follows from it
         if old.get(key) != new[key]:
             raise DataError(
                 f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; "

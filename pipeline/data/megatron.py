@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.piece import MB, Piece
-from pipeline.data.shards import MAGIC
+from pipeline.data.shards import MAGIC, MANIFEST, Manifest
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 
@@ -31,8 +31,10 @@ class Index:
             raise DataError(
                 f"{error.filename}: cannot be read ({error.strerror}); a corpus is a .bin and an .idx"
             ) from error
-        if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
+        if not raw.startswith(MAGIC):
             raise DataError(f"{path}: not an index of Megatron's; it should begin with MMIDIDX")
+        if len(raw) < _HEADER.size:
+            raise DataError(f"{path}: {len(raw):,} bytes are too few for an index; copy it again")
         _, version, code, sequences, boundaries = _HEADER.unpack_from(raw)
         if version != 1 or code not in _DTYPES:
             raise DataError(f"{path}: version={version}, dtype code={code}; readable: version 1 with integer ids")
@@ -64,7 +66,12 @@ def pieces(source: str, path: Path, stamp: int) -> Iterator[Piece]:
 
 def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uint32]]:
     """Ids of each document, its end included whether the corpus had one or not."""
-    index = Index(Path(piece.path))
+    index, folder = Index(Path(piece.path)), Path(piece.path).parent
+    if (folder / MANIFEST).exists() and (info := Manifest.load(folder).tokenizer).fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{index.path}: made with the tokenizer {info.fingerprint}, and {tokenizer.name} is "
+            f"{tokenizer.fingerprint}; give --tokenizer {folder / info.file}"
+        )
     data = np.memmap(index.path, index.dtype, "r")
     left = piece.limit
     for number in range(piece.start, piece.stop):

@@ -34,8 +34,10 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
         tokens = np.array([source.tokens for source in sources])
-        weights = capped(weights, tokens * mixture.most_epochs / mixture.tokens)
-    counts = places(weights)
+        limits = tokens * mixture.most_epochs / mixture.tokens
+        counts = below(places(capped(weights, limits)), np.floor(limits * BLOCK).astype(np.int64))
+    else:
+        counts = places(weights)
     shares = counts / BLOCK
     return tuple(
         source.model_copy(update={"weight": float(share), "epochs": _epochs(source, float(share), mixture.tokens)})
@@ -71,6 +73,15 @@ def places(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     for i in np.argsort(counts - exact, kind="stable")[: BLOCK - len(weights) - counts.sum()]:
         counts[i] += 1
     return counts + 1
+
+
+def below(counts: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Places that rounding put above a limit go to where most are left; a source keeps one."""
+    over = np.maximum(counts - np.maximum(most, 1), 0)
+    counts = counts - over
+    for _ in range(over.sum()):
+        counts[np.argmax(most - counts)] += 1
+    return counts
 
 
 class Schedule:

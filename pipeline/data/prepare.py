@@ -68,7 +68,7 @@ def prepare(
     """Make the corpus, or finish it; returns its manifest and whether it was already there."""
     tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
     if not tasks:
-        raise DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
+        raise _empty(recipe)
     against = _held_out_tasks(recipe)
     inputs = xxhash.xxh3_128_hexdigest(
         repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
@@ -86,11 +86,15 @@ def prepare(
             done = _tokenize(job, held_out, dedup=kept is not None)
         clear(out)
         stages = kept or total(d.stages for d in done)
-        _check_malformed(stages, [m for d in done for m in d.malformed], malformed_share)
+        _check_read(job, stages, [m for d in done for m in d.malformed], malformed_share)
         _set_aside(done, out)
         sealed = _manifest(job, done, stages, tokenizer, fingerprint).save(out)
         shutil.rmtree(out / WORK)
         return sealed, False
+
+
+def _empty(recipe: Recipe) -> DataError:
+    return DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
 
 
 def _held_out_tasks(recipe: Recipe) -> list[Task]:
@@ -137,7 +141,7 @@ def _deduplicate(job: Job, held_out: Path | None, malformed_share: float) -> tup
     calls = [(task, stem, job.recipe, held_out) for task, stem in zip(job.tasks, stems, strict=True)]
     sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".json") for stem in stems], Sketched)
     stages = total(s.stages for s in sketched)
-    _check_malformed(stages, [m for s in sketched for m in s.malformed], malformed_share)
+    _check_read(job, stages, [m for s in sketched for m in s.malformed], malformed_share)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
     with replacing(books) as file:
@@ -180,7 +184,9 @@ def _finish(
     return [found[i] for i in range(len(calls))]
 
 
-def _check_malformed(stages: Sequence[Stage], named: Sequence[tuple[str, int, str]], share: float) -> None:
+def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[tuple[str, int, str]], share: float) -> None:
+    if not stages:
+        raise _empty(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:
         path, position, reason = named[0]

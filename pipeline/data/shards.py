@@ -21,6 +21,7 @@ from pipeline.errors import DataError
 from pipeline.files import digest
 
 MANIFEST = "manifest.json"
+_AGAIN = "remove the directory and prepare it again"
 VERSION = 1  # of the manifest; raise it whenever older readers would misread
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -237,11 +238,11 @@ class Corpus:
         info = self.manifest.tokenizer
         path = self.path / info.file
         if not path.is_file():
-            raise DataError(f"{path}: the tokenizer of these shards is missing; copy it back or prepare again")
+            raise DataError(f"{path}: the tokenizer of these shards is missing; copy it back, or {_AGAIN}")
         if (found := xxhash.xxh3_128_hexdigest(path.read_bytes())) != info.fingerprint:
             raise DataError(
                 f"{path}: fingerprint={found}, the shards were made with {info.fingerprint}; "
-                "copy the right tokenizer back or prepare again"
+                f"copy the right tokenizer back, or {_AGAIN}"
             )
 
     def _check(self, shard: Shard, verify: bool) -> None:
@@ -253,8 +254,6 @@ class Corpus:
             found = path.stat().st_size if path.is_file() else -1
             if found != size:
                 state = "missing" if found < 0 else f"{found:,} bytes long instead of {size:,}"
-                raise DataError(f"{path}: shard file is {state}; copy it back or prepare the data again")
+                raise DataError(f"{path}: shard file is {state}; copy it back, or {_AGAIN}")
             if verify and (actual := digest(path)) != known:
-                raise DataError(
-                    f"{path}: xxh3={actual}, the manifest says {known}: damaged; copy it back or prepare the data again"
-                )
+                raise DataError(f"{path}: xxh3={actual}, the manifest says {known}: damaged; copy it back, or {_AGAIN}")

@@ -38,8 +38,10 @@ class Held(NamedTuple):
     """What a rank holds of the model now, as views."""
 
     everywhere: list[Tensor]  # weights that every rank holds a copy of
-    here: list[Tensor]  # weights that only some ranks hold: partitions, experts
+    here: list[Tensor]  # weights that this rank alone holds: partitions, experts without a copy
     gradients: list[Tensor]  # reduced, of which every rank holds a copy
+    experts: Sequence[Tensor] = ()  # weights of which every ep-th rank holds a copy
+    expert_gradients: Sequence[Tensor] = ()
 
 
 Accept = Callable[[Tensor, Tensor], bool]  # this rank's mean loss and the whole model's gradient norm

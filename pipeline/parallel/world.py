@@ -75,13 +75,15 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def differ(self, values: Tensor) -> Tensor:
-        """Where the ranks' integers are not all the same, on every rank; nothing here waits for the device."""
-        both = torch.cat((values, ~values))  # the largest complement is the complement of the smallest
+    def differ(self, values: Tensor, every: int = 1) -> Tensor:
+        """Where the integers of every so-manieth rank are not all the same, on every rank; nothing here waits for the
+        device."""
+        both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
+        both[self.rank % every] = torch.cat((values, ~values))  # the largest complement is that of the smallest
         if self.size > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        top, bottom = both.chunk(2)
-        return top != ~bottom
+        top, bottom = both.chunk(2, dim=1)
+        return (top != ~bottom).any(dim=0)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank, in rank order."""

@@ -183,14 +183,15 @@ class ZeroEngine:
         if self._zero:
             experts = map(wrapper.is_moe_group, wrapper.optimizer.param_groups)
             flats = list(zip(wrapper.bit16_groups_flat, experts, strict=True))
-            return Held([*buffers, *(t for t, own in flats if not own)], [t for t, own in flats if own], [])
+            weights, shared = ([t for t, expert in flats if expert == kind] for kind in (False, True))
+            return Held([*buffers, *weights], [], [], shared)
         copies: list[Tensor] = []
         own: list[Tensor] = []
         for parameter in module.parameters():
             (own if hasattr(parameter, "group_name") else copies).append(parameter)
-        gradients = [p.grad for p in copies if p.grad is not None]
+        gradients, others = ([p.grad for p in some if p.grad is not None] for some in (copies, own))
         masters = [] if self._unsharded else [master for group in wrapper.fp32_groups for master in group]
-        return Held([*buffers, *copies], [*own, *masters], gradients)
+        return Held([*buffers, *copies], masters, gradients, own, others)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         pieces = list(self._pieces())

@@ -61,7 +61,7 @@ class Loop:
         peak = peak_flops(config.cluster, world.device)
         self.meter = Meter(self.batch_tokens, self.flops, None if peak is None else peak * world.size)
         self.stop, self.watch, self.guard, self.saver = stop, watch, guard, saver
-        self.replicas = Replicas(engine, world)
+        self.replicas = Replicas(engine, world, config.parallel.ep)
         self._routing_every = max(1, self.steps // 100)  # what a heat map can show
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:

@@ -251,6 +251,10 @@ def _check_disk(config: RunConfig, path: Path) -> None:
     free = shutil.disk_usage(there).free
     if need > free:
         raise RunError(
-            f"--out {path}: {config.train.keep_last + 1} checkpoints need {need / 2**30:,.1f} GiB and "
-            f"{free / 2**30:,.1f} GiB are free; make room, choose another disk, or --set train.keep_last=1"
+            f"--out {path}: {config.train.keep_last + 1} checkpoints need {_size(need)} and "
+            f"{_size(free)} are free; make room, choose another disk, or --set train.keep_last=1"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

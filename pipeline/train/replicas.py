@@ -15,7 +15,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WHAT = ("weights", "gradients")
+_WHAT = ("weights", "gradients", "experts", "experts' gradients")
 
 
 class DivergenceError(RuntimeError):
@@ -23,8 +23,8 @@ class DivergenceError(RuntimeError):
 
 
 class Replicas:
-    def __init__(self, engine: Engine, world: World) -> None:
-        self._engine, self._world = engine, world
+    def __init__(self, engine: Engine, world: World, ep: int) -> None:
+        self._engine, self._world, self._ep = engine, world, ep
         self._after: Tensor | None = None  # hashes of the weights when the last step was done
 
     def remember(self, due: bool = True) -> None:
@@ -33,30 +33,37 @@ class Replicas:
 
     def look(self) -> Tensor:
         """Two flags on the device, above zero where something is wrong: ranks differ, this rank's weights changed."""
-        self._now, self._gradients = self._weights(), self._hash(self._engine.held().gradients)
-        differ = self._world.differ(torch.stack((self._now[0], self._gradients)))
-        changed = torch.zeros_like(differ) if self._after is None else self._now != self._after
+        self._now, held = self._weights(), self._engine.held()
+        gradients, others = self._hash(held.gradients), self._hash(held.expert_gradients)
+        self._copies = torch.stack((self._now[0], gradients, self._now[1], others))  # as in _WHAT
+        differ = self._world.differ(self._copies[:2])
+        if self._ep > 1:
+            differ |= self._world.differ(self._copies[2:], every=self._ep)
+        changed = differ.new_zeros(1) if self._after is None else self._now != self._after
         return torch.stack((differ.any(), changed.any())).double()
 
     def blame(self, step: int) -> DivergenceError:
         """Which rank, and what of it; every rank calls it after a look that found something."""
         changed = self._after is not None and bool((self._now != self._after).any())
-        seen = self._world.gather((changed, int(self._now[0]), int(self._gradients)))
-        restless = [rank for rank, (changed, *_) in enumerate(seen) if changed]
-        if restless:
+        seen = self._world.gather((changed, self._copies.tolist()))
+        if restless := [rank for rank, (changed, _) in enumerate(seen) if changed]:
             return DivergenceError(f"step {step}: the weights of {_ranks(restless)} changed while none was to write")
-        for what, hashes in zip(_WHAT, list(zip(*seen, strict=True))[1:], strict=True):
-            (common, count), *others = Counter(hashes).most_common()
-            if others and count > len(seen) / 2:
-                odd = [rank for rank, hash in enumerate(hashes) if hash != common]
-                return DivergenceError(f"step {step}: the {what} of {_ranks(odd)} differ from those of all others")
-            if others:
-                return DivergenceError(f"step {step}: the {what} of the ranks differ, and no majority says whose")
+        for at, what in enumerate(_WHAT):
+            every = 1 if at < 2 else self._ep
+            for first in range(every):
+                ranks = range(first, len(seen), every)
+                (common, count), *others = Counter(seen[rank][1][at] for rank in ranks).most_common()
+                if others and count > len(ranks) / 2:
+                    odd = [rank for rank in ranks if seen[rank][1][at] != common]
+                    return DivergenceError(f"step {step}: the {what} of {_ranks(odd)} differ from those of all others")
+                if others:
+                    whose = f"the {what} of {_ranks(list(ranks))} differ, and no majority says whose"
+                    return DivergenceError(f"step {step}: {whose} are right")
         raise AssertionError("nothing is wrong")
 
     def _weights(self) -> Tensor:
         held = self._engine.held()
-        return torch.stack([self._hash(held.everywhere), self._hash(held.here)])
+        return torch.stack([self._hash(held.everywhere), self._hash(held.experts), self._hash(held.here)])
 
     def _hash(self, tensors: Sequence[Tensor]) -> Tensor:
         found = fingerprint(tensors) if tensors else torch.zeros((), dtype=torch.int64)

@@ -4,6 +4,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import torch
+
 from pipeline.checkpoint.load import begin, find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
@@ -33,6 +35,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
     if world.first:
         directory.lock()
     config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
+    torch.manual_seed(config.seed + world.rank)
     corpus = _corpus(config)
     batches = loader(config, corpus, "train")
     with closing(Watch(directory, world, config.train.hang_s)) as watch:

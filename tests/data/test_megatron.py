@@ -10,7 +10,7 @@ from pipeline.data.megatron import text_bytes
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Dedup, Recipe
 from pipeline.data.shards import Corpus
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts
 from tests.data.test_shards import megatron_documents
@@ -59,6 +59,9 @@ def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: T
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
     assert again.splits["train"].bytes == sum(s.bytes for s in splits)
+    other = Tokenizer(train(some_texts(200, seed=9), tokenizer.vocab))
+    with pytest.raises(DataError, match=f"made with the tokenizer {tokenizer.fingerprint}"):
+        prepare(recipe(corpus.path, other), tmp_path / "other", model=other.model)
 
 
 def test_text_bytes_without_decoding(tokenizer: Tokenizer) -> None:

@@ -66,6 +66,10 @@ def test_schedule_numbers_every_draw_of_a_source() -> None:
 def test_caps_give_way_to_the_rest() -> None:
     assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 9, 9])) == pytest.approx([0.1, 0.54, 0.36])
     assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.5, 9])) == pytest.approx([0.1, 0.5, 0.4])
+    sources = [source("a", 143_500), source("b", 9_000_000)]
+    few = mixed(sources, Mixture(weights={"a": 0.3, "b": 0.7}, tokens=3_000_000, most_epochs=4))
+    assert few[0].epochs is not None and 3.99 < few[0].epochs <= 4
+    assert sum(share.weight or 0 for share in few) == 1
     with pytest.raises(ConfigError, match="most_epochs"):
         capped(np.array([0.5, 0.5]), np.array([0.2, 0.3]))
 

@@ -1,5 +1,6 @@
 """The whole way: same bytes whatever the workers, one line for whatever is wrong, nothing half-written."""
 
+import gzip
 import json
 import os
 import shutil
@@ -64,7 +65,7 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     with pytest.raises(DataError, match=r"made with valid_share=0.01, now 0.3"):
         make([source], out, tokenizer, valid_share=0.3)
     other = Tokenizer(train(some_texts(300), 400))
-    with pytest.raises(DataError, match=r"made with vocab_size=512, now 400"):
+    with pytest.raises(DataError, match=f"made with tokenizer={tokenizer.fingerprint!r}, now"):
         make([source], out, other)
     write_jsonl(source, some_texts(51))
     with pytest.raises(DataError, match="input files have changed"):
@@ -132,6 +133,8 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
     out = tmp_path / "out"
     fails("every file is empty", [file("empty.txt", b"")], out, tokenizer)
+    fails("every file is empty", [file("empty.jsonl.gz", gzip.compress(b""))], out, tokenizer)
+    fails("every file is empty", [file("lines.jsonl", b"\n\n\n")], out, tokenizer)
     fails("none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)

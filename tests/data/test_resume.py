@@ -100,6 +100,9 @@ def disturb(arguments: list[str], out: Path) -> None:
     driver = start(arguments, out)  # Ctrl-C among the sketches
     wait_for(lambda: records("sketch-*.json"), driver)
     driver.send_signal(signal.SIGINT)
+    assert driver.stdout
+    if "interrupted" not in driver.stdout.read():
+        raise TooLateError
     driver.wait()
     before = records("sketch-*.json")
     driver = start(arguments, out)  # workers lost there, the driver lost among the shards

@@ -76,7 +76,7 @@ def test_a_batch_that_does_not_divide(corpus, out):
 
 def test_a_size_too_large_for_the_machine(corpus, out):
     line = refused("pretrain", "--size", "175b", "--data", corpus, "--out", out, "--nproc", 2, out=out)
-    assert "size=175b" in line and "GiB" in line and "smaller --size" in line
+    assert "size=175b" in line and "GiB" in line and "; take --size " in line
 
 
 def test_an_unknown_size_names_the_nearest(corpus, out):

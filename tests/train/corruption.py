@@ -1,7 +1,8 @@
-"""`python -m tests.train.corruption FLIPS STEPS`, on three ranks: every engine skips a step, is struck by flipped
+"""`python -m tests.train.corruption FLIPS STEPS`, on four ranks: every engine skips a step, is struck by flipped
 bits, and trains in peace; rank 0 prints what was seen.
 
-One launch for all: importing is most of what it costs. The third rank is there so that a majority can name the odd one.
+One launch for all: importing is most of what it costs. Of four ranks a majority can name the odd one; of two that share
+experts none can, and both are named.
 """
 
 import json
@@ -32,15 +33,16 @@ from pipeline.train.stop import Stop
 from tests.worlds import fork
 
 LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
+SHARED = [("deepspeed", 0, 2), ("deepspeed", 1, 2)]  # experts, each on two ranks
 VOCAB, SEQ = 64, 16
 WORLD: World
 
 
-def config(engine: str, zero: int) -> RunConfig:
-    sets = ("model.layers=1", f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={3 * SEQ}",
+def config(engine: str, zero: int, ep: int = 1) -> RunConfig:
+    sets = ("model.layers=1", f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={WORLD.size * SEQ}",
             "train.micro_batch=1", "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}",
-            f"parallel.engine={engine}", "train.dtype=fp32")  # fmt: skip
-    return resolve(load(size="tiny", arch="dense", sets=sets), ranks=WORLD.size, gpu=False)
+            f"parallel.engine={engine}", "train.dtype=fp32", f"parallel.ep={ep}")  # fmt: skip
+    return resolve(load(size="tiny", arch="moe" if ep > 1 else "dense", sets=sets), ranks=WORLD.size, gpu=False)
 
 
 def batch(step: int) -> list[Micro]:
@@ -56,7 +58,7 @@ def state(worker: Any) -> list[Tensor]:
     optimizer = getattr(wrapper, "optimizer", wrapper)
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [m for p in masters for m in optimizer.state[p].values()]
-    return [t.detach().clone() for t in (*held.everywhere, *held.here, *masters, *moments)]
+    return [t.detach().clone() for t in (*held.everywhere, *held.here, *held.experts, *masters, *moments)]
 
 
 @contextmanager
@@ -108,14 +110,14 @@ def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: rand
     """What was said of a step in which a bit flips on one rank, the one that has a source of its own."""
     held, done, told = worker.held(), [], []
     if where == "result" and mine:  # as if its optimizer had computed something else
-        done = [flip(held.everywhere, mine)]
+        done = [flip([*held.experts] or held.everywhere, mine)]
     replicas.remember()
     if where == "memory" and mine:  # weights that change while nobody writes
-        done = [flip([*held.everywhere, *held.here], mine)]
+        done = [flip([*held.everywhere, *held.here, *held.experts], mine)]
 
     def accept(_nll: Tensor, _norm: Tensor) -> bool:
         if where == "gradient" and mine:
-            flip(worker.held().gradients, mine)
+            flip([*worker.held().expert_gradients] or worker.held().gradients, mine)
         if WORLD.sum([], first=replicas.look()).any():
             told.append(str(replicas.blame(step)))
         return not told
@@ -126,15 +128,16 @@ def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: rand
     return told[0] if told else ""
 
 
-def flips(name: str, zero: int, count: int) -> int:
+def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
     """How many of so many flips were caught before the step, with the struck rank named."""
-    worker, caught, source = engine(config(name, zero), WORLD), 0, random.Random(zero)
-    replicas = Replicas(worker, WORLD)
+    worker, caught, source = engine(config(name, zero, ep), WORLD), 0, random.Random(zero)
+    replicas = Replicas(worker, WORLD, ep)
     for step in range(count):
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
         victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
         told = strike(worker, replicas, step, where, random.Random(seed) if victim == WORLD.rank else None)
-        caught += f"of rank {victim} " in told
+        both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and no majority"
+        caught += f"of rank {victim} " in told or (ep == 2 and both in told)
         assert worker.update(batch(step), 1e-3).nll.isfinite(), "the flip was not taken back"
     return caught
 
@@ -142,7 +145,7 @@ def flips(name: str, zero: int, count: int) -> int:
 def clean(count: int) -> list[str]:
     """Alarms in so many good steps, under DDP: it has the most to compare, gradients too."""
     worker, guard, alarms = engine(config("accelerate", 0), WORLD), Guard([]), []
-    replicas = Replicas(worker, WORLD)
+    replicas = Replicas(worker, WORLD, 1)
 
     def accept(nll: Tensor, norm: Tensor) -> bool:
         first = torch.cat((torch.stack((nll.double(), norm.double())), replicas.look()))
@@ -178,7 +181,7 @@ def work(world: World) -> None:
     WORLD = world
     struck, steps = (int(argument) for argument in sys.argv[1:])
     seen = {f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS}
-    caught = {f"{name} {zero}": flips(name, zero, struck // len(LAYOUTS)) for name, zero in LAYOUTS}
+    caught = {str(layout): flips(struck // len(LAYOUTS), *layout) for layout in [*LAYOUTS, *SHARED]}
     alarms, told = clean(steps), [looped(save=False), looped(save=True)]
     if WORLD.first:
         result = {"skipped": seen, "caught": caught, "alarms": alarms, "looped": told}
@@ -190,4 +193,4 @@ if __name__ == "__main__":
     import pipeline.parallel.zero  # noqa: F401 before the fork
 
     torch.set_num_threads(1)  # threads do not survive it
-    fork(3, work)
+    fork(4, work)

@@ -98,7 +98,7 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
     assert line, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     seen = json.loads(line.removeprefix("RESULT"))
     assert all(all(layout.values()) for layout in seen["skipped"].values()), seen["skipped"]
-    assert sum(seen["caught"].values()) == 50, seen["caught"]
+    assert set(seen["caught"].values()) == {10}, seen["caught"]
     assert seen["alarms"] == []
     assert all("the weights of rank 1 changed" in told for told in seen["looped"]), seen["looped"]
 
