@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from pipeline.data.cluster import run
 from pipeline.data.files import replacing
-from pipeline.data.intake import Ledger
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.sketch import Sketched, similarity
+from pipeline.data.stages import Ledger
 from pipeline.files import sync_directory
 
 RANGE_ROWS = 4_000_000  # keys per range: some hundred megabytes while a range is worked on

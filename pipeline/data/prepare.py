@@ -20,7 +20,6 @@ from pipeline.data.claim import MODEL, WORK, claimed, clear
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
 from pipeline.data.files import replacing
-from pipeline.data.intake import total
 from pipeline.data.mixture import mixed
 from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read
@@ -30,6 +29,7 @@ from pipeline.data.shards import MANIFEST, VERSION, Corpus, Manifest, SourceShar
 from pipeline.data.shingles import shingles
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
+from pipeline.data.stages import total
 from pipeline.data.tokenize import CONVERTED, SPLITS, Done, tokenize
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -82,10 +82,10 @@ def prepare(
         with cluster(workers):
             tokenizer = _tokenizer(job, model)
             held_out = _held_out(job, against)
-            kept = _deduplicate(job, held_out, malformed_share)
-            done = _tokenize(job, held_out, dedup=kept is not None)
+            counted = _deduplicate(job, malformed_share)
+            done = _tokenize(job, held_out, dedup=counted is not None)
         clear(out)
-        stages = kept or total(d.stages for d in done)
+        stages = total([counted or (), *(d.stages for d in done)])
         _check_read(job, stages, [m for d in done for m in d.malformed], malformed_share)
         _set_aside(done, out)
         sealed = _manifest(job, done, stages, tokenizer, fingerprint).save(out)
@@ -130,7 +130,7 @@ def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
     return path
 
 
-def _deduplicate(job: Job, held_out: Path | None, malformed_share: float) -> tuple[Stage, ...] | None:
+def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
     """The books of all stages up to dedup, once STEM.keep.npy says what each task keeps; None where dedup is off."""
     if job.recipe.dedup == Dedup():
         return None
@@ -138,7 +138,7 @@ def _deduplicate(job: Job, held_out: Path | None, malformed_share: float) -> tup
     if books.exists():
         return tuple(Stage.model_validate(stage) for stage in json.loads(books.read_text()))
     stems = [job.work / f"sketch-{name}" for name in job.names]
-    calls = [(task, stem, job.recipe, held_out) for task, stem in zip(job.tasks, stems, strict=True)]
+    calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
     sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".json") for stem in stems], Sketched)
     stages = total(s.stages for s in sketched)
     _check_read(job, stages, [m for s in sketched for m in s.malformed], malformed_share)

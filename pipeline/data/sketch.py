@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from pipeline.config.frozen import Frozen
 from pipeline.data.files import replacing
-from pipeline.data.intake import Intake
 from pipeline.data.permute import U64, mix
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Near, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
+from pipeline.data.stages import Ledger, before_dedup, unique
 from pipeline.files import sync_directory
 
 BOTTOM = 512  # smallest shingle hashes kept per document: exact Jaccard up to that many shingles, ±0.02 beyond
@@ -36,28 +35,23 @@ class Sketched(Frozen):
     malformed: tuple[tuple[str, int, str], ...]
 
 
-def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Sketched:
+def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
     """Write STEM.items, .sizes, .exact, .bands, .bottom and .ends, then the record."""
-    intake = Intake(task, recipe, np.load(held_out) if held_out else None)
-    near = recipe.dedup.near
+    ledger, near = Ledger(), recipe.dedup.near
     items: list[int] = []
     sizes: list[int] = []
     digests: dict[bytes, None] = {}  # empty where exact dedup is off
     bands: list[U64] = []
     bottoms: list[npt.NDArray[np.uint32]] = []
-    for document in intake:
-        if recipe.dedup.exact:
-            digest = xxhash.xxh3_128_digest(document.raw)
-            if digest in digests:  # within a task at once: a text of a million copies is no bucket of a million rows
-                intake.ledger.drop("dedup", "exact", len(document.raw))
-                continue
-            digests[digest] = None
-        items.append(document.item)
-        sizes.append(len(document.raw))
-        if near:
-            grams = shingles(document.raw, near.ngram)
-            bands.append(band_keys(grams, near))
-            bottoms.append(bottom(grams))
+    for batch in before_dedup(task, recipe, ledger):
+        for document in unique(batch, digests, ledger) if recipe.dedup.exact else batch:
+            items.append(document.item)
+            sizes.append(len(document.raw))
+            if near:
+                grams = shingles(document.raw, near.ngram)
+                bands.append(band_keys(grams, near))
+                bottoms.append(bottom(grams))
+    stages = ledger.stages()
     exact = np.zeros(len(digests), EXACT)
     pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
     exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(digests))
@@ -77,7 +71,8 @@ def sketch(task: Task, stem: Path, recipe: Recipe, held_out: Path | None) -> Ske
         with replacing(stem.with_suffix(f".{suffix}.npy"), flush_name=False) as file:
             np.save(file, array)
     sync_directory(stem.parent)
-    record = Sketched(items=intake.items, stages=intake.ledger.stages(), malformed=tuple(intake.malformed))
+    read = stages[0].documents_in if stages else 0
+    record = Sketched(items=read, stages=stages, malformed=tuple(ledger.malformed))
     with replacing(stem.with_suffix(".json"), flush_name=False) as file:
         file.write(record.model_dump_json().encode())
     return record

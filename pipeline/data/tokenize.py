@@ -15,10 +15,10 @@ import xxhash
 from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing
-from pipeline.data.intake import Document, Intake, Ledger
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
+from pipeline.data.stages import Batch, Ledger, after_dedup, before_dedup, decontaminated
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.files import sync_directory
 
@@ -39,17 +39,22 @@ def tokenize(
     task: Task, name: str, out: Path, record: Path, recipe: Recipe, held_out: Path | None, keep: Path | None
 ) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
-    intake = Intake(task, recipe, np.load(held_out) if held_out else None)
+    ledger = Ledger()
+    earlier = ledger if keep is None else Ledger()  # what comes before dedup was counted then
     tokenizer = _tokenizer(out / "tokenizer.model", record.with_name(CONVERTED))
     dtype = dtype_for(tokenizer.vocab)
     if task[0].kind == "megatron":
-        encoded = _already_encoded(task, tokenizer, intake.ledger)
+        tokens = _already_encoded(task, tokenizer, ledger)
     else:
-        encoded = _encode(intake.only(np.load(keep)) if keep else iter(intake), tokenizer, dtype)
-    shards = write(encoded, name, task[0].source, out, recipe.valid_share, dtype)
+        texts = after_dedup(task, recipe, np.load(keep), earlier) if keep else before_dedup(task, recipe, earlier)
+        if recipe.decontaminate and held_out:
+            n, grams = recipe.decontaminate.ngram, np.load(held_out)
+            texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
+        tokens = (encoded(batch, tokenizer, dtype) for batch in texts)
+    shards = write(tokens, name, task[0].source, out, recipe.valid_share, dtype)
     sync_directory(out)
-    named, stages = tuple(intake.malformed), intake.ledger.stages()
-    done = Done(source=task[0].source, shards=shards, stages=stages, malformed=named)
+    named = tuple(earlier.malformed)
+    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=named)
     with replacing(record, flush_name=False) as file:  # should a power cut take its name, the task runs again
         file.write(done.model_dump_json().encode())
     return done
@@ -61,28 +66,30 @@ class Encoded(NamedTuple):
     text_bytes: int
 
 
-def _encode(documents: Iterable[Document], tokenizer: Tokenizer, dtype: DType) -> Iterator[Encoded]:
-    for document in documents:
+def encoded(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> list[Encoded]:
+    done = []
+    for document in batch:
         found = tokenizer.encode(document.text)
         ids = np.empty(len(found) + 1, dtype)
         ids[:-1], ids[-1] = found, tokenizer.eod
-        yield Encoded(ids, document.raw, len(document.raw))
+        done.append(Encoded(ids, document.raw, len(document.raw)))
+    return done
 
 
-def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[Encoded]:
+def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[list[Encoded]]:
     for ids in (ids for piece in task for ids in megatron.documents(piece, tokenizer)):
         size = megatron.text_bytes(ids, tokenizer)
-        ledger.keep("read", size, size)
-        yield Encoded(ids, ids.tobytes(), size)
+        ledger.keep("read", size, size, 1)
+        yield [Encoded(ids, ids.tobytes(), size)]
 
 
 def write(
-    documents: Iterable[Encoded], name: str, source: str, out: Path, valid_share: float, dtype: DType
+    batches: Iterable[list[Encoded]], name: str, source: str, out: Path, valid_share: float, dtype: DType
 ) -> dict[str, Shard]:
     """One shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}
     try:
-        for document in documents:
+        for document in (document for batch in batches for document in batch):
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
                 writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)

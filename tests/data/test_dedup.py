@@ -13,7 +13,7 @@ import pytest
 from pipeline.data import dedup as deduplicating
 from pipeline.data.dedup import _exact_range, _pairs, join
 from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Quality, Recipe
+from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Normalise, Quality, Recipe
 from pipeline.data.shards import Corpus
 from pipeline.data.shingles import BLOCK, shingles, word_hashes
 from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
@@ -201,6 +201,27 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
         vocab_size=tokenizer.vocab,
         tokenizer=tokenizer.fingerprint,
         decontaminate=Decontaminate(against=(str(tmp_path / "eval.txt"),)),
+        valid_share=0,
     )
     manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
     assert manifest.stages[-1].dropped == {"overlap": (1, len(texts[7].encode()))}
+
+    """Behind dedup: of a tainted text and its copies one comes so far, and every stage counts what it drops itself."""
+    copies = [texts[7], texts[7], texts[0], f"{texts[7]} nearly", "\a\a", "two words"]
+    again = recipe.model_copy(
+        update={
+            "sources": (*recipe.sources, str(write_jsonl(tmp_path / "b.jsonl", copies))),
+            "normalise": Normalise(controls=True),
+            "filters": Filters(
+                quality=Quality(words=(3, 10**6), mean_word_length=(0, 99), alphabetic_words=0, stop_words=0)
+            ),
+            "dedup": Dedup(exact=True, near=Near()),
+        }
+    )
+    books = prepare(again, tmp_path / "again", model=tokenizer.model)[0].stages
+    assert [stage.name for stage in books] == ["read", "normalise", "filter", "dedup", "decontaminate"]
+    assert [before.documents_kept for before in books[:-1]] == [after.documents_in for after in books[1:]]
+    assert [before.bytes_kept for before in books[:-1]] == [after.bytes_in for after in books[1:]]
+    dropped = [{reason: documents for reason, (documents, _) in stage.dropped.items()} for stage in books]
+    assert dropped == [{}, {"empty": 1}, {"words": 1}, {"exact": 3, "near": 1}, {"overlap": 1}]
+    assert Corpus.open(tmp_path / "again", verify=True).split("train").documents == books[-1].documents_kept
