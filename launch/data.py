@@ -93,13 +93,14 @@ def prepare(
             workers=workers,
             malformed_share=malformed_share,
             report=report,
+            say=lambda line: print(line, file=sys.stderr),
         )
     seconds = time.monotonic() - start
     if as_json:
         print(json.dumps({"out": str(out), "reused": reused, "seconds": round(seconds, 2), **manifest.model_dump()}))
     else:
         train, valid = manifest.splits["train"], manifest.splits["valid"]
-        state = "already there, nothing to do" if reused else f"written in {seconds:.1f} s"
+        state = "already there, every checksum right" if reused else f"written in {seconds:.1f} s"
         print(
             f"{out}: {train.tokens:,} tokens to train on, {valid.tokens:,} held out, "
             f"{(train.bytes + valid.bytes) / (train.tokens + valid.tokens):.2f} bytes per token, "

@@ -25,6 +25,4 @@ def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
 def as_data_error(error: OSError, path: Path) -> DataError:
     if error.errno in _NO_ROOM:
         return DataError(f"{path}: no room left while writing ({error.strerror}); free space or choose another --out")
-    if error.errno in {errno.EACCES, errno.EROFS, errno.EPERM}:
-        return DataError(f"{path}: cannot be written ({error.strerror}); choose an --out you may write to")
-    return DataError(f"{path}: {error.strerror or error}")
+    return DataError(f"{path}: cannot be written ({error.strerror or error}); choose an --out you may write to")

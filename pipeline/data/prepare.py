@@ -1,6 +1,6 @@
 """From sources to a corpus: plan, tokenizer, passes over the text on Ray, manifest last.
 
-What a task has finished is recorded under .work by the fingerprint of all that decides its bytes, so that a call after
+What a task has finished stays under .work by the fingerprint of all that decides its bytes, so that a call after
 Ctrl-C, a lost worker or a power cut does only what is missing, and ends in the same bytes.
 """
 
@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.config.frozen import Frozen
 from pipeline.data import synthetic
-from pipeline.data.claim import MODEL, WORK, claimed, clear
+from pipeline.data.claim import WORK, claimed, finished, publish
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
 from pipeline.data.files import replacing
@@ -25,15 +25,16 @@ from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read
 from pipeline.data.recipe import Dedup, Recipe
 from pipeline.data.sample import train_on
-from pipeline.data.shards import MANIFEST, VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
+from pipeline.data.shards import VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
 from pipeline.data.shingles import shingles
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
 from pipeline.data.stages import total
-from pipeline.data.tokenize import CONVERTED, SPLITS, Done, tokenize
+from pipeline.data.tokenize import CONVERTED, MODEL, SPLITS, Done, tokenize
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 
+ASIDE = "malformed.jsonl"
 MALFORMED_SHARE = 0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
 
 Report = Callable[[str, int, int], None]  # what, bytes done, bytes in all
@@ -46,8 +47,7 @@ class Job:
 
     recipe: Recipe
     tasks: Sequence[Task]
-    out: Path
-    work: Path
+    work: Path  # every file is made here
     workers: int | None
     report: Report
 
@@ -64,6 +64,7 @@ def prepare(
     workers: int | None = None,
     malformed_share: float = MALFORMED_SHARE,
     report: Report = lambda *_: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Manifest, bool]:
     """Make the corpus, or finish it; returns its manifest and whether it was already there."""
     tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
@@ -74,22 +75,24 @@ def prepare(
         repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
     )
     fingerprint = recipe.fingerprint(inputs)
-    with claimed(out, recipe, inputs):
-        if (out / MANIFEST).exists():
-            return Corpus.open(out).manifest, True
-        job = Job(recipe, tasks, out, out / WORK / fingerprint, workers, report)
-        job.work.mkdir(parents=True, exist_ok=True)
+    arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
+    if finished(out, arguments):
+        report("verify", 0, 1)
+        return Corpus.open(out, verify=True).manifest, True
+    with claimed(out, fingerprint, say) as work:
+        job = Job(recipe, tasks, work, workers, report)
         with cluster(workers):
             tokenizer = _tokenizer(job, model)
             held_out = _held_out(job, against)
             counted = _deduplicate(job, malformed_share)
             done = _tokenize(job, held_out, dedup=counted is not None)
-        clear(out)
         stages = total([counted or (), *(d.stages for d in done)])
         _check_read(job, stages, [m for d in done for m in d.malformed], malformed_share)
-        _set_aside(done, out)
-        sealed = _manifest(job, done, stages, tokenizer, fingerprint).save(out)
-        shutil.rmtree(out / WORK)
+        manifest = _manifest(job, done, stages, tokenizer, fingerprint)
+        shards = [f"{s.name}.{suffix}" for d in done for s in d.shards.values() for suffix in ("bin", "idx")]
+        publish(work, out, [*shards, *_set_aside(job, done), MODEL], arguments)
+        sealed = manifest.save(out)
+        shutil.rmtree(out / WORK, ignore_errors=True)
         return sealed, False
 
 
@@ -102,7 +105,7 @@ def _held_out_tasks(recipe: Recipe) -> list[Task]:
 
 
 def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
-    path = job.out / MODEL
+    path = job.work / MODEL
     if not path.exists():
         if model is None:
             job.report("tokenizer", 0, 1)
@@ -151,13 +154,12 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
 
 
 def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Done]:
-    records = [job.work / f"{name}.json" for name in job.names]
     keeps = [job.work / f"sketch-{name}.keep.npy" if dedup else None for name in job.names]
     calls = [
-        (task, name, job.out, record, job.recipe, held_out, keep)
-        for task, name, record, keep in zip(job.tasks, job.names, records, keeps, strict=True)
+        (task, name, job.work, job.recipe, held_out, keep)
+        for task, name, keep in zip(job.tasks, job.names, keeps, strict=True)
     ]
-    return _finish(job, "tokenize", tokenize, calls, records, Done)
+    return _finish(job, "tokenize", tokenize, calls, [job.work / f"{name}.json" for name in job.names], Done)
 
 
 def _finish(
@@ -196,11 +198,13 @@ def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[tuple[str, in
         )
 
 
-def _set_aside(done: Sequence[Done], out: Path) -> None:
-    """The positions of what was malformed, for whoever wants to mend the input."""
-    if lines := [json.dumps({"path": p, "position": n, "reason": r}) for d in done for p, n, r in d.malformed]:
-        with replacing(out / "malformed.jsonl") as file:
+def _set_aside(job: Job, done: Sequence[Done]) -> list[str]:
+    """The file with the positions of what was malformed, for whoever wants to mend the input; if anything was."""
+    lines = [json.dumps({"path": p, "position": n, "reason": r}) for d in done for p, n, r in d.malformed]
+    if lines:
+        with replacing(job.work / ASIDE) as file:
             file.write("\n".join([*lines, ""]).encode())
+    return [ASIDE] if lines else []
 
 
 def _manifest(

@@ -23,7 +23,8 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.files import sync_directory
 
 SPLITS = ("train", "valid")
-CONVERTED = "tokenizer.json"  # beside the records: what every worker would otherwise work out for itself
+MODEL = "tokenizer.model"
+CONVERTED = "tokenizer.json"  # what every worker would otherwise work out for itself
 
 
 class Done(Frozen):
@@ -35,13 +36,11 @@ class Done(Frozen):
     malformed: tuple[tuple[str, int, str], ...]
 
 
-def tokenize(
-    task: Task, name: str, out: Path, record: Path, recipe: Recipe, held_out: Path | None, keep: Path | None
-) -> Done:
+def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path | None, keep: Path | None) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
     ledger = Ledger()
     earlier = ledger if keep is None else Ledger()  # what comes before dedup was counted then
-    tokenizer = _tokenizer(out / "tokenizer.model", record.with_name(CONVERTED))
+    tokenizer = _tokenizer(folder)
     dtype = dtype_for(tokenizer.vocab)
     if task[0].kind == "megatron":
         tokens = _already_encoded(task, tokenizer, ledger)
@@ -51,11 +50,13 @@ def tokenize(
             n, grams = recipe.decontaminate.ngram, np.load(held_out)
             texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
         tokens = (encoded(batch, tokenizer, dtype) for batch in texts)
-    shards = write(tokens, name, task[0].source, out, recipe.valid_share, dtype)
-    sync_directory(out)
+    shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
+    sync_directory(folder)
     named = tuple(earlier.malformed)
     done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=named)
-    with replacing(record, flush_name=False) as file:  # should a power cut take its name, the task runs again
+    with replacing(
+        folder / f"{name}.json", flush_name=False
+    ) as file:  # should a power cut take its name, the task runs again
         file.write(done.model_dump_json().encode())
     return done
 
@@ -84,7 +85,7 @@ def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterat
 
 
 def write(
-    batches: Iterable[list[Encoded]], name: str, source: str, out: Path, valid_share: float, dtype: DType
+    batches: Iterable[list[Encoded]], name: str, source: str, folder: Path, valid_share: float, dtype: DType
 ) -> dict[str, Shard]:
     """One shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}
@@ -92,7 +93,7 @@ def write(
         for document in (document for batch in batches for document in batch):
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
-                writers[split] = ShardWriter(out, f"{split}-{name}", source, dtype)
+                writers[split] = ShardWriter(folder, f"{split}-{name}", source, dtype)
             writers[split].add(document.ids, document.text_bytes)
         return {split: writers[split].close() for split in SPLITS if split in writers}
     except BaseException as error:
@@ -107,9 +108,9 @@ def is_held_out(raw: bytes, share: float) -> bool:
 
 
 @lru_cache(1)
-def _tokenizer(path: Path, converted: Path) -> Tokenizer:
+def _tokenizer(folder: Path) -> Tokenizer:
     """One per worker process: gigatoken's cache of words grows warm over its tasks."""
-    tokenizer = Tokenizer.open(path)
-    if converted.exists():
-        tokenizer.fast, tokenizer.converted = True, converted.read_text()
+    tokenizer = Tokenizer.open(folder / MODEL)
+    if (folder / CONVERTED).exists():
+        tokenizer.fast, tokenizer.converted = True, (folder / CONVERTED).read_text()
     return tokenizer

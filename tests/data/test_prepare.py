@@ -58,7 +58,7 @@ def test_same_bytes_whatever_the_workers(tmp_path: Path) -> None:
 
 def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
-    first = make([source], out, tokenizer)
+    first, first_stamp = make([source], out, tokenizer), source.stat().st_mtime_ns
     before = contents(out)
     again, reused = prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model)
     assert reused and again == first
@@ -67,10 +67,19 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     other = Tokenizer(train(some_texts(300), 400))
     with pytest.raises(DataError, match=f"made with tokenizer={tokenizer.fingerprint!r}, now"):
         make([source], out, other)
+    text = source.read_bytes()
     write_jsonl(source, some_texts(51))
     with pytest.raises(DataError, match="input files have changed"):
         make([source], out, tokenizer)
     assert contents(out) == before
+    stamp = first_stamp
+    source.write_bytes(text)
+    os.utime(source, ns=(stamp, stamp))
+    flipped = bytearray((out / "train-00000.bin").read_bytes())
+    flipped[100] ^= 4
+    (out / "train-00000.bin").write_bytes(flipped)
+    with pytest.raises(DataError, match=r"train-00000.bin: .*damaged"):
+        make([source], out, tokenizer)
 
 
 def test_only_what_is_missing_is_done(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -84,12 +93,14 @@ def test_only_what_is_missing_is_done(tmp_path: Path, tokenizer: Tokenizer) -> N
     os.utime(sources[1], ns=(stamp, stamp))
     with pytest.raises(DataError, match=r"malformed=1 .*1.jsonl at 0: not JSON"):
         prepare(with_tokenizer(sources, tokenizer), out, model=tokenizer.model, malformed_share=0)
-    kept = (out / "train-00000.bin").stat().st_ino
+    assert [path.name for path in out.iterdir()] == [".work"]
+    [shard] = out.glob(".work/*/train-00000.bin")
+    kept = shard.stat().st_ino
     sources[1].write_bytes(good)
     os.utime(sources[1], ns=(stamp, stamp))
     [record] = out.glob(".work/*/00001.json")
     record.unlink()
-    (out / "train-00002.bin.dead.part").write_bytes(b"left by a killed writer")
+    (record.parent / "train-00002.bin.dead.part").write_bytes(b"left by a killed writer")
     make(sources, out, tokenizer)
     assert (out / "train-00000.bin").stat().st_ino == kept
     assert contents(out) == contents(tmp_path / "whole")
@@ -143,13 +154,53 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert (one.splits["train"].documents, one.splits["valid"].documents) == (1, 0)
 
 
+def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A mended input, or other arguments: a corpus as if nothing had been there, whatever was killed and where."""
+    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
+    good = source.read_bytes()
+    source.write_bytes(good + b"{\n" * 9)
+    fails("malformed=9 of 59", [source], out, tokenizer)
+    assert [path.name for path in out.iterdir()] == [".work"]
+    for name in ("train-00007.bin", "train-00007.idx", "malformed.jsonl"):  # killed as its files were moved
+        (out / name).write_bytes(b"of other arguments")
+    source.write_bytes(good)
+    said: list[str] = []
+    prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model, say=said.append)
+    [line] = said
+    assert "unfinished work of other arguments" in line
+    make([source], tmp_path / "whole", tokenizer)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_killed_as_files_are_moved(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(30, seed=i)) for i in range(2)]
+    rename, moved = Path.rename, []
+
+    def killed(path: Path, target: Path) -> None:
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        moved.append(target.name)
+        rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(sources, tmp_path / "out", tokenizer, valid_share=0.2)
+    assert moved[0] == "train-00000.bin" and not (tmp_path / "out" / MANIFEST).exists()
+    for out in ("out", "whole"):
+        make(sources, tmp_path / out, tokenizer, valid_share=0.2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_out_that_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(10))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     fails("not made by", [source], tmp_path / "mine", tokenizer)
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
-    fails("a.jsonl", [source], source / "below", tokenizer)
+    fails("a.jsonl.*choose an --out", [source], source / "below", tokenizer)
+    fails("a.jsonl.*choose an --out", [source], source, tokenizer)
+    fails("/proc/.*choose an --out", [source], Path("/proc/out"), tokenizer)
 
 
 @pytest.fixture
