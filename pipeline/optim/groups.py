@@ -4,9 +4,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from pipeline.config.model import Model
 from pipeline.config.schema import RunConfig
+
+# torch's optimizers import the compiler, a tenth of a process's start, only to stay out of it
+for _kept_out in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+    _kept_out.__wrapped__.__dynamo_disable = _kept_out.__wrapped__  # type: ignore[union-attr]
+
+
+class AdamW(torch.optim.AdamW):
+    step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
 
 
 def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
@@ -25,13 +34,13 @@ def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]
     return [found[key] for key in sorted(found)]
 
 
-def adamw(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg, lr = config.optim.optimizer, config.optim.lr
     assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     rows = groups(model, cfg.decay, config.model)
-    return torch.optim.AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
+    return AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pipeline.config.load import reload
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
 from pipeline.process import end_with_parent, speak_in
@@ -19,14 +20,15 @@ from pipeline.train.stop import STOPPED, Stop
 def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
+    path = Path(arguments[0])
     if "--wait" in arguments:  # with all of it imported, until a byte comes: perhaps for the death of another group
-        import torch._dynamo  # noqa: F401 what the first optimizer would import
-
         import pipeline.parallel.zero  # noqa: F401
 
+        if reload(RunDir(path).config).train.compile:
+            import torch._dynamo  # noqa: F401
         if not os.read(sys.stdin.fileno(), 1):
             return 1
-    path, stop = Path(arguments[0]), Stop()
+    stop = Stop()
     if "--to-file" in arguments:  # torchrun's own files are by its numbers of a node
         speak_in(path / "logs" / f"rank-{os.environ['RANK']}.log")
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
