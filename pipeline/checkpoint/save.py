@@ -1,4 +1,4 @@
-"""Saving behind the training's back: it waits while its state is copied, not while the copy is written.
+"""Saving behind the training's back: only its next optimizer step waits, until the state is copied.
 
 Every rank writes aside, rank 0 gathers the checksums and commits by one rename. The training thread meets the writing
 one only before the next save and at the end; each has a process group of its own, for collectives of two threads in
@@ -7,10 +7,11 @@ one group would meet in any order.
 
 import errno
 import shutil
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,13 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import TIMEOUT, World
 
-_Part = tuple[dict[str, str], dict[str, list[int]]]  # a rank's files with their checksums, its tensors' shapes
+T = TypeVar("T")
 _ALIGN = 64  # bytes: between the copies of two fragments
 
 
 class Saved(NamedTuple):
     step: int
-    seconds: float  # from the copy to the commit
+    seconds: float  # to the commit
     blocked_s: float  # of them, those in which the training waited
 
 
@@ -47,72 +48,76 @@ class Saver:
         self._engine, self._config, self._root, self._world = engine, config, root, world
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: tuple[int, float, float, Future[None]] | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._pending: tuple[int, float, Future[None]] | None = None
+        self._blocked_s = 0.0  # by the save under way
+        self._copied = threading.Event()  # or, on a GPU, under way in a stream that the training's will wait for
+        self._copied.set()
+        self._stream: torch.cuda.Stream | None = None
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._live = engine.state(share=True)  # the same views throughout: to list them takes longer than to copy them
         disk = config.parallel.offload.path if config.parallel.offload.nvme else None
-        self._host = self._thread.submit(_host_memory, self._live(), disk, pinned=world.device.type == "cuda")
+        live = [*self._live, *random_state(world)]
+        self._host = self._thread.submit(_host_memory, live, disk, pinned=world.device.type == "cuda")
         engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def save(self, step: int) -> Saved | None:
-        """Returns when the state is copied, with the save before it, which it waits for."""
-        began = time.perf_counter()
+        """Returns at once, with the save before it, which it waits for. The next optimizer step waits for the copy:
+        until then nothing changes the state but draws of random numbers, which is why theirs is copied here."""
         before = self.wait()
-        self._check_space(step)
-        count = fragments.steps(self._engine.optimizer)
-        copies = self._copy()
-        writing = self._thread.submit(self._write, step, count, copies)
-        self._pending = (step, began, time.perf_counter() - began, writing)
+        began = time.perf_counter()
+        self._copied.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        writing = self._thread.submit(self._write, step, [*self._live, *random_state(self._world)])
+        self._pending, self._blocked_s = (step, began, writing), time.perf_counter() - began
         return before
 
     def wait(self) -> Saved | None:
         """The save under way, when it is committed; raises RunError if it failed."""
         if self._pending is None:
             return None
-        (step, began, blocked, writing), self._pending = self._pending, None
+        (step, began, writing), self._pending = self._pending, None
         since = time.perf_counter()
         writing.result()
         now = time.perf_counter()
-        return Saved(step, now - began, blocked + now - since)
+        return Saved(step, now - began, self._blocked_s + now - since)
 
     def finished(self) -> Saved | None:
         """The save under way, if it has ended."""
         return self.wait() if self._pending is not None and self._pending[-1].done() else None
 
-    def _live(self) -> list[Fragment]:
-        return [*self._engine.state(share=True), *random_state(self._world)]
+    def _hold(self) -> None:
+        began = time.perf_counter()
+        self._copied.wait()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._blocked_s += time.perf_counter() - began
 
-    def _copy(self) -> list[Fragment]:
-        live, host = self._live(), self._host.result()
-        assert len(live) == len(host), "the engine's layout changed while it ran"
-        if self._world.device.type == "cuda":
-            # beside the next forward and backward passes: only the next optimizer step has to wait for it
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+    def _copy(self, live: list[Fragment]) -> tuple[int, list[Fragment]]:
+        """Beside the next forward and backward passes."""
+        try:
+            host = self._host.result()
+            with torch.cuda.stream(self._stream):  # of no effect without one
+                count = fragments.steps(self._engine.optimizer)
                 for fragment, copy in zip(live, host, strict=True):
                     copy.copy_(fragment.data, non_blocking=True)
-                self._copied.record()
-        else:
-            for fragment, copy in zip(live, host, strict=True):
-                copy.copy_(fragment.data)
-        return [Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)]
+        finally:
+            self._copied.set()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return count, [Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)]
 
-    def _hold(self) -> None:
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def _write(self, step: int, count: int, copies: list[Fragment]) -> None:
+    def _write(self, step: int, live: list[Fragment]) -> None:
         aside = self._root / f".step-{step:08d}.tmp"
-        if self._copied is not None:
-            self._copied.synchronize()
+        count, copies = self._copy(live)
         try:
             if self._world.first:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-            if self._group is not None:
-                dist.barrier(self._group)
+            need, free = checkpoint_bytes(self._config.model), shutil.disk_usage(self._root).free
+            if any(self._gather(free < need)):
+                raise OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free")
             index = store.write(aside, copies, self._group)
             sums = {p.name: digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
             parts = self._gather((sums, {f.key: list(f.shape) for f in copies}))
@@ -128,16 +133,11 @@ class Saver:
             shutil.rmtree(aside, ignore_errors=True)
             raise fault from error
 
-    def _gather(self, mine: _Part) -> list[_Part]:
+    def _gather(self, mine: T) -> list[T]:
         parts = [mine] * self._world.size
         if self._group is not None:
             dist.all_gather_object(parts, mine, group=self._group)
         return parts
-
-    def _check_space(self, step: int) -> None:
-        need, free = checkpoint_bytes(self._config.model), shutil.disk_usage(self._root).free
-        if any(self._world.gather(free < need)):
-            raise self._error(OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free"), step)
 
     def _error(self, error: BaseException, step: int) -> RunError:
         if isinstance(error, CheckpointException):  # of whichever ranks failed

@@ -77,10 +77,11 @@ def overheads(
         )
         began, during = time.perf_counter(), 0
         loop.save(next(count))
-        while saver.finished() is None:
+        while (saved := saver.finished()) is None:
             timed()
             during += 1
         extra = time.perf_counter() - began - during * step_s
+        yield "training blocked by one save, % of a step", round(100 * saved.blocked_s / step_s, 3)
         yield f"cost of one save in {save_every} steps, % of them", round(100 * extra / (save_every * step_s), 3)
 
 

@@ -23,6 +23,7 @@ class Plain:
         pass
 
     def stamp(self, step: int) -> None:
+        self.optimizer.step()  # without gradients it changes nothing; a save under way holds it until it has its copy
         for fragment in self.state():
             fragment.data.fill_(step + KINDS[fragment.key.split("/")[0]])
         fragments.set_steps(self.optimizer, step)

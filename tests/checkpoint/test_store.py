@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import pytest
@@ -37,6 +38,24 @@ def saved(tmp_path):
         engine.stamp(99)  # what comes after the copy is not in it
     saver.wait()
     return tmp_path
+
+
+def test_a_step_waits_for_the_copy_and_nothing_else_does(tmp_path):
+    """The writing thread kept busy: `save` returns, random numbers are drawn, and the next step waits its turn."""
+    engine, free = Plain([(5, 3)]), threading.Event()
+    saver = Saver(engine, settings(size="tiny", arch="dense", sets=["model.vocab=64"]), tmp_path, ALONE)
+    engine.stamp(1)
+    saver._thread.submit(free.wait)
+    drawn_before = torch.get_rng_state()
+    saver.save(1)
+    torch.rand(3)
+    threading.Timer(0.5, free.set).start()
+    engine.stamp(2)
+    assert free.is_set()
+    saved = saver.wait()
+    assert saved.step == 1 and 0.1 < saved.blocked_s <= saved.seconds  # the step's wait is counted
+    load(other := Plain([(5, 3)]), manifest.newest(tmp_path), ALONE)
+    assert other.step() == 1 and torch.equal(torch.get_rng_state(), drawn_before)
 
 
 @given(
