@@ -11,6 +11,7 @@ from pipeline.config.load import load, names
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.layout import USABLE, Estimate, Layout, estimate, memory
+from pipeline.recipe import refuse
 
 
 def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
@@ -26,9 +27,9 @@ def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> lis
 
 
 def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
-    """What divides a reader's share of the batch."""
-    rows = config.rows * sp // ranks
-    return [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
+    """What divides a reader's share of the batch; none where it has no whole one."""
+    rows, rest = divmod(config.rows * sp, ranks)
+    return [] if rest else [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
 
 
 def widen(
@@ -65,10 +66,10 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 def check(
     config: RunConfig, ranks: int, *, memory_bytes: int | None = None, device: str = "GPU", shared: bool = False
 ) -> None:
-    """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks; what is wrong
-    with any number of them the types refuse. `shared`: the ranks share one memory, as on a CPU."""
+    """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks. `shared`: they
+    share one memory, as on a CPU."""
     now = Layout.of(config, ranks)
-    config.readers(ranks)
+    refuse(config, ranks)
     if memory_bytes is None:
         return
     have = memory_bytes if shared else int(USABLE * memory_bytes)
@@ -114,7 +115,7 @@ def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> 
 
 
 def _smaller(config: RunConfig, now: Layout, have: int) -> str:
-    """The largest size that some layout of these ranks can hold."""
+    """The largest size that some layout of these ranks can hold, and that layout."""
     zero = 3 if config.parallel.engine == "deepspeed" else now.zero
     least, fitting = Layout(now.ranks, zero, now.ep, 1, True, now.sp), {}
     for size in names("size") if config.model.arch in names("arch") else ():
@@ -122,12 +123,12 @@ def _smaller(config: RunConfig, now: Layout, have: int) -> str:
         model = model.model_copy(update={"vocab": config.model.vocab, "seq": config.model.seq})
         if memory(config.model_copy(update={"model": model}), least).total <= have:
             fitting[params(model).total] = size
-    return f"--size {fitting[max(fitting)]}" if fitting else "a smaller --size"
+    return f"--size {fitting[max(fitting)]} {least.flags(now)}".strip() if fitting else "a smaller --size"
 
 
 def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
-    """The first doubling of the GPUs on which the smallest layout fits."""
-    for more in (ranks << k for k in range(1, 11)):
+    """The first doubling of the GPUs that cuts the batch and on which the smallest layout fits."""
+    for more in (n for n in (ranks << k for k in range(1, 11)) if config.rows * config.parallel.sp % n == 0):
         for ep in config.model.degrees(more):
             layout = Layout(more, 3, ep, 1, True, config.parallel.sp)
             if memory(config, layout).total <= USABLE * memory_bytes:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from pipeline.account import flops_per_token, params
+from pipeline.config.frozen import Dtype
 from pipeline.config.load import merge, validate
 from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
@@ -19,25 +20,24 @@ _N0 = 108e6  # the size OLMo-core's ladder was tuned at
 
 def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly."""
-    model, train, ranks = config.model, config.train, config.readers(ranks)
+    refuse(config, ranks, gpu=gpu)
+    model, train, readers = config.model, config.train, ranks // config.parallel.sp
     count = params(model)
     n = count.active_non_embedding
-    batch_tokens = _batch_tokens(config, n, ranks)
-    rows = batch_tokens // model.seq
+    batch_tokens = _batch_tokens(config, readers)
     steps = _steps(config, batch_tokens)
-    micro_batch = _micro_batch(config, rows, ranks)
     warmup = config.optim.schedule.warmup_steps
-    dtype = ("bf16" if gpu else "fp32") if train.dtype == "auto" else train.dtype
+    dtype = _dtype(config, gpu=gpu)
     over: dict[str, Any] = {
         "train": {
             "steps": steps,
             "tokens": None,
             "flops": None,
             "batch_tokens": batch_tokens,
-            "micro_batch": micro_batch,
+            "micro_batch": _micro_batch(config, batch_tokens // model.seq // readers),
             "dtype": dtype,
             "loss_chunk": _loss_chunk(model.vocab, gpu=gpu) if train.loss_chunk == "auto" else train.loss_chunk,
-            "compile": _compile(config, dtype, gpu=gpu),
+            "compile": gpu and not _uncompiled(config, dtype) if train.compile == "auto" else train.compile,
             "eval_every": max(25, steps // 20) if train.eval_every == "auto" else train.eval_every,
             "save_every": max(50, steps // 10) if train.save_every == "auto" else train.save_every,
         },
@@ -50,13 +50,72 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     return validate(RunConfig, merge(config.model_dump(), over))
 
 
-def _compile(config: RunConfig, dtype: str, *, gpu: bool) -> bool:
-    routed_fp32 = isinstance(config.model.ffn, MoE) and dtype == "fp32"  # torch's compiler takes bf16 experts alone
-    if config.train.compile == "auto":
-        return gpu and not routed_fp32
-    if config.train.compile and routed_fp32:
-        raise ConfigError("train.compile=true with routed experts needs train.dtype=bf16; or set train.compile=false")
-    return config.train.compile
+def refuse(config: RunConfig, ranks: int, *, gpu: bool = False, keep: bool = False) -> None:
+    """What cannot be cut over so many ranks, all of it in one line, with the nearest settings against which nothing
+    stands. A run that goes on is to `keep` its batch, whatever else gives way."""
+    faults, take = _against(config, ranks, gpu=gpu)
+    if not faults:
+        return
+    fewer = ranks
+    while keep and fewer > 1 and "train.batch_tokens" in take:
+        fewer -= 1
+        take = {"nproc": fewer, **_against(config, fewer, gpu=gpu)[1]}
+    asked = {"ep": config.parallel.ep, "sp": config.parallel.sp}.get(" ".join(take), 1)
+    more = -(-ranks // asked) * asked
+    also = f", or {more} ranks" if more > ranks and not _against(config, more, gpu=gpu)[0] else ""
+    flags = (f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in take.items())
+    raise ConfigError(f"{'; '.join(faults)}; try {' '.join(flags)}{also}")
+
+
+def _against(config: RunConfig, ranks: int, *, gpu: bool) -> tuple[list[str], dict[str, int | str]]:
+    """What stands against a layout, and the settings that mend it."""
+    here, train, model, seq = config.parallel, config.train, config.model, config.model.seq
+    faults, take = list[str](), dict[str, int | str]()
+    plain, least, dtype = here.engine == "accelerate", here.offload.least_zero, _dtype(config, gpu=gpu)
+    if plain and least:
+        faults.append("engine accelerate has no shards for parallel.offload to move")
+        plain, take["engine"] = False, "deepspeed"
+    if here.zero < least:
+        faults.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={here.zero}")
+        take["zero"] = least
+    if plain and (here.zero or dtype == "bf16"):
+        faults.append(f"engine accelerate is plain fp32 DDP, not zero={here.zero} with dtype={dtype}")
+        take["zero"], take["dtype"] = 0, (dtype := "fp32")
+    if train.compile is True and _uncompiled(config, dtype):
+        faults.append("train.compile=true with routed experts needs train.dtype=bf16")
+        take["train.compile"] = "false"
+    degrees, shares = [1] if plain else model.degrees(ranks), model.shares(ranks)
+    if here.ep not in degrees:
+        if plain:
+            faults.append(f"engine accelerate puts every expert on every rank, not ep={here.ep}")
+        elif isinstance(model.ffn, MoE):
+            whom = f"the {ranks} ranks" if ranks % here.ep else f"experts={model.ffn.experts}"
+            faults.append(f"parallel.ep={here.ep} does not divide {whom}")
+        else:
+            faults.append(f"parallel.ep={here.ep} needs a routed model, such as --arch moe")
+        take["ep"] = min(degrees, key=lambda n: abs(math.log(n / here.ep)))
+    if here.sp not in shares:
+        whom = f"the {ranks} ranks" if ranks % here.sp else f"heads={model.attention.heads} and seq={seq}"
+        faults.append(f"parallel.sp={here.sp} does not divide {whom}")
+        take["sp"] = min(shares, key=lambda n: abs(math.log(n / here.sp)))
+    readers = ranks // int(take.get("sp", here.sp))
+    batch, unit = _batch_tokens(config, readers), seq * readers
+    if batch % unit:
+        faults.append(f"train.batch_tokens={batch:,} is not a multiple of {unit:,} (ranks {readers} × seq {seq})")
+        take["train.batch_tokens"] = batch = max(1, round(batch / unit)) * unit
+    if train.micro_batch != "auto" and (rows := batch // unit) % train.micro_batch:
+        faults.append(f"train.micro_batch={train.micro_batch} does not divide the {rows} sequences of a rank")
+        take["train.micro_batch"] = max(m for m in range(1, train.micro_batch + 1) if rows % m == 0)
+    return faults, take
+
+
+def _dtype(config: RunConfig, *, gpu: bool) -> Dtype:
+    return ("bf16" if gpu else "fp32") if config.train.dtype == "auto" else config.train.dtype
+
+
+def _uncompiled(config: RunConfig, dtype: Dtype) -> bool:
+    """torch's compiler takes experts in bf16 alone."""
+    return isinstance(config.model.ffn, MoE) and dtype == "fp32"
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
@@ -87,20 +146,13 @@ def _warmup(n: int, steps: int, batch_tokens: int) -> int:
     return max(1, min(n // batch_tokens, 2000, steps // 10))
 
 
-def _batch_tokens(config: RunConfig, n: int, ranks: int) -> int:
-    """The global batch: a given one must cut evenly, a chosen one is rounded until it does."""
+def _batch_tokens(config: RunConfig, readers: int) -> int:
+    """The global batch, as given or chosen and rounded until it cuts evenly."""
     seq, asked = config.model.seq, config.train.batch_tokens
-    if asked == "auto":
-        rows = _rows(n, seq)
-        return seq * (rows if rows % ranks == 0 else max(1, round(rows / ranks)) * ranks)
-    micro = config.train.micro_batch
-    unit = seq * ranks * (1 if micro == "auto" else micro)
-    if asked % unit:
-        raise ConfigError(
-            f"train.batch_tokens={asked:,} is not a multiple of {unit:,} (ranks {ranks} × micro_batch × seq {seq}); "
-            f"try {max(1, round(asked / unit)) * unit:,}"
-        )
-    return asked
+    if asked != "auto":
+        return asked
+    rows = _rows(params(config.model).active_non_embedding, seq)
+    return seq * (rows if rows % readers == 0 else max(1, round(rows / readers)) * readers)
 
 
 def _rows(n: float, seq: int) -> int:
@@ -110,17 +162,12 @@ def _rows(n: float, seq: int) -> int:
     return min(steps, key=lambda s: abs(math.log(s / rows)))
 
 
-def _micro_batch(config: RunConfig, rows: int, ranks: int) -> int:
-    micro, per_rank = config.train.micro_batch, rows // ranks
-    if micro == "auto":  # about 16k tokens fill a GPU at these widths, and fit it
-        most = max(1, 16384 * config.parallel.sp // config.model.seq)
-        return max(m for m in range(1, min(most, per_rank) + 1) if per_rank % m == 0)
-    if per_rank % micro:
-        raise ConfigError(
-            f"train.micro_batch={micro} does not divide the {per_rank} sequences of a rank "
-            f"(batch_tokens / seq / ranks); try {max(m for m in range(1, micro + 1) if per_rank % m == 0)}"
-        )
-    return micro
+def _micro_batch(config: RunConfig, rows: int) -> int:
+    """About 16k tokens fill a GPU at these widths, and fit it."""
+    if config.train.micro_batch != "auto":
+        return config.train.micro_batch
+    most = max(1, 16384 * config.parallel.sp // config.model.seq)
+    return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)
 
 
 def _steps(config: RunConfig, batch_tokens: int) -> int:

@@ -175,7 +175,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     key = ".".join(_follow(kind, map(str, first["loc"]))[0])
     if first["type"] == "missing":
         return f"{key} is missing{place}"
-    text = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
 

@@ -4,15 +4,12 @@ A field that may be "auto" follows from the size and is filled in by pipeline.re
 run directory's config.toml holds numbers only.
 """
 
-import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeline.config.frozen import Auto, Count, Dtype, Frozen, Positive, Rate, Recompute, Share, Weight, Word
 from pipeline.config.model import Model
-from pipeline.config.parts import MoE
-from pipeline.errors import ConfigError
 
 VERSION: Literal[1] = 1  # of the schema: raised when an old config.toml would be read with another meaning
 
@@ -112,7 +109,7 @@ class Offload(Frozen):
 
 class Parallel(Frozen):
     engine: Literal["deepspeed", "accelerate"]
-    zero: Annotated[int, Field(ge=0, le=3)]
+    zero: Literal[0, 1, 2, 3]
     ep: Positive = 1  # ranks that share the experts of a routed model
     sp: Positive = 1  # ranks that share each sequence
     offload: Offload = Offload()
@@ -219,39 +216,3 @@ class RunConfig(Frozen):
         """Sequences of a global batch."""
         assert self.train.batch_tokens != "auto", "resolve the recipe first"
         return self.train.batch_tokens // self.model.seq
-
-    @model_validator(mode="after")
-    def _referee(self) -> Self:
-        if self.parallel.engine == "accelerate" and (self.parallel.zero or self.train.dtype == "bf16"):
-            raise ValueError(
-                f"engine accelerate is plain fp32 DDP, not zero={self.parallel.zero} with dtype={self.train.dtype}; "
-                "give --zero 0 --dtype fp32"
-            )
-        if self.parallel.engine == "accelerate" and self.parallel.ep > 1:
-            raise ValueError(
-                f"engine accelerate puts every expert on every rank, not ep={self.parallel.ep}; give --ep 1"
-            )
-        least = self.parallel.offload.least_zero
-        if self.parallel.zero < least or (least and self.parallel.engine == "accelerate"):
-            raise ValueError(
-                f"parallel.offload needs the shards of ZeRO-{least}, not zero={self.parallel.zero} of "
-                f"{self.parallel.engine}; give --zero {max(least, self.parallel.zero)}, or leave it out"
-            )
-        if self.parallel.ep > 1 and not isinstance(self.model.ffn, MoE):
-            raise ValueError(f"parallel.ep={self.parallel.ep} needs a routed model; give --arch moe, or --ep 1")
-        return self
-
-    def readers(self, ranks: int) -> int:
-        """How many of the ranks read rows of their own, sp of them the same. An ep or sp that does not divide
-        the model and the ranks is refused with the nearest that does."""
-        model, here = self.model, self.parallel
-        experts = f"experts={model.ffn.experts}" if isinstance(model.ffn, MoE) else "a model without experts"
-        heads = f"heads={model.attention.heads} and seq={model.seq}"
-        for key, asked, fits, what in (("ep", here.ep, model.degrees, experts), ("sp", here.sp, model.shares, heads)):
-            if asked not in fits(ranks):
-                near = min(fits(ranks), key=lambda n: abs(math.log(n / asked)))
-                up = -(-ranks // asked) * asked
-                more = f", or {up} ranks" if asked in fits(up) else ""
-                whom = f"the {ranks} ranks" if ranks % asked else what
-                raise ConfigError(f"parallel.{key}={asked} does not divide {whom}; try --{key} {near}{more}")
-        return ranks // here.sp

@@ -11,11 +11,12 @@ import psutil
 
 from pipeline import account
 from pipeline.choose import check, widen
+from pipeline.config.frozen import Auto
 from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.recipe import resolve
+from pipeline.recipe import refuse, resolve
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts
 
@@ -219,29 +220,23 @@ def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices:
         train, was = config.train, before.train
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
-        rows = batch // config.model.seq
-        readers, sp = config.readers(request.nproc), config.parallel.sp
-        if rows % readers:
-            fits = sp * max(n for n in range(1, readers) if rows % n == 0)
-            raise ConfigError(
-                f"--nproc {request.nproc} does not divide the {rows} sequences of a batch, which a resumed run keeps; "
-                f"try --nproc {fits}"
-            )
-        micro = train.micro_batch
-        if micro in ("auto", was.micro_batch):  # not asked for
-            micro = "auto" if rows // readers % was.micro_batch else was.micro_batch
-        config = config.model_copy(
-            update={"train": train.model_copy(update={"batch_tokens": batch, "micro_batch": micro})}
-        )
+        micro = "auto" if train.micro_batch == was.micro_batch else train.micro_batch
+        config = _trained(config, batch_tokens=batch, micro_batch=micro)
+        refuse(config, request.nproc, gpu=devices.gpus > 0, keep=True)
+        if micro == "auto" and config.rows * config.parallel.sp // request.nproc % was.micro_batch == 0:  # as before
+            config = _trained(config, micro_batch=was.micro_batch)
     ranks, chosen, note = request.nproc, config.train.micro_batch != "auto", ""
     config = resolve(config, ranks=ranks, gpu=devices.gpus > 0)
-    check(config, ranks)
     if config.train.auto_batch and not chosen:
         config, note = widen(config, ranks, devices.memory_bytes, devices.name, shared=not devices.gpus)
     check(
         config, request.fewest or ranks, memory_bytes=devices.memory_bytes, device=devices.name, shared=not devices.gpus
     )
     return config, note
+
+
+def _trained(config: RunConfig, **how: int | Auto) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update=how)})
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:

@@ -1,11 +1,16 @@
 """Numbers that follow from the size, held against the published rule."""
 
+import re
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.account import flops_per_token, params
 from pipeline.config.load import load, names
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.recipe import resolve
+from pipeline.recipe import refuse, resolve
 
 
 def test_rate_and_batch_follow_the_published_ladder():
@@ -41,8 +46,70 @@ def test_length_in_steps_tokens_or_flops(length):
     assert tokens == pytest.approx(want[length.split(".")[1].split("=")[0]], abs=2048)
 
 
-def test_a_batch_that_does_not_divide_names_one_that_does():
-    with pytest.raises(ConfigError, match=r"batch_tokens=3,000 is not a multiple of 512 .* try 3,072"):
-        resolve(load(size="tiny", sets=["model.seq=256", "train.batch_tokens=3000"]), ranks=2, gpu=False)
-    with pytest.raises(ConfigError, match=r"micro_batch=5 .*try 4"):
-        resolve(load(size="tiny", sets=["model.seq=256", "train.micro_batch=5"]), ranks=2, gpu=False)
+@given(
+    arch=st.sampled_from(["dense", "moe"]),
+    ranks=st.integers(1, 24),
+    parallel=st.fixed_dictionaries(
+        {"zero": st.integers(0, 3), "engine": st.sampled_from(["deepspeed", "accelerate"])},
+        optional={"ep": st.integers(1, 20), "sp": st.integers(1, 12), "offload.optimizer": st.just("cpu")},
+    ),
+    train=st.fixed_dictionaries(
+        {"compile": st.sampled_from(["auto", "true"])},
+        optional={
+            "batch_tokens": st.integers(1, 40_000),
+            "micro_batch": st.integers(1, 9),
+            "dtype": st.sampled_from(["fp32", "bf16"]),
+        },
+    ),
+    gpu=st.booleans(),
+    keep=st.booleans(),
+)
+@settings(deadline=None, max_examples=300)
+def test_what_a_refusal_names_is_accepted_at_once(arch, ranks, parallel, train, gpu, keep):
+    """Whatever stands against a layout, and however much of it: the settings named in the one line work."""
+    flat = {
+        f"{table}.{key}": value
+        for table, part in (("parallel", parallel), ("train", train))
+        for key, value in part.items()
+    }
+    if keep:  # of a run that goes on
+        flat["train.batch_tokens"] = 256 * (1 + int(flat.get("train.batch_tokens", 0)) // 1000)
+
+    def settled(ranks: int) -> RunConfig:
+        config = load(size="tiny", arch=arch, sets=["model.seq=256", *(f"{k}={v}" for k, v in flat.items())])
+        refuse(config, ranks, gpu=gpu, keep=keep)
+        return resolve(config, ranks=ranks, gpu=gpu)
+
+    try:
+        settled(ranks)
+        return
+    except ConfigError as error:
+        line = str(error)
+    remedy, _, more = line.rpartition("; try ")[2].partition(", or ")
+    if more:
+        settled(int(more.removesuffix(" ranks")))
+    kept = flat.get("train.batch_tokens") if keep else None
+    for key, value in re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", remedy):
+        if key == "nproc":
+            ranks = int(value)
+        else:
+            flat[key if "." in key else f"train.{key}" if key == "dtype" else f"parallel.{key}"] = value
+    config = settled(ranks)
+    assert config.train.batch_tokens % (256 * ranks // config.parallel.sp * config.train.micro_batch) == 0
+    assert kept in (None, config.train.batch_tokens)
+
+
+@pytest.mark.parametrize(
+    ("arch", "ranks", "sets", "said"),
+    [
+        ("dense", 2, ["train.batch_tokens=3000"], r"batch_tokens=3,000 .* 512 .*; try --set train.batch_tokens=3072$"),
+        ("dense", 2, ["train.micro_batch=5"], r"micro_batch=5 .*; try --set train.micro_batch=4$"),
+        ("moe", 6, ["parallel.ep=4", "train.batch_tokens=3000"], r"ep=4 .*; try --ep 2 --set train.batch_tokens=3072$"),
+        ("moe", 2, ["parallel.engine=accelerate", "parallel.ep=2"], r"DDP.*ep=2; try --zero 0 --dtype fp32 --ep 1$"),
+        ("dense", 2, ["parallel.zero=4"], r"^parallel.zero=4: must be 0, 1, 2 or 3$"),
+        ("dense", 2, ["parallel.ep=0"], r"^parallel.ep=0: must be greater than 0$"),
+    ],
+)  # fmt: skip
+def test_all_causes_are_told_at_once(arch, ranks, sets, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve(load(size="tiny", arch=arch, sets=["model.seq=256", *sets]), ranks=ranks, gpu=False)
