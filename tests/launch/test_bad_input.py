@@ -71,7 +71,7 @@ def test_a_sequence_longer_than_the_split(corpus, out):
 
 def test_a_batch_that_does_not_divide(corpus, out):
     line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "train.batch_tokens=1000", out=out)
-    assert "train.batch_tokens=1,000" in line and "try 1,024" in line
+    assert "train.batch_tokens=1,000" in line and "try --set train.batch_tokens=1024" in line
 
 
 def test_a_size_too_large_for_the_machine(corpus, out):
