@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data.bench import _peak_bytes
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
@@ -152,6 +153,23 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert not out.exists() or not any(out.iterdir())
     one = make([file("one.txt", b"a corpus of one document")], out, tokenizer)
     assert (one.splits["train"].documents, one.splits["valid"].documents) == (1, 0)
+
+
+def test_a_line_of_one_gigabyte(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A hole in the file: a gigabyte to read, none on the disk. 61 tasks meet it, and one sets it aside."""
+    source = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
+    position = source.stat().st_size
+    with source.open("r+b") as file:
+        file.seek(position)
+        file.write(b'{"text": "')
+        file.seek(2**30, os.SEEK_CUR)
+        file.write(b'"}\n' + json.dumps({"text": "behind it"}).encode())
+    manifest = make([source], tmp_path / "out", tokenizer)
+    assert manifest.stages[0].dropped == {"malformed": (1, 2**30 + 13)}
+    assert manifest.stages[0].documents_kept == 201
+    aside = json.loads((tmp_path / "out" / "malformed.jsonl").read_text())
+    assert aside == {"path": str(source), "position": position, "reason": "line longer than 16 MB"}
+    assert _peak_bytes() < 1.5 * 2**30
 
 
 def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokenizer) -> None:
