@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.data.files import as_data_error, replacing
 from pipeline.data.shards import MANIFEST
-from pipeline.errors import DataError
+from pipeline.errors import DataError, UserError
 from pipeline.files import TEMPORARY, sync_directory
 
 RECIPE = "recipe.json"
@@ -47,6 +47,8 @@ def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator
     try:
         if out.is_dir() and not work.exists() and any(out.iterdir()):
             raise DataError(f"out={out}: not empty and not made by `launch data prepare`; choose another directory")
+        if out.exists() and not out.is_dir():
+            raise DataError(f"out={out}: a file, and shards need a directory; choose another --out")
         work.mkdir(parents=True, exist_ok=True)
         with (work / "lock").open("ab") as lock:  # for writing: NFS locks no other
             try:
@@ -62,9 +64,9 @@ def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator
                 left.unlink(missing_ok=True)
             try:
                 yield mine
-            except DataError:
+            except UserError:
                 if not [*mine.glob("*.idx"), *mine.glob("*.items.npy")]:  # nothing worth keeping
-                    shutil.rmtree(mine)
+                    shutil.rmtree(mine, ignore_errors=True)
                 if not any(entry.is_dir() for entry in work.iterdir()):
                     shutil.rmtree(work)
                 raise

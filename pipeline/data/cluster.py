@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ def cluster(workers: int | None) -> Iterator[None]:
         # Ray listens on every interface whatever address it is given; without a token anyone who reaches it runs code.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if address := os.environ.get("RAY_ADDRESS"):
+        _answers(address)
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # a wrong token fills the screen otherwise
     import ray
 
     if ray.is_initialized():  # a caller that holds a cluster keeps it
@@ -33,7 +37,7 @@ def cluster(workers: int | None) -> Iterator[None]:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        if os.environ.get("RAY_ADDRESS"):
+        if address:
             ray.init(**quiet)
         else:
             ray.init(
@@ -45,12 +49,29 @@ def cluster(workers: int | None) -> Iterator[None]:
                 **quiet,
             )
     except (ConnectionError, RuntimeError, OSError) as error:
-        address, first = os.environ.get("RAY_ADDRESS", "local"), str(error).strip().splitlines()[0]
-        raise DataError(f"RAY_ADDRESS={address}: Ray does not start or answer ({first}); check `ray status`") from error
+        first, remedy = str(error).strip().splitlines()[0], "check `ray status`"
+        if address:
+            remedy += " and that RAY_AUTH_MODE and RAY_AUTH_TOKEN are the cluster's"
+        raise DataError(
+            f"RAY_ADDRESS={address or 'local'}: Ray does not start or answer ({first}); {remedy}"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _answers(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise DataError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error.strerror or error}); check `ray status`, "
+            "or unset it to run on this machine"
+        ) from error
 
 
 def run(

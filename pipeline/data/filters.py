@@ -124,7 +124,11 @@ def _duplicate_share(hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int
 
 
 def _scored(text: str, rule: Score) -> str | None:
-    return "score" if _function(rule.function)(text) < rule.least else None
+    function = _function(rule.function)
+    try:
+        return "score" if function(text) < rule.least else None
+    except Exception as error:  # it is not ours
+        raise ConfigError(f"filters.score.function={rule.function!r} fails: {type(error).__name__}: {error}") from error
 
 
 @lru_cache

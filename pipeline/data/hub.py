@@ -55,7 +55,10 @@ def _open(source: str) -> Any:
         if not _saved(source):
             return datasets.load_dataset(name, split=split, streaming=True)
         saved = datasets.load_from_disk(name)
-        return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        if split not in splits:
+            raise LookupError(f"no split {split!r}, there are {', '.join(splits)}")
+        return splits[split]
     except Exception as error:  # a dozen unrelated types for "not there", "no network", "no such split"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"source={source!r}: {reason}; check name, split and network") from error

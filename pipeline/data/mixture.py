@@ -22,14 +22,9 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
     if mixture is None:
         return tuple(sources)
     names = [source.name for source in sources]
-    if unknown := set(mixture.weights) ^ set(names):
-        raise ConfigError(
-            f"mixture.weights: {', '.join(sorted(unknown))} without its match; give one weight per source"
-        )
+    check(mixture, names)
     if empty := [source.name for source in sources if source.tokens == 0]:
         raise ConfigError(f"mixture.weights: source={empty[0]!r} has no tokens left to draw; remove it or its filters")
-    if mixture.most_epochs is not None and mixture.tokens is None:
-        raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget")
     weights = np.array([mixture.weights[name] for name in names])
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
@@ -43,6 +38,16 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
         source.model_copy(update={"weight": float(share), "epochs": _epochs(source, float(share), mixture.tokens)})
         for source, share in zip(sources, shares, strict=True)
     )
+
+
+def check(mixture: Mixture | None, names: Sequence[str]) -> None:
+    """What can be told before a token is counted."""
+    if mixture and (unknown := set(mixture.weights) ^ set(names)):
+        raise ConfigError(
+            f"mixture.weights: {', '.join(sorted(unknown))} without its match; give one weight per source"
+        )
+    if mixture and mixture.most_epochs is not None and mixture.tokens is None:
+        raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget")
 
 
 def _epochs(source: SourceShare, share: float, tokens: int | None) -> float | None:

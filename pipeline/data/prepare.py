@@ -20,9 +20,9 @@ from pipeline.data.claim import WORK, claimed, finished, publish
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
 from pipeline.data.files import replacing
-from pipeline.data.mixture import mixed
+from pipeline.data.mixture import check, mixed
 from pipeline.data.piece import Task
-from pipeline.data.read import Malformed, read
+from pipeline.data.read import Malformed, read, tokens_not_text
 from pipeline.data.recipe import Dedup, Recipe
 from pipeline.data.sample import train_on
 from pipeline.data.shards import VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
@@ -70,6 +70,9 @@ def prepare(
     tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
     if not tasks:
         raise _empty(recipe)
+    check(recipe.mixture, recipe.sources)
+    if taken := [piece for task in tasks for piece in task if piece.kind == "megatron" and not recipe.as_it_is]:
+        raise tokens_not_text(taken[0])
     against = _held_out_tasks(recipe)
     inputs = xxhash.xxh3_128_hexdigest(
         repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
@@ -101,7 +104,10 @@ def _empty(recipe: Recipe) -> DataError:
 
 
 def _held_out_tasks(recipe: Recipe) -> list[Task]:
-    return plan(recipe.decontaminate.against, limit_bytes=None, seed=0) if recipe.decontaminate else []
+    try:
+        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0) if recipe.decontaminate else []
+    except DataError as error:
+        raise DataError(str(error).replace("source=", "decontaminate.against=", 1)) from error
 
 
 def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
@@ -126,10 +132,13 @@ def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
         return None
     path, n = job.work / "held-out.npy", job.recipe.decontaminate.ngram
     if not path.exists():
-        items = (item for task in against for piece in task for item in read(piece, job.recipe.text_key))
-        grams = [shingles(item.encode(), n) for item in items if not isinstance(item, Malformed)]
+        grams = [np.zeros(0, np.uint64)]
+        for item in (item for task in against for piece in task for item in read(piece, job.recipe.text_key)):
+            if isinstance(item, Malformed):  # what is not read would be trained on
+                raise DataError(f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it")
+            grams.append(shingles(item.encode(), n))
         with replacing(path) as file:
-            np.save(file, np.unique(np.concatenate(grams)) if grams else np.zeros(0, np.uint64))
+            np.save(file, np.unique(np.concatenate(grams)))
     return path
 
 
@@ -188,6 +197,7 @@ def _finish(
 
 def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[tuple[str, int, str]], share: float) -> None:
     if not stages:
+        shutil.rmtree(job.work)
         raise _empty(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:
@@ -211,6 +221,7 @@ def _manifest(
     job: Job, done: Sequence[Done], stages: Sequence[Stage], tokenizer: Tokenizer, fingerprint: str
 ) -> Manifest:
     if stages[-1].documents_kept == 0:
+        shutil.rmtree(job.work)  # of no use to whoever mends it
         reasons = ", ".join(f"{n:,} {why}" for stage in stages for why, (n, _) in stage.dropped.items())
         raise DataError(
             f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} documents is left "

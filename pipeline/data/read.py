@@ -38,6 +38,13 @@ def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 return
 
 
+def tokens_not_text(piece: Piece) -> DataError:
+    return DataError(
+        f"source={piece.source!r} holds tokens, not text: it trains no tokenizer and passes no normalising, filter, "
+        "dedup or decontamination; give --tokenizer, and switch those stages off"
+    )
+
+
 def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
     try:
         match piece.kind:
@@ -51,10 +58,7 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 rows = columns.parquet_rows if piece.kind == "parquet" else columns.arrow_rows
                 yield from _values(piece, rows(piece.path, piece.start, piece.stop, key), key)
             case "megatron":
-                raise DataError(
-                    f"source={piece.source!r} holds tokens, not text: it trains no tokenizer and passes no filter or "
-                    "dedup; give --tokenizer, and switch those stages off"
-                )
+                raise tokens_not_text(piece)
             case "hf":
                 yield from _values(piece, hub.rows(piece, key), key)
             case "synthetic":
@@ -184,8 +188,10 @@ def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
         return Malformed(path, position + error.start, "not UTF-8", len(line))
     except (ValueError, RecursionError) as error:
         return Malformed(path, position, f"not JSON: {error}", len(line))
-    text = record.get(key) if isinstance(record, dict) else None
-    return _check(text, path, position, key, len(line))
+    if not isinstance(record, dict) or key not in record:
+        found = f"keys {', '.join(map(repr, list(record)[:9]))}" if isinstance(record, dict) else type(record).__name__
+        return Malformed(path, position, f"no text under {key!r} (--text-key), found {found}", len(line))
+    return _check(record[key], path, position, key, len(line))
 
 
 def _values(piece: Piece, values: Iterator[tuple[int, object]], key: str) -> Iterator[str | Malformed]:

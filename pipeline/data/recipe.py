@@ -127,6 +127,12 @@ class Recipe(Frozen):
     decontaminate: Decontaminate | None = None
     mixture: Mixture | None = None  # without one, every token is drawn once per epoch
 
+    @property
+    def as_it_is(self) -> bool:
+        """Whether no stage looks at the text."""
+        off = (Normalise(), Filters(), Dedup(), None)
+        return (self.normalise, self.filters, self.dedup, self.decontaminate) == off
+
     def fingerprint(self, *inputs: str) -> str:
         return xxhash.xxh3_128_hexdigest("\n".join((self.model_dump_json(), *inputs)).encode())
 

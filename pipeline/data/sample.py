@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.data.files import replacing
+from pipeline.data.files import as_data_error, replacing
 from pipeline.data.normalise import normalise
 from pipeline.data.piece import MB, Task
 from pipeline.data.read import Malformed, read
@@ -25,10 +25,15 @@ def train_on(tasks: Sequence[Task], recipe: Recipe) -> bytes:
 
 def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
     """Train on the recipe's sources and write the model; an existing file is kept if it is the same, never replaced."""
+    if out.is_dir():
+        raise DataError(f"out={out}: a directory; name the .model file to write")
     made = Tokenizer(train_on(plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed), recipe), str(out))
     if out.exists() and out.read_bytes() != made.model:
         raise DataError(f"out={out}: another tokenizer is there; shards may depend on it, so choose another name")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise as_data_error(error, out) from error
     with replacing(out) as file:
         file.write(made.model)
     return made
@@ -38,18 +43,23 @@ def sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
     """Documents from evenly spaced tasks, from each in an order that the seed decides; the same for any workers."""
     budget = recipe.train.sample_bytes or min(max(LEAST_BYTES, BYTES_PER_PIECE * recipe.vocab_size), MOST_BYTES)
     shares = _shares(tasks, recipe.mixture.weights if recipe.mixture else None)
+    bad: list[Malformed] = []
+    some = False
     for source, share in shares.items():
         mine = [task for task in tasks if task[0].source == source]
         count = min(len(mine), TASKS)
         for number in range(count):
             left = budget * share / count
-            for text in _shuffled(
-                mine[number * len(mine) // count], f"{recipe.seed} {source} {number}", recipe.text_key
-            ):
+            task, seed = mine[number * len(mine) // count], f"{recipe.seed} {source} {number}"
+            for text in _shuffled(task, seed, recipe.text_key, bad):
+                some = True
                 yield normalise(text, recipe.normalise)
                 left -= len(text)
                 if left <= 0:
                     break
+    if bad and not some:
+        first = f"{bad[0].path} at {bad[0].position:,}: {bad[0].reason}"
+        raise DataError(f"sources={', '.join(shares)}: no text to train a tokenizer on; the first is {first}")
 
 
 def _shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:
@@ -61,6 +71,9 @@ def _shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[
     return {source: weight / max(sum(chosen.values()), 1e-300) for source, weight in chosen.items()}
 
 
-def _shuffled(task: Task, seed: str, key: str) -> Iterator[str]:
-    for piece in random.Random(seed).sample(task, len(task)):
-        yield from (item for item in read(piece, key) if not isinstance(item, Malformed))
+def _shuffled(task: Task, seed: str, key: str, bad: list[Malformed]) -> Iterator[str]:
+    for item in (item for piece in random.Random(seed).sample(task, len(task)) for item in read(piece, key)):
+        if not isinstance(item, Malformed):
+            yield item
+        elif not bad:
+            bad.append(item)

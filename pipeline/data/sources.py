@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.data import hub, synthetic
 from pipeline.data.piece import MB, Kind, Piece, Task
+from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError
 
 BUILT_IN_BYTES = 32 * MB  # of a built-in corpus unless asked for more: about ten million tokens
@@ -89,8 +90,9 @@ def _files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p))
+    if path.is_dir() and source:
+        every = path.rglob("*.idx" if (path / MANIFEST).exists() else "*")  # our own: its malformed.jsonl is no text
+        found = sorted(p for p in every if p.is_file() and _kind(p))
         if not found:
             raise DataError(f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path")
         return found

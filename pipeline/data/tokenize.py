@@ -5,6 +5,7 @@ A plain function: it runs the same in a Ray worker, in a test, or twice because 
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,14 +43,13 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
     earlier = ledger if keep is None else Ledger()  # what comes before dedup was counted then
     tokenizer = _tokenizer(folder)
     dtype = dtype_for(tokenizer.vocab)
-    if task[0].kind == "megatron":
-        tokens = _already_encoded(task, tokenizer, ledger)
-    else:
-        texts = after_dedup(task, recipe, np.load(keep), earlier) if keep else before_dedup(task, recipe, earlier)
-        if recipe.decontaminate and held_out:
-            n, grams = recipe.decontaminate.ngram, np.load(held_out)
-            texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
-        tokens = (encoded(batch, tokenizer, dtype) for batch in texts)
+    taken = tuple(piece for piece in task if piece.kind == "megatron")
+    text = tuple(piece for piece in task if piece.kind != "megatron")
+    texts = after_dedup(text, recipe, np.load(keep), earlier) if keep else before_dedup(text, recipe, earlier)
+    if recipe.decontaminate and held_out:
+        n, grams = recipe.decontaminate.ngram, np.load(held_out)
+        texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
+    tokens = chain(_already_encoded(taken, tokenizer, ledger), (encoded(batch, tokenizer, dtype) for batch in texts))
     shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
     sync_directory(folder)
     named = tuple(earlier.malformed)

@@ -1,6 +1,8 @@
 """The commands as a user types them."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.data import app
+from pipeline.data.cluster import cluster
 from pipeline.data.shards import Corpus
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, DataError
@@ -64,6 +67,34 @@ def test_tokenizer_on_a_weighted_sample(tmp_path: Path) -> None:
     assert len(one.encode("quarkquarkquark")) < len(one.encode("zebrazebrazebra"))
     unknown = runner.invoke(app, [*arguments, "--weight", "nowhere=2"])
     assert isinstance(unknown.exception, ConfigError)
+
+
+def test_a_tokenizer_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    good = write_jsonl(tmp_path / "good.jsonl", some_texts(50))
+    for source, out, says in (
+        (
+            tmp_path / "bad.jsonl",
+            tmp_path / "t.model",
+            "no text to train a tokenizer on; the first is .*bad.jsonl at 0",
+        ),
+        (good, tmp_path, "a directory"),
+        (good, good / "t.model", "cannot be written"),
+        (good, Path("/proc/nowhere/t.model"), "cannot be written"),
+    ):
+        error = runner.invoke(
+            app, ["tokenizer", "--source", str(source), "--vocab-size", "300", "--out", str(out)]
+        ).exception
+        assert isinstance(error, DataError) and re.search(says, str(error)) and "\n" not in str(error)
+
+
+def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: Ray itself tries for minutes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(DataError, match=f"RAY_ADDRESS={address}: nothing answers there"), cluster(1):
+            pass
 
 
 def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tokenized corpora of others: through our shards and back, the ids unchanged."""
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 
 from pipeline.data.megatron import text_bytes
 from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Dedup, Recipe
+from pipeline.data.recipe import Recipe
 from pipeline.data.shards import Corpus
+from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts
@@ -54,7 +56,25 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
     assert 0 < manifest.splits["valid"].documents < 20
 
 
+def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """By the hash of a document's ids, however they are stored and whether or not its end was among them."""
+    encoded = [tokenizer.encode(text).tolist() for text in some_texts(60)]
+    few = write_megatron(tmp_path / "few", [[ids] for ids in encoded[:30]])
+    many = write_megatron(tmp_path / "many", [[[*ids, tokenizer.eod]] for ids in encoded], 8, "<u2")
+    held = {}
+    for source in (few, many):
+        out = tmp_path / f"out-{source.stem}"
+        prepare(recipe(source, tokenizer, valid_share=0.3), out, model=tokenizer.model)
+        held[source] = [d for s in Corpus.open(out).split("valid").shards for d in megatron_documents(out / s.name)]
+    added = [[*ids, tokenizer.eod] for ids in encoded[30:]]
+    assert held[few] == [ids for ids in held[many] if ids not in added]
+    assert 0 < len(held[few]) < len(held[many]) < 40
+
+
 def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    shutil.copytree(corpus.path, tmp_path / "ours")
+    (tmp_path / "ours" / "malformed.jsonl").write_text("{}\n")  # is no text of it
+    assert len(plan([str(tmp_path / "ours")], limit_bytes=None, seed=0)[0]) == 6
     again, _ = prepare(recipe(corpus.path, tokenizer, valid_share=0), tmp_path / "out", model=tokenizer.model)
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
@@ -78,7 +98,8 @@ def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) 
     fails(f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]]))
     good = write_megatron(tmp_path / "good", [[[5, 6, 7]], [[8, 9]]])
     fails("holds tokens, not text", good, model=None)
-    fails("holds tokens, not text", good, dedup=Dedup(exact=True))
+    for stage in ({"dedup": {"exact": True}}, {"normalise": {"pii": True}}, {"filters": {"quality": {}}}):
+        fails("holds tokens, not text", good, **stage)
     data = good.with_suffix(".bin")
     data.write_bytes(data.read_bytes()[:-1])
     fails("fewer than its index says", good)

@@ -16,7 +16,7 @@ from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
 from pipeline.data.tokenize import is_held_out
 from pipeline.data.tokenizer import Tokenizer, train
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import some_texts, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -147,6 +147,22 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
     fails("every file is empty", [file("empty.txt", b"")], out, tokenizer)
     fails("every file is empty", [file("empty.jsonl.gz", gzip.compress(b""))], out, tokenizer)
     fails("every file is empty", [file("lines.jsonl", b"\n\n\n")], out, tokenizer)
+    fails("every file is empty", [tmp_path / "lines.jsonl"], out, tokenizer, dedup={"exact": True})
+    some = file("some.jsonl", b'{"body": "a", "url": "b"}\n')
+    fails("no text under 'text' .--text-key., found keys 'body', 'url'", [some], out, tokenizer)
+    some = write_jsonl(tmp_path / "some.jsonl", some_texts(9))
+    for against, says in (
+        ("nosuch.txt", "decontaminate.against='nosuch.txt': no such file"),
+        (str(file("evals.jsonl", b'{"question": "a"}')), "decontaminate.against: .*evals.jsonl at 0: no text under"),
+        (str(some), "none of 9 documents is left .9 overlap."),
+    ):
+        fails(says, [some], out, tokenizer, decontaminate={"against": [against]})
+    fails("none of 9 .*9 words", [some], out, tokenizer, filters={"quality": {"words": [0, 0]}}, dedup={"exact": True})
+    for function, says in (("nowhere:f", "No module"), ("math:sqrt", "fails: TypeError")):
+        with pytest.raises(ConfigError, match=f"filters.score.function='{function}'.*{says}"):
+            make([some], out, tokenizer, filters={"score": {"function": function, "least": 0}})
+    with pytest.raises(ConfigError, match="one weight per source"):
+        make([some], out, tokenizer, mixture={"weights": {"other": 1}})
     fails("none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)
@@ -217,7 +233,7 @@ def test_out_that_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
     fails("not made by", [source], tmp_path / "mine", tokenizer)
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     fails("a.jsonl.*choose an --out", [source], source / "below", tokenizer)
-    fails("a.jsonl.*choose an --out", [source], source, tokenizer)
+    fails("a.jsonl: a file", [source], source, tokenizer)
     fails("/proc/.*choose an --out", [source], Path("/proc/out"), tokenizer)
 
 

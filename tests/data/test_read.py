@@ -248,12 +248,17 @@ def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
         (["{}/bad.arrow"], "not an Arrow file"),
         (["{}/bad.idx"], r"bad.bin: cannot be read"),
         (["hf:{}/empty"], "check name"),
+        (["hf:{}/saved:nosuch"], "no split 'nosuch', there are train, test;"),
+        ([""], "no such file"),
     ],
 )
 def test_sources_that_cannot_be(tmp_path: Path, sources: list[str], says: str) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("a.txt", "picture.png", "bad.parquet", "bad.arrow", "bad.idx"):
         (tmp_path / name).write_text("hello")
+    if "saved" in sources[0]:
+        split = datasets.Dataset.from_dict({"text": ["a"]})
+        datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=says) as caught:
         plan([s.format(tmp_path) for s in sources], limit_bytes=None, seed=0)
     assert "\n" not in str(caught.value)
