@@ -49,9 +49,9 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
         stays = parents[low:high] == np.arange(low, high)
         for reason, gone in (("exact", same[low:high]), ("near", ~stays & ~same[low:high])):
             if gone.any():
-                ledger.drop("dedup", reason, int(sizes[gone].sum()), int(gone.sum()))
+                ledger.drop("dedup", reason, int(gone.sum()), int(sizes[gone].sum()))
         left = int(sizes[stays].sum())
-        ledger.keep("dedup", left, left, int(stays.sum()))
+        ledger.keep("dedup", int(stays.sum()), left, left)
         keep = np.zeros(record.items, bool)
         keep[items[stays]] = True
         with replacing(stem.with_suffix(".keep.npy"), flush_name=False) as file:

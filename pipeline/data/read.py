@@ -1,14 +1,11 @@
 """Documents out of a piece of input. What is malformed comes out as such, with its position; the rest goes on."""
 
-import gzip
 import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, assert_never
-
-import zstandard
+from typing import IO, BinaryIO, assert_never
 
 from pipeline.data import hub, synthetic
 from pipeline.data.piece import MB, Piece
@@ -125,50 +122,18 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
             position += len(line)
 
 
-def _open(piece: Piece) -> Any:  # three libraries, one interface, no common type
-    if piece.path.endswith(".gz"):
-        return gzip.open(piece.path)
-    if piece.path.endswith(".zst"):
-        return io.BufferedReader(_Zst(Path(piece.path)), MB)
+def _open(piece: Piece) -> BinaryIO:
+    if piece.path.endswith((".gz", ".zst")):
+        import pyarrow  # unlike zstandard's own reader it does not take a truncated file for a whole one
+
+        return io.BufferedReader(pyarrow.input_stream(piece.path), MB)
     return Path(piece.path).open("rb", buffering=MB)
-
-
-class _Zst(io.RawIOBase):
-    """A .zst file as bytes; unlike the library's own reader it does not take a truncated file for a whole one."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._ready = memoryview(b"")
-        self._inside = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = self._frame.unused_data or self._file.read(MB // 4)
-            if not packed:
-                if self._inside:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(packed))
-            self._inside = not self._frame.eof
-        size = min(len(buffer), len(self._ready))
-        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _read_line(file: IO[bytes], piece: Piece) -> bytes:
     try:
         return file.readline(LINE_BYTES + 1)
-    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError, OSError) as error:
+    except OSError as error:
         raise DataError(f"{piece.path}: the compressed stream is broken ({error}); fetch the file again") from error
 
 

@@ -36,45 +36,43 @@ class Ledger:
     """Documents and bytes into a stage, kept and dropped, with the reasons."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, list[int]] = {}  # by stage: documents, bytes that came in, bytes that go on
-        self._dropped: dict[str, dict[str, tuple[int, int]]] = {}
+        self._books: dict[str, dict[str, list[int]]] = {}  # stage → reason ("": kept) → documents, bytes in, bytes on
         self.malformed: list[tuple[str, int, str]] = []  # path, position, reason
 
-    def keep(self, stage: str, bytes_in: int, bytes_kept: int, documents: int) -> None:
-        count = self._kept.setdefault(stage, [0, 0, 0])
-        count[:] = count[0] + documents, count[1] + bytes_in, count[2] + bytes_kept
+    def keep(self, stage: str, documents: int, bytes_in: int, bytes_kept: int) -> None:
+        self._add(stage, "", documents, bytes_in, bytes_kept)
 
-    def drop(self, stage: str, reason: str, size: int, documents: int = 1) -> None:
-        self.keep(stage, 0, 0, 0)
-        before = self._dropped.setdefault(stage, {}).get(reason, (0, 0))
-        self._dropped[stage][reason] = (before[0] + documents, before[1] + size)
+    def drop(self, stage: str, reason: str, documents: int, size: int) -> None:
+        self._add(stage, "", 0, 0, 0)
+        self._add(stage, reason, documents, size, 0)
+
+    def _add(self, stage: str, reason: str, *counts: int) -> None:
+        found = self._books.setdefault(stage, {}).setdefault(reason, [0, 0, 0])
+        found[:] = (a + b for a, b in zip(found, counts, strict=True))
 
     def sift(self, stage: str, batch: Batch, reason: Callable[[Document], str | None]) -> Batch:
         """Those that there is no reason to drop."""
         kept = []
         for document in batch:
             if why := reason(document):
-                self.drop(stage, why, len(document.raw))
+                self.drop(stage, why, 1, len(document.raw))
             else:
                 kept.append(document)
-        self.keep(stage, size_of(kept), size_of(kept), len(kept))
+        self.keep(stage, len(kept), size_of(kept), size_of(kept))
         return kept
 
     def stages(self) -> tuple[Stage, ...]:
-        found = []
-        for name, (documents, bytes_in, bytes_kept) in self._kept.items():
-            dropped = dict(sorted(self._dropped.get(name, {}).items()))
-            found.append(
-                Stage(
-                    name=name,
-                    documents_in=documents + sum(n for n, _ in dropped.values()),
-                    bytes_in=bytes_in + sum(size for _, size in dropped.values()),
-                    documents_kept=documents,
-                    bytes_kept=bytes_kept,
-                    dropped=dropped,
-                )
+        return tuple(
+            Stage(
+                name=name,
+                documents_in=sum(documents for documents, _, _ in book.values()),
+                bytes_in=sum(size for _, size, _ in book.values()),
+                documents_kept=book[""][0],
+                bytes_kept=book[""][2],
+                dropped={reason: (count[0], count[1]) for reason, count in sorted(book.items()) if reason},
             )
-        return tuple(found)
+            for name, book in self._books.items()
+        )
 
 
 def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
@@ -82,9 +80,9 @@ def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
     ledger = Ledger()
     for stage in (stage for part in parts for stage in part):
         gone = sum(size for _, size in stage.dropped.values())
-        ledger.keep(stage.name, stage.bytes_in - gone, stage.bytes_kept, stage.documents_kept)
+        ledger.keep(stage.name, stage.documents_kept, stage.bytes_in - gone, stage.bytes_kept)
         for reason, (documents, size) in stage.dropped.items():
-            ledger.drop(stage.name, reason, size, documents)
+            ledger.drop(stage.name, reason, documents, size)
     return ledger.stages()
 
 
@@ -108,22 +106,22 @@ def batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
     size = 0
     for item, found in enumerate(found for piece in task for found in read(piece, key)):
         if isinstance(found, Malformed):
-            ledger.drop("read", "malformed", found.bytes)
+            ledger.drop("read", "malformed", 1, found.bytes)
             if len(ledger.malformed) < POSITIONS:
                 ledger.malformed.append((found.path, found.position, found.reason))
             continue
         raw = found.encode()
         if not found or found.isspace():
-            ledger.drop("read", "empty", len(raw))
+            ledger.drop("read", "empty", 1, len(raw))
             continue
         batch.append(Document(item, found, raw))
         size += len(raw)
         if size >= MB:
-            ledger.keep("read", size, size, len(batch))
+            ledger.keep("read", len(batch), size, size)
             yield batch
             batch, size = [], 0
     if batch:
-        ledger.keep("read", size, size, len(batch))
+        ledger.keep("read", len(batch), size, size)
         yield batch
 
 
@@ -135,9 +133,9 @@ def normalised(batch: Batch, rules: Normalise, ledger: Ledger) -> Batch:
         text = normalise(document.text, rules)
         if text and not text.isspace():
             found.append(Document(document.item, text, text.encode()))
-            ledger.keep("normalise", len(document.raw), len(found[-1].raw), 1)
+            ledger.keep("normalise", 1, len(document.raw), len(found[-1].raw))
         else:
-            ledger.drop("normalise", "empty", len(document.raw))
+            ledger.drop("normalise", "empty", 1, len(document.raw))
     return found
 
 
@@ -153,7 +151,7 @@ def unique(batch: Batch, seen: dict[bytes, None], ledger: Ledger) -> Batch:
     fresh = []
     for document in batch:
         if (digest := xxhash.xxh3_128_digest(document.raw)) in seen:
-            ledger.drop("dedup", "exact", len(document.raw))
+            ledger.drop("dedup", "exact", 1, len(document.raw))
         else:
             seen[digest] = None
             fresh.append(document)

@@ -80,7 +80,7 @@ def encoded(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> list[Encoded]:
 def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[list[Encoded]]:
     for ids in (ids for piece in task for ids in megatron.documents(piece, tokenizer)):
         size = megatron.text_bytes(ids, tokenizer)
-        ledger.keep("read", size, size, 1)
+        ledger.keep("read", 1, size, size)
         yield [Encoded(ids, ids.tobytes(), size)]
 
 
