@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: `make test` runs two of us side by side
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
