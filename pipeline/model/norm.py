@@ -17,6 +17,22 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.gain.shape, self.gain, self.eps)
 
 
+class StreamNorm(nn.Module):
+    """RMSNorm of the residual stream, to which it adds what is given beside it: in one pass where there is a GPU."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.gain, self.eps = nn.Parameter(ones(width)), eps
+
+    def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        if x.is_cuda:
+            from pipeline.model.kernels import add_norm  # Triton comes with torch where there is a GPU
+
+            return add_norm(x, given, self.gain, self.eps)
+        x = x if given is None else x + given
+        return x, F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+
+
 class LayerNorm(nn.Module):
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
@@ -35,3 +51,17 @@ def norm(width: int, cfg: Norm) -> nn.Module:
             return LayerNorm(width, cfg.eps, cfg.bias)
         case _:
             assert_never(cfg.kind)
+
+
+def reading(width: int, cfg: Norm) -> nn.Module:
+    """A norm that the residual stream is read through, by `read`."""
+    return StreamNorm(width, cfg.eps) if cfg.kind == "rmsnorm" else norm(width, cfg)
+
+
+def read(through: nn.Module, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The stream with what was given added to it, and its norm."""
+    if isinstance(through, StreamNorm):
+        total, normed = through(x, given)
+        return total, normed
+    x = x if given is None else x + given
+    return x, through(x)

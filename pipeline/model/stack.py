@@ -4,7 +4,7 @@ B batch · S sequence · W width · V vocabulary
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint
@@ -16,7 +16,7 @@ from pipeline.model.attend import Mask, make_mask
 from pipeline.model.attention import Context
 from pipeline.model.cache import Cache, LayerCache
 from pipeline.model.moe import MixtureOfExperts, Router, Routing
-from pipeline.model.norm import norm
+from pipeline.model.norm import norm, read, reading
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
 from pipeline.model.residual import PLACEMENTS, Residual
 from pipeline.model.sequence import Sequence
@@ -29,7 +29,8 @@ class Losses(NamedTuple):
     routing: Routing | None = None  # of the routed layers, stacked
 
 
-Fed = tuple[Tensor, Routing | None]
+T = TypeVar("T")
+Fed = tuple[Tensor, Tensor | None, Routing | None]  # the stream, and what is still to be added to it
 
 
 class Block(nn.Module):
@@ -39,24 +40,27 @@ class Block(nn.Module):
         self.at_attention = Residual(cfg)
         self.at_ffn = None if cfg.parallel_block else Residual(cfg)
 
-    def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Fed:
-        normed = self.at_attention.leave(x_BSW)
+    def forward(self, x_BSW: Tensor, given: Tensor | None, context: Context, cache: LayerCache | None = None) -> Fed:
+        x_BSW, normed = self.at_attention.leave(x_BSW, given)
         seen = self.attention(normed, context, cache)
+        on = self.recompute and self.training
         if self.at_ffn is None:  # both read the same input
-            fed, routing = again(self._feed, normed, on=self.recompute and self.training)
-            return self.at_attention.join(x_BSW, seen + fed), routing
-        x_BSW = self.at_attention.join(x_BSW, seen)
-        fed, routing = again(self._feed, x_BSW, self.at_ffn, on=self.recompute and self.training)
-        return self.at_ffn.join(x_BSW, fed), routing
+            fed, routing = again(self._feed, normed, on=on)
+            return *self.at_attention.join(x_BSW, seen + fed), routing
+        return again(self._join, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on)
 
-    def _feed(self, x: Tensor, at: Residual | None = None) -> Fed:
-        x = x if at is None else at.leave(x)
+    def _join(self, at: Residual, x: Tensor, given: Tensor | None) -> Fed:
+        x, normed = at.leave(x, given)
+        fed, routing = self._feed(normed)
+        return *at.join(x, fed), routing
+
+    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         return self.ffn(x) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(x), None)
 
 
-def again(part: Callable[..., Fed], *inputs: object, on: bool) -> Fed:
+def again(part: Callable[..., T], *inputs: object, on: bool) -> T:
     """What a part of the model gives; if `on`, keeping its inputs alone, it runs once more in the backward pass."""
-    out: Fed = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False) if on else part(*inputs)
+    out: T = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False) if on else part(*inputs)
     return out
 
 
@@ -82,13 +86,14 @@ class Ahead(nn.Module):
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()
-        self.h_norm, self.e_norm, self.norm = (norm(cfg.width, cfg.norm) for _ in range(3))
+        self.h_norm, self.e_norm = (norm(cfg.width, cfg.norm) for _ in range(2))
+        self.norm = reading(cfg.width, cfg.norm)
         self.join = nn.Linear(2 * cfg.width, cfg.width, bias=False)
         self.block = block
 
     def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> Fed:
         joined = self.join(torch.cat((self.h_norm(h_BSW), self.e_norm(embedded_BSW)), dim=-1))
-        out: Fed = self.block(joined, context)
+        out: Fed = self.block(joined, None, context)
         return out
 
 
@@ -108,7 +113,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
-        self.norm = norm(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
+        self.norm = reading(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
         self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
         self.tie()
@@ -129,14 +134,21 @@ class Decoder(nn.Module):
         alone and positions begin anew in each; with a cache, the tokens follow those it has seen and the logits are
         those of the last alone."""
         places, context = self._context(tokens_BS, documents_BS, cache)
-        x_BSW = self._embed(tokens_BS, places)
-        routings, recompute = [], self.recompute and self.training
+        x_BSW, given, recompute = self._embed(tokens_BS, places), None, self.recompute and self.training
+        if x_BSW.is_cuda and PLACEMENTS[self.cfg.placement].before and not recompute:
+            given = torch.zeros_like(x_BSW)  # so that the first block's graph is that of all others
+        routings = []
         for layer, block in enumerate(self.blocks):
-            x_BSW, routing = again(block, x_BSW, context, None if cache is None else cache.layers[layer], on=recompute)
+            if recompute and given is not None:
+                x_BSW, given = x_BSW + given, None  # half as much to keep
+            x_BSW, given, routing = again(
+                block, x_BSW, given, context, None if cache is None else cache.layers[layer], on=recompute
+            )
             routings.append(routing)
-        if cache is not None:
-            x_BSW = x_BSW[:, -1:]  # what follows is asked for, and none of the logits before it
-        out: Tensor | Losses = self.head(self.norm(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
+        if cache is not None:  # what follows is asked for, and none of the logits before it
+            x_BSW, given = x_BSW[:, -1:], None if given is None else given[:, -1:]
+        x_BSW, h_BSW = read(self.norm, x_BSW, given)
+        out: Tensor | Losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
         if targets_BS is None or isinstance(out, Tensor):
             return out
         total = out.total
@@ -144,10 +156,11 @@ class Decoder(nn.Module):
             for ahead in self.ahead:
                 # the next token is known and the one after it is asked for; the last place, and a document's, has none
                 embedded = self._embed(targets_BS.clamp(min=0), places)
-                x_BSW, routing = again(ahead, x_BSW, embedded, context, on=recompute)
+                x_BSW, given, routing = again(ahead, x_BSW, embedded, context, on=recompute)
                 further = torch.cat((targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1)
                 targets_BS = torch.where(targets_BS < 0, -100, further)
-                losses = self.head(cast(nn.Module, ahead.norm)(x_BSW), targets_BS, self.z_loss, self.loss_chunk)
+                x_BSW, h_BSW = read(cast(nn.Module, ahead.norm), x_BSW, given)
+                losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
                 total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
                 routings.append(routing)
         routed = [routing for routing in routings if routing is not None]

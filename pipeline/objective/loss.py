@@ -72,8 +72,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grads[0].to(grad_h.dtype), grad_w * grads[0].to(grad_w.dtype), None, None, None, None
+        grad_h, grad_w = torch._foreach_mul(ctx.saved_tensors, grads[0].to(ctx.saved_tensors[0].dtype))  # `*` is slower
+        return grad_h, grad_w, None, None, None, None
 
 
 def next_token_loss(

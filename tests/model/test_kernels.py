@@ -51,6 +51,33 @@ for B, S, H, G, D in ((1, 5, 2, 1, 16), (2, 40, 2, 2, 64), (1, 70, 6, 3, 32)):
                 torch.testing.assert_close(dk_gain, gains[1].grad, atol=1e-4, rtol=1e-4)
 """
 
+NORM = """
+import torch
+from torch import library as torch_ops
+from pipeline.model import kernels
+torch_ops.wrap_triton = lambda kernel: kernel  # straight to the interpreter
+kernels._PROGRAMS = 4
+added, normed, backward = (op._init_fn for op in (kernels._added, kernels._normed, kernels._normed_backward))
+for shape in ((3, 5), (2, 37, 96), (1, 768), (2, 5000)):
+    for adds in (True, False):
+        x, y, g, beside = (torch.randn(*shape) for _ in "xygb")
+        gain = torch.randn(shape[-1], requires_grad=True)
+        total = (x + y if adds else x).requires_grad_()
+        out = torch.nn.functional.rms_norm(total, shape[-1:], gain, 1e-6)
+        torch.autograd.backward((total * 1, out), (beside, g))
+        if adds:
+            got, got_out = added(x, y, gain.detach(), 1e-6)
+            torch.testing.assert_close(got, total.detach())
+        else:
+            got_out = normed(x, gain.detach(), 1e-6)
+        torch.testing.assert_close(got_out, out.detach(), atol=1e-5, rtol=1e-5)
+        for stands in (beside, None):
+            dx, d_gain = backward(total.detach(), g, stands, gain.detach(), 1e-6)
+            wanted = total.grad - (0 if stands is not None else beside)
+            torch.testing.assert_close(dx, wanted, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(d_gain, gain.grad, atol=1e-4, rtol=1e-4)
+"""
+
 LOSS = """
 import torch
 from pipeline.objective.kernels import cross_entropy
@@ -65,7 +92,7 @@ for tokens, vocab in ((3, 50), (5, 4096), (2, 9000), (2, 20000)):
 """
 
 
-@pytest.mark.parametrize("script", [SWIGLU, TURN, LOSS], ids=["swiglu", "turn", "loss"])
+@pytest.mark.parametrize("script", [SWIGLU, TURN, NORM, LOSS], ids=["swiglu", "turn", "norm", "loss"])
 def test_a_kernel_equals_plain_torch(script: str):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
