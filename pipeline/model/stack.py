@@ -134,10 +134,8 @@ class Decoder(nn.Module):
         alone and positions begin anew in each; with a cache, the tokens follow those it has seen and the logits are
         those of the last alone."""
         places, context = self._context(tokens_BS, documents_BS, cache)
-        x_BSW, given, recompute = self._embed(tokens_BS, places), None, self.recompute and self.training
-        if x_BSW.is_cuda and PLACEMENTS[self.cfg.placement].before and not recompute:
-            given = torch.zeros_like(x_BSW)  # so that the first block's graph is that of all others
-        routings = []
+        x_BSW, given = self._embed(tokens_BS, places), None
+        routings, recompute = [], self.recompute and self.training
         for layer, block in enumerate(self.blocks):
             if recompute and given is not None:
                 x_BSW, given = x_BSW + given, None  # half as much to keep

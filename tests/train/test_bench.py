@@ -85,7 +85,7 @@ def test_what_has_no_counterpart_is_not_compared(inside, monkeypatch):
     assert "activation='relu' has no counterpart" in refused
 
 
-@pytest.mark.parametrize(("arch", "kinds"), [("dense", 1), ("moe", 1), ("mla-moe", 2)])  # its first layer is dense
+@pytest.mark.parametrize(("arch", "kinds"), [("dense", 2), ("moe", 2), ("mla-moe", 2)])  # the first has nothing to add
 def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, kinds, monkeypatch):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
