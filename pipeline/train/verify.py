@@ -48,7 +48,7 @@ class Layout:
     @property
     def name(self) -> str:
         if self.control:
-            return "control: gradients of experts mis-scaled" if self.ep > 1 else "control: a gradient mis-scaled"
+            return f"control: {'experts' if self.ep > 1 else 'ffn'} mis-scaled"
         stage = "accelerate" if self.engine == "accelerate" else f"zero {self.zero}"
         return stage + f" ep {self.ep}" * (self.ep > 1) + f" sp {self.sp}" * (self.sp > 1)
 
@@ -68,7 +68,7 @@ class Outcome:
     layout: str
     loss: float  # the largest difference of any step
     grad_norm: float
-    gradients: dict[str, float]  # by group, at the first step
+    gradients: dict[str, float]  # by group; in bf16, where the weights soon round apart, at the first step
     tokens: bool  # every rank saw its rows of the same batches
     bound: float
     control: bool
@@ -89,7 +89,7 @@ class Plain:
 
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, Tensor]
+    gradients: list[dict[str, Tensor]]  # of each step, in host memory
     hashes: list[int]
 
 
@@ -107,7 +107,7 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
     model.to(device, dtype)
     masters = deepcopy(model).float()
     optimizer = adamw(masters, config)
-    losses, norms, hashes, first = [], [], [], dict[str, Tensor]()
+    losses, norms, hashes, gradients = [], [], [], list[dict[str, Tensor]]()
     for step in range(STEPS):
         batch = _batch(config, step, alone)
         micros, nlls, routings = cut(batch, config, alone), [], []
@@ -116,8 +116,8 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
             (out.total / len(micros)).backward()  # type: ignore[no-untyped-call]
             nlls.append(out.nll.item())
             routings.append(out.routing)
-        if not first:
-            first = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        # a copy: on a CPU nothing else makes one
+        gradients.append({n: p.grad.to("cpu", copy=True) for n, p in model.named_parameters() if p.grad is not None})
         for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
             master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         norms.append(torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip).item())
@@ -128,7 +128,7 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
         balance(model, routings, alone)
         losses.append(sum(nlls) / len(nlls))
         hashes.append(batch.hash)
-    return Plain(losses, norms, first, hashes)
+    return Plain(losses, norms, gradients, hashes)
 
 
 def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -> Outcome:
@@ -137,16 +137,17 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
     lr = config.optim.lr
     assert isinstance(lr, float) and config.train.dtype in BOUND
     worker = engine(config, world)
-    if layout.control:
+    losses, norms, tokens, found = [], [], True, list[dict[str, float]]()
+    compared = STEPS if config.train.dtype == "fp32" else 1
+    if layout.control:  # at the last step that is compared: those before it are as they should be
         part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
         for name, parameter in worker.module.named_parameters():
             if part in name:
-                parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    losses, norms, tokens, found = [], [], True, dict[str, float]()
+                parameter.register_hook(lambda grad: grad * (factor if len(found) == compared - 1 else 1.0))  # type: ignore[no-untyped-call]
 
     def look(_nll: Tensor, _norm: Tensor) -> bool:
-        if not found:
-            found.update(_differences(worker.gradients(), want.gradients, worker.module))
+        if len(found) < compared:
+            found.append(_differences(worker.gradients(), want.gradients[len(found)], worker.module))
         return True
 
     for step in range(STEPS):
@@ -155,12 +156,12 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
         losses.append(world.sum([], first=update.nll).item() / world.size)
         norms.append(float(update.grad_norm))
         tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step] * layout.sp % 2**64
-    everywhere = world.gather(found)
+    everywhere = [each for steps in world.gather(found) for each in steps]
     return Outcome(
         layout.name,
         max((abs(a - b) for a, b in zip(losses, want.losses, strict=True)), key=weight),
         max((abs(a - b) / b for a, b in zip(norms, want.norms, strict=True)), key=weight),
-        {group: max((each[group] for each in everywhere), key=weight) for group in found},
+        {group: max((each[group] for each in everywhere), key=weight) for group in found[0]},
         tokens,
         BOUND[str(config.train.dtype)],
         layout.control,
@@ -179,7 +180,7 @@ def _differences(
         if name in shared:
             whole = whole[shared[name][0] : shared[name][0] + len(gradient.view(-1, *whole.shape[1:]))]
         group = _group(name)
-        difference = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
+        difference = (gradient.float().cpu().view_as(whole) - whole.float()).abs().max().item()
         off[group] = max(off.get(group, 0.0), difference, key=weight)
         size[group] = max(size.get(group, 0.0), want[name].abs().max().item())
     return {group: off[group] / max(size[group], 1e-12) for group in off}
