@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.files import as_data_error, replacing
+from pipeline.data.files import as_data_error, save
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError, UserError
-from pipeline.files import TEMPORARY, sync_directory
+from pipeline.files import TEMPORARY
 
 RECIPE = "recipe.json"
 WORK = ".work"  # what is finished of an unfinished corpus
@@ -85,6 +85,4 @@ def publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, An
     for name in names:
         if (work / name).exists():
             (work / name).rename(out / name)
-    with replacing(out / RECIPE) as file:
-        file.write(json.dumps(arguments, indent=1).encode())
-    sync_directory(out)
+    save(out / RECIPE, json.dumps(arguments, indent=1).encode())  # flushes the other names too

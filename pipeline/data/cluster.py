@@ -66,7 +66,7 @@ def _answers(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if port.isdigit():
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
         raise DataError(
             f"RAY_ADDRESS={address}: nothing answers there ({error.strerror or error}); check `ray status`, "

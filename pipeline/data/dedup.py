@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.cluster import run
-from pipeline.data.files import replacing
+from pipeline.data.files import save
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.sketch import Sketched, similarity
@@ -54,8 +54,7 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
         ledger.keep("dedup", int(stays.sum()), left, left)
         keep = np.zeros(record.items, bool)
         keep[items[stays]] = True
-        with replacing(stem.with_suffix(".keep.npy"), flush_name=False) as file:
-            np.save(file, keep)
+        save(stem.with_suffix(".keep.npy"), keep, flush_name=False)
     sync_directory(folder)
     return ledger.stages()
 
@@ -89,8 +88,7 @@ def _exact_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I
     rows, numbers = _rows("exact", part, ranges, stems, starts)
     order = np.lexsort((numbers, rows["check"], rows["key"]))
     first, again, _ = _groups(rows[["key", "check"]][order], numbers[order])
-    with replacing(out) as file:
-        np.save(file, np.stack((first, again), axis=1))
+    save(out, np.stack((first, again), axis=1))
 
 
 def _near_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe) -> None:
@@ -108,8 +106,7 @@ def _near_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I6
     for low in range(0, len(pairs), BLOCK):
         block = pairs[low : low + BLOCK].tolist()
         close[low : low + BLOCK] = [similarity(bottom(a), bottom(b)) >= near.threshold for a, b in block]
-    with replacing(out) as file:
-        np.save(file, pairs[close])
+    save(out, pairs[close])
 
 
 def _groups(keys: npt.NDArray[np.generic], numbers: I64) -> tuple[I64, I64, I64]:

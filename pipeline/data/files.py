@@ -4,7 +4,10 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline import files
 from pipeline.errors import DataError
@@ -20,6 +23,14 @@ def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise as_data_error(error, path) from error
+
+
+def save(path: Path, content: bytes | npt.NDArray[Any], flush_name: bool = True) -> None:
+    with replacing(path, flush_name) as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            np.save(file, content)
 
 
 def as_data_error(error: OSError, path: Path) -> DataError:

@@ -19,7 +19,7 @@ from pipeline.data import synthetic
 from pipeline.data.claim import WORK, claimed, finished, publish
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
-from pipeline.data.files import replacing
+from pipeline.data.files import save
 from pipeline.data.mixture import check, mixed
 from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read, tokens_not_text
@@ -117,12 +117,10 @@ def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
             job.report("tokenizer", 0, 1)
             [model] = run(train_on, [(list(job.tasks), job.recipe)])
             job.report("tokenizer", 1, 1)
-        with replacing(path) as file:
-            file.write(model)
+        save(path, model)
     tokenizer = Tokenizer.open(path)
     if tokenizer.fast:  # once, not in every worker
-        with replacing(job.work / CONVERTED) as file:
-            file.write(tokenizer.converted.encode())
+        save(job.work / CONVERTED, tokenizer.converted.encode())
     return tokenizer
 
 
@@ -137,8 +135,7 @@ def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
             if isinstance(item, Malformed):  # what is not read would be trained on
                 raise DataError(f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it")
             grams.append(shingles(item.encode(), n))
-        with replacing(path) as file:
-            np.save(file, np.unique(np.concatenate(grams)))
+        save(path, np.unique(np.concatenate(grams)))
     return path
 
 
@@ -156,8 +153,7 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
     _check_read(job, stages, [m for s in sketched for m in s.malformed], malformed_share)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
-    with replacing(books) as file:
-        file.write(json.dumps([stage.model_dump() for stage in stages]).encode())
+    save(books, json.dumps([stage.model_dump() for stage in stages]).encode())
     job.report("dedup", 1, 1)
     return stages
 
@@ -212,8 +208,7 @@ def _set_aside(job: Job, done: Sequence[Done]) -> list[str]:
     """The file with the positions of what was malformed, for whoever wants to mend the input; if anything was."""
     lines = [json.dumps({"path": p, "position": n, "reason": r}) for d in done for p, n, r in d.malformed]
     if lines:
-        with replacing(job.work / ASIDE) as file:
-            file.write("\n".join([*lines, ""]).encode())
+        save(job.work / ASIDE, "\n".join([*lines, ""]).encode())
     return [ASIDE] if lines else []
 
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.data.files import as_data_error, replacing
+from pipeline.data.files import as_data_error, save
 from pipeline.data.normalise import normalise
 from pipeline.data.piece import MB, Task
 from pipeline.data.read import Malformed, read
@@ -34,8 +34,7 @@ def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise as_data_error(error, out) from error
-    with replacing(out) as file:
-        file.write(made.model)
+    save(out, made.model)
     return made
 
 
@@ -43,22 +42,25 @@ def sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
     """Documents from evenly spaced tasks, from each in an order that the seed decides; the same for any workers."""
     budget = recipe.train.sample_bytes or min(max(LEAST_BYTES, BYTES_PER_PIECE * recipe.vocab_size), MOST_BYTES)
     shares = _shares(tasks, recipe.mixture.weights if recipe.mixture else None)
-    bad: list[Malformed] = []
-    some = False
+    bad, some = None, False
     for source, share in shares.items():
         mine = [task for task in tasks if task[0].source == source]
         count = min(len(mine), TASKS)
         for number in range(count):
             left = budget * share / count
             task, seed = mine[number * len(mine) // count], f"{recipe.seed} {source} {number}"
-            for text in _shuffled(task, seed, recipe.text_key, bad):
+            pieces = random.Random(seed).sample(task, len(task))
+            for text in (text for piece in pieces for text in read(piece, recipe.text_key)):
+                if isinstance(text, Malformed):
+                    bad = bad or text
+                    continue
                 some = True
                 yield normalise(text, recipe.normalise)
                 left -= len(text)
                 if left <= 0:
                     break
     if bad and not some:
-        first = f"{bad[0].path} at {bad[0].position:,}: {bad[0].reason}"
+        first = f"{bad.path} at {bad.position:,}: {bad.reason}"
         raise DataError(f"sources={', '.join(shares)}: no text to train a tokenizer on; the first is {first}")
 
 
@@ -69,11 +71,3 @@ def _shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[
         sizes[piece.source] = sizes.get(piece.source, 0) + piece.bytes
     chosen = {source: weights.get(source, 0) for source in sizes} if weights else sizes
     return {source: weight / max(sum(chosen.values()), 1e-300) for source, weight in chosen.items()}
-
-
-def _shuffled(task: Task, seed: str, key: str, bad: list[Malformed]) -> Iterator[str]:
-    for item in (item for piece in random.Random(seed).sample(task, len(task)) for item in read(piece, key)):
-        if not isinstance(item, Malformed):
-            yield item
-        elif not bad:
-            bad.append(item)

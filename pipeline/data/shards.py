@@ -16,7 +16,7 @@ import xxhash
 from pydantic import ValidationError
 
 from pipeline.config.frozen import Frozen
-from pipeline.data.files import replacing
+from pipeline.data.files import replacing, save
 from pipeline.errors import DataError
 from pipeline.files import digest
 
@@ -103,8 +103,7 @@ class Manifest(Frozen):
     def save(self, directory: Path) -> "Manifest":
         """Write last: a directory without a manifest is not a corpus."""
         sealed = self.model_copy(update={"hash": _content_hash(self.model_dump(mode="json"))})
-        with replacing(directory / MANIFEST) as file:
-            file.write(sealed.model_dump_json(indent=1).encode() + b"\n")
+        save(directory / MANIFEST, sealed.model_dump_json(indent=1).encode() + b"\n")
         return sealed
 
     @classmethod
@@ -161,8 +160,7 @@ class ShardWriter:
         """The files' bytes are on the disk then, and their names once the folder is flushed."""
         self._context.__exit__(None, None, None)
         index = index_bytes(self._lengths, self._dtype)
-        with replacing(self._directory / f"{self._name}.idx", flush_name=False) as file:
-            file.write(index)
+        save(self._directory / f"{self._name}.idx", index, flush_name=False)
         return Shard(
             name=self._name,
             source=self._source,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.frozen import Frozen
-from pipeline.data.files import replacing
+from pipeline.data.files import save
 from pipeline.data.permute import U64, mix
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Near, Recipe
@@ -68,13 +68,11 @@ def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
         "ends": np.cumsum([len(b) for b in bottoms], dtype=np.int64),
     }
     for suffix, array in arrays.items():
-        with replacing(stem.with_suffix(f".{suffix}.npy"), flush_name=False) as file:
-            np.save(file, array)
+        save(stem.with_suffix(f".{suffix}.npy"), array, flush_name=False)
     sync_directory(stem.parent)
     read = stages[0].documents_in if stages else 0
     record = Sketched(items=read, stages=stages, malformed=tuple(ledger.malformed))
-    with replacing(stem.with_suffix(".json"), flush_name=False) as file:
-        file.write(record.model_dump_json().encode())
+    save(stem.with_suffix(".json"), record.model_dump_json().encode(), flush_name=False)
     return record
 
 

@@ -15,7 +15,7 @@ import xxhash
 
 from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
-from pipeline.data.files import replacing
+from pipeline.data.files import save
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
@@ -52,12 +52,10 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
     tokens = chain(_already_encoded(taken, tokenizer, ledger), (encoded(batch, tokenizer, dtype) for batch in texts))
     shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
     sync_directory(folder)
-    named = tuple(earlier.malformed)
-    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=named)
-    with replacing(
-        folder / f"{name}.json", flush_name=False
-    ) as file:  # should a power cut take its name, the task runs again
-        file.write(done.model_dump_json().encode())
+    malformed = tuple(earlier.malformed)
+    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=malformed)
+    # Should a power cut take its name, the task runs again.
+    save(folder / f"{name}.json", done.model_dump_json().encode(), flush_name=False)
     return done
 
 

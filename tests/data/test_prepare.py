@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.bench import _peak_bytes
+from pipeline.data.claim import claimed
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
@@ -204,6 +205,13 @@ def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokeni
     assert "unfinished work of other arguments" in line
     make([source], tmp_path / "whole", tokenizer)
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_two_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), tmp_path / "out"
+    with claimed(out, "of somebody else", print):
+        fails("another `launch data prepare` is writing there", [source], out, tokenizer)
+        assert sorted(out.glob(".work/*")) == [out / ".work" / "lock", out / ".work" / "of somebody else"]
 
 
 def test_killed_as_files_are_moved(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
