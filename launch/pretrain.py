@@ -121,6 +121,8 @@ def pretrain(
         )
         if note:
             typer.echo(note, err=True)
+    elif not any(run.checkpoints.glob("step-*")):
+        typer.echo(f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True)
     _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
     return settled, None
 

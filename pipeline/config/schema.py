@@ -73,6 +73,7 @@ class Train(Frozen):
     max_restarts: Count  # after a fault, until a new checkpoint is written
     check_every: Positive  # steps between comparisons of the ranks' copies
     hang_s: Rate  # a step may last three times the p99 and this much more before it is taken for a hang
+    first_s: Rate  # and the start, or the first of each phase
 
     @model_validator(mode="after")
     def _one_horizon(self) -> Self:

@@ -38,7 +38,7 @@ def overheads(
     run = RunDir(aside)
     for part in ("logs", "checkpoints"):
         (aside / part).mkdir()
-    with closing(Watch(run, world, 60.0)) as watch, closing(Fan([LocalLog(Log(run.log))])) as tracker:
+    with closing(Watch(run, world, 60.0, 600.0)) as watch, closing(Fan([LocalLog(Log(run.log))])) as tracker:
         saver = Saver(worker, config, run.checkpoints, world)
         loop = Loop(config, run, worker, world, tracker, Stop(), watch, Guard([]), saver)
         count = itertools.count()

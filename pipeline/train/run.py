@@ -38,7 +38,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
     torch.manual_seed(config.seed + world.rank)
     corpus = _corpus(config)
     batches = loader(config, corpus, "train")
-    with closing(Watch(directory, world, config.train.hang_s)) as watch:
+    with closing(Watch(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker, back = engine(config, world), None
         evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)
         while True:

@@ -23,7 +23,10 @@ from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
 FREE = (
-    *(f"train.{key}" for key in ("*_every", "keep_*", "max_restarts", "hang_s", "*_batch", "recompute", "compile")),
+    *(
+        f"train.{key}"
+        for key in ("*_every", "keep_*", "max_restarts", "hang_s", "first_s", "*_batch", "recompute", "compile")
+    ),
     *("parallel.*", "cluster.*", "data.dir", "name", "experiment"),
 )
 

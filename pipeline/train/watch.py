@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pipeline.parallel.world import TIMEOUT, World
+from pipeline.parallel.world import World
 from pipeline.train.faults import HangError
 from pipeline.train.rundir import RunDir
 
@@ -32,10 +32,10 @@ _COLLECTIVES = 20  # last ones to show
 
 class Watch:
     """Times the phases of a rank. One may take three times its p99 plus `hang_s`, or ten minutes if it is a save, which
-    waits for the one before it; the first of each, which may compile, as long as a collective may."""
+    waits for the one before it; the start and the first of each, which may compile, `first_s`."""
 
-    def __init__(self, run: RunDir, world: World, hang_s: float) -> None:
-        self._run, self._world, self._hang_s = run, world, hang_s
+    def __init__(self, run: RunDir, world: World, hang_s: float, first_s: float) -> None:
+        self._run, self._world, self._hang_s, self._first_s = run, world, hang_s, first_s
         self._logs = run.path / "logs"
         self._spans: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._closed = threading.Event()
@@ -61,7 +61,7 @@ class Watch:
     def _limit_s(self) -> float:
         spans = sorted(self._spans[self._phase] or (self._spans["first step"] if self._phase == "step" else ()))
         if not spans:
-            return TIMEOUT.total_seconds()
+            return self._first_s
         return 3 * spans[math.ceil(0.99 * len(spans)) - 1] + (600 if self._phase == "save" else self._hang_s)
 
     def _work(self) -> None:

@@ -2,18 +2,24 @@
 
 import json
 import math
+import os
 import random
 import re
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline.errors import RunError
+from pipeline.parallel.world import World
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.plan import Devices, Request, settle
+from pipeline.train.rundir import RunDir
+from pipeline.train.watch import Watch
 from tests.conftest import environment
 from tests.train.test_run import hashes, losses, records
 
@@ -132,6 +138,18 @@ def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned)
     assert fault["kind"] == "HangError" and re.match(rf"step {STEPS} did not .*every rank waits", fault["message"])
     waits, stands = ((poisoned / "logs" / f"stacks-rank-{rank}.txt").read_text() for rank in range(2))
     assert "all_reduce" in waits.partition("last collectives")[2] and "loop.py" in waits and "in poison" in stands
+
+
+def test_a_start_that_does_not_end_is_found_after_first_s(tmp_path):
+    (tmp_path / "logs").mkdir()
+    if (child := os.fork()) == 0:
+        Watch(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=60.0, first_s=0.5)
+        time.sleep(120)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    fault = json.loads((tmp_path / "error.json").read_text())
+    assert fault["kind"] == "HangError" and "its limit is 0.5 s" in fault["message"]
+    assert "in start 0" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 
 def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(poisoned, corpus, tmp_path):

@@ -135,10 +135,13 @@ def test_ctrl_c_while_starting_is_heard(corpus, tmp_path):
     assert process.wait(60) == 0 and "continue with: launch pretrain --resume" in said
 
 
-def test_resuming_a_finished_run_says_so(base):
+def test_resuming_a_finished_run_says_so(base, tmp_path):
     before = (base / "log.jsonl").read_bytes()
     began = time.monotonic()
+    (base / "checkpoints").rename(tmp_path / "elsewhere")
     done = launch("pretrain", "--resume", "--out", base, "--nproc", 2, "--no-track")
+    (tmp_path / "elsewhere").rename(base / "checkpoints")
+    assert done.stderr == f"{base}/checkpoints is empty: restore it, or train anew with another --out\n"
     assert "finished at step 12/12" in done.stdout and time.monotonic() - began < 60
     assert (base / "log.jsonl").read_bytes() == before
 
