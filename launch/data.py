@@ -142,12 +142,9 @@ def train_tokenizer(
     from pipeline.data.sample import make_tokenizer
 
     train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | ({"controls": special} if special else {})
-    settings: dict[str, Any] = {"sources": source, "vocab_size": vocab_size, "seed": seed, "limit_bytes": limit_bytes}
-    settings |= {
-        "text_key": text_key,
-        "train": train,
-        "mixture": {"weights": _weights(weight, source)} if weight else None,
-    }
+    settings = {"sources": source, "vocab_size": vocab_size, "seed": seed, "limit_bytes": limit_bytes}
+    settings |= {"text_key": text_key, "train": train}
+    settings |= {"mixture": {"weights": _weights(weight, source)} if weight else None}
     made = make_tokenizer(load_recipe(None, settings), out)
     if as_json:
         print(json.dumps({"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}))

@@ -21,6 +21,7 @@ from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
 from pipeline.data.files import save
 from pipeline.data.mixture import check, mixed
+from pipeline.data.normalise import normalise
 from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read, tokens_not_text
 from pipeline.data.recipe import Dedup, Recipe
@@ -134,7 +135,7 @@ def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
         for item in (item for task in against for piece in task for item in read(piece, job.recipe.text_key)):
             if isinstance(item, Malformed):  # what is not read would be trained on
                 raise DataError(f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it")
-            grams.append(shingles(item.encode(), n))
+            grams.append(shingles(normalise(item, job.recipe.normalise).encode(), n))
         save(path, np.unique(np.concatenate(grams)))
     return path
 

@@ -20,6 +20,7 @@ from pipeline.data.recipe import Filters, Normalise, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
 
+DOCUMENTS = 1024  # in a batch at most, and about a megabyte of text
 POSITIONS = 100  # malformed documents a task names one by one; all are counted
 
 
@@ -29,7 +30,7 @@ class Document(NamedTuple):
     raw: bytes
 
 
-Batch = list[Document]  # about a megabyte of text, or one document
+Batch = list[Document]
 
 
 class Ledger:
@@ -116,7 +117,7 @@ def batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
             continue
         batch.append(Document(item, found, raw))
         size += len(raw)
-        if size >= MB:
+        if size >= MB or len(batch) == DOCUMENTS:
             ledger.keep("read", len(batch), size, size)
             yield batch
             batch, size = [], 0
