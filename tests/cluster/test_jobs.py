@@ -162,8 +162,8 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     env = {**tracked, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
     where = ("--data", corpus, "--nodes", "1-2", "--nproc", 1, "--out", run, "--cluster", site, "--track")
     # it is SLURM's to notice: a job that asks to be requeued in the very moment in which its node is given up, it kills
-    late = ("--set", "train.hang_s=100")
-    job = submit(slurm, *LONG, *where, *late, **env)
+    patient = ("--set", "train.hang_s=100")
+    job = submit(slurm, *LONG, *where, *patient, **env)
     slurm.until(lambda: step(run) >= 4)
     said = [launch("logs", run, "--rank", rank).stdout for rank in range(2)]
     assert ["4/160 │ loss" in words for words in said] == [True, False] and "torch" in said[1]

@@ -1,5 +1,5 @@
-"""`python -m tests.train.corruption FLIPS STEPS`, on four ranks: every engine skips a step, is struck by flipped
-bits, and trains in peace; rank 0 prints what was seen.
+"""`python -m tests.train.corruption FLIPS STEPS`: every engine skips a step and is struck by flipped bits, on four
+ranks, and DDP trains in peace, on two; rank 0 prints what was seen.
 
 One launch for all: importing is most of what it costs. Of four ranks a majority can name the odd one; of two that share
 experts none can, and both are named.
@@ -176,16 +176,25 @@ def looped(save: bool) -> str:
     return ""
 
 
-def work(world: World) -> None:
+def war(world: World) -> None:
+    global WORLD
+    WORLD, each = world, int(sys.argv[1]) // len(LAYOUTS)
+    say(
+        skipped={f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS},
+        caught={str(layout): flips(each, *layout) for layout in [*LAYOUTS, *SHARED]},
+        looped=[looped(save=False), looped(save=True)],
+    )
+
+
+def peace(world: World) -> None:
     global WORLD
     WORLD = world
-    struck, steps = (int(argument) for argument in sys.argv[1:])
-    seen = {f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS}
-    caught = {str(layout): flips(struck // len(LAYOUTS), *layout) for layout in [*LAYOUTS, *SHARED]}
-    alarms, told = clean(steps), [looped(save=False), looped(save=True)]
+    say(alarms=clean(int(sys.argv[2])))
+
+
+def say(**seen: object) -> None:
     if WORLD.first:
-        result = {"skipped": seen, "caught": caught, "alarms": alarms, "looped": told}
-        print("RESULT", json.dumps(result), flush=True)
+        print("RESULT", json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":
@@ -193,4 +202,5 @@ if __name__ == "__main__":
     import pipeline.parallel.zero  # noqa: F401 before the fork
 
     torch.set_num_threads(1)  # threads do not survive it
-    fork(4, work)
+    fork(4, war)
+    fork(2, peace)

@@ -90,12 +90,21 @@ def test_bf16_stays_near_fp32(base, layouts):
     assert losses(layouts / "bf16") == pytest.approx(losses(base)[:3], abs=2e-2)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tmp_path, zero):
+def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tmp_path):
     """Ctrl-C at the launcher, and a scheduler's signal that reaches one worker alone."""
-    out = tmp_path / "run"
-    options = ("--data", corpus, "--nproc", 2, "--out", out, "--zero", zero)
-    base = base if zero == 1 else layouts / f"zero {zero}"
+    whole = {tmp_path / "one": (1, base), tmp_path / "three": (3, layouts / "zero 3")}
+    for out, (zero, _) in whole.items():
+        interrupt(zero, out, "--data", corpus, "--nproc", 2)
+        assert 5 <= len(losses(out)) < STEPS
+    again = [("pretrain", "--resume", "--out", out, "--no-track") for out in whole]  # on as many processes
+    worlds([{"do": "launch", "arguments": each} for each in again], tmp_path)
+    for out, (_, base) in whole.items():
+        assert losses(out) == losses(base) and hashes(out) == hashes(base)
+        assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
+
+
+def interrupt(zero: int, out: Path, *options: object) -> None:
+    options = (*options, "--out", out, "--zero", zero)
     process = subprocess.Popen(
         command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1")
     )
@@ -109,12 +118,6 @@ def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tm
     rest = process.stdout.read()
     assert process.wait(120) == 0, rest
     assert "interrupt" in rest and f"continue with: launch pretrain --resume --out {out}" in rest
-    stopped = losses(out)
-    assert 5 <= len(stopped) < STEPS
-    done = launch("pretrain", "--resume", "--out", out, "--no-track", OMP_NUM_THREADS="1")  # on as many processes
-    assert "finished at step 12/12" in done.stdout
-    assert losses(out) == losses(base) and hashes(out) == hashes(base)
-    assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
 
 
 def processes(pattern: str) -> list[int]:
