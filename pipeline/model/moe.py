@@ -230,15 +230,6 @@ class Experts(nn.Module):
         return F.grouped_mm(hidden, self.out, offs=ends_E)
 
 
-def looped(experts: Experts, rows_NW: Tensor, load_E: Tensor) -> Tensor:
-    """The twin of `Experts.forward`, one expert after another."""
-    parts = torch.split(rows_NW, load_E.long().tolist())
-    done = [
-        activate(x @ up, experts.activation) @ out for x, up, out in zip(parts, experts.up, experts.out, strict=True)
-    ]
-    return torch.cat(done)
-
-
 class MixtureOfExperts(nn.Module):
     def __init__(self, width: int, cfg: MoE, experts: range) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Follow a log that another process appends to, and that a resume may rewrite underneath."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -13,7 +14,6 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rewound = False
-        self.damaged_lines = 0
         self._file: IO[bytes] | None = None
 
     def take(self, limit: int) -> list[Record]:
@@ -26,10 +26,8 @@ class Tail:
             if not line.endswith(b"\n"):
                 self._file.seek(start)  # the writer is in the middle of it, or a crash was
                 break
-            try:
+            with suppress(ValueError):  # a rotten line must not hide the good ones behind it
                 records.append(decode(line))
-            except ValueError:
-                self.damaged_lines += 1  # a rotten line must not hide the good ones behind it
         return records
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config.parts import MoE
-from pipeline.model.moe import MixtureOfExperts, looped
+from pipeline.model.ffn import activate
+from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import read
 from tests.model.test_generate import made, prompts
 
@@ -26,6 +27,11 @@ def routed(seed=0, **more) -> MixtureOfExperts:
 
 def inputs(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def looped(experts, rows_NW, load_E):
+    parts = zip(torch.split(rows_NW, load_E.tolist()), experts.up, experts.out, strict=True)
+    return torch.cat([activate(x @ up, experts.activation) @ out for x, up, out in parts])
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu"])
