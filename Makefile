@@ -20,7 +20,7 @@ install: $(VENV)/.installed  ## a virtual environment with everything pinned
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoflop needs Python 3.11 or newer; make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing what constraints.txt pins: about three minutes"
+	@echo "installing what constraints.txt pins: about four minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core; some packages carry files that are no Python
 	touch $@

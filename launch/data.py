@@ -119,8 +119,7 @@ def prepare(
 
 
 @app.command(
-    "tokenizer",
-    epilog=examples("launch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model"),
+    "tokenizer", epilog=examples("launch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model")
 )
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],

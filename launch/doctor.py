@@ -31,9 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=examples("launch doctor", "launch doctor --json"))(doctor)
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
     """Check Python, packages, devices, Ray, MLflow, SLURM, disk and memory; exit 1 if training cannot work."""
     findings = list(_findings())
     if as_json:

@@ -76,10 +76,7 @@ def logs(
         raise RunError(f"{folder} has nothing of {said} yet; `launch status {run}` says whether it has started")
 
 
-def cancel(
-    run: RUN,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for it to save.")] = False,
-) -> None:
+def cancel(run: RUN, now: Annotated[bool, typer.Option("--now", help="Do not wait for it to save.")] = False) -> None:
     """End a run's job: it saves first and does not come back; --resume --slurm continues it."""
     from pipeline.slurm import queue
     from pipeline.slurm.submit import job_of

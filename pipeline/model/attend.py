@@ -120,13 +120,7 @@ def _added(q: Tensor, k: Tensor, mask: Tensor | None, bias_HQK: Tensor | None) -
 
 
 def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scoring: Scoring,
-    mask: BlockMask,
-    bias_HQK: Tensor | None,
-    sinks_H: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask, bias_HQK: Tensor | None, sinks_H: Tensor | None
 ) -> Tensor:
     cap = scoring.softcap
 

@@ -20,8 +20,5 @@ class Batch:
         """In memory that a GPU copies from while it computes."""
         documents = None if self.documents_BS is None else self.documents_BS.pin_memory()
         return replace(
-            self,
-            tokens_BS=self.tokens_BS.pin_memory(),
-            targets_BS=self.targets_BS.pin_memory(),
-            documents_BS=documents,
+            self, tokens_BS=self.tokens_BS.pin_memory(), targets_BS=self.targets_BS.pin_memory(), documents_BS=documents
         )

@@ -44,13 +44,7 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        h_TW: Tensor,
-        weight_VW: Tensor,
-        targets_T: Tensor,
-        count: Tensor,
-        z_loss: float,
-        chunk: int,
+        ctx: Any, h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, count: Tensor, z_loss: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         share_T = (targets_T >= 0) / count  # of the mean: nothing where nothing is predicted
         targets_T = targets_T.clamp(min=0)
@@ -77,13 +71,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def next_token_loss(
-    h_TW: Tensor,
-    weight_VW: Tensor,
-    targets_T: Tensor,
-    count: Tensor | None = None,
-    *,
-    z_loss: float,
-    chunk: int,
+    h_TW: Tensor, weight_VW: Tensor, targets_T: Tensor, count: Tensor | None = None, *, z_loss: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """What is minimised (with the z term), and the mean negative log likelihood in nats, which is what is reported.
     `count` is what the sum is divided by, where these targets are not all that the mean is over."""

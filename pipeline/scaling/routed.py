@@ -16,9 +16,7 @@ class Routed(Law):
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = (column[:, None] for column in theta.T)
         value, share = mix(
-            e,
-            a + delta * x.m - (alpha + gamma * x.m) * x.n,
-            b + omega * x.m - (beta + zeta * x.m) * x.d,
+            e, a + delta * x.m - (alpha + gamma * x.m) * x.n, b + omega * x.m - (beta + zeta * x.m) * x.d
         )
         first, second = share[1], share[2]
         return value, np.stack(
