@@ -52,7 +52,7 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
                 ledger.drop("dedup", reason, int(gone.sum()), int(sizes[gone].sum()))
         left = int(sizes[stays].sum())
         ledger.keep("dedup", int(stays.sum()), left, left)
-        keep = np.zeros(record.items, bool)
+        keep = np.zeros(record.stages[0].documents_in if record.stages else 0, bool)
         keep[items[stays]] = True
         save(stem.with_suffix(".keep.npy"), keep, flush_name=False)
     sync_directory(folder)

@@ -1,6 +1,5 @@
 """Tokenized corpora in Megatron's .bin/.idx, taken as they are: their ids go into our shards untouched."""
 
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -9,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.piece import MB, Piece
-from pipeline.data.shards import MAGIC, MANIFEST, Manifest
+from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 
-_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes; the floats are no token ids
 
 PIECE_BYTES = 4 * MB
@@ -33,19 +31,19 @@ class Index:
             ) from error
         if not raw.startswith(MAGIC):
             raise DataError(f"{path}: not an index of Megatron's; it should begin with MMIDIDX")
-        if len(raw) < _HEADER.size:
+        if len(raw) < HEADER.size:
             raise DataError(f"{path}: {len(raw):,} bytes are too few for an index; copy it again")
-        _, version, code, sequences, boundaries = _HEADER.unpack_from(raw)
+        _, version, code, sequences, boundaries = HEADER.unpack_from(raw)
         if version != 1 or code not in _DTYPES:
             raise DataError(f"{path}: version={version}, dtype code={code}; readable: version 1 with integer ids")
-        if len(raw) < _HEADER.size + 12 * sequences + 8 * boundaries:
+        if len(raw) < HEADER.size + 12 * sequences + 8 * boundaries:
             raise DataError(f"{path}: {len(raw):,} bytes are too few for {sequences:,} sequences; copy it again")
         self.dtype = np.dtype(_DTYPES[code])
         self.path = data
-        lengths = np.frombuffer(raw, np.int32, sequences, _HEADER.size).astype(np.int64)
-        offsets = np.frombuffer(raw, np.int64, sequences, _HEADER.size + 4 * sequences)
+        lengths = np.frombuffer(raw, np.int32, sequences, HEADER.size).astype(np.int64)
+        offsets = np.frombuffer(raw, np.int64, sequences, HEADER.size + 4 * sequences)
         # A document is one sequence or several; boundaries count sequences.
-        ends = np.frombuffer(raw, np.int64, boundaries, _HEADER.size + 12 * sequences)
+        ends = np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * sequences)
         starts = ends[:-1][ends[1:] > ends[:-1]]
         self.lengths = np.add.reduceat(lengths, starts) if len(starts) else lengths[:0]
         self.offsets = offsets[starts]

@@ -82,7 +82,9 @@ def prepare(
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
     if finished(out, arguments):
         report("verify", 0, 1)
-        return Corpus.open(out, verify=True).manifest, True
+        manifest = Corpus.open(out, verify=True).manifest
+        report("verify", 1, 1)
+        return manifest, True
     with claimed(out, fingerprint, say) as work:
         job = Job(recipe, tasks, work, workers, report)
         with cluster(workers):

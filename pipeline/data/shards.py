@@ -25,7 +25,7 @@ _AGAIN = "remove the directory and prepare it again"
 VERSION = 1  # of the manifest; raise it whenever older readers would misread
 
 MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+HEADER = struct.Struct("<9sQBQQ")
 DType = Literal["uint16", "int32"]
 _CODES: dict[DType, int] = {"uint16": 8, "int32": 4}
 
@@ -183,7 +183,7 @@ def index_bytes(lengths: Sequence[int], dtype: DType) -> bytes:
     np.cumsum(sizes[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= np.dtype(dtype).itemsize
     ends = np.arange(count + 1, dtype=np.int64)
-    header = _HEADER.pack(MAGIC, 1, _CODES[dtype], count, count + 1)
+    header = HEADER.pack(MAGIC, 1, _CODES[dtype], count, count + 1)
     return header + sizes.tobytes() + offsets.tobytes() + ends.tobytes()
 
 
@@ -230,7 +230,7 @@ class Corpus:
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Tokens of each document of the shard, its end included."""
-        return np.fromfile(self.path / f"{shard.name}.idx", np.int32, shard.documents, offset=_HEADER.size)
+        return np.fromfile(self.path / f"{shard.name}.idx", np.int32, shard.documents, offset=HEADER.size)
 
     def _check_tokenizer(self) -> None:
         info = self.manifest.tokenizer
@@ -245,7 +245,7 @@ class Corpus:
 
     def _check(self, shard: Shard, verify: bool) -> None:
         itemsize = np.dtype(self.manifest.dtype).itemsize
-        index_size = _HEADER.size + 20 * shard.documents + 8
+        index_size = HEADER.size + 20 * shard.documents + 8
         bin_file = ("bin", shard.tokens * itemsize, shard.bin_hash)
         for suffix, size, known in (bin_file, ("idx", index_size, shard.idx_hash)):
             path = self.path / f"{shard.name}.{suffix}"

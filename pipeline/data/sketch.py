@@ -30,7 +30,6 @@ BAND = np.dtype([("key", "u8"), ("document", "u4")])
 class Sketched(Frozen):
     """The record of a finished sketch."""
 
-    items: int
     stages: tuple[Stage, ...]
     malformed: tuple[tuple[str, int, str], ...]
 
@@ -51,7 +50,6 @@ def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
                 grams = shingles(document.raw, near.ngram)
                 bands.append(band_keys(grams, near))
                 bottoms.append(bottom(grams))
-    stages = ledger.stages()
     exact = np.zeros(len(digests), EXACT)
     pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
     exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(digests))
@@ -70,8 +68,7 @@ def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
     for suffix, array in arrays.items():
         save(stem.with_suffix(f".{suffix}.npy"), array, flush_name=False)
     sync_directory(stem.parent)
-    read = stages[0].documents_in if stages else 0
-    record = Sketched(items=read, stages=stages, malformed=tuple(ledger.malformed))
+    record = Sketched(stages=ledger.stages(), malformed=tuple(ledger.malformed))
     save(stem.with_suffix(".json"), record.model_dump_json().encode(), flush_name=False)
     return record
 
