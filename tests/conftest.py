@@ -28,7 +28,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launch(
-    *arguments: object, code: int = 0, cwd: Path | None = None, timeout: float = 280, **env: str
+    *arguments: object, code: int = 0, cwd: Path | None = None, timeout: float = 800, **env: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end and hold its exit code."""
     done = subprocess.run(
@@ -46,7 +46,7 @@ def worlds(jobs: list[dict], tmp_path: Path) -> None:
     plan.write_text(json.dumps(jobs, default=str))
     env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "tests.worlds", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=env)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 

@@ -29,7 +29,7 @@ LIMIT_KIB = 3 << 20
 def limited(*arguments):
     return subprocess.run(
         ["bash", "-c", f'ulimit -d {LIMIT_KIB}; exec "$@"', "limited", *command(*arguments)],
-        capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=280,
+        capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=800,
     )  # fmt: skip
 
 

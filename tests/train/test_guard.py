@@ -29,7 +29,7 @@ STEPS, BAD = 27, (2, 20, 21, 22)
 def forked(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", f"tests.train.{module}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=290)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=800)
 
 
 def step(number: int, loss: float = 3.0, norm: float = 1.0) -> dict:

@@ -70,7 +70,6 @@ def undisturbed(few, tmp_path_factory) -> Path:
     return runs
 
 
-@pytest.mark.timeout(900)  # a busy box; alone it takes a tenth
 @pytest.mark.parametrize("case", CASES)
 def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, undisturbed, tmp_path, case):
     """Faults at random steps, each past another checkpoint and the first of them before any, and in every phase."""
