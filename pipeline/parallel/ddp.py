@@ -72,8 +72,7 @@ class DDPEngine:
 
     def held(self) -> Held:
         parameters = list(self._model.parameters())
-        buffers = [b for b in self._model.buffers() if b.is_floating_point()]
-        return Held([*buffers, *parameters], [], [p.grad for p in parameters if p.grad is not None])
+        return Held([*self._model.buffers(), *parameters], [], [p.grad for p in parameters if p.grad is not None])
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         module, replica = self._accelerator.unwrap_model(self._model), (self._world.rank, self._world.size)

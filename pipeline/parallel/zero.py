@@ -177,7 +177,7 @@ class ZeroEngine:
 
     def held(self) -> Held:
         module, wrapper = self._engine.module, self._optimizer
-        buffers = [b for b in module.buffers() if b.is_floating_point()]
+        buffers = list(module.buffers())
         if self._zero == 3:  # no rank has a copy of another's weights
             return Held(buffers, [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None], [])
         if self._zero:

@@ -128,6 +128,7 @@ def settle(request: Request, devices: Devices) -> Settled:
     if run.exists and not fresh:
         if not request.resume:
             raise _taken(run)
+        _check_disk(config, run.path)
         return Settled(run, config, None, note=note)
     _check_disk(config, run.path)
     train = corpus.manifest.splits["train"]
@@ -136,7 +137,7 @@ def settle(request: Request, devices: Devices) -> Settled:
         tokenizer=corpus.manifest.tokenizer.fingerprint,
         bytes_per_token=train.bytes / train.tokens,
         peak_flops=config.cluster.peak_flops,
-    )
+    ) | {"world": request.nproc}
     if request.branch is not None and not run.exists:
         about["branch"] = {"of": str(request.branch), "step": meeting(config, RunDir(request.branch))}
     return Settled(run, config, about, fresh, note)
@@ -159,6 +160,7 @@ def _again(request: Request, devices: Devices) -> Settled:
     )
     config, note = _fit(config, reload(run.config), request, devices)
     if not run.finished:
+        _check_disk(config, run.path)
         same_data(config, _corpus(Path(config.data.dir or ".")))
     return Settled(run, config, None, note=note)
 
@@ -241,12 +243,12 @@ def _trained(config: RunConfig, **how: int | Auto) -> RunConfig:
 
 def _check_disk(config: RunConfig, path: Path) -> None:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    # one more than is kept: the next is whole before the oldest goes
-    need = (config.train.keep_last + 1) * account.checkpoint_bytes(config.model)
-    free = shutil.disk_usage(there).free
+    # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
+    more = max(1, config.train.keep_last + 1 - len(list(RunDir(path).checkpoints.glob("step-*"))))
+    need, free = more * account.checkpoint_bytes(config.model), shutil.disk_usage(there).free
     if need > free:
         raise RunError(
-            f"--out {path}: {config.train.keep_last + 1} checkpoints need {_size(need)} and "
+            f"--out {path}: {more} checkpoint{'s' if more > 1 else ''} need{'' if more > 1 else 's'} {_size(need)} and "
             f"{_size(free)} are free; make room, choose another disk, or --set train.keep_last=1"
         )
 

@@ -90,9 +90,10 @@ class RunDir:
 
     @property
     def world(self) -> int | None:
-        """How many processes trained it last."""
-        worlds = [int(record["world"]) for record in read(self.log) if "world" in record]
-        return worlds[-1] if worlds else None
+        """How many processes trained it last, or were to."""
+        begun = self.path / "run.json"
+        worlds = [json.loads(begun.read_bytes()).get("world")] if begun.exists() else [None]
+        return [*worlds, *(int(record["world"]) for record in read(self.log) if "world" in record)][-1]
 
     def claim(self) -> int:
         """Hold the directory for this launcher, before anything is in it: of two first launches one is refused."""

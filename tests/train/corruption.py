@@ -176,6 +176,15 @@ def looped(save: bool) -> str:
     return ""
 
 
+def routed(zero: int) -> str:
+    """What is said of a flip in a router's balancing counts, which every rank must have alike."""
+    worker: Any = engine(config("deepspeed", zero, 2), WORLD)
+    replicas = Replicas(worker, WORLD, 2)
+    if WORLD.rank == 1:
+        flip([worker.module.routers()[0].steps], random.Random(zero))
+    return str(replicas.blame(1)) if WORLD.sum([], first=replicas.look()).any() else ""
+
+
 def war(world: World) -> None:
     global WORLD
     WORLD, each = world, int(sys.argv[1]) // len(LAYOUTS)
@@ -183,6 +192,7 @@ def war(world: World) -> None:
         skipped={f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS},
         caught={str(layout): flips(each, *layout) for layout in [*LAYOUTS, *SHARED]},
         looped=[looped(save=False), looped(save=True)],
+        routed=[routed(1), routed(3)],
     )
 
 

@@ -5,11 +5,13 @@ import math
 import os
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +109,7 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
     assert set(seen["caught"].values()) == {10}, seen["caught"]
     assert seen["alarms"] == []
     assert all("the weights of rank 1 changed" in told for told in seen["looped"]), seen["looped"]
+    assert all("the weights of rank 1 differ" in told for told in seen["routed"]), seen["routed"]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,15 @@ def made(corpus: Path, out: Path, nproc: int) -> Path:
             "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
     wish = Request("tiny", "dense", corpus, out, nproc, sets=sets)
     return settle(wish, Devices(0, 2**34, "CPU")).commit().run.path
+
+
+def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_save(corpus, tmp_path, monkeypatch):
+    run = made(corpus, tmp_path / "four", nproc=4)
+    assert RunDir(run).world == 4  # though it has logged nothing
+    settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(RunError, match=r"checkpoints need .* are free; make room"):
+        settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
 
 
 def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
