@@ -19,7 +19,7 @@ from pipeline.data import synthetic
 from pipeline.data.claim import WORK, claimed, finished, publish
 from pipeline.data.cluster import cluster, run
 from pipeline.data.dedup import deduplicate
-from pipeline.data.files import save
+from pipeline.data.files import replacing, save
 from pipeline.data.mixture import check, mixed
 from pipeline.data.normalise import normalise
 from pipeline.data.piece import Task
@@ -30,7 +30,7 @@ from pipeline.data.shards import VERSION, Corpus, Manifest, SourceShare, Split, 
 from pipeline.data.shingles import shingles
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
-from pipeline.data.stages import total
+from pipeline.data.stages import Position, total
 from pipeline.data.tokenize import CONVERTED, MODEL, SPLITS, Done, tokenize
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -93,7 +93,7 @@ def prepare(
             counted = _deduplicate(job, malformed_share)
             done = _tokenize(job, held_out, dedup=counted is not None)
         stages = total([counted or (), *(d.stages for d in done)])
-        _check_read(job, stages, [m for d in done for m in d.malformed], malformed_share)
+        _check_read(job, stages, [d.malformed for d in done], malformed_share)
         manifest = _manifest(job, done, stages, tokenizer, fingerprint)
         shards = [f"{s.name}.{suffix}" for d in done for s in d.shards.values() for suffix in ("bin", "idx")]
         publish(work, out, [*shards, *_set_aside(job, done), MODEL], arguments)
@@ -151,9 +151,9 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
         return tuple(Stage.model_validate(stage) for stage in json.loads(books.read_text()))
     stems = [job.work / f"sketch-{name}" for name in job.names]
     calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
-    sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".json") for stem in stems], Sketched)
+    sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".done.json") for stem in stems], Sketched)
     stages = total(s.stages for s in sketched)
-    _check_read(job, stages, [m for s in sketched for m in s.malformed], malformed_share)
+    _check_read(job, stages, [s.malformed for s in sketched], malformed_share)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
     save(books, json.dumps([stage.model_dump() for stage in stages]).encode())
@@ -167,7 +167,7 @@ def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Done]:
         (task, name, job.work, job.recipe, held_out, keep)
         for task, name, keep in zip(job.tasks, job.names, keeps, strict=True)
     ]
-    return _finish(job, "tokenize", tokenize, calls, [job.work / f"{name}.json" for name in job.names], Done)
+    return _finish(job, "tokenize", tokenize, calls, [job.work / f"{name}.done.json" for name in job.names], Done)
 
 
 def _finish(
@@ -194,13 +194,13 @@ def _finish(
     return [found[i] for i in range(len(calls))]
 
 
-def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[tuple[str, int, str]], share: float) -> None:
+def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[Position | None], share: float) -> None:
     if not stages:
         shutil.rmtree(job.work)
         raise _empty(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:
-        path, position, reason = named[0]
+        path, position, reason = next(filter(None, named))
         raise DataError(
             f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than malformed-share={share}; "
             f"the first is {path} at {position:,}: {reason}; mend the input or raise --malformed-share"
@@ -209,10 +209,13 @@ def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[tuple[str, in
 
 def _set_aside(job: Job, done: Sequence[Done]) -> list[str]:
     """The file with the positions of what was malformed, for whoever wants to mend the input; if anything was."""
-    lines = [json.dumps({"path": p, "position": n, "reason": r}) for d in done for p, n, r in d.malformed]
-    if lines:
-        save(job.work / ASIDE, "\n".join([*lines, ""]).encode())
-    return [ASIDE] if lines else []
+    parts = [job.work / f"{name}.malformed" for name, d in zip(job.names, done, strict=True) if d.malformed]
+    if parts:
+        with replacing(job.work / ASIDE) as whole:
+            for part in parts:
+                with part.open("rb") as lines:
+                    shutil.copyfileobj(lines, whole)
+    return [ASIDE] if parts else []
 
 
 def _manifest(

@@ -17,7 +17,7 @@ from pipeline.data.piece import Task
 from pipeline.data.recipe import Near, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
-from pipeline.data.stages import Ledger, before_dedup, unique
+from pipeline.data.stages import Ledger, Position, before_dedup, unique
 from pipeline.files import sync_directory
 
 BOTTOM = 512  # smallest shingle hashes kept per document: exact Jaccard up to that many shingles, ±0.02 beyond
@@ -31,7 +31,7 @@ class Sketched(Frozen):
     """The record of a finished sketch."""
 
     stages: tuple[Stage, ...]
-    malformed: tuple[tuple[str, int, str], ...]
+    malformed: Position | None
 
 
 def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
@@ -68,8 +68,8 @@ def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
     for suffix, array in arrays.items():
         save(stem.with_suffix(f".{suffix}.npy"), array, flush_name=False)
     sync_directory(stem.parent)
-    record = Sketched(stages=ledger.stages(), malformed=tuple(ledger.malformed))
-    save(stem.with_suffix(".json"), record.model_dump_json().encode(), flush_name=False)
+    record = Sketched(stages=ledger.stages(), malformed=ledger.malformed)
+    save(stem.with_suffix(".done.json"), record.model_dump_json().encode(), flush_name=False)
     return record
 
 

@@ -4,8 +4,9 @@ read → normalise → filter → dedup → decontaminate. None knows what runs 
 task, dedup.py says between the two which documents stay.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
 
 DOCUMENTS = 1024  # in a batch at most, and about a megabyte of text
-POSITIONS = 100  # malformed documents a task names one by one; all are counted
 
 
 class Document(NamedTuple):
@@ -31,14 +31,16 @@ class Document(NamedTuple):
 
 
 Batch = list[Document]
+Position = tuple[str, int, str]  # path, byte or row, what is malformed there
 
 
 class Ledger:
-    """Documents and bytes into a stage, kept and dropped, with the reasons."""
+    """Documents and bytes into a stage, kept and dropped, with the reasons; what is malformed is listed in a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, aside: BinaryIO | None = None) -> None:
         self._books: dict[str, dict[str, list[int]]] = {}  # stage → reason ("": kept) → documents, bytes in, bytes on
-        self.malformed: list[tuple[str, int, str]] = []  # path, position, reason
+        self._aside = aside
+        self.malformed: Position | None = None  # the first
 
     def keep(self, stage: str, documents: int, bytes_in: int, bytes_kept: int) -> None:
         self._add(stage, "", documents, bytes_in, bytes_kept)
@@ -46,6 +48,13 @@ class Ledger:
     def drop(self, stage: str, reason: str, documents: int, size: int) -> None:
         self._add(stage, "", 0, 0, 0)
         self._add(stage, reason, documents, size, 0)
+
+    def set_aside(self, found: Malformed) -> None:
+        self.drop("read", "malformed", 1, found.bytes)
+        place = {"path": found.path, "position": found.position, "reason": found.reason}
+        self.malformed = self.malformed or (found.path, found.position, found.reason)
+        if self._aside:
+            self._aside.write(json.dumps(place).encode() + b"\n")
 
     def _add(self, stage: str, reason: str, *counts: int) -> None:
         found = self._books.setdefault(stage, {}).setdefault(reason, [0, 0, 0])
@@ -107,9 +116,7 @@ def batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
     size = 0
     for item, found in enumerate(found for piece in task for found in read(piece, key)):
         if isinstance(found, Malformed):
-            ledger.drop("read", "malformed", 1, found.bytes)
-            if len(ledger.malformed) < POSITIONS:
-                ledger.malformed.append((found.path, found.position, found.reason))
+            ledger.set_aside(found)
             continue
         raw = found.encode()
         if not found or found.isspace():

@@ -15,11 +15,11 @@ import xxhash
 
 from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
-from pipeline.data.files import save
+from pipeline.data.files import replacing, save
 from pipeline.data.piece import Task
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
-from pipeline.data.stages import Batch, Ledger, after_dedup, before_dedup, decontaminated
+from pipeline.data.stages import Batch, Ledger, Position, after_dedup, before_dedup, decontaminated
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.files import sync_directory
 
@@ -34,28 +34,29 @@ class Done(Frozen):
     source: str
     shards: dict[str, Shard]
     stages: tuple[Stage, ...]
-    malformed: tuple[tuple[str, int, str], ...]
+    malformed: Position | None  # the first; all are in NAME.malformed
 
 
 def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path | None, keep: Path | None) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
-    ledger = Ledger()
-    earlier = ledger if keep is None else Ledger()  # what comes before dedup was counted then
     tokenizer = _tokenizer(folder)
     dtype = dtype_for(tokenizer.vocab)
     taken = tuple(piece for piece in task if piece.kind == "megatron")
     text = tuple(piece for piece in task if piece.kind != "megatron")
-    texts = after_dedup(text, recipe, np.load(keep), earlier) if keep else before_dedup(text, recipe, earlier)
-    if recipe.decontaminate and held_out:
-        n, grams = recipe.decontaminate.ngram, np.load(held_out)
-        texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
-    tokens = chain(_already_encoded(taken, tokenizer, ledger), (encoded(batch, tokenizer, dtype) for batch in texts))
-    shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
+    with replacing(folder / f"{name}.malformed", flush_name=False) as aside:
+        earlier = Ledger(aside)
+        ledger = earlier if keep is None else Ledger()  # what comes before dedup was counted then
+        texts = after_dedup(text, recipe, np.load(keep), earlier) if keep else before_dedup(text, recipe, earlier)
+        if recipe.decontaminate and held_out:
+            n, grams = recipe.decontaminate.ngram, np.load(held_out)
+            texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
+        encodings = (encoded(batch, tokenizer, dtype) for batch in texts)
+        tokens = chain(_already_encoded(taken, tokenizer, ledger), encodings)
+        shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
     sync_directory(folder)
-    malformed = tuple(earlier.malformed)
-    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=malformed)
+    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=earlier.malformed)
     # Should a power cut take its name, the task runs again.
-    save(folder / f"{name}.json", done.model_dump_json().encode(), flush_name=False)
+    save(folder / f"{name}.done.json", done.model_dump_json().encode(), flush_name=False)
     return done
 
 

@@ -100,7 +100,7 @@ def test_only_what_is_missing_is_done(tmp_path: Path, tokenizer: Tokenizer) -> N
     kept = shard.stat().st_ino
     sources[1].write_bytes(good)
     os.utime(sources[1], ns=(stamp, stamp))
-    [record] = out.glob(".work/*/00001.json")
+    [record] = out.glob(".work/*/00001.done.json")
     record.unlink()
     (record.parent / "train-00002.bin.dead.part").write_bytes(b"left by a killed writer")
     make(sources, out, tokenizer)
@@ -126,17 +126,24 @@ def test_built_in_corpora(tmp_path: Path) -> None:
         assert (share.entropy_nats_per_byte is not None) == (source == "synthetic")
 
 
-def test_malformed_documents_are_counted_and_set_aside(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
-    size = source.stat().st_size
-    with source.open("ab") as file:
-        file.write(b'{"text": "\xff"}\n{"text": "   "}\n')
-    manifest = make([source], tmp_path / "out", tokenizer)
-    [stage] = manifest.stages  # the others are off
-    assert stage.dropped == {"malformed": (1, 14), "empty": (1, 3)}
-    assert (stage.documents_in, stage.documents_kept) == (202, 200)
-    [aside] = map(json.loads, (tmp_path / "out" / "malformed.jsonl").read_text().splitlines())
-    assert aside == {"path": str(source), "position": size + 10, "reason": "not UTF-8"}
+@pytest.mark.parametrize("dedup", [{}, {"exact": True}])
+def test_malformed_documents_are_counted_and_set_aside(
+    tmp_path: Path, tokenizer: Tokenizer, dedup: dict[str, bool]
+) -> None:
+    """Every one with its position, task after task, however many a task meets."""
+    sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(200, seed=i)) for i in range(2)]
+    size = sources[0].stat().st_size
+    sources[0].open("ab").write(b'{"text": "\xff"}\n{"text": "   "}\n')
+    last = sources[1].stat().st_size
+    sources[1].open("ab").write(b"{}\n" * 150)
+    recipe = with_tokenizer(sources, tokenizer, dedup=dedup)
+    manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model, malformed_share=0.5)
+    stage = manifest.stages[0]
+    assert stage.dropped == {"malformed": (151, 14 + 450), "empty": (1, 3)}
+    assert (stage.documents_in, stage.documents_kept) == (552, 400)
+    first, *rest = map(json.loads, (tmp_path / "out" / "malformed.jsonl").read_text().splitlines())
+    assert first == {"path": str(sources[0]), "position": size + 10, "reason": "not UTF-8"}
+    assert [(line["path"], line["position"]) for line in rest] == [(str(sources[1]), last + 3 * i) for i in range(150)]
 
 
 def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
