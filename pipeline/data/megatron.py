@@ -44,11 +44,17 @@ class Index:
         offsets = np.frombuffer(raw, np.int64, sequences, HEADER.size + 4 * sequences)
         # A document is one sequence or several; boundaries count sequences.
         ends = np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * sequences)
+        sizes = lengths * self.dtype.itemsize
+        whole = boundaries > 0 and ends[0] == 0 and ends[-1] == sequences and (np.diff(ends) >= 0).all()
+        if not whole or (lengths < 0).any() or (offsets < 0).any() or (offsets % self.dtype.itemsize).any():
+            raise DataError(f"{path}: lengths, offsets or document ends that cannot be: damaged; copy it again")
+        if (offsets > size - sizes).any():
+            raise DataError(f"{data}: {size:,} bytes are fewer than its index says; copy it again")
         starts = ends[:-1][ends[1:] > ends[:-1]]
+        if np.setdiff1d(np.flatnonzero(np.diff(offsets) != sizes[:-1]) + 1, starts).size:
+            raise DataError(f"{path}: the sequences of a document do not follow each other: damaged; copy it again")
         self.lengths = np.add.reduceat(lengths, starts) if len(starts) else lengths[:0]
         self.offsets = offsets[starts]
-        if len(starts) and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize > size:
-            raise DataError(f"{data}: {size:,} bytes are fewer than its index says; copy it again")
 
 
 def pieces(source: str, path: Path, stamp: int) -> Iterator[Piece]:

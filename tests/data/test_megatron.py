@@ -100,6 +100,26 @@ def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) 
     fails("holds tokens, not text", good, model=None)
     for stage in ({"dedup": {"exact": True}}, {"normalise": {"pii": True}}, {"filters": {"quality": {}}}):
         fails("holds tokens, not text", good, **stage)
+    # Each number of the index in turn: lengths 3 2 1 at 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
+    three = write_megatron(tmp_path / "three", [[[5, 6, 7], [8, 9]], [[4]]])
+    whole = three.read_bytes()
+    for at, code, number, says in (
+        (34, "<i", -1, "damaged"),
+        (42, "<i", 2, "three.bin: 24 bytes are fewer"),
+        (62, "<q", -4, "damaged"),
+        (62, "<q", 18, "damaged"),
+        (46, "<q", 2**62, "three.bin: 24 bytes are fewer"),
+        (54, "<q", 8, "do not follow"),
+        (70, "<q", 1, "damaged"),
+        (78, "<q", 9, "damaged"),
+        (78, "<q", -1, "damaged"),
+        (86, "<q", 2, "damaged"),
+        (86, "<q", 2**40, "damaged"),
+    ):
+        broken = bytearray(whole)
+        struct.pack_into(code, broken, at, number)
+        three.write_bytes(broken)
+        fails(says, three)
     data = good.with_suffix(".bin")
     data.write_bytes(data.read_bytes()[:-1])
     fails("fewer than its index says", good)
