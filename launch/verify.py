@@ -34,7 +34,8 @@ def verify(
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
-    """Run every layout for some steps beside one plain torch process; exit 1 where they differ.
+    """Run every layout for some steps beside one plain torch process and beside Accelerate's run, the referee; exit 1
+    where they differ.
 
     The last row is a control with a deliberate error, which must be caught."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -75,14 +76,13 @@ def verify(
 
 def _print(outcome: "Outcome", *, first: bool) -> None:
     if first:
-        print(f"{'layout':<27} {'loss':>7} {'norm':>7} {' '.join(f'{g:>9}' for g in outcome.gradients)}  tokens")
+        groups = " ".join(f"{group:>9}" for group in outcome.gradients)
+        print(f"{'layout':<27} {'loss':>7} {'norm':>7} {groups}  referee  tokens")
     if outcome.control:
         verdict = "caught" if outcome.passed else "NOT CAUGHT"
     else:
         verdict = "pass" if outcome.passed else f"FAIL: above {outcome.bound:.0e}"
     by_group = " ".join(f"{difference:>9.1e}" for difference in outcome.gradients.values())
-    said = "same" if outcome.tokens else "DIFFER"
-    print(
-        f"{outcome.layout:<27} {outcome.loss:>7.1e} {outcome.grad_norm:>7.1e} {by_group}  {said:<6}  {verdict}",
-        flush=True,
-    )
+    referee = "" if outcome.referee is None else f"{outcome.referee:.1e}"
+    said = f"{referee:>7}  {'same' if outcome.tokens else 'DIFFER':<6}  {verdict}"
+    print(f"{outcome.layout:<27} {outcome.loss:>7.1e} {outcome.grad_norm:>7.1e} {by_group}  {said}", flush=True)

@@ -53,13 +53,16 @@ class Layout:
         return stage + f" ep {self.ep}" * (self.ep > 1) + f" sp {self.sp}" * (self.sp > 1)
 
 
+REFEREE = Layout(0, engine="accelerate")
+
+
 def layouts(config: RunConfig, nproc: int) -> list[Layout]:
-    """Every one that these processes can take, the referee, and the negative control."""
+    """The referee, every one that these processes can take, and the negative control."""
     eps, sps = config.model.degrees(nproc), config.model.shares(nproc)
     least = config.parallel.offload.least_zero
     found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
     if config.train.dtype == "fp32" and not least:
-        found += [Layout(0, 1, sp, "accelerate") for sp in sps]
+        found = [*(Layout(0, 1, sp, "accelerate") for sp in sps), *found]
     return [*found, Layout(max(1, least), eps[-1], control=True)]
 
 
@@ -72,10 +75,11 @@ class Outcome:
     tokens: bool  # every rank saw its rows of the same batches
     bound: float
     control: bool
+    referee: float | None = None  # the largest difference of all these from accelerate's run, where it ran
 
     @property
     def differs(self) -> bool:
-        worst = max(self.loss, self.grad_norm, *self.gradients.values(), key=weight)
+        worst = max(self.loss, self.grad_norm, *self.gradients.values(), self.referee or 0.0, key=weight)
         return not (worst <= self.bound and self.tokens)
 
     @property
@@ -84,8 +88,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The reference: one process, every row."""
+class Run:
+    """What others are held against: one process with every row, or the referee."""
 
     losses: list[float]
     norms: list[float]
@@ -98,7 +102,7 @@ def weight(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def plain(config: RunConfig, device: torch.device) -> Plain:
+def plain(config: RunConfig, device: torch.device) -> Run:
     assert config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
@@ -128,16 +132,17 @@ def plain(config: RunConfig, device: torch.device) -> Plain:
         balance(model, routings, alone)
         losses.append(sum(nlls) / len(nlls))
         hashes.append(batch.hash)
-    return Plain(losses, norms, gradients, hashes)
+    return Run(losses, norms, gradients, hashes)
 
 
-def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -> Outcome:
+def held_against(config: RunConfig, wanted: Sequence[Run], layout: Layout, world: World) -> tuple[Outcome, Run]:
+    """By how much it differs from the plain run, and from the referee's if that is known; and what it gave."""
     over = {"parallel": {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}}
     config = validate(RunConfig, merge(config.model_dump(), over))
     lr = config.optim.lr
     assert isinstance(lr, float) and config.train.dtype in BOUND
-    worker = engine(config, world)
-    losses, norms, tokens, found = [], [], True, list[dict[str, float]]()
+    worker, mine, tokens = engine(config, world), Run([], [], [], []), True
+    found: list[list[dict[str, float]]] = []  # by step, against each
     compared = STEPS if config.train.dtype == "fp32" else 1
     if layout.control:  # at the last step that is compared: those before it are as they should be
         part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
@@ -146,41 +151,40 @@ def held_against(config: RunConfig, want: Plain, layout: Layout, world: World) -
                 parameter.register_hook(lambda grad: grad * (factor if len(found) == compared - 1 else 1.0))  # type: ignore[no-untyped-call]
 
     def look(_nll: Tensor, _norm: Tensor) -> bool:
-        if len(found) < compared:
-            found.append(_differences(worker.gradients(), want.gradients[len(found)], worker.module))
+        if (step := len(found)) < compared:
+            gradients = {name: gradient.to("cpu", copy=True) for name, gradient in worker.gradients()}
+            found.append([_differences(gradients, want.gradients[step], worker.module) for want in wanted])
+            mine.gradients.append(gradients if layout == REFEREE else {})
         return True
 
     for step in range(STEPS):
         batch = _batch(config, step, world)
         update = worker.update(cut(batch, config, world), lr, look)
-        losses.append(world.sum([], first=update.nll).item() / world.size)
-        norms.append(float(update.grad_norm))
-        tokens &= sum(world.gather(batch.hash)) % 2**64 == want.hashes[step] * layout.sp % 2**64
+        mine.losses.append(world.sum([], first=update.nll).item() / world.size)
+        mine.norms.append(float(update.grad_norm))
+        tokens &= sum(world.gather(batch.hash)) % 2**64 == wanted[0].hashes[step] * layout.sp % 2**64
     everywhere = [each for steps in world.gather(found) for each in steps]
-    return Outcome(
-        layout.name,
-        max((abs(a - b) for a, b in zip(losses, want.losses, strict=True)), key=weight),
-        max((abs(a - b) / b for a, b in zip(norms, want.norms, strict=True)), key=weight),
-        {group: max((each[group] for each in everywhere), key=weight) for group in found[0]},
-        tokens,
-        BOUND[str(config.train.dtype)],
-        layout.control,
-    )
+    losses, norms, groups = [], [], []
+    for at, want in enumerate(wanted):
+        losses.append(max((abs(a - b) for a, b in zip(mine.losses, want.losses, strict=True)), key=weight))
+        norms.append(max((abs(a - b) / b for a, b in zip(mine.norms, want.norms, strict=True)), key=weight))
+        groups.append({group: max((each[at][group] for each in everywhere), key=weight) for group in found[0][at]})
+    referee = max(losses[1], norms[1], *groups[1].values(), key=weight) if len(wanted) > 1 else None
+    bound = BOUND[str(config.train.dtype)]
+    return Outcome(layout.name, losses[0], norms[0], groups[0], tokens, bound, layout.control, referee), mine
 
 
-def _differences(
-    gradients: Iterator[tuple[str, Tensor]], want: dict[str, Tensor], module: torch.nn.Module
-) -> dict[str, float]:
+def _differences(gradients: dict[str, Tensor], want: dict[str, Tensor], module: torch.nn.Module) -> dict[str, float]:
     """The largest by group, over the largest gradient of the group."""
     shared = {name: p.expert for name, p in module.named_parameters() if hasattr(p, "expert")}
     off: dict[str, float] = {}
     size: dict[str, float] = {}
-    for name, gradient in gradients:
+    for name, gradient in gradients.items():
         whole = want[name]
         if name in shared:
             whole = whole[shared[name][0] : shared[name][0] + len(gradient.view(-1, *whole.shape[1:]))]
         group = _group(name)
-        difference = (gradient.float().cpu().view_as(whole) - whole.float()).abs().max().item()
+        difference = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
         off[group] = max(off.get(group, 0.0), difference, key=weight)
         size[group] = max(size.get(group, 0.0), want[name].abs().max().item())
     return {group: off[group] / max(size[group], 1e-12) for group in off}
@@ -236,8 +240,10 @@ def _rank(
     torch.set_num_threads(1)
     os.environ |= where[rank]
     world = World.from_environment(os.environ)
-    want = plain(config, world.device)
+    wanted = [plain(config, world.device)]
     for layout in layouts:
-        outcome = held_against(config, want, layout, world)
+        outcome, run = held_against(config, wanted, layout, world)
+        if layout == REFEREE:
+            wanted.append(run)
         if world.first:
             said.put(outcome)

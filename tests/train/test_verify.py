@@ -25,6 +25,8 @@ def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, 
     for row in real:
         assert row["passed"] and row["tokens"]
         assert max(row["loss"], row["grad_norm"], *row["gradients"].values()) < 1e-5
+        assert (row["referee"] is None) == (row["layout"].startswith("accelerate") or arch == "switch")
+        assert row["referee"] is None or 0 < row["referee"] < 1e-5
         assert {"experts", "router", "attention", "embedding", "head"} <= row["gradients"].keys()
     assert control["control"] and control["passed"]
     assert control["gradients"]["experts"] > 5e-3 and control["gradients"]["attention"] < 1e-5
@@ -47,11 +49,14 @@ def test_what_is_no_number_is_no_pass(where):
     assert Outcome(**row, **close).passed and not Outcome(**row, **wrong).passed
     assert not Outcome(**{**row, "control": True}, **close).passed  # an error that nobody saw
     assert not Outcome(**{**row, "tokens": False}, **close).passed
+    assert not any(Outcome(**row, **close, referee=far).passed for far in (2e-5, math.nan))
     weights = torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2, bias=False)})
     want, got = torch.ones(2, 2), torch.tensor([[math.nan, 1.0], [1.0, 1.0]])
-    assert math.isnan(_differences(iter([("head.weight", got)]), {"head.weight": want}, weights)["head"])
+    assert math.isnan(_differences({"head.weight": got}, {"head.weight": want}, weights)["head"])
 
 
 def test_an_unknown_layout_is_one_line():
     done = launch("verify", "--nproc", 2, "--layouts", "zero 7", code=2)
-    assert done.stderr.startswith("error: --layouts zero 7 is not one of: zero 0, ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: --layouts zero 7 is not one of: accelerate, ") and done.stderr.count("\n") == 1
+    )
