@@ -25,6 +25,7 @@ class Index:
             raw = path.read_bytes()
             data = path.with_suffix(".bin")
             size = data.stat().st_size
+            self.stamp = path.stat().st_mtime_ns + data.stat().st_mtime_ns + size
         except OSError as error:
             raise DataError(
                 f"{error.filename}: cannot be read ({error.strerror}); a corpus is a .bin and an .idx"
@@ -57,14 +58,14 @@ class Index:
         self.offsets = offsets[starts]
 
 
-def pieces(source: str, path: Path, stamp: int) -> Iterator[Piece]:
+def pieces(source: str, path: Path) -> Iterator[Piece]:
     index = Index(path)
     sizes = np.cumsum(index.lengths) * index.dtype.itemsize
     start = 0
     while start < len(sizes):
         before = int(sizes[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(sizes, before + PIECE_BYTES, side="right")))
-        yield Piece(source, "megatron", str(path), start, stop, int(sizes[stop - 1]) - before, stamp)
+        yield Piece(source, "megatron", str(path), start, stop, int(sizes[stop - 1]) - before, index.stamp)
         start = stop
 
 

@@ -35,7 +35,8 @@ def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int) -> list[
         if source in whole:
             raise DataError(f"source={source!r} is given twice; name it once (a mixture weight repeats it)")
         whole[source] = list(_limited(_inputs(source, limit_bytes, seed), source, limit_bytes))
-        for path in sorted({p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}):
+        named = {p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}
+        for path in sorted(named) or (hub.files(source) if source.startswith("hf:") else ()):
             real = os.path.realpath(path)
             if real in owner:
                 raise DataError(f"{path}: reached twice, by source={owner[real]!r} and {source!r}; name it once")
@@ -124,7 +125,7 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
         elif kind == "megatron":
             from pipeline.data import megatron
 
-            yield from megatron.pieces(source, path, stamp)
+            yield from megatron.pieces(source, path)
         elif path.suffix in (".gz", ".zst"):
             yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
         elif size:

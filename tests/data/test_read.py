@@ -92,6 +92,23 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     for source in (*named, f"hf:{tmp_path / 'saved'}", f"hf:{tmp_path / 'files'}:train"):
         tasks = plan([source], limit_bytes=None, seed=0)
         assert everything([piece for task in tasks for piece in task]) == texts
+    for again in (f"hf:{tmp_path}/saved:train", f"hf:{tmp_path}/../{tmp_path.name}/saved", f"{tmp_path}/saved/"):
+        with pytest.raises(DataError, match=rf"reached twice, by source='hf:{tmp_path}/saved' and '{again}'"):
+            plan([f"hf:{tmp_path}/saved", again], limit_bytes=None, seed=0)
+    hub = f"hf:{tmp_path}/files"
+    for again in (f"{hub}:train", f"{tmp_path}/files/1.jsonl"):
+        for sources in ([hub, again], [again, hub]):
+            with pytest.raises(DataError, match=r"reached twice"):
+                plan(sources, limit_bytes=None, seed=0)
+    before = plan([hub], limit_bytes=None, seed=0)
+    assert plan([hub], limit_bytes=None, seed=0) == before
+    write_jsonl(tmp_path / "files" / "1.jsonl", texts[20:30])
+    after = plan([hub], limit_bytes=None, seed=0)
+    assert after != before
+    (tmp_path / "files" / "1.jsonl").open("a").write("{}\n")
+    assert plan([hub], limit_bytes=None, seed=0) not in (before, after)
+    bad = [d for d in everything([piece for task in after for piece in task]) if isinstance(d, Malformed)]
+    assert [(d.path, d.position) for d in bad] == [(f"{hub} shard 1 of 3", 10)]
     for source in named:
         with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
             list(read(plan([source], limit_bytes=None, seed=0)[0][0], "body"))
