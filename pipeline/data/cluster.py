@@ -7,7 +7,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -86,7 +88,15 @@ def run(
     """
     import ray
 
-    remote = ray.remote(max_retries=3)(function)
+    here = Path.cwd()
+
+    @wraps(function)
+    def at_home(*call: Any) -> Result:
+        with suppress(OSError):  # a node without this folder reads absolute paths all the same
+            os.chdir(here)  # relative ones are the caller's, wherever the cluster was started
+        return function(*call)
+
+    remote = ray.remote(max_retries=3)(at_home)
     results: dict[int, Result] = {}
     flying: dict[Any, int] = {}
     waiting = iter(enumerate(calls))

@@ -84,6 +84,7 @@ def prepare(
         report("verify", 0, 1)
         manifest = Corpus.open(out, verify=True).manifest
         report("verify", 1, 1)
+        shutil.rmtree(out / WORK, ignore_errors=True)  # a kill between the manifest and this left it
         return manifest, True
     with claimed(out, fingerprint, say) as work:
         job = Job(recipe, tasks, work, workers, report)

@@ -62,8 +62,9 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
     first, first_stamp = make([source], out, tokenizer), source.stat().st_mtime_ns
     before = contents(out)
+    (out / ".work" / "x").mkdir(parents=True)  # killed behind the manifest
     again, reused = prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model)
-    assert reused and again == first
+    assert reused and again == first and not (out / ".work").exists()
     with pytest.raises(DataError, match=r"made with valid_share=0.01, now 0.3"):
         make([source], out, tokenizer, valid_share=0.3)
     other = Tokenizer(train(some_texts(300), 400))
@@ -82,6 +83,18 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     (out / "train-00000.bin").write_bytes(flipped)
     with pytest.raises(DataError, match=r"train-00000.bin: .*damaged"):
         make([source], out, tokenizer)
+
+
+def test_relative_paths_are_the_callers(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the cluster was started."""
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), some_texts(50)).open("ab").write(b"{\n")
+    (tmp_path / "hub").mkdir()
+    write_jsonl(Path("hub/b.jsonl"), some_texts(50, seed=1))
+    recipe = Recipe(sources=("a.jsonl", "hf:hub"), vocab_size=600, dedup={"exact": True})
+    manifest, _ = prepare(recipe, Path("out"), malformed_share=0.1)
+    assert manifest.stages[0].documents_kept == 100
+    assert json.loads((tmp_path / "out" / "malformed.jsonl").read_text())["path"] == "a.jsonl"
 
 
 def test_only_what_is_missing_is_done(tmp_path: Path, tokenizer: Tokenizer) -> None:
