@@ -108,7 +108,8 @@ def prepare(
         )
         for stage in manifest.stages:
             kept = f"kept {stage.documents_kept:>12,} of {stage.documents_in:,} documents"
-            print(f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes")
+            tokens = "" if stage.tokens is None else f", {stage.tokens:,} tokens"
+            print(f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes{tokens}")
             for reason, (documents, size) in stage.dropped.items():
                 print(f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}")
         for share in (share for share in manifest.sources if share.weight is not None):

@@ -23,7 +23,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "tokenizer": manifest.tokenizer.model_dump(),
         "splits": {name: _describe(corpus, split, tokenizer) for name, split in manifest.splits.items()},
         "sources": [source.model_dump() for source in manifest.sources],
-        "stages": [stage.model_dump() for stage in manifest.stages],
+        "stages": [stage.model_dump(exclude_none=True) for stage in manifest.stages],
         "checksums": "ok",
     }
 

@@ -229,6 +229,16 @@ def _manifest(
             f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} documents is left "
             f"({reasons}); check the text or loosen the filters"
         )
+    written = Split.of([shard for d in done for shard in d.shards.values()])
+    encoded = Stage(
+        name="tokenize",
+        documents_in=stages[-1].documents_kept,
+        bytes_in=stages[-1].bytes_kept,
+        documents_kept=written.documents,
+        bytes_kept=written.bytes,
+        dropped={},
+        tokens=written.tokens,
+    )
     return Manifest(
         version=VERSION,
         hash="",
@@ -237,7 +247,7 @@ def _manifest(
         dtype=dtype_for(tokenizer.vocab),
         splits={name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in SPLITS},
         sources=mixed([_share(name, done) for name in job.recipe.sources], job.recipe.mixture),
-        stages=tuple(stages),
+        stages=(*stages, encoded),
     )
 
 

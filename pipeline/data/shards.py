@@ -88,6 +88,7 @@ class Stage(Frozen):
     documents_kept: int
     bytes_kept: int
     dropped: dict[str, tuple[int, int]]  # reason → documents, bytes
+    tokens: int | None = None  # that tokenize made of it, document ends included
 
 
 class Manifest(Frozen):

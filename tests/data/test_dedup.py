@@ -180,8 +180,11 @@ def test_a_corpus_with_duplicates_across_files(
     assert len(set(found)) == len(found) == manifest.stages[-1].documents_kept
     # Greedy brute force and clusters differ only where similarity is not transitive, and a pair may be missed.
     assert len(set(found) ^ set(kept)) <= 0.05 * len(kept)
-    read, filtered, dedup = manifest.stages
-    assert (read.name, filtered.name, dedup.name) == ("read", "filter", "dedup")
+    read, filtered, dedup, encoded = manifest.stages
+    assert (read.name, filtered.name, dedup.name, encoded.name) == ("read", "filter", "dedup", "tokenize")
+    assert encoded.documents_in == dedup.documents_kept == encoded.documents_kept
+    assert encoded.bytes_in == dedup.bytes_kept == encoded.bytes_kept
+    assert encoded.tokens == sum(split.tokens for split in manifest.splits.values())
     assert filtered.dropped == {"words": (3, 15)}
     assert filtered.documents_kept == dedup.documents_in == len(order) - 3
     copies = len(order) - 3 - len({t for t in order if t != "short"})
@@ -205,7 +208,7 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
         valid_share=0,
     )
     manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
-    assert manifest.stages[-1].dropped == {"overlap": (1, len(texts[7].encode()))}
+    assert manifest.stages[-2].dropped == {"overlap": (1, len(texts[7].encode()))}
 
     # Behind dedup: of a tainted text and its copies one comes so far, and every stage counts what it drops itself.
     composed = " ".join(f"é{i}" for i in range(30))  # and decomposed in the held-out file: both are normalised
@@ -223,9 +226,9 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
         }
     )
     books = prepare(again, tmp_path / "again", model=tokenizer.model)[0].stages
-    assert [stage.name for stage in books] == ["read", "normalise", "filter", "dedup", "decontaminate"]
+    assert [stage.name for stage in books] == ["read", "normalise", "filter", "dedup", "decontaminate", "tokenize"]
     assert [before.documents_kept for before in books[:-1]] == [after.documents_in for after in books[1:]]
     assert [before.bytes_kept for before in books[:-1]] == [after.bytes_in for after in books[1:]]
     dropped = [{reason: documents for reason, (documents, _) in stage.dropped.items()} for stage in books]
-    assert dropped == [{}, {"empty": 1}, {"words": 1}, {"exact": 3, "near": 1}, {"overlap": 2}]
+    assert dropped == [{}, {"empty": 1}, {"words": 1}, {"exact": 3, "near": 1}, {"overlap": 2}, {}]
     assert Corpus.open(tmp_path / "again", verify=True).split("train").documents == books[-1].documents_kept
