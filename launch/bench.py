@@ -98,7 +98,7 @@ def train(
     import os
     import sys
 
-    from pipeline.choose import widen
+    from pipeline.choose import Room
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
     from pipeline.parallel.world import World, free_port, joining
@@ -121,7 +121,7 @@ def train(
     first: list[tuple[str, Any]] = []
     if auto_batch and loaded.train.micro_batch == "auto":
         here = Devices.here()
-        config, note = widen(config, world.size, here.memory_bytes, here.name, shared=not here.gpus)
+        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(config, world.size)
         first.append(("auto-batch", note))
     peer = None
     if compare is not None:

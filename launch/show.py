@@ -9,6 +9,7 @@ import typer
 
 from launch.examples import examples
 from pipeline import account, choose, layout
+from pipeline.config.change import flags
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.recipe import resolve
@@ -48,13 +49,12 @@ def show(
         return
     loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
     settled = resolve(loaded, ranks=gpus, gpu=True)
-    choose.check(settled, gpus)
     figures = _figures(settled, gpus)
     if settled.cluster.rates is not None:
         figures |= _layouts(choose.plan(settled, gpus, loaded.train.micro_batch))
         if figures["recommended"] is None and settled.cluster.memory_bytes:
-            more = choose.enough(settled, gpus, settled.cluster.memory_bytes)
-            figures["enough_gpus"] = more.ranks if more else None
+            more = choose.enough(settled, gpus, choose.Room(settled.cluster.memory_bytes))
+            figures["enough_gpus"] = next((layout.ranks for layout in more), None)
     print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
 
 
@@ -211,8 +211,8 @@ def _advice(f: dict[str, Any]) -> str:
     if (row := f["recommended"]) is None:
         return "no layout fits; take a smaller --size" + (f", or --gpus {n}" if (n := f["enough_gpus"]) else "")
     low, high = (row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
-    flags = layout.Layout(**row["layout"]).flags()
-    return f"take [bold]{flags}[/bold]: {_digits(low)} to {_digits(high)} s a step, from published runs (docs/SCALE.md)"
+    take = flags(layout.Layout(**row["layout"]).change())
+    return f"take [bold]{take}[/bold]: {_digits(low)} to {_digits(high)} s a step, from published runs (docs/SCALE.md)"
 
 
 def _digits(value: float) -> str:

@@ -2,16 +2,20 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from pipeline.account import params
+from pipeline.account import checkpoint_bytes, params
+from pipeline.config.change import Change, changed, flags
 from pipeline.config.frozen import Auto, Recompute
-from pipeline.config.load import load, names
+from pipeline.config.load import names
 from pipeline.config.schema import Offload, RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.layout import USABLE, Estimate, Layout, estimate, memory
-from pipeline.recipe import refuse
+from pipeline.recipe import mend, resolve
+
+Resized = Callable[[str], RunConfig]  # the same run in another size
 
 
 def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
@@ -32,29 +36,6 @@ def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) ->
     return [] if rest else [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
 
 
-def widen(
-    config: RunConfig, ranks: int, memory_bytes: int | None, device: str, *, shared: bool
-) -> tuple[RunConfig, str]:
-    """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
-    limits = []
-    if memory_bytes is not None:
-        limits.append((memory_bytes / ranks if shared else USABLE * memory_bytes, f"this {device}"))
-    if config.cluster.memory_bytes is not None:
-        limits.append((USABLE * config.cluster.memory_bytes, "cluster.memory_bytes"))
-    if not limits:
-        raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
-    have, whose = min(limits)
-    now = Layout.of(config, ranks)
-    micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
-    needs = {micro: memory(config, replace(now, micro_batch=micro)).total for micro in micros}
-    micro = max((micro for micro, need in needs.items() if need <= have), default=1)
-    train = config.train.model_copy(update={"micro_batch": micro})
-    return config.model_copy(update={"train": train}), (
-        f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB per rank, {whose} gives "
-        f"{have / 2**30:,.2f} GiB"
-    )
-
-
 def best(estimates: Sequence[Estimate]) -> Estimate:
     """The fastest that fits: of those within 1% of it, the smallest; and where none fits, the smallest of all."""
     fitting = [e for e in estimates if e.fits] or estimates
@@ -63,74 +44,136 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
     return min(near, key=lambda e: e.memory.total)
 
 
-def check(
-    config: RunConfig, ranks: int, *, memory_bytes: int | None = None, device: str = "GPU", shared: bool = False
-) -> None:
-    """Refuse, in one line that names the nearest layout that works, what cannot work on so many ranks. `shared`: they
-    share one memory, as on a CPU."""
-    now = Layout.of(config, ranks)
-    refuse(config, ranks)
-    if memory_bytes is None:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a device has for the ranks: each on its own GPU, or all in the one memory of a CPU."""
+
+    memory_bytes: int | None  # None: unknown from here
+    device: str = "GPU"
+    shared: bool = False
+
+    @property
+    def have(self) -> float:
+        return math.inf if self.memory_bytes is None else self.memory_bytes * (1 if self.shared else USABLE)
+
+    def need(self, config: RunConfig, layout: Layout) -> int:
+        """Of one rank, or of all that share it. What is offloaded to a CPU, or copied there to be saved, is still in
+        its memory."""
+        if not self.shared or config.parallel.offload.nvme:
+            return memory(config, layout).total * (layout.ranks if self.shared else 1)
+        held = memory(changed(config, {"parallel.offload": Offload()}), layout).total
+        return layout.ranks * held + checkpoint_bytes(config.model)
+
+    def fits(self, config: RunConfig, layout: Layout) -> bool:
+        return self.need(config, layout) <= self.have
+
+    def widen(self, config: RunConfig, ranks: int) -> tuple[RunConfig, str]:
+        """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
+        share, limits = ranks if self.shared else 1, []
+        if self.memory_bytes is not None:
+            limits.append((self.have / share, f"this {self.device}"))
+        if config.cluster.memory_bytes is not None:
+            limits.append((USABLE * config.cluster.memory_bytes, "cluster.memory_bytes"))
+        if not limits:
+            raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
+        have, whose = min(limits)
+        now = Layout.of(config, ranks)
+        micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
+        needs = {micro: self.need(config, replace(now, micro_batch=micro)) / share for micro in micros}
+        micro = max((micro for micro, need in needs.items() if need <= have), default=1)
+        return changed(config, {"train.micro_batch": micro}), (
+            f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB per rank, {whose} "
+            f"gives {have / 2**30:,.2f} GiB"
+        )
+
+
+def _mended(
+    config: RunConfig, ranks: int, room: Room, keep: bool
+) -> tuple[list[str], Change, int | None, RunConfig, str, Layout]:
+    """As `mend` has it, with the run that this makes: settled, memory apart, and how train.auto_batch chose."""
+    faults, take, more = mend(config, ranks, gpu=not room.shared, keep=keep)
+    ranks, asked, note = int(take.get("nproc", ranks)), changed(config, take), ""
+    settled = resolve(asked, ranks=ranks, gpu=not room.shared)
+    if asked.train.auto_batch and asked.train.micro_batch == "auto":
+        settled, note = room.widen(settled, ranks)
+    return faults, take, more, settled, note, Layout.of(settled, ranks)
+
+
+def fit(
+    config: RunConfig, ranks: int, room: Room, *, keep: bool = False, resized: Resized | None = None
+) -> tuple[RunConfig, str]:
+    """Every number settled for so many ranks, and how train.auto_batch chose; or a refusal, in one line that names the
+    nearest settings that are not refused."""
+
+    def accepts(take: Change) -> bool:
+        asked = resized(str(take["size"])) if resized and "size" in take else config
+        faults, *_, settled, _, now = _mended(changed(asked, take), int(take.get("nproc", ranks)), room, keep)
+        return not faults and room.fits(settled, now)
+
+    faults, take, more, settled, note, now = _mended(config, ranks, room, keep)
+    if not room.fits(settled, now):
+        faults.append(
+            f"size={config.model.size} needs about {room.need(settled, now) / 2**30:,.1f} GiB with "
+            f"{flags(now.change())} on {now.ranks} ranks and this {room.device} gives {room.have / 2**30:,.1f} GiB "
+            f"{'to all of them' if room.shared else 'to each'}"
+        )
+        if not (take := next(filter(accepts, _options(config, ranks, room, keep, resized)), {})):
+            raise ConfigError(f"{'; '.join(faults)}; nothing smaller fits either: take a machine with more memory")
+    if not faults:
+        return settled, note
+    verb = "take" if "size" in take else "try"
+    if int(take.get("nproc", 0)) > ranks:
+        verb = f"take {take.pop('nproc')} of them with"
+    also = f", or {more} ranks" if more and accepts({"nproc": more}) else ""
+    raise ConfigError(f"{'; '.join(faults)}; {verb} {flags(take)}{also}")
+
+
+def _options(config: RunConfig, ranks: int, room: Room, keep: bool, resized: Resized | None) -> Iterator[Change]:
+    """In this size, on more GPUs, and in the largest size below it that fits."""
+    yield from _nearest(config, ranks, room, keep)
+    _, take, _, settled, _, now = _mended(config, ranks, room, keep)
+    for more in () if room.shared else enough(settled, now.ranks, room):
+        yield {**take, **more.change(replace(now, micro_batch=-1)), "nproc": more.ranks}
+    if resized is None:
         return
-    have = memory_bytes if shared else int(USABLE * memory_bytes)
-    away = config.parallel.offload if config.parallel.offload.nvme else Offload()  # else it stays in a CPU's memory
-    where = config.parallel.model_copy(update={"offload": away})
-    held = config.model_copy(update={"parallel": where}) if shared else config
-
-    def need(layout: Layout) -> int:
-        return memory(held, layout).total * (ranks if shared else 1)
-
-    if need(now) <= have:
-        return
-    remedy = f"take {_smaller(config, now, have // (ranks if shared else 1))}"
-    if fitting := _nearest(config, now, lambda layout: need(layout) <= have):
-        remedy = f"try {fitting.flags(now)}"
-    elif not shared and (more := enough(config, ranks, memory_bytes)):
-        remedy = f"take {more.ranks} of them with {more.flags()}"
-    raise ConfigError(
-        f"size={config.model.size} needs about {need(now) / 2**30:,.1f} GiB with {now.flags()} on {ranks} ranks and "
-        f"this {device} gives {have / 2**30:,.1f} GiB{' to all of them' if shared else ' to each'}; {remedy}"
-    )
+    others = list[tuple[int, str]]()
+    for size in names("size"):
+        with suppress(UserError):  # what else is set need not go with every size
+            others.append((params(resized(size).model).total, size))
+    for _, size in sorted((o for o in others if o[0] < params(config.model).total), reverse=True):
+        yield from ({"size": size, **change} for change in _nearest(resized(size), ranks, room, keep))
 
 
-def _nearest(config: RunConfig, now: Layout, fits: Callable[[Layout], bool]) -> Layout | None:
-    """That fits with the fewest changes; the stage is changed before the micro-batch, ep, and what is recomputed, and
-    sequences are shared where nothing else helps."""
-    stages = range(now.zero, 4) if config.parallel.engine == "deepspeed" else [now.zero]
-    options = (
+def _nearest(config: RunConfig, ranks: int, room: Room, keep: bool) -> Iterator[Change]:
+    """What fits, with the fewest changes first; the stage is changed before the micro-batch, ep, and what is
+    recomputed, and sequences are shared where nothing else helps."""
+    _, take, _, config, _, now = _mended(config, ranks, room, keep)
+    whole = config.parallel.engine == "accelerate"
+    options = [
         Layout(now.ranks, zero, ep, micro, again, sp)
         for sp in config.model.shares(now.ranks)
-        for zero in stages
-        for ep in (config.model.degrees(now.ranks) if config.parallel.engine == "deepspeed" else [now.ep])
+        for zero in ([now.zero] if whole else range(now.zero, 4))
+        for ep in ([now.ep] if whole else config.model.degrees(now.ranks))
         for micro in micro_batches(config, now.ranks, sp)
         for again in {now.recompute, True}
-    )
+    ]
 
     def distance(option: Layout) -> tuple[float, ...]:
         again, ep, micro = option.recompute != now.recompute, option.ep != now.ep, option.micro_batch != now.micro_batch
         changes = again + ep + micro + (option.zero != now.zero)
         return abs(math.log(option.sp / now.sp)), changes, again, ep, micro, option.zero, -option.micro_batch
 
-    return next((option for option in sorted(options, key=distance) if fits(option)), None)
+    if any(room.fits(config, o) for o in options if o.micro_batch == 1 and o.recompute is True):  # the least of them
+        for option in sorted(options, key=distance):
+            if room.fits(config, option):
+                told = now if option.sp == now.sp else replace(now, micro_batch=-1)  # "auto" goes with sp
+                yield {**take, **option.change(told)}
 
 
-def _smaller(config: RunConfig, now: Layout, have: int) -> str:
-    """The largest size that some layout of these ranks can hold, and that layout."""
-    zero = 3 if config.parallel.engine == "deepspeed" else now.zero
-    least, fitting = Layout(now.ranks, zero, now.ep, 1, True, now.sp), {}
-    for size in names("size") if config.model.arch in names("arch") else ():
-        model = load(size=size, arch=config.model.arch).model
-        model = model.model_copy(update={"vocab": config.model.vocab, "seq": config.model.seq})
-        if memory(config.model_copy(update={"model": model}), least).total <= have:
-            fitting[params(model).total] = size
-    return f"--size {fitting[max(fitting)]} {least.flags(now)}".strip() if fitting else "a smaller --size"
-
-
-def enough(config: RunConfig, ranks: int, memory_bytes: int) -> Layout | None:
-    """The first doubling of the GPUs that cuts the batch and on which the smallest layout fits."""
-    for more in (n for n in (ranks << k for k in range(1, 11)) if config.rows * config.parallel.sp % n == 0):
-        for ep in config.model.degrees(more):
-            layout = Layout(more, 3, ep, 1, True, config.parallel.sp)
-            if memory(config, layout).total <= USABLE * memory_bytes:
-                return layout
-    return None
+def enough(config: RunConfig, ranks: int, room: Room) -> Iterator[Layout]:
+    """Doublings of the GPUs that cut the batch and on which the smallest layout fits."""
+    at = config.parallel
+    for more in (n for n in (ranks << k for k in range(1, 11)) if config.rows * at.sp % n == 0):
+        stages = [(at.zero, at.ep)] if at.engine == "accelerate" else [(3, ep) for ep in config.model.degrees(more)]
+        layouts = (Layout(more, zero, ep, 1, True, at.sp) for zero, ep in stages)
+        yield from (layout for layout in layouts if room.fits(config, layout))

@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 
 from pipeline import account
+from pipeline.config.change import Change
 from pipeline.config.frozen import Dtype, Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MoE
@@ -45,17 +47,12 @@ class Layout:
         at = config.parallel
         return cls(ranks, at.zero, at.ep, micro, config.train.recompute, at.sp)
 
-    def flags(self, before: "Layout | None" = None) -> str:
-        """As the command line says it: what differs from another layout, or from the defaults."""
-        spelled = {
-            "zero": f"--zero {self.zero}",
-            "ep": f"--ep {self.ep}",
-            "sp": f"--sp {self.sp}",
-            "micro_batch": f"--set train.micro_batch={self.micro_batch}",
-            "recompute": f"--set train.recompute={str(self.recompute).lower()}",
-        }
+    def change(self, before: "Layout | None" = None) -> Change:
+        """What differs from another layout, or from the defaults."""
         before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
-        return " ".join(text for key, text in spelled.items() if getattr(self, key) != getattr(before, key))
+        keys = ("zero", "ep", "sp", "train.micro_batch", "train.recompute")
+        pairs = ((key, *map(attrgetter(key.removeprefix("train.")), (self, before))) for key in keys)
+        return {key: mine for key, mine, other in pairs if mine != other}
 
 
 @dataclass(frozen=True, slots=True)

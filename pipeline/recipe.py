@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from pipeline.account import flops_per_token, params
+from pipeline.config.change import Change, flags
 from pipeline.config.frozen import Dtype
 from pipeline.config.load import merge, validate
 from pipeline.config.parts import MoE
@@ -19,8 +20,10 @@ _N0 = 108e6  # the size OLMo-core's ladder was tuned at
 
 
 def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
-    """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly."""
-    refuse(config, ranks, gpu=gpu)
+    """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly, all of it in one line."""
+    faults, take, more = mend(config, ranks, gpu=gpu)
+    if faults:
+        raise ConfigError(f"{'; '.join(faults)}; try {flags(take)}{f', or {more} ranks' if more else ''}")
     model, train, readers = config.model, config.train, ranks // config.parallel.sp
     count = params(model)
     n = count.active_non_embedding
@@ -50,27 +53,22 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     return validate(RunConfig, merge(config.model_dump(), over))
 
 
-def refuse(config: RunConfig, ranks: int, *, gpu: bool = False, keep: bool = False) -> None:
-    """What cannot be cut over so many ranks, all of it in one line, with the nearest settings against which nothing
-    stands. A run that goes on is to `keep` its batch, whatever else gives way."""
+def mend(config: RunConfig, ranks: int, *, gpu: bool, keep: bool = False) -> tuple[list[str], Change, int | None]:
+    """What stands against a layout, the nearest settings against which nothing does, and of how many more ranks this
+    is true as it is. A run that goes on is to `keep` its batch, whatever else gives way."""
     faults, take = _against(config, ranks, gpu=gpu)
-    if not faults:
-        return
     fewer = ranks
     while keep and fewer > 1 and "train.batch_tokens" in take:
         fewer -= 1
         take = {"nproc": fewer, **_against(config, fewer, gpu=gpu)[1]}
     asked = {"ep": config.parallel.ep, "sp": config.parallel.sp}.get(" ".join(take), 1)
     more = -(-ranks // asked) * asked
-    also = f", or {more} ranks" if more > ranks and not _against(config, more, gpu=gpu)[0] else ""
-    flags = (f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in take.items())
-    raise ConfigError(f"{'; '.join(faults)}; try {' '.join(flags)}{also}")
+    return faults, take, more if more > ranks and not _against(config, more, gpu=gpu)[0] else None
 
 
-def _against(config: RunConfig, ranks: int, *, gpu: bool) -> tuple[list[str], dict[str, int | str]]:
-    """What stands against a layout, and the settings that mend it."""
+def _against(config: RunConfig, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     here, train, model, seq = config.parallel, config.train, config.model, config.model.seq
-    faults, take = list[str](), dict[str, int | str]()
+    faults, take = list[str](), Change()
     plain, least, dtype = here.engine == "accelerate", here.offload.least_zero, _dtype(config, gpu=gpu)
     if plain and least:
         faults.append("engine accelerate has no shards for parallel.offload to move")
@@ -83,7 +81,7 @@ def _against(config: RunConfig, ranks: int, *, gpu: bool) -> tuple[list[str], di
         take["zero"], take["dtype"] = 0, (dtype := "fp32")
     if train.compile is True and _uncompiled(config, dtype):
         faults.append("train.compile=true with routed experts needs train.dtype=bf16")
-        take["train.compile"] = "false"
+        take["train.compile"] = False
     degrees, shares = [1] if plain else model.degrees(ranks), model.shares(ranks)
     if here.ep not in degrees:
         if plain:

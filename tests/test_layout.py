@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline import account
-from pipeline.choose import best, check, plan
+from pipeline.choose import Room, best, fit, plan
 from pipeline.config.load import load
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.layout import ERROR, Estimate, Layout, estimate, traffic
 from pipeline.recipe import resolve
@@ -158,23 +159,46 @@ GIB = 2**30
             ["needs the shards of ZeRO-3, not zero=1", "--zero 3"],
         ),
         ("tiny", "dense", 2, None, {"parallel.offload.optimizer": "nvme"}, ["give --set parallel.offload.path=DIR"]),
-        ("1b", "dense", 8, 80 * GIB, {"model.seq": 524288}, ["try --sp 2 --set train.recompute=true"]),
+        (
+            "1b",
+            "dense",
+            8,
+            80 * GIB,
+            {"model.seq": 524288},
+            ["try --sp 2 --set train.micro_batch=1 --set train.recompute=true"],
+        ),
         ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
-        ("tiny", "dense", 2, GIB // 64, {}, ["take a smaller --size"]),
+        ("7b", "moe", 16, 20 * GIB, {"parallel.ep": 3}, ["does not divide", "; take 64 of them with --ep 4 --zero 3"]),
+        (
+            "1b",
+            "mla-moe",
+            2,
+            80 * GIB,
+            {"parallel.ep": 3},
+            ["does not divide the 2 ranks; size=1b needs", "; try --ep 2"],
+        ),
+        ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 2"]),
+        ("tiny", "dense", 2, GIB // 64, {}, ["nothing smaller fits either: take a machine with more memory"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, ranks, memory, sets, words):
+    def told(size: str, ranks: int, sets: dict[str, str | int]) -> None:
+        def sized(size: str) -> RunConfig:
+            fixed = {"model.vocab": 32768, "train.steps": 1, "train.loss_chunk": 2048, **sets}
+            return load(size=size, arch=arch, sets=[f"{key}={value}" for key, value in fixed.items()])
+
+        fit(sized(size), ranks, Room(memory, "H100", shared=shared), resized=sized)
+
+    shared = size == "tiny"
     with pytest.raises(ConfigError) as refused:
-        c = config(size, arch, ranks, **sets)
-        check(c, ranks, memory_bytes=memory, device="H100", shared=size == "tiny")
+        told(size, ranks, sets)
     message = str(refused.value)
     assert "\n" not in message and all(word in message for word in words), message
-    if "try" in message and memory:  # and what it names does work
-        over = re.findall(r"--zero (\d)|--ep (\d+)|--sp (\d+)|--set (\S+)", message.split("; try ")[1])
-        keys = ("parallel.zero=", "parallel.ep=", "parallel.sp=", "")
-        named = [key + value for found in over for key, value in zip(keys, found, strict=True) if value]
-        again = {**sets, **dict(pair.split("=") for pair in named)}
-        check(config(size, arch, ranks, **again), ranks, memory_bytes=memory, device="H100")
+    found = re.search(r"; (?:try|take) (?:(\d+) of them with )?(--.*?)(?:, or|$)", message)
+    if found:  # and what it names does work
+        named = dict(re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", found[2]))
+        sets = sets | {key if "." in key else f"parallel.{key}": value for key, value in named.items() if key != "size"}
+        told(named.get("size", size), int(found[1] or ranks), sets)
 
 
 # ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────

@@ -10,13 +10,12 @@ from typing import Any
 import psutil
 
 from pipeline import account
-from pipeline.choose import check, widen
-from pipeline.config.frozen import Auto
+from pipeline.choose import Resized, Room, fit
+from pipeline.config.change import changed
 from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.recipe import refuse, resolve
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts
 
@@ -123,7 +122,8 @@ def settle(request: Request, devices: Devices) -> Settled:
     config = _config(request, corpus)
     run = RunDir(request.out or Path("runs") / config.experiment / config.name)
     before = reload(run.config) if run.exists and request.resume else None
-    config, note = _fit(config, before, request, devices)
+    other = None if before or request.init else lambda size: _config(replace(request, size=size), corpus)
+    config, note = _fit(config, before, request, devices, other)
     fresh = request.fresh and request.out is None
     if run.exists and not fresh:
         if not request.resume:
@@ -216,29 +216,23 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
     return config
 
 
-def _fit(config: RunConfig, before: RunConfig | None, request: Request, devices: Devices) -> tuple[RunConfig, str]:
+def _fit(
+    config: RunConfig, before: RunConfig | None, request: Request, devices: Devices, resized: Resized | None = None
+) -> tuple[RunConfig, str]:
     """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
     if before is not None:
         train, was = config.train, before.train
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
         micro = "auto" if train.micro_batch == was.micro_batch else train.micro_batch
-        config = _trained(config, batch_tokens=batch, micro_batch=micro)
-        refuse(config, request.nproc, gpu=devices.gpus > 0, keep=True)
-        if micro == "auto" and config.rows * config.parallel.sp // request.nproc % was.micro_batch == 0:  # as before
-            config = _trained(config, micro_batch=was.micro_batch)
-    ranks, chosen, note = request.nproc, config.train.micro_batch != "auto", ""
-    config = resolve(config, ranks=ranks, gpu=devices.gpus > 0)
-    if config.train.auto_batch and not chosen:
-        config, note = widen(config, ranks, devices.memory_bytes, devices.name, shared=not devices.gpus)
-    check(
-        config, request.fewest or ranks, memory_bytes=devices.memory_bytes, device=devices.name, shared=not devices.gpus
-    )
+        config = changed(config, {"train.batch_tokens": batch, "train.micro_batch": micro})
+        if micro == "auto" and config.rows * config.parallel.sp % (request.nproc * was.micro_batch) == 0:  # as before
+            config = changed(config, {"train.micro_batch": was.micro_batch})
+    room = Room(devices.memory_bytes, devices.name, not devices.gpus)
+    config, note = fit(config, request.nproc, room, keep=before is not None, resized=resized)
+    if request.fewest:
+        fit(config, request.fewest, room)
     return config, note
-
-
-def _trained(config: RunConfig, **how: int | Auto) -> RunConfig:
-    return config.model_copy(update={"train": config.train.model_copy(update=how)})
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:

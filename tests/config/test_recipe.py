@@ -1,16 +1,20 @@
 """Numbers that follow from the size, held against the published rule."""
 
 import re
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.account import flops_per_token, params
+from pipeline.choose import Room, fit
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.recipe import refuse, resolve
+from pipeline.recipe import resolve
+from pipeline.train.plan import Devices, Request, settle
 
 
 def test_rate_and_batch_follow_the_published_ladder():
@@ -47,10 +51,14 @@ def test_length_in_steps_tokens_or_flops(length):
 
 
 @given(
-    arch=st.sampled_from(["dense", "moe"]),
+    size=st.sampled_from(["7k", "tiny", "125m", "1b"]),
+    arch=st.sampled_from(["dense", "moe", "mla-moe"]),
     ranks=st.integers(1, 24),
+    memory=st.none() | st.floats(25, 38).map(lambda power: int(2**power)),
+    gpu=st.booleans(),
+    keep=st.booleans(),
     parallel=st.fixed_dictionaries(
-        {"zero": st.integers(0, 3), "engine": st.sampled_from(["deepspeed", "accelerate"])},
+        {"zero": st.integers(0, 3), "engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"])},
         optional={"ep": st.integers(1, 20), "sp": st.integers(1, 12), "offload.optimizer": st.just("cpu")},
     ),
     train=st.fixed_dictionaries(
@@ -59,44 +67,50 @@ def test_length_in_steps_tokens_or_flops(length):
             "batch_tokens": st.integers(1, 40_000),
             "micro_batch": st.integers(1, 9),
             "dtype": st.sampled_from(["fp32", "bf16"]),
+            "auto_batch": st.just("true"),
         },
     ),
-    gpu=st.booleans(),
-    keep=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
-def test_what_a_refusal_names_is_accepted_at_once(arch, ranks, parallel, train, gpu, keep):
-    """Whatever stands against a layout, and however much of it: the settings named in the one line work."""
-    flat = {
-        f"{table}.{key}": value
-        for table, part in (("parallel", parallel), ("train", train))
-        for key, value in part.items()
-    }
+@settings(deadline=None, max_examples=200)
+def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, memory, gpu, keep, parallel, train):
+    """Whatever stands against a layout, and however much of it: the settings named in the one line work, all of them
+    and as they are, in the memory there is."""
+    asked = {"size": size, "nproc": ranks, **{f"parallel.{key}": value for key, value in parallel.items()}}
+    asked |= {f"train.{key}": value for key, value in train.items() if key != "auto_batch" or memory}
     if keep:  # of a run that goes on
-        flat["train.batch_tokens"] = 256 * (1 + int(flat.get("train.batch_tokens", 0)) // 1000)
+        asked["train.batch_tokens"] = 256 * (1 + int(asked.get("train.batch_tokens", 0)) // 1000)
 
-    def settled(ranks: int) -> RunConfig:
-        config = load(size="tiny", arch=arch, sets=["model.seq=256", *(f"{k}={v}" for k, v in flat.items())])
-        refuse(config, ranks, gpu=gpu, keep=keep)
-        return resolve(config, ranks=ranks, gpu=gpu)
+    def settled(asked: dict[str, Any]) -> RunConfig:
+        sets = ["model.seq=256", *(f"{key}={value}" for key, value in asked.items() if "." in key)]
+        if keep:
+            config = load(size=asked["size"], arch=arch, sets=sets)
+            return fit(config, int(asked["nproc"]), Room(memory, shared=not gpu), keep=True)[0]
+        request = Request(asked["size"], arch, corpus, corpus / "none", int(asked["nproc"]), sets=sets)
+        with patch("shutil.disk_usage", return_value=Mock(free=2**60)):
+            return settle(request, Devices(8 * gpu, memory, "device")).config
 
     try:
-        settled(ranks)
+        settled(asked)
         return
     except ConfigError as error:
         line = str(error)
-    remedy, _, more = line.rpartition("; try ")[2].partition(", or ")
+    assert "\n" not in line
+    remedy, _, more = re.split("; (?:try|take) ", line)[-1].partition(", or ")
+    if "nothing smaller fits" in line:
+        assert memory and (keep or memory < 2**30)
+        return
     if more:
-        settled(int(more.removesuffix(" ranks")))
-    kept = flat.get("train.batch_tokens") if keep else None
+        settled({**asked, "nproc": more.removesuffix(" ranks")})
+    remedy = re.sub(r"^(\d+) of them with", r"--nproc \1", remedy)
     for key, value in re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", remedy):
-        if key == "nproc":
-            ranks = int(value)
-        else:
-            flat[key if "." in key else f"train.{key}" if key == "dtype" else f"parallel.{key}"] = value
-    config = settled(ranks)
-    assert config.train.batch_tokens % (256 * ranks // config.parallel.sp * config.train.micro_batch) == 0
-    assert kept in (None, config.train.batch_tokens)
+        table = {"dtype": "train.", "size": "", "nproc": ""}.get(key, "" if "." in key else "parallel.")
+        asked[table + key] = value
+    config = settled(asked)
+    readers = int(asked["nproc"]) // config.parallel.sp
+    assert config.train.batch_tokens % (256 * readers * config.train.micro_batch) == 0
+    assert not keep or config.train.batch_tokens == asked["train.batch_tokens"]
+    if config.model.size != size:
+        assert params(config.model).total < params(load(size=size, arch=arch).model).total
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from pipeline.model.build import build, draw
 from pipeline.parallel.sequence import share_sequences
-from pipeline.recipe import refuse
+from pipeline.recipe import resolve
 
 SMALL = ["model.seq=32", "model.vocab=64", "model.width=32", "model.layers=2", "model.attention.heads=4"]
 HEADS = ["model.attention.head_dim=8", "model.ffn.hidden=48"]
@@ -90,4 +90,4 @@ def test_shared_sequences_give_the_losses_and_gradients_of_whole_ones(tmp_path):
 
 def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can():
     with pytest.raises(ConfigError, match=r"sp=8 does not divide heads=4 and seq=2048; try --sp 4"):
-        refuse(load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"]), 8)
+        resolve(load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"]), ranks=8, gpu=False)
