@@ -69,14 +69,10 @@ class Room:
 
     def widen(self, config: RunConfig, ranks: int) -> tuple[RunConfig, str]:
         """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
-        share, limits = ranks if self.shared else 1, []
-        if self.memory_bytes is not None:
-            limits.append((self.have / share, f"this {self.device}"))
-        if config.cluster.memory_bytes is not None:
-            limits.append((USABLE * config.cluster.memory_bytes, "cluster.memory_bytes"))
-        if not limits:
+        share, cluster = ranks if self.shared else 1, USABLE * (config.cluster.memory_bytes or math.inf)
+        have, whose = min((self.have / share, f"this {self.device}"), (cluster, "cluster.memory_bytes"))
+        if have == math.inf:
             raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
-        have, whose = min(limits)
         now = Layout.of(config, ranks)
         micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
         needs = {micro: self.need(config, replace(now, micro_batch=micro)) / share for micro in micros}

@@ -11,7 +11,7 @@ from pipeline.choose import Room, best, fit, plan
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.layout import ERROR, Estimate, Layout, estimate, traffic
+from pipeline.layout import ERROR, Estimate, Layout, estimate, memory, traffic
 from pipeline.recipe import resolve
 from tests.published import OTHER, SAME, ladder_rows
 
@@ -177,6 +177,7 @@ GIB = 2**30
             {"parallel.ep": 3},
             ["does not divide the 2 ranks; size=1b needs", "; try --ep 2"],
         ),
+        ("7b", "dense", 2, 80 * GIB, {"parallel.engine": "accelerate"}, ["; take --size 3b --zero 0 --dtype fp32"]),
         ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 2"]),
         ("tiny", "dense", 2, GIB // 64, {}, ["nothing smaller fits either: take a machine with more memory"]),
     ],
@@ -197,8 +198,17 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, rank
     found = re.search(r"; (?:try|take) (?:(\d+) of them with )?(--.*?)(?:, or|$)", message)
     if found:  # and what it names does work
         named = dict(re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", found[2]))
-        sets = sets | {key if "." in key else f"parallel.{key}": value for key, value in named.items() if key != "size"}
-        told(named.get("size", size), int(found[1] or ranks), sets)
+        tables = {"dtype": "train.", "size": "name.", "zero": "parallel.", "ep": "parallel.", "sp": "parallel."}
+        named = {tables.get(key, "") + key: value for key, value in named.items()}
+        told(named.pop("name.size", size), int(found[1] or ranks), {**sets, **named})
+
+
+def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
+    here, away = config("tiny", "dense", 2), config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"})
+    layout, cpu, gpu = Layout.of(here, 2), Room(None, shared=True), Room(None)
+    each = memory(here, layout)
+    assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
+    assert cpu.need(here, layout) == cpu.need(away, layout) == 2 * each.total + 12 * account.params(here.model).total
 
 
 # ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────
