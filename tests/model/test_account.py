@@ -12,7 +12,7 @@ from pipeline.config.load import load, names
 from pipeline.config.model import Model
 from pipeline.model.build import build
 from pipeline.model.build import draw as weights
-from pipeline.model.norm import LayerNorm, RMSNorm
+from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
 
 
 def built(cfg):
@@ -23,9 +23,9 @@ def built(cfg):
 def exact(cfg):
     model, count = built(cfg), account.params(cfg)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    norms = {id(p) for m in model.modules() if isinstance(m, RMSNorm | LayerNorm) for p in m.parameters()} - {
-        id(p) for p in model.ahead.parameters()
-    }
+    norms = {
+        id(p) for m in model.modules() if isinstance(m, RMSNorm | StreamNorm | LayerNorm) for p in m.parameters()
+    } - {id(p) for p in model.ahead.parameters()}
     experts = sum(p.numel() for p in model.parameters() if hasattr(p, "expert"))
     assert count.total == sum(sizes.values())
     assert count.embedding == sizes["embedding.weight"]
