@@ -47,12 +47,12 @@ class Block(nn.Module):
         if self.at_ffn is None:  # both read the same input
             fed, routing = again(self._feed, normed, on=on)
             return *self.at_attention.join(x_BSW, seen + fed), routing
-        return again(self._join, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on)
+        x_BSW, fed, routing = again(self._read, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on)
+        return *self.at_ffn.join(x_BSW, fed), routing
 
-    def _join(self, at: Residual, x: Tensor, given: Tensor | None) -> Fed:
+    def _read(self, at: Residual, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Routing | None]:
         x, normed = at.leave(x, given)
-        fed, routing = self._feed(normed)
-        return *at.join(x, fed), routing
+        return x, *self._feed(normed)
 
     def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
         return self.ffn(x) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(x), None)
