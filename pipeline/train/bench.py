@@ -124,10 +124,13 @@ def train(
         ours.step(batch, lr, waited[-1])
         if theirs is not None:
             theirs.step(batch, lr)
-            if (step + 1) % tenth == 0:
-                us, them = (statistics.fmean(side.losses[-tenth:]) for side in (ours, theirs))
-                what = f"loss of steps {step + 2 - tenth} to {step + 1}, ours and {other.name}'s"
-                yield what, f"{us:.4f} {them:.4f} {100 * (us / them - 1):+.2f}%"
+        if (step + 1) % tenth == 0 and (theirs is not None or tenth > 1):
+            what, us = f"loss of steps {step + 2 - tenth} to {step + 1}", statistics.fmean(ours.losses[-tenth:])
+            if theirs is None:
+                yield what, f"{us:.4f}"
+            else:
+                them = statistics.fmean(theirs.losses[-tenth:])
+                yield f"{what}, ours and {other.name}'s", f"{us:.4f} {them:.4f} {100 * (us / them - 1):+.2f}%"
     step_s = statistics.median(ours.took)
     speed = train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)
