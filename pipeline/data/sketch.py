@@ -1,6 +1,7 @@
 """First pass of dedup, one task: judge every document and leave a small sketch of those that pass.
 
-A sketch is a few arrays, sorted by key, so that a later step maps only its own range of keys into memory.
+A sketch is a few arrays, sorted by key, so that a later step reads only its own range of keys. It comes in parts: a
+compressed file, which is one task however long it is, takes no more memory than another.
 """
 
 from functools import lru_cache
@@ -13,14 +14,16 @@ import numpy.typing as npt
 from pipeline.config.frozen import Frozen
 from pipeline.data.files import save
 from pipeline.data.permute import U64, mix
-from pipeline.data.piece import Task
+from pipeline.data.piece import MB, Task
 from pipeline.data.recipe import Near, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
-from pipeline.data.stages import Ledger, Position, before_dedup, unique
+from pipeline.data.stages import Document, Ledger, Position, before_dedup, unique
 from pipeline.files import sync_directory
 
 BOTTOM = 512  # smallest shingle hashes kept per document: exact Jaccard up to that many shingles, ±0.02 beyond
+PART_BYTES = 128 * MB  # of sketches in memory; as much again while they are sorted
+OBJECT_BYTES = 128  # beside the numbers of an array, or of a digest
 BLOCK = 2048  # shingles hashed at once: long documents take no more memory than short ones
 
 EXACT = np.dtype([("key", "u8"), ("check", "u8"), ("document", "u4")])
@@ -32,45 +35,69 @@ class Sketched(Frozen):
 
     stages: tuple[Stage, ...]
     malformed: Position | None
+    parts: int
+
+
+def part_of(stem: Path, number: int) -> Path:
+    return stem.with_name(f"{stem.name}-{number}")
 
 
 def sketch(task: Task, stem: Path, recipe: Recipe) -> Sketched:
-    """Write STEM.items, .sizes, .exact, .bands, .bottom and .ends, then the record."""
-    ledger, near = Ledger(), recipe.dedup.near
-    items: list[int] = []
-    sizes: list[int] = []
-    digests: dict[bytes, None] = {}  # empty where exact dedup is off
-    bands: list[U64] = []
-    bottoms: list[npt.NDArray[np.uint32]] = []
+    """Write the parts of the sketch, then the record."""
+    ledger, near, held, parts = Ledger(), recipe.dedup.near, _Part(), 0
     for batch in before_dedup(task, recipe, ledger):
-        for document in unique(batch, digests, ledger) if recipe.dedup.exact else batch:
-            items.append(document.item)
-            sizes.append(len(document.raw))
-            if near:
-                grams = shingles(document.raw, near.ngram)
-                bands.append(band_keys(grams, near))
-                bottoms.append(bottom(grams))
-    exact = np.zeros(len(digests), EXACT)
-    pairs = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-    exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(digests))
-    banded = np.zeros(sum(map(len, bands)), BAND)
-    if len(banded):
-        banded["key"] = np.concatenate(bands)
-        banded["document"] = np.repeat(np.arange(len(items)), [len(b) for b in bands])
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "items": np.array(items, np.uint32),
-        "sizes": np.array(sizes, np.uint64),
-        "exact": np.sort(exact, order=["key", "check", "document"]),
-        "bands": np.sort(banded, order=["key", "document"]),
-        "bottom": np.concatenate(bottoms) if bottoms else np.zeros(0, np.uint32),
-        "ends": np.cumsum([len(b) for b in bottoms], dtype=np.int64),
-    }
-    for suffix, array in arrays.items():
-        save(stem.with_suffix(f".{suffix}.npy"), array, flush_name=False)
+        if held.bytes > PART_BYTES:
+            held.save(part_of(stem, parts))
+            held, parts = _Part(), parts + 1
+        for document in unique(batch, held.digests, ledger) if recipe.dedup.exact else batch:
+            held.add(document, near)
+    held.save(part_of(stem, parts))
     sync_directory(stem.parent)
-    record = Sketched(stages=ledger.stages(), malformed=ledger.malformed)
+    record = Sketched(stages=ledger.stages(), malformed=ledger.malformed, parts=parts + 1)
     save(stem.with_suffix(".done.json"), record.model_dump_json().encode(), flush_name=False)
     return record
+
+
+class _Part:
+    """Sketches of documents that follow each other, until they go to the disk."""
+
+    def __init__(self) -> None:
+        self.digests: dict[bytes, None] = {}  # empty where exact dedup is off
+        self.bytes = 0
+        self._items: list[int] = []
+        self._sizes: list[int] = []
+        self._bands: list[U64] = []
+        self._bottoms: list[npt.NDArray[np.uint32]] = []
+
+    def add(self, document: Document, near: Near | None) -> None:
+        self._items.append(document.item)
+        self._sizes.append(len(document.raw))
+        self.bytes += OBJECT_BYTES
+        if near:
+            grams = shingles(document.raw, near.ngram)
+            self._bands.append(band_keys(grams, near))
+            self._bottoms.append(bottom(grams))
+            self.bytes += 2 * OBJECT_BYTES + self._bands[-1].nbytes + self._bottoms[-1].nbytes
+
+    def save(self, stem: Path) -> None:
+        """As STEM.items, .sizes, .exact, .bands, .bottom and .ends."""
+        exact = np.zeros(len(self.digests), EXACT)
+        pairs = np.frombuffer(b"".join(self.digests), "<u8").reshape(-1, 2)
+        exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(exact))
+        banded = np.zeros(sum(map(len, self._bands)), BAND)
+        if len(banded):
+            banded["key"] = np.concatenate(self._bands)
+            banded["document"] = np.repeat(np.arange(len(self._items)), [len(b) for b in self._bands])
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "items": np.array(self._items, np.uint32),
+            "sizes": np.array(self._sizes, np.uint64),
+            "exact": np.sort(exact, order=["key", "check", "document"]),
+            "bands": np.sort(banded, order=["key", "document"]),
+            "bottom": np.concatenate([*self._bottoms, np.zeros(0, np.uint32)]),
+            "ends": np.cumsum([0, *(len(b) for b in self._bottoms)], dtype=np.int64),
+        }
+        for suffix, array in arrays.items():
+            save(stem.with_suffix(f".{suffix}.npy"), array, flush_name=False)
 
 
 def band_keys(grams: U64, near: Near) -> U64:

@@ -1,5 +1,6 @@
 """Near-duplicates against brute force over every pair, and the whole pass through Ray."""
 
+import gzip
 import random
 import re
 import tracemalloc
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 
 from pipeline.data import dedup as deduplicating
-from pipeline.data.dedup import _exact_range, _pairs, join
+from pipeline.data import sketch as sketching
+from pipeline.data import stages
+from pipeline.data.dedup import _exact_range, _pairs, deduplicate, join
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Normalise, Quality, Recipe
 from pipeline.data.shards import Corpus
 from pipeline.data.shingles import BLOCK, shingles, word_hashes
 from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
+from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import some_texts, write_jsonl
 
@@ -146,6 +150,32 @@ def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak < pairs.nbytes / 2
     assert (parents[1:] < np.arange(1, documents)).mean() > 0.99
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_sketch_in_parts_is_the_same_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed file is one task however long it is: its sketch goes to the disk when it has grown."""
+    texts = [text for text in planted(1000, seed=5) for _ in range(2)]
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", texts).read_bytes(), 1))
+    recipe = Recipe(sources=(str(packed),), dedup=Dedup(exact=True, near=Near()))
+    [task] = plan(recipe.sources, limit_bytes=None, seed=0)
+    monkeypatch.setattr(stages, "DOCUMENTS", 32)  # in a batch
+    seen = []
+    for limit in (sketching.PART_BYTES, 100_000):
+        monkeypatch.setattr(sketching, "PART_BYTES", limit)
+        stem = tmp_path / str(limit) / "sketch-00000"
+        stem.parent.mkdir()
+        tracemalloc.start()
+        record = sketching.sketch(task, stem, recipe)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        books = deduplicate([stem], [record], recipe)
+        seen.append((record.parts, peak, np.load(stem.with_suffix(".keep.npy")), stages.total([record.stages, books])))
+    (whole, all_of_it, keep, counted), (parts, most, keep_again, counted_again) = seen
+    assert whole == 1 and parts > 30 and most < all_of_it / 3
+    assert 800 < keep.sum() < len(texts) / 2 and np.array_equal(keep, keep_again)
+    assert counted == counted_again
 
 
 @pytest.mark.usefixtures("ray_cluster")
