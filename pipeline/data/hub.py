@@ -50,9 +50,13 @@ def rows(piece: Piece, key: str) -> Iterator[tuple[int, object]]:
             yield row, record.get(key)
 
 
+def folder(source: str) -> Path:
+    """Where it is, if it is on this machine."""
+    return Path(_parts(source)[0])
+
+
 def _saved(source: str) -> bool:
-    folder = Path(_parts(source)[0])
-    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    return any((folder(source) / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _parts(source: str) -> tuple[str, str]:

@@ -68,13 +68,13 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Manifest, bool]:
     """Make the corpus, or finish it; returns its manifest and whether it was already there."""
-    tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
+    tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed, out=out)
     if not tasks:
         raise _empty(recipe)
     check(recipe.mixture, recipe.sources)
     if taken := [piece for task in tasks for piece in task if piece.kind == "megatron" and not recipe.as_it_is]:
         raise tokens_not_text(taken[0])
-    against = _held_out_tasks(recipe)
+    against = _held_out_tasks(recipe, out)
     inputs = xxhash.xxh3_128_hexdigest(
         repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
     )
@@ -107,9 +107,9 @@ def _empty(recipe: Recipe) -> DataError:
     return DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
 
 
-def _held_out_tasks(recipe: Recipe) -> list[Task]:
+def _held_out_tasks(recipe: Recipe, out: Path) -> list[Task]:
     try:
-        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0) if recipe.decontaminate else []
+        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0, out=out) if recipe.decontaminate else []
     except DataError as error:
         raise DataError(str(error).replace("source=", "decontaminate.against=", 1)) from error
 

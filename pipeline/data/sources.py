@@ -27,14 +27,14 @@ SUFFIXES: dict[str, Kind] = {
 }
 
 
-def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int) -> list[Task]:
-    """Cut every source into tasks; the same inputs give the same tasks."""
+def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int, out: Path | None = None) -> list[Task]:
+    """Cut every source into tasks; the same inputs give the same tasks. What lies in `out` is none."""
     whole: dict[str, list[Piece]] = {}
     owner: dict[str, str] = {}
     for source in sources:
         if source in whole:
             raise DataError(f"source={source!r} is given twice; name it once (a mixture weight repeats it)")
-        whole[source] = list(_limited(_inputs(source, limit_bytes, seed), source, limit_bytes))
+        whole[source] = list(_limited(_inputs(source, limit_bytes, seed, out), source, limit_bytes))
         named = {p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}
         for path in sorted(named) or (hub.files(source) if source.startswith("hf:") else ()):
             real = os.path.realpath(path)
@@ -61,7 +61,7 @@ def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> I
         yield piece
 
 
-def _inputs(source: str, limit_bytes: int | None, seed: int) -> Iterator[Piece]:
+def _inputs(source: str, limit_bytes: int | None, seed: int, out: Path | None) -> Iterator[Piece]:
     if source == "python":
         yield from _python(source)
     elif language := synthetic.LANGUAGES.get(source):
@@ -69,9 +69,15 @@ def _inputs(source: str, limit_bytes: int | None, seed: int) -> Iterator[Piece]:
         for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // size)):
             yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, size)
     elif source.startswith("hf:"):
+        if out and hub.folder(source).is_dir() and out.resolve().is_relative_to(hub.folder(source).resolve()):
+            raise DataError(f"out={out} lies in source={source!r}, which would read it; choose another --out")
         yield from hub.pieces(source)
     else:
-        for path in _files(source):
+        found = _files(source)
+        files = [path for path in found if out.resolve() not in path.resolve().parents] if out else found
+        if not files:
+            raise DataError(f"source={source!r} lies in out={out}; choose another --out")
+        for path in files:
             yield from _file(source, path)
 
 
@@ -93,7 +99,7 @@ def _files(source: str) -> list[Path]:
         return [path]
     if path.is_dir() and source:
         every = path.rglob("*.idx" if (path / MANIFEST).exists() else "*")  # our own: its malformed.jsonl is no text
-        found = sorted(p for p in every if p.is_file() and _kind(p))
+        found = sorted(p for p in every if p.is_file() and _kind(p) and not _hidden(p.relative_to(path)))
         if not found:
             raise DataError(f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path")
         return found
@@ -104,6 +110,11 @@ def _files(source: str) -> list[Path]:
             "for the Hugging Face hub write hf:NAME[:split]"
         )
     return found
+
+
+def _hidden(path: Path) -> bool:
+    """As for a glob; .work among them, where shards are half made."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _kind(path: Path) -> Kind | None:

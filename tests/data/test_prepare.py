@@ -15,6 +15,7 @@ from pipeline.data.claim import claimed
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import MANIFEST, Corpus, Manifest
+from pipeline.data.sources import plan
 from pipeline.data.tokenize import is_held_out
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import ConfigError, DataError
@@ -225,6 +226,36 @@ def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokeni
     assert "unfinished work of other arguments" in line
     make([source], tmp_path / "whole", tokenizer)
     assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("source", ["nest", "nest/**/*.jsonl", "nest/*/*", "link"])
+def test_out_within_a_source_is_not_read(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Neither the shards of an unfinished call nor what a finished one leaves; a link to it is no way in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nest" / "text").mkdir(parents=True)
+    bad = write_jsonl(tmp_path / "nest" / "text" / "a.jsonl", some_texts(50))
+    bad.open("ab").write(b"{\n" * 9)
+    (tmp_path / "link").symlink_to("nest")
+    out = Path("link/out")
+    fails("malformed=9 of 59", [Path(source)], out, tokenizer)
+    assert list(out.glob(".work/*/train-*.idx"))
+    for reused in (False, True):
+        recipe = with_tokenizer([Path(source)], tokenizer)
+        manifest, found = prepare(recipe, out, model=tokenizer.model, malformed_share=0.5)
+        assert found == reused and (out / "malformed.jsonl").exists()
+        assert manifest.stages[0].documents_in == 59
+    for hidden in (Path("nest/other/.work/x"), Path("nest/.cache")):
+        shutil.copytree(out, hidden)
+    assert len(plan(["nest"], limit_bytes=None, seed=0, out=out)[0]) == 1
+
+
+def test_a_source_within_out_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_jsonl(tmp_path / "a.jsonl", some_texts(9))
+    fails("lies in out=", [tmp_path / "a.jsonl"], tmp_path, tokenizer)
+    with pytest.raises(DataError, match=r"lies in source='hf:.*choose another --out"):
+        prepare(Recipe(sources=(f"hf:{tmp_path}",)), tmp_path / "out")
 
 
 def test_two_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
