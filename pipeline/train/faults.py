@@ -13,9 +13,10 @@ class HangError(RuntimeError):
     """A rank that lives and does not go on."""
 
 
-def note(run: RunDir, code: int) -> Record:
+def note(run: RunDir, code: int, said: str = "") -> Record:
     """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
-    reason = run.fault() or {"kind": "exit", "message": f"it ended with code {code} and no reason", "user": False}
+    unknown = f"it ended with code {code}: {said or 'no reason was given'}"
+    reason = run.fault() or {"kind": "exit", "message": unknown, "user": False}
     records = list(read(run.log))
     fault = {
         "time": time.time(),

@@ -30,6 +30,7 @@ _FEED_WAIT_S = 30.0
 _STRAY_WAIT_S = 60.0
 _TICK_S, _LOOK = 0.2, 5  # how soon a signal is passed on; every so many ticks all workers are looked at
 _SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
+_SAID = re.compile(rb"^[\w.: ]*[Ee]rror: \S.*$", re.MULTILINE)  # torchrun, of what it itself could not do
 _KILLED = re.compile(rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+)")  # torchrun, of all that had failed
 Wish = tuple[float, int]  # when, and which signal
 _Group = tuple["subprocess.Popen[bytes]", Path]  # torchrun, and the file it complains to
@@ -45,7 +46,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     try:
         with listening() as wishes, closing(_Groups(run, nproc, gpu, quiet, spare=max_restarts > 0)) as groups:
             while code := _attempt(run, groups, wishes):
-                _note_failure(run, code, old, 0 if wishes else max_restarts)
+                _note_failure(run, code, groups.said, old, 0 if wishes else max_restarts)
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
@@ -66,6 +67,11 @@ class _Groups:
     def spare_pid(self) -> int:
         return self._spare[0].pid if self._spare else -1
 
+    @property
+    def said(self) -> str:
+        """Torchrun's own last word in the group that was taken last; empty if there is none."""
+        return [b"", *_SAID.findall(self._noise.read_bytes())][-1].decode(errors="replace")
+
     def take(self) -> _Group:
         """The spare if it lives, else a new one; its workers begin."""
         group, self._spare = self._spare, None
@@ -74,7 +80,7 @@ class _Groups:
         assert group[0].stdin is not None
         with contextlib.suppress(BrokenPipeError), group[0].stdin as word:
             word.write(b"." * self._nproc)  # each takes one
-        self._taken, self._trains = time.time(), 0.0
+        self._noise, self._taken, self._trains = group[1], time.time(), 0.0
         return group
 
     def prepare(self) -> None:
@@ -118,11 +124,11 @@ def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
     return 0 if run.fault() is None and (wishes or told) else code
 
 
-def _note_failure(run: RunDir, code: int, old: int, max_restarts: int) -> None:
+def _note_failure(run: RunDir, code: int, said: str, old: int, max_restarts: int) -> None:
     """Keep the reason of a failed attempt; raises it if there is not to be another one."""
     if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:  # too full even for the reason
         raise RunError(f"disk full at {run.path}; the last checkpoint is intact; make room and --resume")
-    fault = faults.note(run, code)
+    fault = faults.note(run, code, said)
     if reason := faults.verdict(faults.history(run)[old:], max_restarts):
         mine = f"run {run.path} {reason}; see {run.path}/logs; --resume continues it"
         raise RunError(reason if fault["user"] else mine)
@@ -156,11 +162,9 @@ def listening(*, once: bool = False) -> Iterator[list[Wish]]:
 
 
 def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
-    # rank 0 keeps the terminal; what the others print, and all of stderr, goes to files
-    redirects = ",".join(["0:2", *(f"{rank}:3" for rank in range(1, nproc))])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]  # a free port: two runs never collide
-    where = ["--log_dir", str(logs), "--redirects", redirects]
+    where = ["--log_dir", str(logs), "--redirects", "2"]  # stderr to files: of ranks above 9 torchrun takes no list
     return [*torchrun, *rendezvous, *where, "-m", WORKER, str(run.path), "--wait", *(["--quiet"] if quiet else [])]
 
 

@@ -21,6 +21,8 @@ def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
     path = Path(arguments[0])
+    if os.environ["RANK"] != "0":  # who keeps the terminal; what the others print goes where their errors go
+        os.dup2(2, 1)
     if "--wait" in arguments:  # with all of it imported, until a byte comes: perhaps for the death of another group
         import pipeline.parallel.zero  # noqa: F401
 

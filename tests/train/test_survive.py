@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from pipeline.data.shards import Corpus, ShardWriter, Split
+from pipeline.train import start
 from pipeline.train.faults import verdict
 from pipeline.train.goodput import goodput
+from pipeline.train.rundir import RunDir
 from tests.conftest import command, environment, worlds
 from tests.train.test_run import hashes, losses, processes, records
 
@@ -114,6 +116,24 @@ def ranks(out: Path) -> dict[str, psutil.Process]:
     there = [psutil.Process(pid) for pid in processes(f"pipeline.train.worker {out}")]
     oldest_last = sorted(there, key=psutil.Process.create_time, reverse=True)  # a group that stands ready is younger
     return {p.environ().get("RANK", "torchrun"): p for p in oldest_last}
+
+
+def test_torchrun_takes_what_it_is_told(tmp_path):
+    """Also of more than ten ranks, whose numbers have two digits."""
+    from torch.distributed.run import config_from_args, parse_args
+
+    asked = parse_args(start._command(RunDir(tmp_path), 16, tmp_path, quiet=True)[3:])
+    assert config_from_args(asked)[0].nproc_per_node == 16
+
+
+def test_what_torchrun_itself_cannot_do_is_told(corpus, tmp_path, monkeypatch, inside):
+    command = start._command
+    monkeypatch.setattr(start, "_command", lambda *a, **b: ["4" if word == "2" else word for word in command(*a, **b)])
+    said = inside(
+        "pretrain", *OPTIONS, "--nproc", 1, "--data", corpus, "--out", tmp_path / "run",
+        "--set", "train.max_restarts=0", code=2,
+    )  # fmt: skip
+    assert "it ended with code 1: ValueError: 4 does not match" in said
 
 
 def test_a_fault_that_comes_again_is_not_tried_for_ever():
