@@ -72,6 +72,7 @@ def pretrain(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")] = False,
 ) -> tuple[Any, Any]:  # Settled, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
+    from pipeline.checkpoint.steps import complete
     from pipeline.train.plan import Devices, Request, settle
     from pipeline.train.rundir import RunDir
     from pipeline.train.start import start
@@ -121,7 +122,7 @@ def pretrain(
         )
         if note:
             typer.echo(note, err=True)
-    elif not any(run.checkpoints.glob("step-*")):
+    elif not complete(run.checkpoints):
         typer.echo(f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True)
     _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
     return settled, None

@@ -5,6 +5,7 @@ from pathlib import Path
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import Checkpoint
 from pipeline.checkpoint.random import random_state, set_random_state
+from pipeline.checkpoint.steps import complete
 from pipeline.errors import RunError
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
@@ -18,7 +19,7 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
         manifest.sweep(root)
     world.barrier()
     damaged: list[str] = []
-    for path in reversed(manifest.complete(root)):
+    for path in reversed(complete(root).values()):
         checkpoint, mine = None, ""
         try:
             checkpoint = manifest.read(path)

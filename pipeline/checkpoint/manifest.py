@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from pipeline.checkpoint.steps import complete, named
 from pipeline.checkpoint.store import Index
 from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
@@ -48,7 +49,7 @@ class Checkpoint:
 
 def commit(aside: Path, config: RunConfig, manifest: Manifest) -> None:
     """One rename makes the checkpoint exist, when all of it is on the disk."""
-    final = aside.with_name(f"step-{manifest.step:08d}")
+    final = named(aside.parent, manifest.step)
     replace(aside / CONFIG, to_toml(config).encode())
     manifest.files[CONFIG] = digest(aside / CONFIG)
     content = asdict(manifest)
@@ -65,7 +66,7 @@ def read(path: Path) -> Checkpoint:
         content: dict[str, Any] = json.loads((path / _NAME).read_text(encoding="utf-8"))
         if content.get("version") != VERSION:
             raise ValueError(f"version {content.get('version')}, this reads {VERSION}")
-        if content.pop("seal") != _seal(content) or path.name != f"step-{content['step']:08d}":
+        if content.pop("seal") != _seal(content) or path != named(path.parent, content["step"]):
             raise ValueError("not as it was written")
         manifest = Manifest(**content)
         stored = {chunk[2] for tensor in manifest.tensors.values() for chunk in tensor["chunks"]}
@@ -87,15 +88,10 @@ def fault(checkpoint: Checkpoint, names: list[str]) -> str:
     return ""
 
 
-def complete(root: Path) -> list[Path]:
-    """Oldest first. What is still being written has another name."""
-    return sorted(p for p in root.glob("step-*") if p.is_dir())
-
-
 def prune(root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()) -> None:
     """The newest few up to a step stay, every one whose step is a multiple, and those where branches begin; what is
     later than the step was rolled back."""
-    by_step = {int(path.name.removeprefix("step-")): path for path in complete(root)}
+    by_step = complete(root)
     stay = {*[each for each in by_step if each <= step][-keep_last:], *keep_at}
     for each, path in by_step.items():
         if each > step or (each not in stay and (not keep_every or each % keep_every)):
@@ -119,7 +115,7 @@ def newest(path: Path) -> Checkpoint:
     """The checkpoint at a path, which is one, a run directory or its `checkpoints`; every file held to its checksum."""
     for root in (path / "checkpoints", path):
         if found := complete(root):
-            path = found[-1]
+            path = found[max(found)]
             break
     try:
         checkpoint = read(path)

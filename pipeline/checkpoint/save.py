@@ -22,6 +22,7 @@ from pipeline.account import checkpoint_bytes
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.random import random_state
+from pipeline.checkpoint.steps import complete
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.files import digest
@@ -145,8 +146,8 @@ class Saver:
         # torch says it in its own words, and another rank may already have cleared its part away
         short = "unexpected pos" in str(error) or "failed writing" in str(error)
         full = short or getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(self._root).free < 1 << 20
-        held = manifest.complete(self._root)
-        last = f"{held[-1].name} is intact" if held else "there is no earlier one"
+        held = complete(self._root)
+        last = f"{held[max(held)].name} is intact" if held else "there is no earlier one"
         what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         detail = f" ({error.args[1]})" if isinstance(error, OSError) and len(error.args) > 1 else ""
         return RunError(f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume")

@@ -6,8 +6,8 @@ The loader is a pure function of the step, so a branch sees the tokens that a ru
 import os
 import shutil
 from fnmatch import fnmatch
-from pathlib import Path
 
+from pipeline.checkpoint.steps import named
 from pipeline.config.dump import differences
 from pipeline.config.load import reload
 from pipeline.config.schema import WSD, RunConfig
@@ -34,7 +34,7 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
     step = decay_begins(schedule, config.train.steps)
     if step > (last := decay_begins(whole.optim.schedule, whole.train.steps)):
         raise RunError(f"--branch {trunk.path} decays from step {last}, this run from {step}; branch from a longer one")
-    if not _checkpoint(trunk, step).is_dir():
+    if not named(trunk.checkpoints, step).is_dir():
         raise RunError(
             f"--branch {trunk.path} has no checkpoint of step {step}, where this run's decay begins; train it with "
             f"--set train.keep_at=[{step}]"
@@ -45,12 +45,8 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
 def begin(run: RunDir, trunk: RunDir, step: int) -> None:
     """Put the trunk's checkpoint and curve up to that step into a run that does not exist yet."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that was killed here
-    shutil.copytree(_checkpoint(trunk, step), _checkpoint(run, step), copy_function=_link)
+    shutil.copytree(named(trunk.checkpoints, step), named(run.checkpoints, step), copy_function=_link)
     replace(run.log, b"".join(encode(record) for record in read(trunk.log) if record["step"] <= step))
-
-
-def _checkpoint(run: RunDir, step: int) -> Path:
-    return run.checkpoints / f"step-{step:08d}"
 
 
 def _link(source: str, target: str) -> None:

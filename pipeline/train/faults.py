@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from pipeline.checkpoint.steps import complete
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.track.log import Log, Record, read
@@ -22,7 +23,7 @@ def note(run: RunDir, code: int, said: str = "") -> Record:
         "time": time.time(),
         **reason,
         "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
-        "saved": max((int(path.name[5:]) for path in run.checkpoints.glob("step-*")), default=0),
+        "saved": max(complete(run.checkpoints), default=0),
     }
     if no_room(fault["kind"], fault["message"]) and (lower := smaller(reload(run.config))):
         fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; train.micro_batch is lowered"}

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from pipeline import account
+from pipeline.checkpoint.steps import complete
 from pipeline.choose import Resized, Room, fit
 from pipeline.config.change import changed
 from pipeline.config.load import load, reload
@@ -238,7 +239,7 @@ def _fit(
 def _check_disk(config: RunConfig, path: Path) -> None:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
-    more = max(1, config.train.keep_last + 1 - len(list(RunDir(path).checkpoints.glob("step-*"))))
+    more = max(1, config.train.keep_last + 1 - len(complete(RunDir(path).checkpoints)))
     need, free = more * account.checkpoint_bytes(config.model), shutil.disk_usage(there).free
     if need > free:
         raise RunError(

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.errors import RunError
 from pipeline.parallel.world import World
+from pipeline.train import faults
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.plan import Devices, Request, settle
 from pipeline.train.rundir import RunDir
@@ -131,8 +132,11 @@ def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_sav
     run = made(corpus, tmp_path / "four", nproc=4)
     assert RunDir(run).world == 4  # though it has logged nothing
     settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
+    for stray in ("step-00000009.bak", "step-backup"):  # not a checkpoint, for nobody
+        (run / "checkpoints" / stray).mkdir()
+    assert faults.note(RunDir(run), 1)["saved"] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(RunError, match=r"checkpoints need .* are free; make room"):
+    with pytest.raises(RunError, match=r"3 checkpoints need .* are free; make room"):
         settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
 
 
