@@ -70,7 +70,8 @@ class _Groups:
     @property
     def said(self) -> str:
         """Torchrun's own last word in the group that was taken last; empty if there is none."""
-        return [b"", *_SAID.findall(self._noise.read_bytes())][-1].decode(errors="replace")
+        said: list[bytes] = _SAID.findall(self._noise.read_bytes())
+        return said[-1].decode(errors="replace") if said else ""
 
     def take(self) -> _Group:
         """The spare if it lives, else a new one; its workers begin."""
