@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import xxhash
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipeline.config.frozen import Frozen
 from pipeline.config.load import CONFIGS, merge, names, nearest, parse_set, read_toml, validate
@@ -101,11 +101,18 @@ class Mixture(Frozen):
     most_epochs: Annotated[float, Field(gt=0)] | None = None  # a source that would repeat more gives way to the others
 
 
+def _control(piece: str) -> str:
+    """Text produces others: sentencepiece's BPE looks up a lone character, whatever its kind, and U+2581 is a space."""
+    if len(piece) < 2 or not piece.isprintable() or "\u2581" in piece:
+        raise ValueError("a control piece has two printable characters or more, none of them U+2581; try <name>")
+    return piece
+
+
 class Train(Frozen):
     """How a tokenizer is trained, where none is given."""
 
     kind: Literal["bpe", "unigram"] = "bpe"  # unigram is encoded by sentencepiece itself, several times slower
-    controls: tuple[str, ...] = (
+    controls: tuple[Annotated[str, AfterValidator(_control)], ...] = (
         "<pad>",
         "<mask>",
     )  # beyond <unk>, <s>, </s>; what masked and denoising objectives need

@@ -48,6 +48,8 @@ class Tokenizer:
         self.eod: int = self.sentencepiece.eos_id()
         if self.eod < 0:
             raise DataError(f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece")
+        if reached := next(filter(self._reached, self.controls), None):
+            raise DataError(f"{name}: text with {reached!r} in it would become that control piece; give another model")
 
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
@@ -75,6 +77,13 @@ class Tokenizer:
         """Pieces that text must never produce, by their spelling."""
         never = (proto.ModelProto.SentencePiece.CONTROL, proto.ModelProto.SentencePiece.UNKNOWN)
         return {piece.piece: i for i, piece in enumerate(self._spec.pieces) if piece.type in never}
+
+    def _reached(self, control: str) -> bool:
+        """BPE and character models look up a lone character whatever its kind, word models the first word."""
+        alone = len(control) == 1 and self._spec.trainer_spec.model_type != proto.TrainerSpec.UNIGRAM
+        return self.controls[control] != self.sentencepiece.unk_id() and (
+            alone or self.controls[control] in self.sentencepiece.encode(control)
+        )
 
     @cached_property
     def lossless(self) -> bool:

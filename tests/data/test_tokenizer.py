@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline.data import tokenizer as tokenizing
 from pipeline.data.piece import MB
+from pipeline.data.recipe import load_recipe
 from pipeline.data.tokenizer import META, Tokenizer, train
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import some_texts
 
 AWKWARD = [
@@ -138,6 +139,47 @@ def test_impossible_vocabularies_say_what_is_possible(texts: list[str], vocab: i
     with pytest.raises(DataError, match=says) as caught:
         train(texts, vocab)
     assert f"vocab-size={vocab:,}" in str(caught.value)
+
+
+@pytest.mark.parametrize("control", ["§", "a", META, f"<{META}>", "\n", "<x\0>", ""])
+def test_a_control_that_text_could_produce_is_not_trained(control: str) -> None:
+    with pytest.raises(ConfigError, match=r"train.controls=.*two printable characters or more.*try <name>"):
+        load_recipe(None, {"sources": ["python"], "train": {"controls": [control]}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "control", "reached"),
+    [
+        ("bpe", "§", True),
+        ("bpe", "a", True),
+        ("bpe", "§§", False),
+        ("char", "§", True),
+        ("char", "§§", False),
+        ("unigram", "§", False),
+        ("word", "§§", True),
+    ],
+)
+def test_a_given_model_whose_control_text_could_produce_is_refused(kind: str, control: str, reached: bool) -> None:
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(some_texts(50)),
+        model_writer=out,
+        vocab_size=400,
+        model_type=kind,
+        hard_vocab_limit=False,
+        control_symbols=[control],
+        bos_id=-1,
+        eos_piece="the end",
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    if reached:
+        with pytest.raises(DataError, match=f"text with '{control}' in it would become that control piece"):
+            Tokenizer(out.getvalue())
+    else:
+        model = Tokenizer(out.getvalue())
+        for text in (control, f"x{control}", f" {control} y", control * 3):
+            assert model.controls[control] not in model.encode(text)
 
 
 def test_not_a_model() -> None:
