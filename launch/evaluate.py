@@ -35,6 +35,7 @@ def evaluate(
     from pipeline.errors import ConfigError
     from pipeline.parallel.world import World
     from pipeline.train.evaluate import Evaluator
+    from pipeline.train.rundir import same_tokenizer
 
     world = World.from_environment({})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -43,10 +44,12 @@ def evaluate(
     if where is None:
         raise ConfigError(f"{run} names no data; give --data DIR")
     corpus = Corpus.open(Path(where))
+    remedy = "give data made with its tokenizer"
+    same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
     if corpus.padded_vocab != config.model.vocab:
         raise ConfigError(
             f"--data {where}: {corpus.padded_vocab:,} pieces, but the run was trained on {config.model.vocab:,}; "
-            "give data made with its tokenizer"
+            f"{remedy}"
         )
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():

@@ -18,7 +18,7 @@ from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.train.branch import begin, meeting
-from pipeline.train.rundir import RunDir, facts
+from pipeline.train.rundir import RunDir, facts, same_tokenizer
 
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 
@@ -162,6 +162,7 @@ def _again(request: Request, devices: Devices) -> Settled:
     config, note = _fit(config, reload(run.config), request, devices)
     if not run.finished:
         _check_disk(config, run.path)
+    if not run.finished or request.data is not None:
         same_data(config, _corpus(Path(config.data.dir or ".")))
     return Settled(run, config, None, note=note)
 
@@ -194,6 +195,8 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
     else:
         from pipeline.checkpoint.manifest import CONFIG, newest  # torch: seconds that others need not wait
 
+        remedy = "prepare the data with --tokenizer, the .model of that run"
+        same_tokenizer(request.init, corpus.manifest.tokenizer.fingerprint, f"--data {request.data}", remedy)
         began = newest(request.init).path
         model, layer["init"] = reload(began / CONFIG).model.model_dump(exclude_none=True), str(began.resolve())
     config = load(

@@ -17,8 +17,8 @@ from pipeline import account
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.errors import RunError, UserError
-from pipeline.files import replace
+from pipeline.errors import DataError, RunError, UserError
+from pipeline.files import digest, replace
 from pipeline.track.log import Record, read
 
 # what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
@@ -95,6 +95,15 @@ class RunDir:
         worlds = [json.loads(begun.read_bytes()).get("world")] if begun.exists() else [None]
         return [*worlds, *(int(record["world"]) for record in read(self.log) if "world" in record)][-1]
 
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer it was trained with, or that came with an import; None where nobody knows."""
+        begun, imported = self.path / "run.json", self.path / "tokenizer.model"
+        if begun.exists():
+            known: str | None = json.loads(begun.read_bytes()).get("tokenizer")
+            return known
+        return digest(imported) if imported.exists() else None
+
     def claim(self) -> int:
         """Hold the directory for this launcher, before anything is in it: of two first launches one is refused."""
         return self.lock(".launch")
@@ -137,6 +146,14 @@ class RunDir:
 
     def forget_fault(self) -> None:
         (self.path / "error.json").unlink(missing_ok=True)
+
+
+def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
+    """Of a run directory, or one checkpoint of it: to other pieces its numbers mean nothing."""
+    inner = next((p for p in (run.absolute(), run.absolute().parent) if p.name == "checkpoints"), None)
+    known = RunDir(inner.parent if inner else run).tokenizer
+    if known not in (None, found):
+        raise DataError(f"{what}: its tokenizer is {found}, but that of {run} is {known}; {remedy}")
 
 
 def facts(config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.checkpoint.weights import load_model
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.shards import Manifest
+from pipeline.data.tokenizer import Tokenizer, train
 from tests.conftest import launch
+from tests.data.conftest import some_texts
 
 SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64", "--set", "train.batch_tokens=512")
 
@@ -82,6 +85,34 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     beams = [json.loads(inside(*given, "--prompt", "the ", "--json", "--beam", n)) for n in (1, 4)]
     assert beams[1]["log_likelihood"] >= beams[0]["log_likelihood"] - 1e-4
     assert beams[0]["tokens"] == json.loads(inside(*given, "--prompt", "the ", "--json"))["tokens"]
+
+
+def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_path):
+    """Of the same size, so that nothing else would show it."""
+    other, mine = tmp_path / "other", Manifest.load(corpus).tokenizer.fingerprint
+    shutil.copytree(corpus, other)
+    model = train(some_texts(300), 512, controls=("<pad>", "<mask>"))
+    (other / "tokenizer.model").write_bytes(model)
+    theirs = Tokenizer(model).info("tokenizer.model")
+    Manifest.load(other).model_copy(update={"tokenizer": theirs}).save(other)
+    (imported := tmp_path / "imported").mkdir()
+    shutil.copytree(trained / "checkpoints", imported / "checkpoints")
+    shutil.copy(corpus / "tokenizer.model", imported)
+    generate = ("generate", "--prompt", "a", "--max-new", 1, "--run")
+    for wish in (
+        ("pretrain", "--init", trained, "--data", other, "--out", tmp_path / "on", "--steps", 1, *SMALL),
+        ("pretrain", "--init", imported, "--data", other, "--out", tmp_path / "on", "--steps", 1, *SMALL),
+        ("evaluate", "--run", trained, "--data", other),
+        ("evaluate", "--run", next((trained / "checkpoints").iterdir()), "--data", other),
+        (*generate, trained, "--tokenizer", other / "tokenizer.model"),
+        ("export", "--run", trained, "--to", tmp_path / "hub", "--tokenizer", other / "tokenizer.model"),
+    ):
+        said = inside(*wish, code=2)
+        assert theirs.fingerprint in said and mine in said
+    assert "holds other data" in inside("pretrain", "--resume", "--out", trained, "--data", other, code=2)
+    (imported / "tokenizer.model").unlink()  # nobody knows: the sizes alone are compared
+    inside("evaluate", "--run", imported, "--data", other)
+    inside(*generate, trained, "--tokenizer", corpus / "tokenizer.model")
 
 
 def test_bad_wishes_are_one_line(trained, inside, tmp_path):
