@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.examples import examples
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
@@ -126,13 +126,20 @@ def train(
     peer = None
     if compare is not None:
         peer = _peer(compare, config, world.size)
+    if corpus is not None:
+        corpus.check(config.model.vocab, config.model.seq, "train")
+    if profile is not None and not profile.absolute().parent.is_dir():
+        raise ConfigError(f"--profile {profile}: {profile.parent} is no directory; make it, or name another file")
     figures = bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads)
     try:
-        _print(chain(first, figures), as_json)
+        _print(chain(first, figures), as_json, show=world.first)
     except RuntimeError as error:
-        lower = smaller(config) if no_room(type(error).__name__, str(error)) else None
-        if lower is None or "RANK" in before:  # of several ranks the others wait for this one
+        if not no_room(type(error).__name__, str(error)):
             raise
+        lower, micro = smaller(config), config.train.micro_batch
+        if lower is None or "RANK" in before:  # of several ranks the others wait for this one
+            remedy = "a smaller one, or --set train.recompute=true" if micro != 1 else "--set train.recompute=true"
+            raise RunError(f"train.micro_batch={micro}: memory ran out; take {remedy}") from error
         # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again
         typer.echo(f"micro-batch {config.train.micro_batch} does not fit", err=True)
         again = ["--set", f"train.micro_batch={lower.train.micro_batch}"]
@@ -148,16 +155,20 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
         return Twin
     if name not in ("hf", "hf-mixed") or ranks > 1:
         raise ConfigError(
-            f"--compare {name} on {ranks} processes: known are hf and hf-mixed on one process, and bf16 with --set "
+            f"--compare {name}, processes: {ranks}: known are hf and hf-mixed of one process, and bf16 with --set "
             "train.fp8=true"
         )
     described(config)
     return partial(HuggingFace, mixed=name == "hf-mixed")
 
 
-def _print(measured: Iterable[tuple[str, Any]], as_json: bool) -> None:
+def _print(measured: Iterable[tuple[str, Any]], as_json: bool, show: bool = True) -> None:
+    """All is measured in any case: other ranks may take part in it."""
     if as_json:
-        print(json.dumps(dict(measured)))
+        found = dict(measured)
+        if show:
+            print(json.dumps(found))
         return
     for what, value in measured:
-        print(f"{what:<70} {value}", flush=True)
+        if show:
+            print(f"{what:<70} {value}", flush=True)

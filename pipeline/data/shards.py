@@ -216,6 +216,17 @@ class Corpus:
             known = ", ".join(self.manifest.splits)
             raise DataError(f"{self.path}: split={name!r} does not exist; choose one of {known}") from None
 
+    def check(self, vocab: int, seq: int, *splits: str) -> None:
+        """Whether a model of this vocabulary can take windows of this length from the splits."""
+        if vocab < self.manifest.tokenizer.vocab:
+            raise DataError(
+                f"model.vocab={vocab:,} is smaller than the {self.manifest.tokenizer.vocab:,} of the tokenizer in "
+                f"{self.path}; leave model.vocab out or prepare the data with that vocabulary"
+            )
+        for split in splits:
+            if self.split(split).tokens <= seq:
+                raise self.too_small(split, seq)
+
     def too_small(self, split: str, seq: int) -> DataError:
         """What to say of a split that holds no window of this length."""
         remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"

@@ -55,14 +55,15 @@ def _model(config: RunConfig, world: World) -> Decoder:
         from pipeline.parallel.expert import announce
 
         announce(model, ep)
+    blocks = [*model.blocks, *(ahead.block for ahead in model.ahead)]
     if train.fp8:
         if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
             name = torch.cuda.get_device_name(world.device)
             raise ConfigError(f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false")
-        for block in model.blocks:
+        for block in blocks:
             convert(block)
     if train.compile is True:
-        for block in model.blocks:
+        for block in blocks:
             # per block: starts faster than the whole, and every layer shares one graph. What an engine hooks to a
             # block, such as ZeRO-3's gathering, stays outside of the graph.
             block.forward = torch.compile(block.forward)

@@ -153,7 +153,7 @@ def train(
     micros, lr = cut(next(batches), config, world), config.optim.lr
     yield "host reads in an update", reads(lambda: worker.update(micros, lr), world.device)
     if profile is not None:
-        yield "kernels", kernels(lambda: _step(worker, config, world, next(batches)), world.device, profile)
+        yield "kernels", kernels(lambda: _step(worker, config, world, next(batches)), world, profile)
     if beside:
         with tempfile.TemporaryDirectory() as aside:
             yield from overheads(worker, batches, config, world, steps, Path(aside))

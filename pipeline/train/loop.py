@@ -158,13 +158,16 @@ class Loop:
 
 def _routed(routing: Routing) -> dict[str, Any]:
     """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
-    share_LE = routing.load_E / routing.load_E.sum(-1, keepdim=True)
+    rest = torch.stack((routing.dropped, routing.entropy, routing.loss), dim=-1)
+    layers = torch.cat((routing.load_E / routing.load_E.sum(-1, keepdim=True), rest), dim=-1).tolist()  # one reading
+    shares, (dropped, entropy, losses) = [layer[:-3] for layer in layers], zip(*(x[-3:] for x in layers), strict=True)
+    imbalance = [max(share) * len(share) for share in shares]
     return {
-        "load": [[round(share, 5) for share in layer] for layer in share_LE.tolist()],
-        "imbalance": [round(x, 4) for x in (share_LE.amax(-1) * share_LE.shape[-1]).tolist()],
-        "dropped": [round(x, 5) for x in routing.dropped.tolist()],
-        "entropy": [round(x, 4) for x in routing.entropy.tolist()],
-        "worst_imbalance": (share_LE.amax() * share_LE.shape[-1]).item(),
-        "dropped_share": routing.dropped.mean().item(),
-        "aux_loss": routing.loss.sum().item(),
+        "load": [[round(share, 5) for share in layer] for layer in shares],
+        "imbalance": [round(x, 4) for x in imbalance],
+        "dropped": [round(x, 5) for x in dropped],
+        "entropy": [round(x, 4) for x in entropy],
+        "worst_imbalance": max(imbalance),
+        "dropped_share": sum(dropped) / len(dropped),
+        "aux_loss": sum(losses),
     }

@@ -77,9 +77,12 @@ def overheads(
         )
         began, during = time.perf_counter(), 0
         loop.save(next(count))
-        while (saved := saver.finished()) is None:
+        saved = saver.finished()
+        while world.sum([float(saved is None)]).item():  # a rank that has ended goes on with those that have not
             timed()
             during += 1
+            saved = saved or saver.finished()
+        assert saved is not None
         extra = time.perf_counter() - began - during * step_s
         yield "training blocked by one save, % of a step", round(100 * saved.blocked_s / step_s, 3)
         yield f"cost of one save in {save_every} steps, % of them", round(100 * extra / (save_every * step_s), 3)

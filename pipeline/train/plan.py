@@ -16,7 +16,7 @@ from pipeline.config.change import changed
 from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
-from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.errors import ConfigError, RunError
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts, same_tokenizer
 
@@ -184,7 +184,7 @@ def _corpus(path: Path) -> Corpus:
 
 def _config(request: Request, corpus: Corpus) -> RunConfig:
     assert request.data is not None
-    vocab, name = corpus.manifest.tokenizer.vocab, request.out or request.init
+    name = request.out or request.init
     layer: dict[str, Any] = {
         "name": re.sub(r"[^\w.-]", "-", name.resolve().name)[:64] if name else request.size,
         "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
@@ -209,14 +209,7 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
         sets=request.sets,
         over=request.over,
     )
-    if config.model.vocab < vocab:
-        raise DataError(
-            f"model.vocab={config.model.vocab:,} is smaller than the {vocab:,} of the tokenizer in {request.data}; "
-            "leave model.vocab out or prepare the data with that vocabulary"
-        )
-    for split in ("train", "valid"):
-        if corpus.split(split).tokens <= config.model.seq:
-            raise corpus.too_small(split, config.model.seq)
+    corpus.check(config.model.vocab, config.model.seq, "train", "valid")
     return config
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pipeline.parallel.world import World
+
 
 def traced(step: Callable[[], object], device: torch.device) -> Any:
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -16,11 +18,13 @@ def traced(step: Callable[[], object], device: torch.device) -> Any:
     return trace
 
 
-def kernels(step: Callable[[], object], device: torch.device, path: Path) -> str:
-    """The kernels of one step by their own time, and where the device had nothing to do, as tables in a file."""
-    trace, cuda = traced(step, device), device.type == "cuda"
+def kernels(step: Callable[[], object], world: World, path: Path) -> str:
+    """The first rank's kernels of a step by their own time, and where its device had nothing to do, in a file."""
+    trace, cuda = traced(step, world.device), world.device.type == "cuda"
     by = "self_device_time_total" if cuda else "self_cpu_time_total"
-    path.write_text(trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100) + _gaps(trace))
+    table = trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100)
+    if world.first:
+        path.write_text(table + _gaps(trace))
     return str(path)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     assert said["MFU %"].startswith("unknown") and "head in, input embedding out" in said["convention"]
 
 
+def test_several_ranks_print_one_table_and_end_a_save_together(tmp_path):
+    asked = ["bench", "train", "--size", "7k", "--steps", "1", "--overheads", "--no-parts", "--json", *sets(SMALL)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
+    wish = [sys.executable, *torchrun, *asked, "--profile", str(tmp_path / "kernels.txt")]
+    done = subprocess.run(wish, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["training blocked by one save, % of a step"] >= 0
+    assert "Self CPU" in (tmp_path / "kernels.txt").read_text()
+
+
 def test_a_benchmark_tries_the_next_micro_batch():
     tried = limited(
         "bench", "train", "--size", "7k", "--zero", 0, "--steps", 1, "--no-parts", "--auto-batch", *sets(WIDE)
@@ -76,22 +87,28 @@ def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus,
     assert f"\nmicro_batch = {32 >> len(faults)}\n" in (run / "config.toml").read_text()
 
 
-def test_what_has_no_counterpart_is_not_compared(inside, monkeypatch):
+def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     refused = inside("bench", "train", "--size", "7k", "--arch", "switch", "--compare", "hf", code=2)
     assert "activation='relu' has no counterpart" in refused
+    assert "is no directory" in inside("bench", "train", "--size", "7k", "--profile", "nowhere/kernels.txt", code=2)
+    small = ("--data", corpus, "--set", "model.vocab=64")
+    assert "model.vocab=64 is smaller than" in inside("bench", "train", "--size", "7k", *small, code=2)
 
 
-@pytest.mark.parametrize(("arch", "kinds"), [("dense", 2), ("moe", 2), ("mla-moe", 2)])  # the first has nothing to add
-def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, kinds, monkeypatch):
+@pytest.mark.parametrize(
+    ("arch", "mtp", "kinds"), [("dense", 0, 2), ("moe", 0, 2), ("mla-moe", 0, 2), ("dense", 1, 2)]
+)  # the first has nothing to add
+def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, mtp, kinds, monkeypatch):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     wish = [
         *SMALL,
         "model.layers=3",
+        f"model.mtp={mtp}",
         "train.compile=true",
         "train.dtype=bf16",
         *(["model.ffn.experts=8"] if "moe" in arch else []),
