@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +23,13 @@ from pipeline.data.dedup import deduplicate
 from pipeline.data.files import replacing, save
 from pipeline.data.mixture import check, mixed
 from pipeline.data.normalise import normalise
+from pipeline.data.permute import U64
 from pipeline.data.piece import Task
 from pipeline.data.read import Malformed, read, tokens_not_text
 from pipeline.data.recipe import Dedup, Recipe
 from pipeline.data.sample import train_on
 from pipeline.data.shards import VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
-from pipeline.data.shingles import shingles
+from pipeline.data.shingles import ngrams, word_hashes
 from pipeline.data.sketch import Sketched, sketch
 from pipeline.data.sources import plan
 from pipeline.data.stages import Position, total
@@ -37,6 +39,7 @@ from pipeline.errors import DataError
 
 ASIDE = "malformed.jsonl"
 MALFORMED_SHARE = 0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
+FEWEST_WORDS = 8  # of a held-out text, as in GPT-3's appendix C: fewer stand in many a document by chance
 
 Report = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 Record = TypeVar("Record", bound=Frozen)
@@ -90,7 +93,7 @@ def prepare(
         job = Job(recipe, tasks, work, workers, report)
         with cluster(workers):
             tokenizer = _tokenizer(job, model)
-            held_out = _held_out(job, against)
+            held_out = _held_out(job, against, say)
             counted = _deduplicate(job, malformed_share)
             done = _tokenize(job, held_out, dedup=counted is not None)
         stages = total([counted or (), *(d.stages for d in done)])
@@ -128,18 +131,33 @@ def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
     return tokenizer
 
 
-def _held_out(job: Job, against: Sequence[Task]) -> Path | None:
-    """All n-grams of the texts that must not be trained on, sorted, in one small file."""
+def _held_out(job: Job, against: Sequence[Task], say: Callable[[str], None]) -> Path | None:
+    """All n-grams of the texts that must not be trained on, by n, sorted, in one small file; of a text with fewer than
+    n words, all of them."""
     if job.recipe.decontaminate is None:
         return None
-    path, n = job.work / "held-out.npy", job.recipe.decontaminate.ngram
+    path, n = job.work / "held-out.npz", job.recipe.decontaminate.ngram
     if not path.exists():
-        grams = [np.zeros(0, np.uint64)]
+        grams: dict[int, list[U64]] = {}
+        texts = short = 0
         for item in (item for task in against for piece in task for item in read(piece, job.recipe.text_key)):
             if isinstance(item, Malformed):  # what is not read would be trained on
                 raise DataError(f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it")
-            grams.append(shingles(normalise(item, job.recipe.normalise).encode(), n))
-        save(path, np.unique(np.concatenate(grams)))
+            words = word_hashes(normalise(item, job.recipe.normalise).encode())
+            texts, k = texts + 1, min(n, len(words))
+            if k < min(n, FEWEST_WORDS):
+                short += 1
+            else:
+                grams.setdefault(k, []).append(ngrams(words, k))
+        if short:
+            what = f"decontaminate.against: {short:,} of {texts:,} texts have fewer than {min(n, FEWEST_WORDS)} words"
+            remedy = "join each with what belongs to it (a question with its answer)"
+            if not grams:
+                raise DataError(f"{what}: nothing is left to look for; {remedy}")
+            say(f"{what} and are not looked for; {remedy}")
+        file = BytesIO()
+        np.savez(file, allow_pickle=False, **{str(k): np.unique(np.concatenate(found)) for k, found in grams.items()})
+        save(path, file.getvalue())
     return path
 
 

@@ -5,7 +5,7 @@ task, dedup.py says between the two which documents stay.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from pipeline.data.piece import MB, Task
 from pipeline.data.read import Malformed, read
 from pipeline.data.recipe import Filters, Normalise, Recipe
 from pipeline.data.shards import Stage
-from pipeline.data.shingles import shingles
+from pipeline.data.shingles import ngrams, word_hashes
 
 DOCUMENTS = 1024  # in a batch at most, and about a megabyte of text
 
@@ -166,13 +166,17 @@ def unique(batch: Batch, seen: dict[bytes, None], ledger: Ledger) -> Batch:
     return fresh
 
 
-def decontaminated(batch: Batch, n: int, held_out: U64, ledger: Ledger) -> Batch:
-    return ledger.sift("decontaminate", batch, lambda d: "overlap" if shares_ngram(d.raw, n, held_out) else None)
+def decontaminated(batch: Batch, held_out: Mapping[int, U64], ledger: Ledger) -> Batch:
+    return ledger.sift("decontaminate", batch, lambda d: "overlap" if shares_ngram(d.raw, held_out) else None)
 
 
-def shares_ngram(raw: bytes, n: int, held_out: U64) -> bool:
-    """Whether any n consecutive words also stand in the held-out text; held_out is sorted."""
-    grams = shingles(raw, n)
-    at = np.searchsorted(held_out, grams)
-    at[at == len(held_out)] = 0
-    return bool(len(held_out) and (held_out[at] == grams).any())
+def shares_ngram(raw: bytes, held_out: Mapping[int, U64]) -> bool:
+    """Whether any n consecutive words also stand in the held-out text; held_out has them by n, sorted."""
+    words = word_hashes(raw)
+    for n, known in held_out.items():
+        grams = ngrams(words, n)
+        at = np.searchsorted(known, grams)
+        at[at == len(known)] = 0
+        if (known[at] == grams).any():
+            return True
+    return False

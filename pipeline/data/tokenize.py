@@ -47,9 +47,9 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
         earlier = Ledger(aside)
         ledger = earlier if keep is None else Ledger()  # what comes before dedup was counted then
         texts = after_dedup(text, recipe, np.load(keep), earlier) if keep else before_dedup(text, recipe, earlier)
-        if recipe.decontaminate and held_out:
-            n, grams = recipe.decontaminate.ngram, np.load(held_out)
-            texts = (decontaminated(batch, n, grams, ledger) for batch in texts)
+        if held_out:
+            grams = {int(n): known for n, known in np.load(held_out).items()}
+            texts = (decontaminated(batch, grams, ledger) for batch in texts)
         encodings = (encoded(batch, tokenizer, dtype) for batch in texts)
         tokens = chain(_already_encoded(taken, tokenizer, ledger), encodings)
         shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)

@@ -2,7 +2,6 @@
 
 import gzip
 import random
-import re
 import tracemalloc
 import unicodedata
 from functools import lru_cache
@@ -23,17 +22,27 @@ from pipeline.data.shingles import BLOCK, shingles, word_hashes
 from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
 from tests.data.conftest import some_texts, write_jsonl
 
 VOCABULARY = [f"w{i}" for i in range(4000)]
 
 
-def words_of(text: str) -> list[bytes]:
-    return re.findall(rb"[a-z0-9_\x80-\xff]+", text.lower().encode())
+UNSPACED = ("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+
+
+def words_of(text: str) -> list[str]:
+    """By the characters' names, one after the other."""
+    spelt = ""
+    for character in text.lower():
+        word = character == "_" or unicodedata.category(character)[0] in "LMN"
+        alone = word and unicodedata.name(character).startswith(UNSPACED)
+        spelt += f" {character} " if alone else character if word else " "
+    return spelt.split()
 
 
 @lru_cache(2000)
-def ngrams(text: str) -> frozenset[tuple[bytes, ...]]:
+def ngrams(text: str) -> frozenset[tuple[str, ...]]:
     words = words_of(text)
     return frozenset(tuple(words[i : i + 5]) for i in range(max(1, len(words) - 4)))
 
@@ -61,11 +70,36 @@ def planted(families: int, seed: int) -> list[str]:
     return texts
 
 
-def test_word_hashes_are_equal_exactly_where_words_are() -> None:
-    text = "The cat, the CAT; Überall  foo_bar\n\n42 42nd don't 東京 東"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The cat, the CAT; Überall  foo_bar\n\n42 42nd don't",
+        "The cat — the “CAT” … ÜBERALL überall\u00a0foo_bar！ΑΘΗΝΑ αθηνα «cat»\u2028cat²",
+        "東京、東 京。「GPT-3は東京タワー」ｶﾅカナ㐀𠀀𠀁 𠀀々cat東",
+        "한국어는 띄어 쓴다, 한국어는 हिन्दी में, हिन्दी",
+        "ภาษาไทย ไทย, ພາສາລາວ ភាសាខ្មែរ မြန်မာ",
+        "😀 😀cat",
+    ],
+)
+def test_word_hashes_are_equal_exactly_where_words_are(text: str) -> None:
     found, expected = word_hashes(text.encode()).tolist(), words_of(text)
     assert len(found) == len(expected)
     assert [[a == b for b in found] for a in found] == [[a == b for b in expected] for a in expected]
+    for word, code in zip(expected, found, strict=True):
+        assert word_hashes(word.encode()).tolist() == [code], "a word of ASCII differs beside other characters"
+
+
+def test_word_hashes_of_ascii_are_those_they_were() -> None:
+    """Sketches of different files are compared, and a corpus that was made stays what it is."""
+    assert word_hashes(b"The cat, the_CAT 42").tolist() == [
+        13885077684125539221,
+        5002988127863433688,
+        997819303216944846,
+        14446594871517610841,
+    ]
+
+
+def test_shingles_depend_on_no_place() -> None:
     assert word_hashes(b"a b")[1] == word_hashes(b"xxxxxxxxxx b")[1], "a word's hash depends on its place"
     assert len(shingles(b"", 5)) == 0 and len(shingles(b"one two", 5)) == 1
 
@@ -78,6 +112,17 @@ def test_word_hashes_of_a_long_document_are_those_of_its_words() -> None:
         words = {word: int(word_hashes(word.encode())[0]) for word in VOCABULARY}
         assert word_hashes(text.encode()).tolist() == [words[word] for word in text.split(separator)]
     assert len(word_hashes(b"x" * (2 * BLOCK + 1))) == 3
+    assert len(word_hashes("。東".encode() * BLOCK)) == BLOCK  # cut between characters
+
+
+def test_near_duplicates_of_a_script_without_spaces() -> None:
+    source, near = random.Random(7), Near()
+    texts = ["".join(chr(source.randrange(0x4E00, 0x5600)) for _ in range(600)) for _ in range(20)]
+    grams = [shingles(t.encode(), near.ngram) for text in texts for t in (text, f"{text[:300]}，新{text[301:]}")]
+    keys = [set(band_keys(g, near).tolist()) for g in grams]
+    for i, j in combinations(range(len(grams)), 2):
+        alike = bool(keys[i] & keys[j]) and similarity(bottom(grams[i]), bottom(grams[j])) >= near.threshold
+        assert alike == (i // 2 == j // 2)
 
 
 def test_similarity_is_exact_for_short_documents_and_close_for_long() -> None:
@@ -239,6 +284,32 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     )
     manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
     assert manifest.stages[-2].dropped == {"overlap": (1, len(texts[7].encode()))}
+
+    # Shorter held-out texts by all their words, down to eight; a script without spaces by its characters.
+    asked = [
+        "Which ten words are all that this question has got?",
+        "一九八四年春，我在北京的胡同里遇见了他。",
+        "Yes, it is.",
+    ]
+    tainted = [
+        f"{texts[1]} {asked[0].upper()} Seven.",
+        f"他说：{asked[1]}后来呢？",
+        f"{texts[2]} yes it is",
+        asked[0][:-8],
+    ]
+    said: list[str] = []
+    short = recipe.model_copy(
+        update={
+            "sources": (str(write_jsonl(tmp_path / "c.jsonl", tainted)),),
+            "decontaminate": Decontaminate(against=(str(write_jsonl(tmp_path / "asked.jsonl", asked)),)),
+        }
+    )
+    manifest, _ = prepare(short, tmp_path / "short", model=tokenizer.model, say=said.append)
+    assert manifest.stages[-2].dropped == {"overlap": (2, sum(len(t.encode()) for t in tainted[:2]))}
+    assert len(said) == 1 and "1 of 3 texts have fewer than 8 words" in said[0]
+    write_jsonl(tmp_path / "asked.jsonl", asked[2:])
+    with pytest.raises(DataError, match="1 of 1 texts have fewer than 8 words: nothing is left to look for"):
+        prepare(short, tmp_path / "none", model=tokenizer.model)
 
     # Behind dedup: of a tainted text and its copies one comes so far, and every stage counts what it drops itself.
     composed = " ".join(f"é{i}" for i in range(30))  # and decomposed in the held-out file: both are normalised
