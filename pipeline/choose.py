@@ -10,11 +10,12 @@ from pipeline.account import checkpoint_bytes, params
 from pipeline.config.change import Change, changed, flags
 from pipeline.config.frozen import Auto, Recompute
 from pipeline.config.load import names
-from pipeline.config.schema import Offload, RunConfig
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.layout import USABLE, Estimate, Layout, estimate, memory
+from pipeline.layout import USABLE, Estimate, Layout, estimate, memory, offloaded
 from pipeline.recipe import mend, resolve
 
+PROCESS_BYTES = 2**28  # of a rank on a CPU, the model apart: what torch and DeepSpeed take for themselves, measured
 Resized = Callable[[str], RunConfig]  # the same run in another size
 
 
@@ -58,11 +59,12 @@ class Room:
 
     def need(self, config: RunConfig, layout: Layout) -> int:
         """Of one rank, or of all that share it. What is offloaded to a CPU, or copied there to be saved, is still in
-        its memory."""
-        if not self.shared or config.parallel.offload.nvme:
-            return memory(config, layout).total * (layout.ranks if self.shared else 1)
-        held = memory(changed(config, {"parallel.offload": Offload()}), layout).total
-        return layout.ranks * held + checkpoint_bytes(config.model)
+        its memory; with a disk to offload to, the copy is there."""
+        each = memory(config, layout).total
+        if not self.shared:
+            return each
+        copy = 0 if config.parallel.offload.nvme else checkpoint_bytes(config.model)
+        return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:
         return self.need(config, layout) <= self.have
@@ -125,8 +127,17 @@ def fit(
 
 
 def _options(config: RunConfig, ranks: int, room: Room, keep: bool, resized: Resized | None) -> Iterator[Change]:
-    """In this size, on more GPUs, and in the largest size below it that fits."""
-    yield from _nearest(config, ranks, room, keep)
+    """In this size, on more GPUs or, where they share a memory, in fewer processes; then the largest size below it that
+    fits."""
+    halves = (1 << k for k in reversed(range((ranks - 1).bit_length())))
+    fewer = [count for count in halves if room.shared and count * PROCESS_BYTES < room.have]
+
+    def within(config: RunConfig) -> Iterator[Change]:
+        yield from _nearest(config, ranks, room, keep)
+        for count in fewer:
+            yield from ({"nproc": count, **change} for change in _nearest(config, count, room, keep))
+
+    yield from within(config)
     _, take, _, settled, _, now = _mended(config, ranks, room, keep)
     for more in () if room.shared else enough(settled, now.ranks, room):
         yield {**take, **more.change(replace(now, micro_batch=-1)), "nproc": more.ranks}
@@ -137,7 +148,7 @@ def _options(config: RunConfig, ranks: int, room: Room, keep: bool, resized: Res
         with suppress(UserError):  # what else is set need not go with every size
             others.append((params(resized(size).model).total, size))
     for _, size in sorted((o for o in others if o[0] < params(config.model).total), reverse=True):
-        yield from ({"size": size, **change} for change in _nearest(resized(size), ranks, room, keep))
+        yield from ({"size": size, **change} for change in within(resized(size)))
 
 
 def _nearest(config: RunConfig, ranks: int, room: Room, keep: bool) -> Iterator[Change]:
@@ -147,7 +158,7 @@ def _nearest(config: RunConfig, ranks: int, room: Room, keep: bool) -> Iterator[
     whole = config.parallel.engine == "accelerate"
     options = [
         Layout(now.ranks, zero, ep, micro, again, sp)
-        for sp in config.model.shares(now.ranks)
+        for sp in ([now.sp] if room.shared else config.model.shares(now.ranks))  # there fewer ranks save as much
         for zero in ([now.zero] if whole else range(now.zero, 4))
         for ep in ([now.ep] if whole else config.model.degrees(now.ranks))
         for micro in micro_batches(config, now.ranks, sp)

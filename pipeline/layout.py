@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
+from typing import Literal
 
 from pipeline import account
-from pipeline.config.change import Change
+from pipeline.config.change import Change, changed
 from pipeline.config.frozen import Dtype, Recompute
 from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MoE
-from pipeline.config.schema import Cluster, Rates, RunConfig
+from pipeline.config.schema import Cluster, Offload, Rates, RunConfig
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
 # are measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
@@ -154,6 +155,12 @@ def memory(config: RunConfig, layout: Layout) -> account.Memory:
     )
     away = config.parallel.offload
     return replace(held, optimizer=0 if away.optimizer else held.optimizer, weights=0 if away.params else held.weights)
+
+
+def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
+    """What lies there instead, of all ranks together."""
+    away, held = config.parallel.offload, memory(changed(config, {"parallel.offload": Offload()}), layout)
+    return layout.ranks * (held.optimizer * (away.optimizer == to) + held.weights * (away.params == to))
 
 
 _count = lru_cache(account.params)  # a plan asks hundreds of times

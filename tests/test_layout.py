@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline import account
-from pipeline.choose import Room, best, fit, plan
+from pipeline.choose import PROCESS_BYTES, Room, best, fit, plan
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.layout import ERROR, Estimate, Layout, estimate, memory, traffic
+from pipeline.layout import ERROR, Estimate, Layout, estimate, memory, offloaded, traffic
 from pipeline.recipe import resolve
 from tests.published import OTHER, SAME, ladder_rows
 
@@ -179,6 +179,15 @@ GIB = 2**30
         ),
         ("7b", "dense", 2, 80 * GIB, {"parallel.engine": "accelerate"}, ["; take --size 3b --zero 0 --dtype fp32"]),
         ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 2"]),
+        (
+            "tiny",
+            "dense",
+            100_000,
+            22 * GIB,
+            {},
+            [" on 100000 ranks and this H100 gives 22.0 GiB to all of ", "; try --nproc 16"],
+        ),
+        ("tiny", "dense", 8, 4 * GIB, {}, ["; try --nproc 2"]),
         ("tiny", "dense", 2, GIB // 64, {}, ["nothing smaller fits either: take a machine with more memory"]),
     ],
 )
@@ -200,7 +209,7 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, rank
         named = dict(re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", found[2]))
         tables = {"dtype": "train.", "size": "name.", "zero": "parallel.", "ep": "parallel.", "sp": "parallel."}
         named = {tables.get(key, "") + key: value for key, value in named.items()}
-        told(named.pop("name.size", size), int(found[1] or ranks), {**sets, **named})
+        told(named.pop("name.size", size), int(found[1] or named.pop("nproc", ranks)), {**sets, **named})
 
 
 def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
@@ -208,7 +217,23 @@ def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
     layout, cpu, gpu = Layout.of(here, 2), Room(None, shared=True), Room(None)
     each = memory(here, layout)
     assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
-    assert cpu.need(here, layout) == cpu.need(away, layout) == 2 * each.total + 12 * account.params(here.model).total
+    copy = 12 * account.params(here.model).total
+    assert cpu.need(here, layout) == cpu.need(away, layout) == 2 * (each.total + PROCESS_BYTES) + copy
+
+
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer, params):
+    sets = {"parallel.zero": 3, "parallel.offload.path": "/"}
+    here = config("tiny", "dense", 2, **sets)
+    away = config(
+        "tiny", "dense", 2, **sets | {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params}
+    )
+    layout, cpu = Layout.of(here, 2), Room(None, shared=True)
+    each, copy = memory(here, layout), 12 * account.params(here.model).total
+    gone = 2 * (each.optimizer * (optimizer == "nvme") + each.weights * (params == "nvme"))
+    assert offloaded(away, layout, "nvme") == gone
+    assert cpu.need(here, layout) - cpu.need(away, layout) == gone + (copy if gone else 0)
 
 
 # ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,6 @@
 """Before the first process starts: settle the config of a run and refuse what cannot work, in one line."""
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, RunError
+from pipeline.layout import Layout, offloaded
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts, same_tokenizer
 
@@ -30,16 +32,18 @@ class Devices:
     gpus: int
     memory_bytes: int | None  # of one GPU, or of the host when there is none; None: unknown from here
     name: str
+    host_bytes: int | None = None  # beside GPUs; None: unknown from here
 
     @classmethod
     def here(cls) -> "Devices":
+        host = psutil.virtual_memory().available
         if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
             import torch  # seconds that a node with no GPU driver need not wait
 
             if torch.cuda.is_available():
                 properties = torch.cuda.get_device_properties(0)
-                return cls(torch.cuda.device_count(), properties.total_memory, properties.name)
-        return cls(0, psutil.virtual_memory().available, "CPU")
+                return cls(torch.cuda.device_count(), properties.total_memory, properties.name, host)
+        return cls(0, host, "CPU")
 
     @classmethod
     def of(cls, cluster: Cluster, gpus: int) -> "Devices":
@@ -229,7 +233,26 @@ def _fit(
     config, note = fit(config, request.nproc, room, keep=before is not None, resized=resized)
     if request.fewest:
         fit(config, request.fewest, room)
+    else:  # of a job's nodes nothing is seen from here
+        _check_offload(config, request.nproc, devices.host_bytes)
     return config, note
+
+
+def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None:
+    """Room for what does not lie on the devices, and for the copy that a checkpoint is written from."""
+    away, layout, copy = config.parallel.offload, Layout.of(config, ranks), account.checkpoint_bytes(config.model)
+    if away.path is not None and away.nvme:
+        key, folder, need = f"parallel.offload.path={away.path}", Path(away.path), offloaded(config, layout, "nvme")
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError(f"{key} is not a directory that can be written; give one on a local disk")
+        if need + copy > (free := shutil.disk_usage(folder).free):
+            raise RunError(f"{key} has {_size(free)} free, the run needs {_size(need + copy)} there; give another disk")
+        copy = 0
+    if host_bytes is not None and (held := offloaded(config, layout, "cpu")) and held + copy > host_bytes:
+        raise ConfigError(
+            f"parallel.offload to the CPU needs about {_size(held + copy)} there and {_size(host_bytes)} are free; "
+            "offload to nvme (docs/TRAINING.md), or take a smaller --size"
+        )
 
 
 def _check_disk(config: RunConfig, path: Path) -> None:

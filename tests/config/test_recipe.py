@@ -1,6 +1,7 @@
 """Numbers that follow from the size, held against the published rule."""
 
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -12,7 +13,7 @@ from pipeline.account import flops_per_token, params
 from pipeline.choose import Room, fit
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, UserError
 from pipeline.recipe import resolve
 from pipeline.train.plan import Devices, Request, settle
 
@@ -53,13 +54,18 @@ def test_length_in_steps_tokens_or_flops(length):
 @given(
     size=st.sampled_from(["7k", "tiny", "125m", "1b"]),
     arch=st.sampled_from(["dense", "moe", "mla-moe"]),
-    ranks=st.integers(1, 24),
+    ranks=st.integers(1, 24) | st.just(300),
     memory=st.none() | st.floats(25, 38).map(lambda power: int(2**power)),
     gpu=st.booleans(),
     keep=st.booleans(),
     parallel=st.fixed_dictionaries(
         {"zero": st.integers(0, 3), "engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"])},
-        optional={"ep": st.integers(1, 20), "sp": st.integers(1, 12), "offload.optimizer": st.just("cpu")},
+        optional={
+            "ep": st.integers(1, 20),
+            "sp": st.integers(1, 12),
+            "offload.optimizer": st.just("cpu"),
+            "offload.params": st.just("cpu"),
+        },
     ),
     train=st.fixed_dictionaries(
         {"compile": st.sampled_from(["auto", "true"])},
@@ -111,6 +117,29 @@ def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, mem
     assert not keep or config.train.batch_tokens == asked["train.batch_tokens"]
     if config.model.size != size:
         assert params(config.model).total < params(load(size=size, arch=arch).model).total
+
+
+@pytest.mark.parametrize(
+    ("to", "host", "free", "said"),
+    [
+        ("cpu", 2**28, 2**40, r"offload to the CPU needs about .* 256.0 MiB are free; offload to nvme"),
+        ("nvme", 2**28, 2**28, r"offload.path=.* has 256.0 MiB free, the run needs .* there; give another disk"),
+        ("nvme", 2**28, 2**40, None),
+        ("cpu", 2**36, 2**28, None),
+        ("cpu", None, 2**28, None),  # a host that is not known
+    ],
+)
+def test_what_leaves_a_gpu_needs_room_elsewhere(corpus, tmp_path, to, host, free, said):
+    (disk := tmp_path / "disk").mkdir()
+    sets = ["parallel.zero=3", f"parallel.offload.optimizer={to}", f"parallel.offload.path={disk}"]
+    wish = Request("125m", "dense", corpus, tmp_path / "run", 2, sets=sets)
+    with patch("shutil.disk_usage", side_effect=lambda at: Mock(free=free if at == disk else 2**60)):
+        if said is None:
+            settle(wish, Devices(2, 2**36, "GPU", host))
+            settle(replace(wish, sets=[*sets, "parallel.offload.path=/nowhere"], fewest=2), Devices(2, 2**36, "GPU"))
+        else:
+            with pytest.raises(UserError, match=said):
+                settle(wish, Devices(2, 2**36, "GPU", host))
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_a_length_without_end(corpus, out):
     assert "no end" in refused("pretrain", *TINY, "--data", corpus, "--flops", "1e308", "--out", out, out=out)
 
 
+@pytest.mark.parametrize("place", ["nowhere", "file"])
+def test_a_disk_to_offload_to_that_is_none(corpus, out, tmp_path, inside, place):
+    (tmp_path / "file").touch()
+    options = ("--zero", 3, "--set", "parallel.offload.optimizer=nvme", "--data", corpus, "--out", out)
+    said = inside("pretrain", *TINY, *options, "--set", f"parallel.offload.path={tmp_path / place}", code=2)
+    assert f"parallel.offload.path={tmp_path / place} is not a directory that can be written" in said
+    assert not out.exists()
+
+
 def test_an_unwritable_place(corpus):
     assert "/proc/run" in refused("pretrain", *TINY, "--data", corpus, "--out", "/proc/run")
 
