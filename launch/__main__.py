@@ -57,7 +57,8 @@ def _mount() -> None:
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 something the user can mend (one line), 130 interrupted, 1 a fault of ours."""
+    """Exit codes: 0 done, 2 something the user can mend (one line), 75 saved as a signal asked, with more to do, 130
+    interrupted, 1 a fault of ours."""
     try:
         _mount()
         app()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -76,6 +77,7 @@ def pretrain(
     from pipeline.train.plan import Devices, Request, settle
     from pipeline.train.rundir import RunDir
     from pipeline.train.start import start
+    from pipeline.train.stop import STOPPED
 
     for option, value in {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--time": time}.items():
         if value is not None and not slurm:
@@ -110,9 +112,9 @@ def pretrain(
         if not (dry_run and quiet):
             submit(settled, asked, track=track, dry_run=dry_run, as_json=as_json)
         return settled, asked
-    run = settled.commit().run
+    run, signalled = settled.commit().run, None
     if not run.finished:
-        note = start(
+        note, signalled = start(
             run,
             nproc=ranks,
             gpu=devices.gpus > 0,
@@ -125,6 +127,8 @@ def pretrain(
     elif not complete(run.checkpoints):
         typer.echo(f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True)
     _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
+    if not run.finished:  # what follows in a script is not to go on with half a model
+        raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
     return settled, None
 
 

@@ -49,9 +49,9 @@ def launch(arguments: list[object]) -> None:
     from launch import __main__ as command_line
     from pipeline.train import start
 
-    def started(directory: RunDir, *, nproc: int, **_: object) -> str:
+    def started(directory: RunDir, *, nproc: int, **_: object) -> tuple[str, None]:
         fork(nproc, lambda world: run(directory.path, world, Stop(), quiet=True))
-        return ""
+        return "", None
 
     def call(_world: World) -> None:
         start.start = started

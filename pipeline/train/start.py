@@ -36,9 +36,11 @@ Wish = tuple[float, int]  # when, and which signal
 _Group = tuple["subprocess.Popen[bytes]", Path]  # torchrun, and the file it complains to
 
 
-def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: bool = False, track: bool = True) -> str:
-    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show;
-    raises RunError with one line otherwise. After a fault the whole group is started anew, with a torchrun of its own:
+def start(
+    run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: bool = False, track: bool = True
+) -> tuple[str, int | None]:
+    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show,
+    and the signal that asked; raises RunError with one line otherwise. After a fault the whole group is started anew, with a torchrun of its own:
     torchrun's own restarts would repeat also what only a person can mend, and do not survive its death."""
     run.forget_fault()
     old = len(faults.history(run))
@@ -50,7 +52,7 @@ def start(run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: b
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
-    return note
+    return note, wishes[0][1] if wishes else None
 
 
 class _Groups:
