@@ -44,7 +44,7 @@ def verify(
     from pipeline.config.load import load
     from pipeline.recipe import resolve
     from pipeline.train.plan import Devices
-    from pipeline.train.verify import held, layouts
+    from pipeline.train.verify import REFEREE, held, layouts
 
     small = ["model.seq=64", "model.vocab=512", f"train.batch_tokens={nproc * 4 * 64}", "train.micro_batch=2"]
     fixed = [f"train.dtype={dtype}", "train.steps=100", "train.compile=false", "optim.lr=0.001", "optim.clip=0.3"]
@@ -54,10 +54,12 @@ def verify(
     config = resolve(load(size=size, arch=arch, sets=[*small, *fixed, *even, *(sets or ())]), ranks=nproc, gpu=gpu)
     every = layouts(config, nproc)
     names = [name.strip() for name in chosen.split(",")]
-    asked = [layout for layout in every if chosen == "all" or layout.name in names or layout.control]
+    asked = [each for each in every if chosen == "all" or each.name in names or each.control or each == REFEREE]
     if unknown := set(names) - {layout.name for layout in every} - {"all"}:
         known = ", ".join(layout.name for layout in every)
         raise ConfigError(f"--layouts {', '.join(sorted(unknown))} is not one of: {known}")
+    if REFEREE not in every and not as_json:
+        print("no referee: Accelerate's run is plain fp32 DDP, with nothing offloaded")
     judged: list[Outcome] = []
     with tempfile.NamedTemporaryFile() as noise:
         try:

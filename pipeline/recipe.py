@@ -23,7 +23,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
     """Fill in every "auto" for a run on `ranks` processes; refuse what cannot be cut evenly, all of it in one line."""
     faults, take, more = mend(config, ranks, gpu=gpu)
     if faults:
-        raise ConfigError(f"{'; '.join(faults)}; try {flags(take)}{f', or {more} ranks' if more else ''}")
+        raise ConfigError(f"{'; '.join(faults)}; try {flags(take, short=False)}{f', or {more} ranks' if more else ''}")
     model, train, readers = config.model, config.train, ranks // config.parallel.sp
     count = params(model)
     n = count.active_non_embedding

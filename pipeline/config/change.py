@@ -17,6 +17,8 @@ def changed(config: RunConfig, change: Mapping[str, object]) -> RunConfig:
     return config
 
 
-def flags(change: Change) -> str:
-    spelled = ((key, str(value).lower()) for key, value in change.items())
+def flags(change: Change, *, short: bool = True) -> str:
+    """As `launch pretrain` takes them; without its own options, as every command does."""
+    long = {} if short else {key: f"{table}.{key}" for key, table in _TABLES.items()}
+    spelled = ((long.get(key, key), str(value).lower()) for key, value in change.items())
     return " ".join(f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in spelled)

@@ -40,8 +40,9 @@ def start(
     run: RunDir, *, nproc: int, gpu: bool, max_restarts: int = 0, quiet: bool = False, track: bool = True
 ) -> tuple[str, int | None]:
     """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show,
-    and the signal that asked; raises RunError with one line otherwise. After a fault the whole group is started anew, with a torchrun of its own:
-    torchrun's own restarts would repeat also what only a person can mend, and do not survive its death."""
+    and the signal that asked; raises RunError with one line otherwise. After a fault the whole group is started anew,
+    with a torchrun of its own: torchrun's own restarts would repeat also what only a person can mend, and do not
+    survive its death."""
     run.forget_fault()
     old = len(faults.history(run))
     feeder, note = feed.start(run.path) if track else None, ""

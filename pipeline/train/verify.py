@@ -28,7 +28,7 @@ from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import balance
 from pipeline.parallel.world import World, free_port, joining
-from pipeline.process import speak_in
+from pipeline.process import end_with_parent, speak_in
 from pipeline.train.evaluate import cut
 
 # of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
@@ -236,6 +236,7 @@ def held(config: RunConfig, layouts: Sequence[Layout], nproc: int, noise: Path) 
 def _rank(
     rank: int, config: RunConfig, layouts: Sequence[Layout], where: list[dict[str, str]], noise: Path, said: Any
 ) -> None:
+    end_with_parent()
     speak_in(noise)
     torch.set_num_threads(1)
     os.environ |= where[rank]

@@ -147,8 +147,10 @@ def test_what_leaves_a_gpu_needs_room_elsewhere(corpus, tmp_path, to, host, free
     [
         ("dense", 2, ["train.batch_tokens=3000"], r"batch_tokens=3,000 .* 512 .*; try --set train.batch_tokens=3072$"),
         ("dense", 2, ["train.micro_batch=5"], r"micro_batch=5 .*; try --set train.micro_batch=4$"),
-        ("moe", 6, ["parallel.ep=4", "train.batch_tokens=3000"], r"ep=4 .*; try --ep 2 --set train.batch_tokens=3072$"),
-        ("moe", 2, ["parallel.engine=accelerate", "parallel.ep=2"], r"DDP.*ep=2; try --zero 0 --dtype fp32 --ep 1$"),
+        ("moe", 6, ["parallel.ep=4", "train.batch_tokens=3000"],
+         r"ep=4 .*; try --set parallel.ep=2 --set train.batch_tokens=3072$"),
+        ("moe", 2, ["parallel.engine=accelerate", "parallel.ep=2"],
+         r"DDP.*ep=2; try --set parallel.zero=0 --set train.dtype=fp32 --set parallel.ep=1$"),
         ("dense", 2, ["parallel.zero=4"], r"^parallel.zero=4: must be 0, 1, 2 or 3$"),
         ("dense", 2, ["parallel.ep=0"], r"^parallel.ep=0: must be greater than 0$"),
     ],
