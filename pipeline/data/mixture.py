@@ -28,9 +28,8 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
     weights = np.array([mixture.weights[name] for name in names])
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
-        tokens = np.array([source.tokens for source in sources])
-        limits = tokens * mixture.most_epochs / mixture.tokens
-        counts = below(places(capped(weights, limits)), np.floor(limits * BLOCK).astype(np.int64))
+        most = _most(sources, mixture.tokens, mixture.most_epochs)
+        counts = below(places(capped(weights, most / BLOCK)), most)
     else:
         counts = places(weights)
     shares = counts / BLOCK
@@ -42,25 +41,49 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
 
 def check(mixture: Mixture | None, names: Sequence[str]) -> None:
     """What can be told before a token is counted."""
-    if mixture and (unknown := set(mixture.weights) ^ set(names)):
+    if mixture is None:
+        return
+    if unknown := set(mixture.weights) ^ set(names):
         raise ConfigError(
             f"mixture.weights: {', '.join(sorted(unknown))} without its match; give one weight per source"
         )
-    if mixture and mixture.most_epochs is not None and mixture.tokens is None:
+    if mixture.most_epochs is not None and mixture.tokens is None:
         raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget")
+    least = sum(mixture.weights.values()) / BLOCK
+    for name, weight in mixture.weights.items():
+        if weight < least / 2:
+            raise ConfigError(
+                f"mixture.weights: source={name!r} weighs {weight:g}, the least that is drawn is 1/{BLOCK} of all; "
+                f"give it {least:.2g} or remove it"
+            )
 
 
 def _epochs(source: SourceShare, share: float, tokens: int | None) -> float | None:
     return round(share * tokens / source.tokens, 4) if tokens else None
 
 
+def _most(sources: Sequence[SourceShare], tokens: int, epochs: float) -> npt.NDArray[np.int64]:
+    """Places in a block that each source may have, and not one more."""
+    limits = np.array([source.tokens * epochs / tokens for source in sources])
+    most: npt.NDArray[np.int64] = np.floor(limits * BLOCK).astype(np.int64)
+    if most.sum() < BLOCK:
+        enough = int(tokens * limits.sum() * BLOCK / (BLOCK + len(sources)))  # each is rounded down
+        raise ConfigError(
+            f"mixture.most_epochs={epochs:g}: all sources together last for {most.sum() / BLOCK:.2%} of "
+            f"mixture.tokens={tokens:,}; lower it to {enough:,}, raise the cap or add data"
+        )
+    if (most < 1).any():
+        least = sources[int(np.argmin(limits))]
+        raise ConfigError(
+            f"mixture.most_epochs={epochs:g}: source={least.name!r}, {least.tokens:,} tokens, would pass it with the "
+            f"fewest batches it can have, 1/{BLOCK}; remove it, or lower mixture.tokens={tokens:,} to "
+            f"{int(least.tokens * epochs * BLOCK):,}"
+        )
+    return most
+
+
 def capped(weights: npt.NDArray[np.float64], limits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Weights with none above its limit; what a capped source gives up goes to the rest in proportion."""
-    if limits.sum() < 1:
-        raise ConfigError(
-            f"mixture.most_epochs: all sources together last for {limits.sum():.0%} of mixture.tokens; raise the cap, "
-            "lower the budget or add data"
-        )
     fixed = np.zeros(len(weights), bool)
     while True:
         free = np.where(fixed, 0, weights)
@@ -81,8 +104,8 @@ def places(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
 
 
 def below(counts: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Places that rounding put above a limit go to where most are left; a source keeps one."""
-    over = np.maximum(counts - np.maximum(most, 1), 0)
+    """Places that rounding put above a limit go to where most are left."""
+    over = np.maximum(counts - most, 0)
     counts = counts - over
     for _ in range(over.sum()):
         counts[np.argmax(most - counts)] += 1

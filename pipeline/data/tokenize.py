@@ -17,6 +17,7 @@ from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing, save
 from pipeline.data.piece import Task
+from pipeline.data.read import Malformed
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
 from pipeline.data.stages import Batch, Ledger, Position, after_dedup, before_dedup, decontaminated
@@ -78,6 +79,9 @@ def encoded(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> list[Encoded]:
 
 def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterator[list[Encoded]]:
     for ids in (ids for piece in task for ids in megatron.documents(piece, tokenizer)):
+        if isinstance(ids, Malformed):
+            ledger.set_aside(ids)
+            continue
         size = megatron.text_bytes(ids, tokenizer)
         ledger.keep("read", 1, size, size)
         yield [Encoded(ids, ids.tobytes(), size)]

@@ -2,15 +2,18 @@
 
 import shutil
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.data import megatron
 from pipeline.data.megatron import text_bytes
 from pipeline.data.prepare import prepare
+from pipeline.data.read import Malformed
 from pipeline.data.recipe import Recipe
-from pipeline.data.shards import Corpus
+from pipeline.data.shards import Corpus, index_bytes
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError
@@ -69,6 +72,55 @@ def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: To
     added = [[*ids, tokenizer.eod] for ids in encoded[30:]]
     assert held[few] == [ids for ids in held[many] if ids not in added]
     assert 0 < len(held[few]) < len(held[many]) < 40
+
+
+@pytest.mark.parametrize(("documents", "sequences", "most"), [(1, 3, 40), (3, 4, 8), (7, 100, 2**20)])
+def test_an_index_in_stretches(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, documents: int, sequences: int, most: int
+) -> None:
+    """Whatever is looked at together, every document comes once; one without a sequence is none."""
+    given: list[list[list[int]]] = [
+        [[5, 6], [7]],
+        [],
+        [[8]],
+        [[]],
+        [],
+        [[9] * 4, [3], [4]],
+        *[[[10 + i]] for i in range(20)],
+        [],
+    ]
+    source = write_megatron(tmp_path / "theirs", given)
+    monkeypatch.setattr(megatron, "DOCUMENTS", documents)
+    monkeypatch.setattr(megatron, "SEQUENCES", sequences)
+    monkeypatch.setattr(megatron, "PIECE_BYTES", most)
+    cut = list(megatron.pieces("s", source))
+    assert [(0, *(p.stop for p in cut))] == [(*(p.start for p in cut), len(given))] and len(cut) > 3
+    assert sum(p.bytes for p in cut) == 4 * sum(len(s) for d in given for s in d)
+    found = [np.asarray(ids).tolist() for p in cut for ids in megatron.documents(p, tokenizer)]
+    assert found == [[*(i for s in d for i in s), tokenizer.eod] for d in given if d]
+    monkeypatch.setattr(megatron, "SEQUENCES", 2)
+    with pytest.raises(DataError, match="a document of more than 2 sequences"):
+        list(megatron.pieces("s", source))
+
+
+def test_a_long_index_is_never_read_whole(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "DOCUMENTS", 2**12)
+    lengths = [7] * 10**6 + [100]
+    (tmp_path / "a.idx").write_bytes(index_bytes(lengths, "uint16"))
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(2 * sum(lengths))
+    tracemalloc.start()
+    cut = list(megatron.pieces("s", tmp_path / "a.idx"))
+    *_, last = megatron.documents(cut[-1], tokenizer)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert cut[-1].stop == len(lengths) and not isinstance(last, Malformed) and len(last) == 101
+    assert peak < (tmp_path / "a.idx").stat().st_size / 10
+    monkeypatch.setattr(megatron, "TOKENS", 99)
+    *_, last = megatron.documents(cut[-1], tokenizer)
+    assert last == Malformed(str(tmp_path / "a.bin"), 10**6, "document longer than 99 tokens", 200)
 
 
 def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:

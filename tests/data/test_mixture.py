@@ -1,5 +1,6 @@
 """Draws against their weights, epochs against counting, caps against arithmetic."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -70,8 +71,36 @@ def test_caps_give_way_to_the_rest() -> None:
     few = mixed(sources, Mixture(weights={"a": 0.3, "b": 0.7}, tokens=3_000_000, most_epochs=4))
     assert few[0].epochs is not None and 3.99 < few[0].epochs <= 4
     assert sum(share.weight or 0 for share in few) == 1
-    with pytest.raises(ConfigError, match="most_epochs"):
-        capped(np.array([0.5, 0.5]), np.array([0.2, 0.3]))
+    tiny = [source("a", 10**10), source("b", 10**5)]
+    with pytest.raises(ConfigError, match=r"source='b', 100,000 tokens, would pass it .* to 819,200,000"):
+        mixed(tiny, Mixture(weights={"a": 0.5, "b": 0.5}, tokens=10**10, most_epochs=2))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 10**12), st.floats(0.001, 1)), min_size=1, max_size=6),
+    st.integers(10**3, 10**12),
+    st.floats(0.1, 50),
+)
+def test_no_source_passes_the_cap_and_remedies_are_accepted(
+    given: list[tuple[int, float]], tokens: int, epochs: float
+) -> None:
+    sources = [source(str(i), size) for i, (size, _) in enumerate(given)]
+    weights = {str(i): weight for i, (_, weight) in enumerate(given)}
+    for _ in range(3):
+        try:
+            result = mixed(sources, Mixture(weights=weights, tokens=tokens, most_epochs=epochs))
+        except ConfigError as error:
+            found = re.search(r"lower (?:it|mixture.tokens=[\d,]+) to ([\d,]+)", str(error))
+            assert found and "\n" not in str(error)
+            tokens = int(found[1].replace(",", ""))
+            if tokens == 0:
+                return
+        else:
+            break
+    assert sum(share.weight or 0 for share in result) == 1
+    for share in result:
+        assert 0 < (share.weight or 0) * tokens <= share.tokens * epochs * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +109,11 @@ def test_caps_give_way_to_the_rest() -> None:
         ({"weights": {"a": 1}}, "b without"),
         ({"weights": {"a": 1, "b": 1, "c": 1}}, "c without"),
         ({"weights": {"a": 1, "b": 1}, "most_epochs": 2}, "needs mixture.tokens"),
+        ({"weights": {"a": 1, "b": 1e-9}}, "source='b' weighs 1e-09.*give it 0.00024 or remove it"),
+        (
+            {"weights": {"a": 1, "b": 1}, "most_epochs": 2, "tokens": 100},
+            "39.99% of mixture.tokens=100; lower it to 39",
+        ),
     ],
 )
 def test_impossible_mixtures(settings: dict[str, object], says: str) -> None:
