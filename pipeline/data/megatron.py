@@ -28,7 +28,7 @@ class Index:
     """An opened .idx with its .bin: where each document lies, read a stretch at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.data = path, path.with_suffix(".bin")
+        self.path, self.data = path, path.with_suffix(".BIN" if path.suffix.isupper() else ".bin")
         try:
             with path.open("rb") as file:
                 raw = file.read(HEADER.size)

@@ -71,13 +71,13 @@ def prepare(
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Manifest, bool]:
     """Make the corpus, or finish it; returns its manifest and whether it was already there."""
-    tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed, out=out)
+    tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed, out=out, say=say)
     if not tasks:
         raise _empty(recipe)
     check(recipe.mixture, recipe.sources)
     if taken := [piece for task in tasks for piece in task if piece.kind == "megatron" and not recipe.as_it_is]:
         raise tokens_not_text(taken[0])
-    against = _held_out_tasks(recipe, out)
+    against = _held_out_tasks(recipe, out, say)
     inputs = xxhash.xxh3_128_hexdigest(
         repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
     )
@@ -110,11 +110,16 @@ def _empty(recipe: Recipe) -> DataError:
     return DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
 
 
-def _held_out_tasks(recipe: Recipe, out: Path) -> list[Task]:
+def _held_out_tasks(recipe: Recipe, out: Path, say: Callable[[str], None]) -> list[Task]:
+    def named(line: str) -> str:
+        return line.replace("source=", "decontaminate.against=", 1)
+
+    if recipe.decontaminate is None:
+        return []
     try:
-        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0, out=out) if recipe.decontaminate else []
+        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0, out=out, say=lambda line: say(named(line)))
     except DataError as error:
-        raise DataError(str(error).replace("source=", "decontaminate.against=", 1)) from error
+        raise DataError(named(str(error))) from error
 
 
 def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:

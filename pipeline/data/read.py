@@ -123,10 +123,10 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
 
 
 def _open(piece: Piece) -> BinaryIO:
-    if piece.path.endswith((".gz", ".zst")):
+    if packed := {".gz": "gzip", ".zst": "zstd"}.get(Path(piece.path).suffix.lower()):
         import pyarrow  # unlike zstandard's own reader it does not take a truncated file for a whole one
 
-        return io.BufferedReader(pyarrow.input_stream(piece.path), MB)
+        return io.BufferedReader(pyarrow.input_stream(piece.path, compression=packed), MB)
     return Path(piece.path).open("rb", buffering=MB)
 
 

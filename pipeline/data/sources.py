@@ -3,7 +3,7 @@
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,14 +27,21 @@ SUFFIXES: dict[str, Kind] = {
 }
 
 
-def plan(sources: Sequence[str], *, limit_bytes: int | None, seed: int, out: Path | None = None) -> list[Task]:
+def plan(
+    sources: Sequence[str],
+    *,
+    limit_bytes: int | None,
+    seed: int,
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Task]:
     """Cut every source into tasks; the same inputs give the same tasks. What lies in `out` is none."""
     whole: dict[str, list[Piece]] = {}
     owner: dict[str, str] = {}
     for source in sources:
         if source in whole:
             raise DataError(f"source={source!r} is given twice; name it once (a mixture weight repeats it)")
-        whole[source] = list(_limited(_inputs(source, limit_bytes, seed, out), source, limit_bytes))
+        whole[source] = list(_limited(_inputs(source, limit_bytes, seed, out, say), source, limit_bytes))
         named = {p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}
         for path in sorted(named) or (hub.files(source) if source.startswith("hf:") else ()):
             real = os.path.realpath(path)
@@ -61,7 +68,9 @@ def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> I
         yield piece
 
 
-def _inputs(source: str, limit_bytes: int | None, seed: int, out: Path | None) -> Iterator[Piece]:
+def _inputs(
+    source: str, limit_bytes: int | None, seed: int, out: Path | None, say: Callable[[str], None]
+) -> Iterator[Piece]:
     if source == "python":
         yield from _python(source)
     elif language := synthetic.LANGUAGES.get(source):
@@ -73,11 +82,7 @@ def _inputs(source: str, limit_bytes: int | None, seed: int, out: Path | None) -
             raise DataError(f"out={out} lies in source={source!r}, which would read it; choose another --out")
         yield from hub.pieces(source)
     else:
-        found = _files(source)
-        files = [path for path in found if out.resolve() not in path.resolve().parents] if out else found
-        if not files:
-            raise DataError(f"source={source!r} lies in out={out}; choose another --out")
-        for path in files:
+        for path in _files(source, out, say):
             yield from _file(source, path)
 
 
@@ -92,33 +97,52 @@ def _python(source: str) -> Iterator[Piece]:
                     yield Piece(source, "text", str(path), 0, size, size, path.stat().st_mtime_ns)
 
 
-def _files(source: str) -> list[Path]:
-    """A file, all known files below a directory, or a glob."""
+def _files(source: str, out: Path | None, say: Callable[[str], None]) -> list[Path]:
+    """A file, all known files below a directory, or a glob; of the rest it is said how much there is."""
     path = Path(source)
-    if path.is_file():
-        return [path]
     if path.is_dir() and source:
-        every = path.rglob("*.idx" if (path / MANIFEST).exists() else "*")  # our own: its malformed.jsonl is no text
-        found = sorted(p for p in every if p.is_file() and _kind(p) and not _hidden(p.relative_to(path)))
+        ours = (path / MANIFEST).exists()  # of it only the shards: its malformed.jsonl is no text
+        every = sorted(p for p in _below(path) if not ours or p.suffix == ".idx")
+        found = [p for p in every if _kind(p) and p.is_file()]
         if not found:
             raise DataError(f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path")
-        return found
-    found = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file())  # noqa: PTH207  # absolute too
-    if not found:
-        raise DataError(
-            f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic, synthetic:small); "
-            "for the Hugging Face hub write hf:NAME[:split]"
-        )
+    else:
+        every = [path] if path.is_file() else sorted(map(Path, glob.glob(source, recursive=True)))  # noqa: PTH207  # absolute too
+        found = [p for p in every if p.is_file()]
+        if not found:
+            raise DataError(
+                f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic, "
+                "synthetic:small); for the Hugging Face hub write hf:NAME[:split]"
+            )
+    if out:
+        inside = out.resolve()
+        every, found = ([p for p in paths if inside not in p.resolve().parents] for paths in (every, found))
+        if not found:
+            raise DataError(f"source={source!r} lies in out={out}; choose another --out")
+    taken = {*found, *(p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in found)}
+    left = [p for p in every if p not in taken]
+    for what, some in (
+        ("files of another kind", [p for p in left if p.is_file()]),
+        ("links to nothing", [p for p in left if not p.exists()]),
+    ):
+        if some:
+            say(f"source={source!r}: {len(some):,} {what} not taken, the first {some[0]}")
     return found
 
 
-def _hidden(path: Path) -> bool:
-    """As for a glob; .work among them, where shards are half made."""
-    return any(part.startswith(".") for part in path.parts)
+def _below(root: Path) -> Iterator[Path]:
+    """Every file below a directory, links followed, each directory once. What is hidden is none, as for a glob: .work
+    among it, where shards are half made."""
+    seen = set()
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and real not in seen)
+        yield from (Path(folder, name) for name in names if not name.startswith(".") and real not in seen)
+        seen.add(real)
 
 
 def _kind(path: Path) -> Kind | None:
-    return next((kind for suffix, kind in SUFFIXES.items() if path.name.endswith(suffix)), None)
+    return next((kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None)
 
 
 def _file(source: str, path: Path) -> Iterator[Piece]:
@@ -137,7 +161,7 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
             from pipeline.data import megatron
 
             yield from megatron.pieces(source, path)
-        elif path.suffix in (".gz", ".zst"):
+        elif path.suffix.lower() in (".gz", ".zst"):
             yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
         elif size:
             yield Piece(source, kind, str(path), 0, size, size, stamp)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 def write_megatron(stem: Path, documents: list[list[list[int]]], code: int = 4, dtype: str = "<i4") -> Path:
     """By the published layout, with documents of several sequences, as Megatron's own writer allows."""
+    stem.parent.mkdir(exist_ok=True)
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(s) for s in sequences], np.int32)
     offsets = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * np.dtype(dtype).itemsize))
@@ -45,8 +46,14 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
     texts = some_texts(40)
     encoded = [tokenizer.encode(text).tolist() for text in texts]
     documents = [[ids[:5], [*ids[5:], tokenizer.eod]] if i % 2 else [ids] for i, ids in enumerate(encoded)]
-    source = write_megatron(tmp_path / "theirs", documents, code, dtype)
-    manifest, _ = prepare(recipe(source, tokenizer, valid_share=0.2), tmp_path / "out", model=tokenizer.model)
+    source = write_megatron(tmp_path / "in" / "theirs", documents, code, dtype)
+    if code == 8:
+        source = source.rename(source.with_suffix(".IDX"))
+        source.with_suffix(".bin").rename(source.with_suffix(".BIN"))
+    said: list[str] = []
+    made = recipe(source.parent, tokenizer, valid_share=0.2)
+    manifest, _ = prepare(made, tmp_path / "out", model=tokenizer.model, say=said.append)
+    assert not said
     corpus = Corpus.open(tmp_path / "out", verify=True)
     found = [
         d

@@ -223,6 +223,34 @@ def test_large_files_are_cut_and_small_ones_grouped(tmp_path: Path) -> None:
     assert len(everything([p for t in tasks for p in t])) == 9005
 
 
+def test_a_directory_is_taken_whole_and_what_is_not_is_said(tmp_path: Path) -> None:
+    """Links are followed, each directory once; a suffix counts in any case."""
+    texts = [[f"{i} {text}" for text in some_texts(9)] for i in range(4)]
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    write_jsonl(tmp_path / "in" / "A.JSONL", texts[0])
+    plain = write_jsonl(tmp_path / "b.jsonl", texts[1]).read_bytes()
+    (tmp_path / "in" / "deep" / "B.Jsonl.GZ").write_bytes(gzip.compress(plain))
+    (tmp_path / "in" / "deep" / "C.JSONL.ZST").write_bytes(
+        zstandard.compress(write_jsonl(tmp_path / "c", texts[2]).read_bytes())
+    )
+    write_jsonl(tmp_path / "elsewhere" / "d.jsonl", texts[3])
+    for name, target in (("far", "../elsewhere"), ("loop", "."), ("again", "deep"), ("gone.jsonl", "nowhere")):
+        (tmp_path / "in" / name).symlink_to(target)
+    for name in ("README.md", "deep/x.bin", ".hidden.md"):
+        (tmp_path / "in" / name).write_text("hello")
+    said: list[str] = []
+    source = str(tmp_path / "in")
+    [task] = plan([source], limit_bytes=None, seed=0, say=said.append)
+    assert sorted(map(str, everything(list(task)))) == sorted(text for some in texts for text in some)
+    assert said == [
+        f"source={source!r}: 2 files of another kind not taken, the first {source}/README.md",
+        f"source={source!r}: 1 links to nothing not taken, the first {source}/gone.jsonl",
+    ]
+    plan([f"{source}/*.[Jj]*"], limit_bytes=None, seed=0, say=said.append)
+    assert said[2:] == [f"source='{source}/*.[Jj]*': 1 links to nothing not taken, the first {source}/gone.jsonl"]
+
+
 def test_the_library_is_read_once_also_where_files_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.py").symlink_to("a.py")  # as Debian's sysconfig data
