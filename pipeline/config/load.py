@@ -172,10 +172,17 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
         *at, last = map(str, first["loc"])
         above, known = _follow(kind, at)
         return f"{'.'.join((*above, last))} is not a setting{place}{nearest(last, known)}"
-    key = ".".join(_follow(kind, map(str, first["loc"]))[0])
+    at, inner = _follow(kind, map(str, first["loc"]))
+    key = ".".join(at)
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if first["type"] == "tuple_type":
+        text = f"must be a list; write {key}=[{first['input']!r}]"
+    if first["type"] == "model_type" and inner:
+        text = (
+            f"has settings of its own; write {key}={{}} for their defaults, or {key}.{inner[0]}=… ({', '.join(inner)})"
+        )
     value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
 

@@ -41,7 +41,7 @@ def _quality(text: str, words: list[str], rule: Quality) -> str | None:
         return "mean_word_length"
     if (text.count("#") + text.count("...") + text.count("…")) / count > rule.symbol_ratio:
         return "symbol_ratio"
-    lines = [line.strip() for line in text.splitlines() if not line.isspace()]
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
     if sum(line.startswith(_BULLETS) for line in lines) / len(lines) > rule.bullet_lines:
         return "bullet_lines"
     if sum(line.endswith(("...", "…")) for line in lines) / len(lines) > rule.ellipsis_lines:
@@ -57,7 +57,7 @@ def _c4(text: str, rule: C4) -> str | None:
     if rule.brackets and "{" in text:
         return "brackets"
     lower = text.lower()
-    if any(phrase in lower for phrase in rule.phrases):
+    if any(phrase.lower() in lower for phrase in rule.phrases):
         return "phrases"
     lines = [line for line in map(str.strip, text.splitlines()) if line]
     if not lines or sum(line.endswith(_ENDS) for line in lines) / len(lines) < rule.sentence_lines:

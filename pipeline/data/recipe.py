@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, Field
@@ -15,6 +15,14 @@ VOCAB = 4096  # for corpora of a few million tokens; set 32768 for real ones
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
+Shares = dict[Annotated[int, Field(ge=1)], Share]  # by n
+Number = TypeVar("Number", int, float)
+
+
+def _in_order(limits: tuple[Number, Number]) -> tuple[Number, Number]:
+    if limits[0] > limits[1]:
+        raise ValueError("nothing lies between them; give the least first, then the most")
+    return limits
 
 
 class Normalise(Frozen):
@@ -29,8 +37,8 @@ class Normalise(Frozen):
 class Quality(Frozen):
     """Gopher's rules, table A1 of arXiv 2112.11446; the defaults are its numbers."""
 
-    words: tuple[Count, Count] = (50, 100_000)
-    mean_word_length: tuple[float, float] = (3, 10)
+    words: Annotated[tuple[Count, Count], AfterValidator(_in_order)] = (50, 100_000)
+    mean_word_length: Annotated[tuple[float, float], AfterValidator(_in_order)] = (3, 10)
     symbol_ratio: Share = 0.1  # "#" and "…" per word
     bullet_lines: Share = 0.9
     ellipsis_lines: Share = 0.3
@@ -45,10 +53,8 @@ class Repetition(Frozen):
     duplicate_line_characters: Share = 0.2
     duplicate_paragraphs: Share = 0.3
     duplicate_paragraph_characters: Share = 0.2
-    top_ngrams: dict[int, Share] = Field(default_factory=lambda: {2: 0.20, 3: 0.18, 4: 0.16})
-    duplicate_ngrams: dict[int, Share] = Field(
-        default_factory=lambda: {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-    )
+    top_ngrams: Shares = Field(default_factory=lambda: {2: 0.20, 3: 0.18, 4: 0.16})
+    duplicate_ngrams: Shares = Field(default_factory=lambda: {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10})
 
 
 class C4(Frozen):
@@ -124,9 +130,9 @@ class Recipe(Frozen):
     vocab_size: int = VOCAB
     tokenizer: str | None = None  # fingerprint of a given model, which then replaces vocab_size
     train: Train = Train()
-    seed: int = 0  # of the synthetic corpus and of the tokenizer's sample
+    seed: Count = 0  # of the synthetic corpus and of the tokenizer's sample
     valid_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    limit_bytes: int | None = None  # of each source
+    limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of each source
     text_key: str = "text"
     normalise: Normalise = Normalise()
     filters: Filters = Filters()

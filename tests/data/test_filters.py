@@ -1,5 +1,6 @@
 """Each rule on a text that it must keep and on one that it must drop, and the fast counts against slow ones."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.filters import _duplicate_share, _top_share, reason_to_drop
 from pipeline.data.normalise import normalise
-from pipeline.data.recipe import C4, Filters, Normalise, Quality, Repetition, Score
+from pipeline.data.recipe import C4, Filters, Normalise, Quality, Repetition, Score, load_recipe
 from pipeline.errors import ConfigError
 
 PROSE = """The committee met on Tuesday to discuss the new harbour wall, which has been leaking since winter.
@@ -40,6 +41,8 @@ def test_no_rules_keep_everything() -> None:
         (PROSE.replace(" the ", " # the ").replace(" to ", " ... to ").replace(" a", " # a"), "symbol_ratio"),
         ("\n".join(f"- {line}" for line in PROSE.splitlines() if line), "bullet_lines"),
         ("\n".join(line[:-1] + "..." for line in PROSE.splitlines() if line), "ellipsis_lines"),
+        ("\n\n".join(f"- {line}" for line in PROSE.splitlines() if line), "bullet_lines"),
+        ("\n\n \n".join(line[:-1] + "..." for line in PROSE.splitlines()[3:] * 2), "ellipsis_lines"),
         ("12345 67890 the of " * 40, "alphabetic_words"),
         ("Gestern wurde beschlossen dass niemand mehr kommen darf " * 12, "stop_words"),
     ],
@@ -59,6 +62,8 @@ def test_quality_drops(text: str, reason: str) -> None:
 )
 def test_c4_drops(text: str, reason: str) -> None:
     assert reason_to_drop(text, Filters(c4=C4())) == reason
+    if reason == "phrases":
+        assert reason_to_drop(text, Filters(c4=C4(phrases=("Ipsum DOLOR",)))) == reason
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,41 @@ def test_a_score_of_ones_own() -> None:
     assert reason_to_drop("xyz rhythm", rules) == "score"
     with pytest.raises(ConfigError, match="nowhere"):
         reason_to_drop(PROSE, Filters(score=Score(function="nowhere:f", least=0)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("seed=-1", "seed=-1: must be greater than or equal to 0"),
+        ("limit_bytes=-5", "limit_bytes=-5: must be greater than 0"),
+        (
+            "filters.repetition.top_ngrams={0=0.1}",
+            "filters.repetition.top_ngrams.0='0': must be greater than or equal to 1",
+        ),
+        (
+            "filters.quality.words=[100,5]",
+            "filters.quality.words=[100, 5]: nothing lies between them; give the least first",
+        ),
+        (
+            "filters.quality.mean_word_length=[9,2]",
+            "filters.quality.mean_word_length=[9, 2]: nothing lies between them",
+        ),
+        (
+            "dedup.near=true",
+            "dedup.near=True: has settings of its own; write dedup.near={} for their defaults, or dedup.near.thr",
+        ),
+        (
+            "decontaminate.against='a.txt'",
+            "decontaminate.against='a.txt': must be a list; write decontaminate.against=['a.txt']",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        load_recipe(None, {"sources": ("python",)}, [setting])
+    assert "\n" not in str(caught.value)
+    if remedy := re.search(r"write (\S+)", str(caught.value)):
+        load_recipe(None, {"sources": ("python",)}, [remedy[1]])
 
 
 def test_normalise() -> None:
