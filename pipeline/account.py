@@ -260,5 +260,15 @@ def _kept(model: Model, layer: int) -> tuple[int, int]:
 
 
 def checkpoint_bytes(model: Model) -> int:
-    """One checkpoint on disk, all ranks together: fp32 masters and two moments."""
+    """The numbers of one checkpoint, all ranks together: fp32 masters and two moments."""
     return params(model).total * 12
+
+
+def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
+    """One checkpoint on disk: its numbers, and at most so much around them, which is most of a small one. Torch wraps
+    each run of numbers, and the manifest has its place, 1.9 kB together; a tensor's masters and moments are one each,
+    of every rank at ZeRO-0 and 3, else cut where two ranks meet. Random states and whole blocks come by rank."""
+    experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
+    blocks = model.layers + model.mtp
+    runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
+    return checkpoint_bytes(model) + 3 * 2048 * runs + 16384 * ranks

@@ -133,9 +133,9 @@ def settle(request: Request, devices: Devices) -> Settled:
     if run.exists and not fresh:
         if not request.resume:
             raise _taken(run)
-        _check_disk(config, run.path)
+        _check_disk(config, run.path, request.nproc)
         return Settled(run, config, None, note=note)
-    _check_disk(config, run.path)
+    _check_disk(config, run.path, request.nproc)
     train = corpus.manifest.splits["train"]
     about = facts(
         config,
@@ -165,7 +165,7 @@ def _again(request: Request, devices: Devices) -> Settled:
     )
     config, note = _fit(config, reload(run.config), request, devices)
     if not run.finished:
-        _check_disk(config, run.path)
+        _check_disk(config, run.path, request.nproc)
     if not run.finished or request.data is not None:
         same_data(config, _corpus(Path(config.data.dir or ".")))
     return Settled(run, config, None, note=note)
@@ -255,11 +255,12 @@ def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> Non
         )
 
 
-def _check_disk(config: RunConfig, path: Path) -> None:
+def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
     more = max(1, config.train.keep_last + 1 - len(complete(RunDir(path).checkpoints)))
-    need, free = more * account.checkpoint_bytes(config.model), shutil.disk_usage(there).free
+    each, free = account.disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero), shutil.disk_usage(there).free
+    need = more * each
     if need > free:
         raise RunError(
             f"--out {path}: {more} checkpoint{'s' if more > 1 else ''} need{'' if more > 1 else 's'} {_size(need)} and "

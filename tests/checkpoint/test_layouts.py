@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.account import disk_bytes
 from pipeline.checkpoint import manifest, store
+from pipeline.checkpoint.steps import complete
 from pipeline.checkpoint.weights import load_model
+from pipeline.config.load import reload
 from pipeline.parallel.fragments import Fragment
 from tests.conftest import worlds
 
@@ -55,6 +58,15 @@ def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
     return whole
 
 
+def counted(*roots: Path) -> None:
+    """No checkpoint takes more of a disk than is looked for before a run, and that is not far more."""
+    for root in roots:
+        for path in complete(root).values():
+            ranks, config = manifest.read(path).manifest.world, reload(path / manifest.CONFIG)
+            held = sum(file.stat().st_size for file in path.iterdir())
+            assert held < disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero) < 2 * held, path
+
+
 def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     """A model with experts and routers' counters: 4 ranks at ZeRO-2 with 2 experts each, then 2 at ZeRO-1 with 4 each,
     1, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence, each from the one before; beside the run
@@ -90,6 +102,7 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
         assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want), layout
     files = (tmp_path / "zero 3, on a disk" / "maps").read_text().count(f"{tempfile.gettempdir()}/tmp")
     assert files >= 5  # weights, masters, two moments and the copy to be saved
+    counted(whole / "checkpoints", moved / "checkpoints", *(tmp_path / layout for layout in CONVERTED))
 
 
 def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
@@ -105,6 +118,7 @@ def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
             {"do": "train", "out": resumed, "nproc": nproc, "over": over, "data": corpus},
         ]
     worlds(jobs, tmp_path)
+    counted(*(tmp_path / layout / "checkpoints" for layout in RESUMED))
     for layout in RESUMED:
         whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
         assert losses(resumed) == losses(whole), layout
