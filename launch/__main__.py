@@ -63,6 +63,8 @@ def main() -> None:
         _mount()
         app()
     except UserError as error:
+        if os.environ.get("ISOFLOP_TRACEBACK"):
+            raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, SystemExit) as ended:

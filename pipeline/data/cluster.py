@@ -117,7 +117,7 @@ def run(
                     results[index] = ray.get(reference)
                     on_done(index, results[index])
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+        raise error.cause from error  # with the worker's traceback
     except ray.exceptions.RayError as error:
         first = str(error).strip().splitlines()[0]
         raise DataError(f"Ray gave up on a task: {first}; the same command again does what is missing") from error

@@ -37,7 +37,7 @@ def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[i
         try:
             rows = max(1, min(ROWS, ROWS_BYTES // _largest_page(path, file.metadata.row_group(group), key)))
             for batch in file.iter_batches(rows, row_groups=[group], columns=[key]):
-                for value in batch.column(0):
+                for value in batch.column(key):
                     yield row, _python(value)
                     row += 1
         except (pyarrow.ArrowInvalid, LookupError) as error:
@@ -46,7 +46,8 @@ def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[i
 
 def _largest_page(path: str, group: Any, key: str) -> int:
     """Bytes of the column's largest page, which no value exceeds; by the pages' heads, before any is read."""
-    column = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema.split(".")[0] == key)
+    columns = (c for c in map(group.column, range(group.num_columns)) if f"{c.path_in_schema}.".startswith(f"{key}."))
+    column = min(columns, key=lambda c: len(c.path_in_schema))  # a name may have a dot in it, as a list's has behind it
     at = column.dictionary_page_offset or column.data_page_offset
     end, largest = at + column.total_compressed_size, 1
     with Path(path).open("rb") as file:
@@ -123,6 +124,7 @@ def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int
             )
     for batch in _batches(path, start, stop):
         _check_column(path, key, batch.schema.names)
+        _check_offsets(batch.column(key))
         for value in batch.column(key):
             yield row, _python(value)
             row += 1
@@ -172,7 +174,19 @@ def _python(value: Any) -> object:
     text = isinstance(value, pyarrow.StringScalar | pyarrow.LargeStringScalar)
     if text and value.is_valid and (raw := value.as_buffer()).size > LINE_BYTES:
         return str(raw[: LINE_BYTES + 4], errors="ignore")
-    return value.as_py()
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+def _check_offsets(column: Any) -> None:
+    """Arrow takes them as they are in the file, and a wrong one ends the process."""
+    try:
+        column.validate(full=True)
+    except pyarrow.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # looked at last, and set aside row by row
+            raise
 
 
 def _check_column(path: str, key: str, names: list[str]) -> None:

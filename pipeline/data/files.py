@@ -33,6 +33,14 @@ def save(path: Path, content: bytes | npt.NDArray[Any], flush_name: bool = True)
             np.save(file, content)
 
 
+def unreadable(error: Exception, path: str | Path) -> DataError:
+    """Whatever a damaged file makes its reader say; should it be a fault of ours, ISOFLOP_TRACEBACK=1 shows where."""
+    if isinstance(error, OSError):
+        return DataError(f"{path}: cannot be read ({error.strerror or error})")
+    first = (str(error).strip().splitlines() or [""])[0]
+    return DataError(f"{path}: cannot be read ({type(error).__name__}: {first}); fetch the file again")
+
+
 def as_data_error(error: OSError, path: Path) -> DataError:
     if error.errno in _NO_ROOM:
         return DataError(f"{path}: no room left while writing ({error.strerror}); free space or choose another --out")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, assert_never
 
 from pipeline.data import hub, synthetic
+from pipeline.data.files import unreadable
 from pipeline.data.piece import MB, Piece
 from pipeline.data.sources import TEXT_DOCUMENT_BYTES
 from pipeline.errors import DataError
@@ -64,8 +65,10 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
                     yield from synthetic.documents(seed, batch, language)
             case _:
                 assert_never(piece.kind)
-    except OSError as error:
-        raise DataError(f"{piece.path}: cannot be read ({error.strerror or error})") from error
+    except DataError:
+        raise
+    except Exception as error:
+        raise unreadable(error, piece.path) from error
 
 
 def _text(piece: Piece) -> Iterator[str | Malformed]:
@@ -148,7 +151,7 @@ def _skip_line(file: IO[bytes], most: int = 2**63) -> int:
 
 def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode("utf-8-sig"))  # a mark at its start is no part of it
     except UnicodeDecodeError as error:
         return Malformed(path, position + error.start, "not UTF-8", len(line))
     except (ValueError, RecursionError) as error:
@@ -166,7 +169,8 @@ def _values(piece: Piece, values: Iterator[tuple[int, object]], key: str) -> Ite
 
 def _check(text: object, path: str, position: int, key: str, size: int) -> str | Malformed:
     if not isinstance(text, str):
-        return Malformed(path, position, f"no text under {key!r}", size)
+        reason = "bytes, not UTF-8 text," if isinstance(text, bytes) else "no text"
+        return Malformed(path, position, f"{reason} under {key!r}", size)
     try:
         if (len(text) if text.isascii() else len(text.encode())) > LINE_BYTES:
             return Malformed(path, position, f"text longer than {LINE_BYTES // MB} MB", size)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data import hub, synthetic
+from pipeline.data.files import unreadable
 from pipeline.data.piece import MB, Kind, Piece, Task
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError
@@ -149,6 +150,8 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
+    if any("\ud800" <= character <= "\udfff" for character in str(path)):  # no record could name it
+        raise DataError(f"{str(path)!r}: a name that is not UTF-8; rename it")
     try:
         size, stamp = path.stat().st_size, path.stat().st_mtime_ns
         if kind == "parquet" or kind == "arrow":
@@ -165,8 +168,10 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
             yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
         elif size:
             yield Piece(source, kind, str(path), 0, size, size, stamp)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except DataError:
+        raise
+    except Exception as error:
+        raise unreadable(error, path) from error
 
 
 def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from launch.__main__ import main
 from launch.data import app
 from pipeline.data.cluster import cluster
 from pipeline.data.shards import Corpus
@@ -105,6 +106,15 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     raw[100] ^= 4
     shard.write_bytes(raw)
     assert isinstance(runner.invoke(app, ["inspect", str(tmp_path / "copy")]).exception, DataError)
+
+
+def test_the_traceback_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch", "data", "inspect", "nowhere"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    monkeypatch.setenv("ISOFLOP_TRACEBACK", "1")
+    with pytest.raises(DataError, match="nowhere"):
+        main()
 
 
 def test_two_tokenizers_are_one_too_many(tmp_path: Path, tokenizer: Tokenizer) -> None:

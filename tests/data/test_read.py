@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,55 @@ def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refus
         assert everything(task) == texts
 
 
+def test_columns_that_are_not_utf8_are_set_aside_row_by_row(tmp_path: Path) -> None:
+    raw = [b"good", b"\xff\xfe", b"also good"]
+    broken = pyarrow.array(raw, pyarrow.binary()).view(pyarrow.string())
+    for name, column in {"plain": broken, "dictionary": broken.dictionary_encode(), "bytes": pyarrow.array(raw)}.items():
+        table = pyarrow.table({"text": column})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+    for path in sorted(tmp_path.iterdir()):
+        first, bad, last = everything([piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task])
+        assert bad == Malformed(str(path), 1, "bytes, not UTF-8 text, under 'text'", 0), path
+        assert path.stem == "bytes" or (first, last) == ("good", "also good"), path
+
+
+def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
+    table = pyarrow.table({"a.b": ["dotted"] * 3, "a": ["plain"] * 3, "c": [["in a list"]] * 3})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    [task] = plan([str(tmp_path)], limit_bytes=None, seed=0)
+    assert list(read(task[0], "a.b")) == ["dotted"] * 3 and list(read(task[0], "a")) == ["plain"] * 3
+    assert [type(item) for item in read(task[0], "c")] == [Malformed] * 3
+
+
+@pytest.mark.parametrize("damage", ["offsets", "end", "reader"])
+def test_a_damaged_arrow_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """Also where Arrow itself would end the process, and whatever else a reader may say."""
+    path, column = tmp_path / "a.arrow", pyarrow.array(some_texts(30))
+    if damage == "offsets":
+        _, offsets, data = column.buffers()
+        wrong = bytearray(offsets.to_pybytes())
+        wrong[4:8] = b"\0\0\0\x60"
+        column = pyarrow.StringArray.from_buffers(30, pyarrow.py_buffer(bytes(wrong)), data)
+    table = pyarrow.table({"text": column})
+    with pyarrow.ipc.new_file(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")) as file:
+        file.write_table(table)
+    if damage == "end":
+        path.write_bytes(path.read_bytes()[:-4])
+    if damage == "reader":
+        monkeypatch.setattr(columns, "_batches", lambda *_: {}["unheard of"])
+    with pytest.raises(DataError, match=r"a.arrow: cannot be read \(\w+: .*\); fetch the file again") as caught:
+        everything([piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task])
+    assert "\n" not in str(caught.value) and caught.value.__cause__
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["first", "second"])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert everything(pieces(path, "jsonl", [])) == ["first", "second"]
+
+
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LINE_BYTES", 100)
     good = b'{"text": "good"}\n'
@@ -295,12 +345,15 @@ def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
         (["hf:{}/empty"], "check name"),
         (["hf:{}/saved:nosuch"], "no split 'nosuch', there are train, test;"),
         ([""], "no such file"),
+        (["{}/latin"], r"'.*/latin/\\udce9.txt': a name that is not UTF-8; rename it"),
     ],
 )
 def test_sources_that_cannot_be(tmp_path: Path, sources: list[str], says: str) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("a.txt", "picture.png", "bad.parquet", "bad.arrow", "bad.idx"):
         (tmp_path / name).write_text("hello")
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / os.fsdecode(b"\xe9.txt")).write_text("hello")
     if "saved" in sources[0]:
         split = datasets.Dataset.from_dict({"text": ["a"]})
         datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")

@@ -185,5 +185,11 @@ def test_an_interrupt_is_heard_also_where_it_is_swallowed(ray_cluster: None) -> 
     assert done == [done[0]]
 
 
+def test_a_fault_of_ours_shows_where_it_was(ray_cluster: None) -> None:
+    with pytest.raises(TypeError) as caught:
+        run(abs_of, [("a",)])
+    assert "in abs_of" in str(caught.value.__cause__)
+
+
 def abs_of(number: int) -> int:
     return abs(number)
