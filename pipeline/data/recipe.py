@@ -158,7 +158,13 @@ def load_recipe(config: str | None, settings: Mapping[str, Any], sets: Iterable[
         if not path.is_file():
             raise ConfigError(f"config={config!r}: neither a file nor in configs/data{nearest(config, names('data'))}")
         table = read_toml(path)
-    for layer in ({k: v for k, v in settings.items() if v is not None}, *map(parse_set, sets)):
+    chosen = {text: parse_set(text) for text in sets}
+    if any("tokenizer" in layer for layer in (table, *chosen.values())):
+        raise ConfigError("tokenizer is an option, not a setting of a recipe; give --tokenizer FILE.model")
+    for text, layer in chosen.items():
+        if settings.get("tokenizer") and layer.keys() & {"train", "vocab_size"}:
+            raise ConfigError(f"--set {text} is for a tokenizer that is trained; take it or --tokenizer away")
+    for layer in ({k: v for k, v in settings.items() if v is not None}, *chosen.values()):
         table = merge(table, layer)
     if not table.get("sources"):
         raise ConfigError("sources is empty; name at least one with --source")

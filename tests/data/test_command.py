@@ -108,6 +108,25 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     assert isinstance(runner.invoke(app, ["inspect", str(tmp_path / "copy")]).exception, DataError)
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--set", "tokenizer=t.model"], "tokenizer is an option.*give --tokenizer FILE.model"),
+        (["--config", "recipe.toml"], "tokenizer is an option.*give --tokenizer FILE.model"),
+        (["--tokenizer", "t.model", "--set", "train.kind=unigram"], "--set train.kind=unigram is for a tokenizer that"),
+        (["--tokenizer", "t.model", "--set", "vocab_size=9"], "--set vocab_size=9 is for a tokenizer that"),
+    ],
+)
+def test_what_says_nothing_of_a_tokenizer_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, more: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.model").write_bytes(tokenizer.model)
+    (tmp_path / "recipe.toml").write_text('tokenizer = "t.model"\n')
+    error = runner.invoke(app, ["prepare", "--source", "python", "--out", "o", *more]).exception
+    assert isinstance(error, ConfigError) and re.search(says, str(error))
+
+
 def test_the_traceback_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch", "data", "inspect", "nowhere"])
     with pytest.raises(SystemExit, match="2"):
