@@ -176,7 +176,8 @@ def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refus
 def test_columns_that_are_not_utf8_are_set_aside_row_by_row(tmp_path: Path) -> None:
     raw = [b"good", b"\xff\xfe", b"also good"]
     broken = pyarrow.array(raw, pyarrow.binary()).view(pyarrow.string())
-    for name, column in {"plain": broken, "dictionary": broken.dictionary_encode(), "bytes": pyarrow.array(raw)}.items():
+    kinds = {"plain": broken, "dictionary": broken.dictionary_encode(), "bytes": pyarrow.array(raw)}
+    for name, column in kinds.items():
         table = pyarrow.table({"text": column})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
         with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
