@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.files import as_data_error, save
+from pipeline.data.files import as_data_error, nameable, save
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError, UserError
 from pipeline.files import TEMPORARY
@@ -26,7 +26,7 @@ def finished(out: Path, arguments: dict[str, Any]) -> bool:
         return False
     try:
         before = json.loads((out / RECIPE).read_text())
-        old, new = before["recipe"], json.loads(json.dumps(arguments["recipe"]))
+        old, new = dict(before["recipe"]), json.loads(json.dumps(arguments["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{out / RECIPE}: damaged; choose another --out or remove this one") from None
     for key in sorted(new, key=lambda key: key != "tokenizer"):  # the rest follows from it
@@ -44,11 +44,14 @@ def finished(out: Path, arguments: dict[str, Any]) -> bool:
 def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator[Path]:
     """Take the directory, or say in one line why not; gives the folder of what these arguments have finished."""
     work = out / WORK
+    if not nameable(out):
+        raise DataError(f"out={str(out)!r}: a name that is not UTF-8; choose another --out")
     try:
         if out.is_dir() and not work.exists() and any(out.iterdir()):
             raise DataError(f"out={out}: not empty and not made by `launch data prepare`; choose another directory")
         if out.exists() and not out.is_dir():
             raise DataError(f"out={out}: a file, and shards need a directory; choose another --out")
+        made = not out.exists()
         work.mkdir(parents=True, exist_ok=True)
         with (work / "lock").open("ab") as lock:  # for writing: NFS locks no other
             try:
@@ -69,6 +72,8 @@ def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator
                     shutil.rmtree(mine, ignore_errors=True)
                 if not any(entry.is_dir() for entry in work.iterdir()):
                     shutil.rmtree(work)
+                    if made:
+                        out.rmdir()
                 raise
     except OSError as error:
         raise as_data_error(error, Path(error.filename or out)) from error

@@ -33,6 +33,11 @@ def save(path: Path, content: bytes | npt.NDArray[Any], flush_name: bool = True)
             np.save(file, content)
 
 
+def nameable(path: Path) -> bool:
+    """Whether its name is UTF-8: no record could hold another."""
+    return not any("\ud800" <= character <= "\udfff" for character in str(path))
+
+
 def unreadable(error: Exception, path: str | Path) -> DataError:
     """Whatever a damaged file makes its reader say; should it be a fault of ours, ISOFLOP_TRACEBACK=1 shows where."""
     if isinstance(error, OSError):

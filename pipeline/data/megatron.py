@@ -116,7 +116,7 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
     index, folder = Index(Path(piece.path)), Path(piece.path).parent
     if (folder / MANIFEST).exists() and (info := _made_with(folder, piece.stamp)).fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{index.data}: made with the tokenizer {info.fingerprint}, and {tokenizer.name} is "
+            f"{index.data}: made with the tokenizer {info.fingerprint}, and the one given is "
             f"{tokenizer.fingerprint}; give --tokenizer {folder / info.file}"
         )
     lengths, begins = index.places(index.ends(piece.start, piece.stop))
@@ -132,9 +132,10 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
                 continue
             ids = np.frombuffer(os.pread(file.fileno(), size, at), index.dtype)
             if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab):
+                wrong = int(ids.min() if ids.min() < 0 else ids.max())
                 raise DataError(
-                    f"{index.data}: document {number:,} has id {int(ids.max())}, but {tokenizer.name} has only "
-                    f"{tokenizer.vocab:,}; give the tokenizer that made these shards with --tokenizer"
+                    f"{index.data}: document {number:,} has id {wrong}, but those of the tokenizer given are 0 to "
+                    f"{tokenizer.vocab - 1:,}; give the tokenizer that made these shards with --tokenizer"
                 )
             ids = ids.astype(np.uint32)
             yield ids if len(ids) and ids[-1] == tokenizer.eod else np.append(ids, np.uint32(tokenizer.eod))

@@ -112,8 +112,10 @@ class Manifest(Frozen):
         path = directory / MANIFEST
         try:
             raw = path.read_bytes()
-        except FileNotFoundError:
-            remedy = "finish `launch data prepare` with the same arguments" if directory.is_dir() else "check the path"
+        except (FileNotFoundError, NotADirectoryError):
+            remedy = "give the directory it is in" if directory.is_file() else "check the path"
+            if directory.is_dir():
+                remedy = "finish `launch data prepare` with the same arguments"
             raise DataError(f"{directory}: no {MANIFEST} there; {remedy}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error

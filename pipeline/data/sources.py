@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data import hub, synthetic
-from pipeline.data.files import unreadable
+from pipeline.data.files import nameable, unreadable
 from pipeline.data.piece import MB, Kind, Piece, Task
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError
@@ -150,7 +150,7 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
-    if any("\ud800" <= character <= "\udfff" for character in str(path)):  # no record could name it
+    if not nameable(path):
         raise DataError(f"{str(path)!r}: a name that is not UTF-8; rename it")
     try:
         size, stamp = path.stat().st_size, path.stat().st_mtime_ns

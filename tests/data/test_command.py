@@ -106,6 +106,7 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     raw[100] ^= 4
     shard.write_bytes(raw)
     assert isinstance(runner.invoke(app, ["inspect", str(tmp_path / "copy")]).exception, DataError)
+    assert "give the directory it is in" in str(runner.invoke(app, ["inspect", str(shard)]).exception)
 
 
 @pytest.mark.parametrize(

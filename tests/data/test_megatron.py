@@ -155,6 +155,7 @@ def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) 
         assert not (tmp_path / "out" / "manifest.json").exists()
 
     fails(f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]]))
+    fails("has id -6, but .* 0 to 511; give", write_megatron(tmp_path / "below", [[[5, -6, 7]]]))
     good = write_megatron(tmp_path / "good", [[[5, 6, 7]], [[8, 9]]])
     fails("holds tokens, not text", good, model=None)
     for stage in ({"dedup": {"exact": True}}, {"normalise": {"pii": True}}, {"filters": {"quality": {}}}):

@@ -84,6 +84,10 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
     (out / "train-00000.bin").write_bytes(flipped)
     with pytest.raises(DataError, match=r"train-00000.bin: .*damaged"):
         make([source], out, tokenizer)
+    for broken in ("", "[]", '{"recipe": null}'):
+        (out / "recipe.json").write_text(broken)
+        with pytest.raises(DataError, match=r"recipe.json: damaged; choose another --out"):
+            make([source], out, tokenizer)
 
 
 def test_relative_paths_are_the_callers(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +192,7 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
     fails("none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)
-    assert not out.exists() or not any(out.iterdir())
+    assert not out.exists()
     one = make([file("one.txt", b"a corpus of one document")], out, tokenizer)
     assert (one.splits["train"].documents, one.splits["valid"].documents) == (1, 0)
 
@@ -293,6 +297,7 @@ def test_out_that_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     fails("a.jsonl.*choose an --out", [source], source / "below", tokenizer)
     fails("a.jsonl: a file", [source], source, tokenizer)
+    fails("not UTF-8; choose another --out", [source], tmp_path / os.fsdecode(b"\xe9"), tokenizer)
     fails("/proc/.*choose an --out", [source], Path("/proc/out"), tokenizer)
 
 
