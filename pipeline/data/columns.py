@@ -28,8 +28,8 @@ def row_groups(path: Path) -> list[int]:
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
-def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
-    """Row number in the file and value of the text column, for row groups start…stop-1."""
+def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object, int]]:
+    """Row number in the file, value of the text column and its bytes, for row groups start…stop-1."""
     file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)  # else it reads whole row groups
     _check_column(path, key, file.schema_arrow.names)
     row = sum(file.metadata.row_group(i).num_rows for i in range(start))
@@ -38,7 +38,7 @@ def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[i
             rows = max(1, min(ROWS, ROWS_BYTES // _largest_page(path, file.metadata.row_group(group), key)))
             for batch in file.iter_batches(rows, row_groups=[group], columns=[key]):
                 for value in batch.column(key):
-                    yield row, _python(value)
+                    yield row, *_python(value)
                     row += 1
         except (pyarrow.ArrowInvalid, LookupError) as error:
             raise DataError(f"{path}: row group {group} is damaged ({error}); fetch the file again") from error
@@ -112,8 +112,8 @@ def record_batches(path: Path) -> list[int]:
         raise DataError(f"{path}: not an Arrow file ({error}); replace or remove it") from error
 
 
-def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
-    """Row number in the file and value of the text column, for record batches start…stop-1."""
+def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object, int]]:
+    """Row number in the file, value of the text column and its bytes, for record batches start…stop-1."""
     heads = list(_heads(path))
     row = sum(head.rows for head in heads[:start])
     for head in heads[start:stop]:
@@ -126,7 +126,7 @@ def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int
         _check_column(path, key, batch.schema.names)
         _check_offsets(batch.column(key))
         for value in batch.column(key):
-            yield row, _python(value)
+            yield row, *_python(value)
             row += 1
 
 
@@ -169,15 +169,19 @@ def _unsigned(kind: str, raw: bytes, at: int) -> int:
     return int(struct.unpack_from(f"<{kind}", raw, at)[0])
 
 
-def _python(value: Any) -> object:
-    """As Python has it; of a text that is too long for the stages no more than shows it."""
-    text = isinstance(value, pyarrow.StringScalar | pyarrow.LargeStringScalar)
-    if text and value.is_valid and (raw := value.as_buffer()).size > LINE_BYTES:
-        return str(raw[: LINE_BYTES + 4], errors="ignore")
+def _python(value: Any) -> tuple[object, int]:
+    """As Python has it, and the bytes of a text; of one that is too long for the stages no more than shows it."""
+    if isinstance(value, pyarrow.DictionaryScalar):
+        value = value.value
+    if not isinstance(value, pyarrow.BinaryScalar) or not value.is_valid:
+        return value.as_py(), 0
+    raw = value.as_buffer()
+    if raw.size > LINE_BYTES:
+        return str(raw[: LINE_BYTES + 4], errors="ignore"), raw.size
     try:
-        return value.as_py()
+        return value.as_py(), raw.size
     except UnicodeDecodeError:
-        return b""
+        return b"", raw.size
 
 
 def _check_offsets(column: Any) -> None:

@@ -37,22 +37,27 @@ def _stamp(dataset: Any, paths: list[str]) -> int:
     return xxhash.xxh3_64_intdigest(repr((getattr(dataset, "_fingerprint", None), stats)).encode())
 
 
-def rows(piece: Piece, key: str) -> Iterator[tuple[int, object]]:
+def rows(piece: Piece, key: str) -> Iterator[tuple[int, object, int]]:
+    """Row number, value of the text column and its bytes."""
     dataset, _ = _open(piece.source)
     names = dataset.column_names
     if names is not None and key not in names:
         raise DataError(f"{piece.source}: text-key={key!r} is not a column; choose from {', '.join(names)}")
     if _saved(piece.source):
         for row in range(piece.start, piece.stop):
-            yield row, dataset[row][key]
+            yield row, (value := dataset[row][key]), _bytes(value)
     else:
         for row, record in enumerate(dataset.shard(dataset.num_shards, piece.start)):
-            yield row, record.get(key)
+            yield row, (value := record.get(key)), _bytes(value)
 
 
 def folder(source: str) -> Path:
     """Where it is, if it is on this machine."""
     return Path(_parts(source)[0])
+
+
+def _bytes(value: object) -> int:
+    return len(value.encode(errors="surrogatepass")) if isinstance(value, str) else 0
 
 
 def _saved(source: str) -> bool:

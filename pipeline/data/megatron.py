@@ -19,6 +19,7 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron
 
 PIECE_BYTES = 4 * MB
 DOCUMENTS, SEQUENCES = 2**18, 2**20  # of an index that are looked at together: some tens of megabytes
+BLOCK = 2**16  # ids that are Python's own at once
 TOKENS = LINE_BYTES  # a longer document is set aside, as a text is
 
 I64 = npt.NDArray[np.int64]
@@ -146,17 +147,17 @@ def _made_with(folder: Path, stamp: int) -> TokenizerInfo:
     return Manifest.load(folder).tokenizer
 
 
-def text_bytes(ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> int:
-    """Bytes of the text behind the ids, without decoding it."""
-    return int(_piece_bytes(tokenizer)[ids].sum())
+def text_of(ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> bytes:
+    """The text behind the ids: byte for byte that which a lossless tokenizer encoded."""
+    texts = _piece_texts(tokenizer)
+    blocks = (ids[start : start + BLOCK].tolist() for start in range(0, len(ids), BLOCK))
+    return b"".join(b"".join(map(texts.__getitem__, block)) for block in blocks)
 
 
 @lru_cache(1)
-def _piece_bytes(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    model = tokenizer.sentencepiece
-    silent = set(tokenizer.controls.values())
-    sizes = [
-        0 if i in silent else 1 if model.is_byte(i) else len(model.id_to_piece(i).replace(META, " ").encode())
-        for i in range(tokenizer.vocab)
+def _piece_texts(tokenizer: Tokenizer) -> list[bytes]:
+    model, silent = tokenizer.sentencepiece, set(tokenizer.controls.values())
+    return [
+        b"" if i in silent else bytes.fromhex(piece[3:5]) if model.is_byte(i) else piece.replace(META, " ").encode()
+        for i, piece in enumerate(map(model.id_to_piece, range(tokenizer.vocab)))
     ]
-    return np.array(sizes, np.int64)

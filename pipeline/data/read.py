@@ -162,9 +162,9 @@ def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
     return _check(record[key], path, position, key, len(line))
 
 
-def _values(piece: Piece, values: Iterator[tuple[int, object]], key: str) -> Iterator[str | Malformed]:
-    for row, value in values:
-        yield _check(value, piece.path, row, key, 0)
+def _values(piece: Piece, values: Iterator[tuple[int, object, int]], key: str) -> Iterator[str | Malformed]:
+    for row, value, size in values:
+        yield _check(value, piece.path, row, key, size)
 
 
 def _check(text: object, path: str, position: int, key: str, size: int) -> str | Malformed:

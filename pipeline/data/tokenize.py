@@ -63,8 +63,7 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
 
 class Encoded(NamedTuple):
     ids: npt.NDArray[np.integer]  # the end of the document included
-    raw: bytes  # what its side of the split is decided by
-    text_bytes: int
+    raw: bytes  # the text, by which its side of the split is decided
 
 
 def encoded(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> list[Encoded]:
@@ -73,7 +72,7 @@ def encoded(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> list[Encoded]:
         found = tokenizer.encode(document.text)
         ids = np.empty(len(found) + 1, dtype)
         ids[:-1], ids[-1] = found, tokenizer.eod
-        done.append(Encoded(ids, document.raw, len(document.raw)))
+        done.append(Encoded(ids, document.raw))
     return done
 
 
@@ -82,9 +81,9 @@ def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterat
         if isinstance(ids, Malformed):
             ledger.set_aside(ids)
             continue
-        size = megatron.text_bytes(ids, tokenizer)
-        ledger.keep("read", 1, size, size)
-        yield [Encoded(ids, ids.tobytes(), size)]
+        raw = megatron.text_of(ids, tokenizer)
+        ledger.keep("read", 1, len(raw), len(raw))
+        yield [Encoded(ids, raw)]
 
 
 def write(
@@ -97,7 +96,7 @@ def write(
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
                 writers[split] = ShardWriter(folder, f"{split}-{name}", source, dtype)
-            writers[split].add(document.ids, document.text_bytes)
+            writers[split].add(document.ids, len(document.raw))
         return {split: writers[split].close() for split in SPLITS if split in writers}
     except BaseException as error:
         for writer in writers.values():

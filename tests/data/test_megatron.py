@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.data import megatron
-from pipeline.data.megatron import text_bytes
+from pipeline.data.megatron import text_of
 from pipeline.data.prepare import prepare
 from pipeline.data.read import Malformed
 from pipeline.data.recipe import Recipe
@@ -67,7 +67,7 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
 
 
 def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """By the hash of a document's ids, however they are stored and whether or not its end was among them."""
+    """By the hash of a document's text, however its ids are stored and whether or not its end was among them."""
     encoded = [tokenizer.encode(text).tolist() for text in some_texts(60)]
     few = write_megatron(tmp_path / "few", [[ids] for ids in encoded[:30]])
     many = write_megatron(tmp_path / "many", [[[*ids, tokenizer.eod]] for ids in encoded], 8, "<u2")
@@ -138,14 +138,22 @@ def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: T
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
     assert again.splits["train"].bytes == sum(s.bytes for s in splits)
+    # Split as they were: no document that was held out is trained on.
+    prepare(recipe(corpus.path, tokenizer, valid_share=0.1), tmp_path / "split", model=tokenizer.model)
+    before, after = (
+        sorted(d for s in c.split("valid").shards for d in megatron_documents(c.path / s.name))
+        for c in (corpus, Corpus.open(tmp_path / "split"))
+    )
+    assert before == after and len(before) > 50
     other = Tokenizer(train(some_texts(200, seed=9), tokenizer.vocab))
     with pytest.raises(DataError, match=f"made with the tokenizer {tokenizer.fingerprint}"):
         prepare(recipe(corpus.path, other), tmp_path / "other", model=other.model)
 
 
-def test_text_bytes_without_decoding(tokenizer: Tokenizer) -> None:
+def test_text_behind_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "BLOCK", 50)
     for text in some_texts(20, seed=8):
-        assert text_bytes(tokenizer.encode(text), tokenizer) == len(text.encode())
+        assert text_of(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)), tokenizer) == text.encode()
 
 
 def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) -> None:

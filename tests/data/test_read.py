@@ -139,7 +139,7 @@ def test_a_parquet_page_beyond_a_workers_memory_is_refused_unread(
     assert everything([piece]) == table["text"].to_pylist()
     monkeypatch.setattr(columns, "LINE_BYTES", 100_000)
     monkeypatch.setattr(reading, "LINE_BYTES", 100_000)
-    assert everything([piece])[200] == Malformed(str(path), 200, "text longer than 0 MB", 0)
+    assert everything([piece])[200] == Malformed(str(path), 200, "text longer than 0 MB", 300_000)
     monkeypatch.setattr(columns, "PAGE_BYTES", 4 * len(long))
     with pytest.raises(DataError, match=r"a.parquet: a page of .* does not fit .*row_group_size=\d"):
         everything([piece])
@@ -184,7 +184,7 @@ def test_columns_that_are_not_utf8_are_set_aside_row_by_row(tmp_path: Path) -> N
             file.write_table(table)
     for path in sorted(tmp_path.iterdir()):
         first, bad, last = everything([piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task])
-        assert bad == Malformed(str(path), 1, "bytes, not UTF-8 text, under 'text'", 0), path
+        assert bad == Malformed(str(path), 1, "bytes, not UTF-8 text, under 'text'", 2), path
         assert path.stem == "bytes" or (first, last) == ("good", "also good"), path
 
 
@@ -221,6 +221,26 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["first", "second"])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert everything(pieces(path, "jsonl", [])) == ["first", "second"]
+
+
+def test_malformed_rows_are_counted_with_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "LINE_BYTES", 20)
+    monkeypatch.setattr(columns, "LINE_BYTES", 20)
+    long = "ü" * 15
+    table = pyarrow.table({"text": pyarrow.array(["good", long, None, "good"])})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    coded = pyarrow.table({"text": table["text"].combine_chunks().dictionary_encode()})
+    blobs = pyarrow.table({"text": pyarrow.array([b"12345"])})
+    for name, rows in (("a", table), ("coded", coded), ("blobs", blobs)):
+        with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", rows.schema) as file:
+            file.write_table(rows)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    for source in ("a.parquet", "a.arrow", "coded.arrow", "blobs.arrow", "saved"):
+        named = f"hf:{tmp_path}/saved" if source == "saved" else str(tmp_path / source)
+        [task] = plan([named], limit_bytes=None, seed=0)
+        found = everything(list(task))
+        bad = [(item.position, item.bytes) for item in found if isinstance(item, Malformed)]
+        assert bad == ([(0, 5)] if source == "blobs.arrow" else [(1, 30), (2, 0)]), source
 
 
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
