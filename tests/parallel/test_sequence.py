@@ -89,5 +89,5 @@ def test_shared_sequences_give_the_losses_and_gradients_of_whole_ones(tmp_path):
 
 
 def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can():
-    with pytest.raises(ConfigError, match=r"sp=8 does not divide heads=4 and seq=2048; try --sp 4"):
+    with pytest.raises(ConfigError, match=r"sp=8 does not divide heads=4 and seq=2048; try --set parallel.sp=4"):
         resolve(load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"]), ranks=8, gpu=False)
