@@ -53,14 +53,12 @@ def generate(
     import torch
 
     from pipeline.checkpoint.weights import load_model
-    from pipeline.data.tokenizer import Tokenizer
     from pipeline.model import generate as g
-    from pipeline.train.rundir import same_tokenizer
+    from pipeline.train.rundir import tokenizer_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, config = load_model(run, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
-    pieces = Tokenizer.of(run, config.data.dir, tokenizer)
-    same_tokenizer(run, pieces.fingerprint, pieces.name, "give --tokenizer, the .model that the run's data has")
+    pieces = tokenizer_of(run, config.data.dir, tokenizer)
     # an empty prompt begins as a document does: after the end of another
     ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
     sampling = g.Sampling(temperature, top_k, top_p, seed)

@@ -36,20 +36,17 @@ def export_(
     import torch
 
     from pipeline.checkpoint.weights import load_model
-    from pipeline.data.tokenizer import Tokenizer
     from pipeline.errors import ConfigError
     from pipeline.interop.export import export
     from pipeline.interop.families import choose
-    from pipeline.train.rundir import same_tokenizer
+    from pipeline.train.rundir import tokenizer_of
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     model, config = load_model(run)
     choose(config.model)  # first: the rest takes long
-    pieces = Tokenizer.of(run, config.data.dir, tokenizer)
-    same_tokenizer(run, pieces.fingerprint, pieces.name, "give --tokenizer, the .model that the run's data has")
-    done = export(model, to, pieces, dtypes[dtype])
+    done = export(model, to, tokenizer_of(run, config.data.dir, tokenizer), dtypes[dtype])
     if as_json:
         print(json.dumps({"to": str(to), **done._asdict()}))
     else:

@@ -19,7 +19,7 @@ import xxhash
 from sentencepiece import sentencepiece_model_pb2 as proto
 
 from pipeline.data.piece import MB
-from pipeline.data.shards import Corpus, TokenizerInfo
+from pipeline.data.shards import TokenizerInfo
 from pipeline.errors import DataError
 
 Ids = npt.NDArray[np.uint32]
@@ -57,15 +57,6 @@ class Tokenizer:
             return cls(path.read_bytes(), str(path))
         except OSError as error:
             raise DataError(f"{path}: cannot read the tokenizer ({error.strerror})") from error
-
-    @classmethod
-    def of(cls, run: Path, data: str | None, given: Path | None = None) -> "Tokenizer":
-        """A run's: the one that is given, the one beside it, or that of its data."""
-        if given is not None or (run / "tokenizer.model").is_file():
-            return cls.open(given or run / "tokenizer.model")
-        if data is None or not Path(data).is_dir():
-            raise DataError(f"{run}: its data.dir={data} is not here, and with it the tokenizer; give --tokenizer FILE")
-        return cls.open(Path(data) / Corpus.open(Path(data)).manifest.tokenizer.file)
 
     def info(self, file: str) -> TokenizerInfo:
         return TokenizerInfo(

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import account
 from pipeline.config.dump import differences, to_toml
@@ -20,6 +20,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.files import digest, replace
 from pipeline.track.log import Record, read
+
+if TYPE_CHECKING:
+    from pipeline.data.tokenizer import Tokenizer
 
 # what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
 FREE = (
@@ -146,6 +149,22 @@ class RunDir:
 
     def forget_fault(self) -> None:
         (self.path / "error.json").unlink(missing_ok=True)
+
+
+def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tokenizer":
+    """The one that is given, the one beside the run, or that of its data: the run's own."""
+    from pipeline.data.shards import Corpus  # a second that others need not wait
+    from pipeline.data.tokenizer import Tokenizer
+
+    beside = run / "tokenizer.model"
+    if given is not None or beside.is_file():
+        found = Tokenizer.open(given or beside)
+    elif data is not None and Path(data).is_dir():
+        found = Tokenizer.open(Path(data) / Corpus.open(Path(data)).manifest.tokenizer.file)
+    else:
+        raise DataError(f"{run}: its data.dir={data} is not here, and with it the tokenizer; give --tokenizer FILE")
+    same_tokenizer(run, found.fingerprint, found.name, "give --tokenizer, the .model that the run's data has")
+    return found
 
 
 def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
