@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from pipeline.config.parts import MoE
 from pipeline.model.moe import MixtureOfExperts
-from pipeline.parallel.expert import AllToAll
+from pipeline.parallel.expert import AllToAll, _Exchange
 from pipeline.train.reads import Calls, Operations
 
 
@@ -39,3 +39,19 @@ def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, 
     assert bool([place for place in places if place.startswith("expert.py")]) == waits
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [1.25, None])
+def test_the_shared_expert_runs_while_rows_and_their_gradients_travel(alone, capacity, monkeypatch):
+    routed = {"top_k": 2, "capacity": capacity, "normalise": False, "shared": 1}
+    cfg = MoE(kind="moe", activation="swiglu", hidden=16, dense_hidden=16, experts=4, **routed)
+    layer = MixtureOfExperts(8, cfg, range(4))
+    layer.dispatch, order = AllToAll(alone, 4), []
+    for name in ("begin", "end"):
+        whole = getattr(_Exchange, name)
+        monkeypatch.setattr(_Exchange, name, lambda *given, n=name, f=whole: (order.append(n), f(*given))[1])
+    layer.shared.register_forward_hook(lambda *_: order.append("shared"))
+    layer.shared.register_full_backward_hook(lambda *_: order.append("shared"))
+    layer(torch.randn(3, 20, 8, requires_grad=True))[0].sum().backward()
+    there, back = ["begin", "shared", "end"], ["begin", "end"]
+    assert order == [*there, *back, *back, *there]
