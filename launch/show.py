@@ -167,7 +167,7 @@ def _memory_table(f: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     have = f["device_memory_bytes"]
-    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, micro-batch {f['recipe']['micro_batch']}"
+    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, micro-batch {f['recipe']['micro_batch']}; update is later"
     table = Table("ZeRO", *f["memory_bytes"]["zero0"], box=None, title=title)
     for stage, m in f["memory_bytes"].items():
         fits = "" if have is None else (" ✓" if m["total"] <= have else " ✗")

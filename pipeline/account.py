@@ -182,18 +182,21 @@ def _scores(model: Model, layer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank while it trains. States are exact; activations are the tensors autograd keeps, an estimate."""
+    """Bytes on one rank while it trains. States are exact; activations are the tensors autograd keeps, an estimate.
+    What a step adds to weights and optimizer is most as its last backward pass begins, or as the update follows."""
 
     weights: int
-    gradients: int
+    gradients: int  # of earlier micro-batches
     optimizer: int
     gathered: int  # of what ZeRO shards, the largest block whole: weights in use and of the next block, gradients
     activations: int
     loss: int
+    update: int  # all gradients, beside the activations of one block, and then beside their own copies
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.loss
+        backward = self.gradients + self.gathered + self.activations + self.loss
+        return self.weights + self.optimizer + max(backward, self.update)
 
 
 def memory(
@@ -207,9 +210,12 @@ def memory(
     recompute: Recompute = False,
     ep: int = 1,
     sp: int = 1,
+    accumulate: bool = True,
+    away: bool = False,
 ) -> Memory:
     """ZeRO shards the optimizer at 1, the gradients at 2, the weights at 3; below 3 what a rank holds is whole, but for
-    the experts, of which it holds one part in `ep`. Of a sequence's activations it holds one part in `sp`."""
+    the experts, of which it holds one part in `ep`. Of a sequence's activations it holds one part in `sp`. A step of a
+    single micro-batch does not `accumulate`; an optimizer that is `away` holds and updates its states elsewhere."""
     count, size = params(model), BYTES[dtype]
     master = 0 if dtype == "fp32" and zero == 0 else 4  # only unsharded fp32 updates the weights themselves
     tokens = micro_batch * model.seq // sp
@@ -228,14 +234,31 @@ def memory(
         own = (count.total - count.experts) * of // (ranks if sharded else 1)
         return own + count.experts * of // (ranks if sharded else ep)
 
+    gradients, part = held(zero >= 2, size), held(zero >= 1, size)
+    gathered = (0, 0, 1, 3)[zero] * block * size if ranks > 1 else 0
+    first = gathered + tokens * max(map(sum, layers)) * size  # the last to be reached
+    # those of a group: in fp32, and for that ZeRO lays them in a row
+    copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
     return Memory(
         weights=held(zero >= 3, size),
-        gradients=held(zero >= 2, size),
-        optimizer=held(zero >= 1, master + 8),
-        gathered=(0, 0, 1, 3)[zero] * block * size if ranks > 1 else 0,
+        gradients=gradients if accumulate or zero == 3 else 0,  # ZeRO-3 has a place for them from the beginning
+        optimizer=0 if away else held(zero >= 1, master + 8),
+        gathered=gathered,
         activations=tokens * (kept + once) * size,
         loss=chunk * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
+        update=max(gradients + first, 0 if away else max(gradients + (part if zero == 1 else 0), part + copies)),
     )
+
+
+def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
+    """The most parameters that DeepSpeed 0.19.8 updates on a rank at once. Without ZeRO all of them, else those of one
+    group (optim/groups.py: matrices, the rest, experts that ranks share), in ZeRO-3 of its `sub_group_size` at most."""
+    count = params(model)
+    if zero == 0:
+        return count.total - count.experts + count.experts // ep
+    rest, shared = count.embedding + count.position, count.experts if ep > 1 else 0
+    largest = max(count.total - shared - rest, rest, shared) // ranks
+    return min(largest, 10**9) if zero == 3 else largest
 
 
 def _kept(model: Model, layer: int) -> tuple[int, int]:

@@ -152,9 +152,10 @@ def memory(config: RunConfig, layout: Layout) -> account.Memory:
         recompute=layout.recompute,
         ep=layout.ep,
         sp=layout.sp,
+        accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
+        away=config.parallel.offload.optimizer is not None,
     )
-    away = config.parallel.offload
-    return replace(held, optimizer=0 if away.optimizer else held.optimizer, weights=0 if away.params else held.weights)
+    return replace(held, weights=0) if config.parallel.offload.params else held
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:

@@ -69,6 +69,59 @@ def test_bytes_of_shared_sequences_by_hand():
     assert traffic(model, Layout(16, 1, micro_batch=2), dtype="bf16", micros=3).heads == 0
 
 
+# ── What a GPU holds ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+MOE = "layers=16 attention.heads=8 attention.kv_heads=2 attention.head_dim=128 attention.qk_norm=false ffn.hidden=1792 "
+MOE += "ffn.experts=16 ffn.top_k=2 ffn.shared=0"
+MLA = "layers=16 attention.heads=8 attention.nope_dim=96 attention.rope_dim=32 attention.v_dim=128 ffn.hidden=512 "
+MLA += "ffn.dense_layers=0"
+
+
+@pytest.mark.parametrize(
+    ("size", "arch", "model", "micro", "batch", "zero", "measured"),
+    [  # GiB at the peak of a step on one H200, bf16: docs/BENCHMARKS.md
+        ("1b", "dense", "", 16, 524288, 1, 58.8),
+        ("1b", "dense", "seq=8192", 4, 524288, 1, 58.8),
+        ("3b", "dense", "", 16, 524288, 1, 132.2),
+        ("350m", "moe", MOE, 32, 524288, 1, 69.5),
+        ("350m", "mla-moe", MLA, 16, 524288, 1, 63.6),
+        ("125m", "dense", "", 128, 524288, 1, 86.7),
+        ("1b", "dense", "", 16, 262144, 3, 58.8),
+        ("1b", "dense", "", 8, 32768, 1, 38.7),
+        ("1b", "dense", "", 8, 131072, 1, 39.2),
+        ("3b", "dense", "", 2, 8192, 1, 61.4),  # in the update
+        ("3b", "dense", "", 4, 8192, 1, 61.4),  # before any gradient exists
+    ],
+)
+def test_memory_is_what_was_measured(size, arch, model, micro, batch, zero, measured):
+    sets = [f"model.{pair}" for pair in model.split()] + ["model.vocab=32768", f"parallel.zero={zero}"]
+    sets += [f"train.micro_batch={micro}", f"train.batch_tokens={batch}"]
+    c = resolve(load(size=size, arch=arch, sets=sets), ranks=1, gpu=True)
+    error = 0.02 if batch > micro * c.model.seq else 0.04
+    assert memory(c, Layout.of(c, 1)).total / 2**30 == pytest.approx(measured, rel=error)
+
+
+def test_the_update_by_hand():
+    """3b on 4 ranks: gradients and their copies by stage."""
+    c = config("3b", "dense", 4, rows=64)
+    count = account.params(c.model)
+    every, matrices = count.total, count.total - count.embedding
+    whole = {
+        0: 2 * every + 4 * every,  # all in fp32 at once
+        1: 2 * every + 2 * every // 4,  # as those of this rank are copied out of all
+        2: 2 * every // 4 + (2 + 4) * (matrices // 4),
+        3: 2 * every // 4 + (2 + 4) * (matrices // 4),
+    }
+    for zero, bytes_ in whole.items():
+        assert memory(c, Layout(4, zero)).update == pytest.approx(bytes_, abs=8)
+    large = config("70b", "dense", 4, rows=64)
+    assert memory(large, Layout(4, 3)).update == 2 * account.params(large.model).total // 4 + 6 * 10**9
+    once = memory(config("3b", "dense", 4, rows=4), Layout(4, 1))
+    assert once.gradients == 0 < once.update
+    away = config("3b", "dense", 4, rows=4, **{"parallel.offload.optimizer": "cpu"})
+    assert memory(away, Layout(4, 1)).update == 2 * every + once.activations // c.model.layers
+
+
 # ── How long it takes ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -178,7 +231,7 @@ GIB = 2**30
             ["does not divide the 2 ranks; size=1b needs", "; try --ep 2"],
         ),
         ("7b", "dense", 2, 80 * GIB, {"parallel.engine": "accelerate"}, ["; take --size 3b --zero 0 --dtype fp32"]),
-        ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 2"]),
+        ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 3"]),
         (
             "tiny",
             "dense",
