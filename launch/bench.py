@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"  # it hashes strings, which xxhash 4 no longer does
 
+_FAILED = "ISOFLOP_FAILED_MICRO_BATCH"  # from one trial of --auto-batch to the next
+
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
 
 
@@ -88,7 +90,9 @@ def train(
             "keeps them); bf16: what fp8 is held against."
         ),
     ] = None,
-    auto_batch: Annotated[bool, typer.Option("--auto-batch", help="The largest micro-batch that fits.")] = False,
+    auto_batch: Annotated[
+        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
+    ] = False,
     overheads: Annotated[
         bool, typer.Option("--overheads", help="What guard, hashes, log and checkpoints cost, each switched off.")
     ] = False,
@@ -98,13 +102,13 @@ def train(
     import os
     import sys
 
-    from pipeline.choose import Room
+    from pipeline.choose import Room, choose_once, smaller
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
     from pipeline.parallel.world import World, free_port, joining
     from pipeline.recipe import resolve
     from pipeline.train import bench
-    from pipeline.train.faults import no_room, smaller
+    from pipeline.train.faults import no_room
     from pipeline.train.plan import Devices
 
     before = dict(os.environ)
@@ -113,15 +117,16 @@ def train(
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    over = {"parallel": {"zero": zero}, "train": {"auto_batch": auto_batch}}
+    over = {"parallel": {"zero": zero}, "train": {"auto_batch": True} if auto_batch else {}}
     corpus = None if data is None else Corpus.open(data)
     layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
     config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
     first: list[tuple[str, Any]] = []
-    if auto_batch and loaded.train.micro_batch == "auto":
-        here = Devices.here()
-        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(config, world.size)
+    choose_once(loaded)
+    if loaded.train.auto_batch:
+        here, failed = Devices.here(), int(before.get(_FAILED, 0)) or None
+        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(config, world.size, failed)
         first.append(("auto-batch", note))
     peer = None
     if compare is not None:
@@ -136,14 +141,16 @@ def train(
     except RuntimeError as error:
         if not no_room(type(error).__name__, str(error)):
             raise
-        lower, micro = smaller(config), config.train.micro_batch
+        lower, micro = smaller(config, world.size), config.train.micro_batch
         if lower is None or "RANK" in before:  # of several ranks the others wait for this one
-            remedy = "a smaller one, or --set train.recompute=true" if micro != 1 else "--set train.recompute=true"
-            raise RunError(f"train.micro_batch={micro}: memory ran out; take {remedy}") from error
+            least = "" if micro == 1 else "a smaller one, or "
+            if lower is not None:
+                least = f"--set train.micro_batch={lower.train.micro_batch} in place of --auto-batch, or "
+            said = f"train.micro_batch={micro}: memory ran out; take {least}--set train.recompute=true"
+            raise RunError(said) from error
         # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again
-        typer.echo(f"micro-batch {config.train.micro_batch} does not fit", err=True)
-        again = ["--set", f"train.micro_batch={lower.train.micro_batch}"]
-        os.execve(sys.executable, [sys.executable, "-m", "launch", *sys.argv[1:], *again], before)
+        typer.echo(f"micro-batch {micro} does not fit", err=True)
+        os.execve(sys.executable, [sys.executable, "-m", "launch", *sys.argv[1:]], before | {_FAILED: str(micro)})
 
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":

@@ -47,7 +47,7 @@ def pretrain(
     flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
     auto_batch: Annotated[
-        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits; lowered if memory runs out.")
+        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
     ] = False,
     init: Annotated[
         Path | None, typer.Option(help="Begin with the weights of a run or an import, instead of --size.")

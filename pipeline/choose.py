@@ -12,7 +12,7 @@ from pipeline.config.frozen import Auto, Recompute
 from pipeline.config.load import names
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.layout import USABLE, Estimate, Layout, estimate, memory, offloaded
+from pipeline.layout import MEMORY_ERROR, USABLE, Estimate, Layout, estimate, memory, offloaded
 from pipeline.recipe import mend, resolve
 
 PROCESS_BYTES = 2**28  # of a rank on a CPU, the model apart: what torch and DeepSpeed take for themselves, measured
@@ -67,21 +67,46 @@ class Room:
         return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:
-        return self.need(config, layout) <= self.have
+        """Where micro-batches are tried, that it may: a trial decides. In a memory that all share none is dared, since
+        whoever asks for too much of it may be the end of another."""
+        need = self.need(config, layout)
+        if not config.train.auto_batch or self.shared:
+            return need <= self.have
+        return need * (1 - MEMORY_ERROR) <= (math.inf if self.memory_bytes is None else self.memory_bytes)
 
-    def widen(self, config: RunConfig, ranks: int) -> tuple[RunConfig, str]:
-        """With the largest micro-batch that account expects to fit, and the figure that this follows from."""
-        share, cluster = ranks if self.shared else 1, USABLE * (config.cluster.memory_bytes or math.inf)
-        have, whose = min((self.have / share, f"this {self.device}"), (cluster, "cluster.memory_bytes"))
+    def widen(self, config: RunConfig, ranks: int, below: int | None = None) -> tuple[RunConfig, str]:
+        """With the largest micro-batch that is worth a trial, of those `below` one that failed, and why this one."""
+        share, least, most = (ranks, 1.0, USABLE) if self.shared else (1, 1 - MEMORY_ERROR, 1.0)
+        here, cluster = self.memory_bytes or math.inf, config.cluster.memory_bytes or math.inf
+        have, whose = min((here / share, f"this {self.device}"), (most * cluster, "cluster.memory_bytes"))
         if have == math.inf:
             raise ConfigError("train.auto_batch: how much memory a device has is unknown from here; give --cluster")
         now = Layout.of(config, ranks)
         micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
         needs = {micro: self.need(config, replace(now, micro_batch=micro)) / share for micro in micros}
-        micro = max((micro for micro, need in needs.items() if need <= have), default=1)
+        small = (micro for micro, need in needs.items() if least * need <= have and micro < (below or math.inf))
+        micro = max(small, default=1)
         return changed(config, {"train.micro_batch": micro}), (
-            f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB per rank, {whose} "
-            f"gives {have / 2**30:,.2f} GiB"
+            f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB "
+            f"{'' if self.shared else f'± {MEMORY_ERROR:.0%} '}per rank, {whose} gives {have / 2**30:,.2f} GiB"
+            f"{f'; {below} ran out of memory' if below else ''}"
+        )
+
+
+def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
+    """With the next micro-batch to try, if the choice is ours."""
+    micro = config.train.micro_batch
+    assert micro != "auto", "resolve the recipe first"
+    left = [m for m in micro_batches(config, ranks, config.parallel.sp, most=micro) if m < micro]
+    return changed(config, {"train.micro_batch": left[-1]}) if left and config.train.auto_batch else None
+
+
+def choose_once(config: RunConfig, chosen: int | None = None) -> None:
+    """A micro-batch that is given is not looked for, unless it is what an earlier search has `chosen`."""
+    if config.train.auto_batch and config.train.micro_batch not in ("auto", chosen):
+        raise ConfigError(
+            f"train.micro_batch={config.train.micro_batch} is given, and --auto-batch (train.auto_batch) would look "
+            "for one; take one of the two away"
         )
 
 
@@ -115,7 +140,10 @@ def fit(
             f"{flags(now.change())} on {now.ranks} ranks and this {room.device} gives {room.have / 2**30:,.1f} GiB "
             f"{'to all of them' if room.shared else 'to each'}"
         )
-        if not (take := next(filter(accepts, _options(config, ranks, room, keep, resized)), {})):
+        options = _options(config, ranks, room, keep, resized)
+        if config.train.auto_batch:  # which finds the micro-batch that goes with the rest
+            options = ({k: v for k, v in each.items() if k != "train.micro_batch"} for each in options)
+        if not (take := next(filter(accepts, options), {})):
             raise ConfigError(f"{'; '.join(faults)}; nothing smaller fits either: take a machine with more memory")
     if not faults:
         return settled, note

@@ -29,6 +29,7 @@ UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms
 HOP_S = 8e-6  # of a ring, per collective and rank it passes
 EXPOSED = 0.5  # of the shorter of compute and collectives: what runs beside the other slows it
 ERROR = 0.2  # of a dense step's time, and of a routed one's twice that: docs/SCALE.md
+MEMORY_ERROR = 0.1  # of account's bytes, at most: docs/BENCHMARKS.md
 USABLE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 

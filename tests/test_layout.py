@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import account
-from pipeline.choose import PROCESS_BYTES, Room, best, fit, plan
+from pipeline.choose import PROCESS_BYTES, Room, best, fit, plan, smaller
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -287,6 +287,29 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
     gone = 2 * (each.optimizer * (optimizer == "nvme") + each.weights * (params == "nvme"))
     assert offloaded(away, layout, "nvme") == gone
     assert cpu.need(here, layout) - cpu.need(away, layout) == gone + (copy if gone else 0)
+
+
+# ── The largest micro-batch ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("shared", "gib", "first", "then"),
+    [
+        (False, 139.8, 12, [8, 6, 4, 3, 2, 1]),  # account expects 110.9 GiB, of all 24 rows at once 168.3
+        (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # which is within its error: a trial decides
+        (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
+    ],
+)
+def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(shared, gib, first, then):
+    c = load(size="3b", sets=["model.vocab=32768", f"train.batch_tokens={24 * 2048}", "train.auto_batch=true"])
+    c, note = fit(c, 1, Room(int(gib * GIB), "H200", shared=shared))
+    assert c.train.micro_batch == first and note.startswith(f"micro-batch {first} of 24: account expects ")
+    tried = []
+    while lower := smaller(c, 1):
+        tried.append((c := lower).train.micro_batch)
+    assert tried == then
+    again, note = Room(int(gib * GIB), "H200", shared=shared).widen(c, 1, below=8)
+    assert again.train.micro_batch == 6 and note.endswith("; 8 ran out of memory")
 
 
 # ── Beside what others published ─────────────────────────────────────────────────────────────────────────────────────

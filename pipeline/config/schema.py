@@ -57,7 +57,7 @@ class Train(Frozen):
     tokens_per_param: Rate
     batch_tokens: Positive | Auto
     micro_batch: Positive | Auto  # sequences per rank and forward pass
-    auto_batch: bool = False  # micro_batch "auto" is the largest that fits, and is lowered if that turns out too large
+    auto_batch: bool = False  # micro_batch "auto" is the largest that may fit, and is lowered where it does not
     dtype: Dtype | Auto
     fp8: bool = False  # the blocks' linear layers multiply in fp8
     recompute: Recompute  # run again in the backward pass instead of keeping the activations

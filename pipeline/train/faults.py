@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 
 from pipeline.checkpoint.steps import complete
+from pipeline.choose import smaller
 from pipeline.config.load import reload
-from pipeline.config.schema import RunConfig
 from pipeline.track.log import Log, Record, read
 from pipeline.train.rundir import RunDir
 
@@ -14,7 +14,7 @@ class HangError(RuntimeError):
     """A rank that lives and does not go on."""
 
 
-def note(run: RunDir, code: int, said: str = "") -> Record:
+def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Record:
     """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
     unknown = f"it ended with code {code}: {said or 'no reason was given'}"
     reason = run.fault() or {"kind": "exit", "message": unknown, "user": False}
@@ -25,8 +25,9 @@ def note(run: RunDir, code: int, said: str = "") -> Record:
         "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
         "saved": max(complete(run.checkpoints), default=0),
     }
-    if no_room(fault["kind"], fault["message"]) and (lower := smaller(reload(run.config))):
-        fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; train.micro_batch is lowered"}
+    if no_room(fault["kind"], fault["message"]) and (lower := smaller(reload(run.config), ranks or run.world or 1)):
+        to = f"train.micro_batch is lowered to {lower.train.micro_batch}"
+        fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; {to}"}
         run.continue_with(lower)
     log = Log(run.faults)
     log.append(fault)
@@ -62,16 +63,9 @@ def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
 
 
 def no_room(kind: str, message: str) -> bool:
-    return kind == "OutOfMemoryError" or "DefaultCPUAllocator" in message  # torch has a type for a device's alone
-
-
-def smaller(config: RunConfig) -> RunConfig | None:
-    """With the next divisor of its micro-batch, if the choice is ours."""
-    train, micro = config.train, config.train.micro_batch
-    if not train.auto_batch or not isinstance(micro, int) or micro == 1:
-        return None
-    lower = max(m for m in range(1, micro) if micro % m == 0)
-    return config.model_copy(update={"train": train.model_copy(update={"micro_batch": lower})})
+    """torch has a type for its own allocator on a device alone: not for a CPU's, nor for what libraries allocate."""
+    words = ("DefaultCPUAllocator", "CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return kind == "OutOfMemoryError" or any(word in message for word in words)
 
 
 def line(fault: Record) -> str:

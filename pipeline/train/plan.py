@@ -12,7 +12,7 @@ import psutil
 
 from pipeline import account
 from pipeline.checkpoint.steps import complete
-from pipeline.choose import Resized, Room, fit
+from pipeline.choose import Resized, Room, choose_once, fit
 from pipeline.config.change import changed
 from pipeline.config.load import load, reload
 from pipeline.config.schema import Cluster, RunConfig
@@ -221,13 +221,17 @@ def _fit(
     config: RunConfig, before: RunConfig | None, request: Request, devices: Devices, resized: Resized | None = None
 ) -> tuple[RunConfig, str]:
     """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
-    if before is not None:
+    if before is None:
+        choose_once(config)
+    else:
         train, was = config.train, before.train
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
+        choose_once(config, was.micro_batch)
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
         micro = "auto" if train.micro_batch == was.micro_batch else train.micro_batch
         config = changed(config, {"train.batch_tokens": batch, "train.micro_batch": micro})
-        if micro == "auto" and config.rows * config.parallel.sp % (request.nproc * was.micro_batch) == 0:  # as before
+        cuts = config.rows * config.parallel.sp % (request.nproc * was.micro_batch) == 0
+        if micro == "auto" and cuts and (was.auto_batch or not train.auto_batch):  # as before
             config = changed(config, {"train.micro_batch": was.micro_batch})
     room = Room(devices.memory_bytes, devices.name, not devices.gpus)
     config, note = fit(config, request.nproc, room, keep=before is not None, resized=resized)

@@ -49,7 +49,7 @@ def start(
     try:
         with listening() as wishes, closing(_Groups(run, nproc, gpu, quiet, spare=max_restarts > 0)) as groups:
             while code := _attempt(run, groups, wishes):
-                _note_failure(run, code, groups.said, old, 0 if wishes else max_restarts)
+                _note_failure(run, code, groups.said, nproc, old, 0 if wishes else max_restarts)
     finally:
         if feeder is not None:
             note = feed.finish(feeder, _FEED_WAIT_S)
@@ -128,11 +128,11 @@ def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
     return 0 if run.fault() is None and (wishes or told) else code
 
 
-def _note_failure(run: RunDir, code: int, said: str, old: int, max_restarts: int) -> None:
+def _note_failure(run: RunDir, code: int, said: str, nproc: int, old: int, max_restarts: int) -> None:
     """Keep the reason of a failed attempt; raises it if there is not to be another one."""
     if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:  # too full even for the reason
         raise RunError(f"disk full at {run.path}; the last checkpoint is intact; make room and --resume")
-    fault = faults.note(run, code, said)
+    fault = faults.note(run, code, said, nproc)
     if reason := faults.verdict(faults.history(run)[old:], max_restarts):
         mine = f"run {run.path} {reason}; see {run.path}/logs; --resume continues it"
         raise RunError(reason if fault["user"] else mine)

@@ -82,7 +82,9 @@ def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, mem
     """Whatever stands against a layout, and however much of it: the settings named in the one line work, all of them
     and as they are, in the memory there is."""
     asked = {"size": size, "nproc": ranks, **{f"parallel.{key}": value for key, value in parallel.items()}}
-    asked |= {f"train.{key}": value for key, value in train.items() if key != "auto_batch" or memory}
+    if not memory or "micro_batch" in train:
+        train.pop("auto_batch", None)
+    asked |= {f"train.{key}": value for key, value in train.items()}
     if keep:  # of a run that goes on
         asked["train.batch_tokens"] = 256 * (1 + int(asked.get("train.batch_tokens", 0)) // 1000)
 

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,9 +13,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from pipeline.config.load import load
+from pipeline.errors import ConfigError
 from pipeline.parallel.build import _model
 from pipeline.parallel.world import World
 from pipeline.recipe import resolve
+from pipeline.train.faults import no_room
+from pipeline.train.plan import Devices, Request, settle
 from tests.conftest import command, environment, launch
 
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
@@ -66,25 +70,63 @@ def test_several_ranks_print_one_table_and_end_a_save_together(tmp_path):
 
 
 def test_a_benchmark_tries_the_next_micro_batch():
-    tried = limited(
-        "bench", "train", "--size", "7k", "--zero", 0, "--steps", 1, "--no-parts", "--auto-batch", *sets(WIDE)
-    )
+    """Of 36 rows: 36, 18, 12, 9 … until one trains, the divisors of all and not of the one before."""
+    wish = ("--zero", 0, "--steps", 1, "--no-parts", "--auto-batch", *sets([*WIDE, "train.batch_tokens=9216"]))
+    tried = limited("bench", "train", "--size", "7k", *wish)
     assert tried.returncode == 0, tried.stderr[-2000:]
-    assert "micro-batch 32 of 32" in tried.stdout and "micro-batch 32 does not fit" in tried.stderr
-    assert re.search(r"in micro-batches of (1|2|4|8|16) × 256\n(.*\n)*step ms", tried.stdout)
+    failed = [int(micro) for micro in re.findall(r"micro-batch (\d+) does not fit", tried.stderr)]
+    every = [36, 18, 12, 9, 6, 4, 3, 2, 1]
+    assert failed == every[: len(failed)] and failed, tried.stderr
+    fits = every[len(failed)]
+    assert re.search(rf"micro-batch {fits} of 36: .*; {failed[-1]} ran out of memory\n", tried.stdout)
+    assert re.search(rf"in micro-batches of {fits} × 256\n(.*\n)*step ms", tried.stdout)
 
 
 def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus, tmp_path):
     run = tmp_path / "run"
     asked = ("pretrain", "--size", "7k", "--data", corpus, "--nproc", 2, "--steps", 1, "--out", run, "--no-track")
     done = limited(
-        *asked, "--zero", 0, "--auto-batch", *sets([*WIDE, "train.batch_tokens=16384", "train.eval_batches=1"])
+        *asked, "--zero", 0, "--auto-batch", *sets([*WIDE, "train.batch_tokens=18432", "train.eval_batches=1"])
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "micro-batch 32 of 32" in done.stderr and "finished at step 1/1" in done.stdout
+    assert "micro-batch 36 of 36" in done.stderr and "finished at step 1/1" in done.stdout
     faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
     assert faults and all(fault["lowered"] for fault in faults)
-    assert f"\nmicro_batch = {32 >> len(faults)}\n" in (run / "config.toml").read_text()
+    micro = [36, 18, 12, 9, 6, 4, 3, 2, 1][len(faults)]
+    assert faults[-1]["message"].endswith(f"train.micro_batch is lowered to {micro}")
+    assert f"\nmicro_batch = {micro}\n" in (run / "config.toml").read_text()
+
+
+def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
+    cpu = Devices(0, 2**34, "CPU")
+    wish = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=["model.seq=64", "train.batch_tokens=32768"])
+    first = settle(wish, cpu).commit().config
+    again = Request(None, "dense", None, tmp_path / "run", 1, resume=True)
+    look = replace(again, over={"train": {"auto_batch": True}})
+    assert settle(again, cpu).config.train.micro_batch == first.train.micro_batch == 256
+    assert settle(look, cpu).config.train.micro_batch == 512
+    found = settle(look, Devices(0, 300 * 2**20, "CPU"))
+    assert found.config.train.micro_batch == 128
+    found.run.continue_with(found.config)
+    for wish in (again, look):  # as it was found, or lowered
+        assert settle(wish, cpu).config.train.micro_batch == 128
+    with pytest.raises(ConfigError, match=r"^train.micro_batch=4 is given, and .*; take one of the two away$"):
+        settle(replace(again, sets=["train.micro_batch=4"]), cpu)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "lowers"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("RuntimeError", "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate", True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("RuntimeError", "Triton Error [CUDA]: out of memory", True),
+        ("AcceleratorError", "CUDA error: out of memory", True),
+        ("RuntimeError", "CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_whatever_allocates_says_that_memory_ran_out(kind, message, lowers):
+    assert no_room(kind, message) == lowers
 
 
 def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch):
@@ -95,6 +137,9 @@ def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch)
     refused = inside("bench", "train", "--size", "7k", "--arch", "switch", "--compare", "hf", code=2)
     assert "activation='relu' has no counterpart" in refused
     assert "is no directory" in inside("bench", "train", "--size", "7k", "--profile", "nowhere/kernels.txt", code=2)
+    both = ("--size", "7k", "--data", corpus, "--auto-batch", "--set", "train.micro_batch=2")
+    for asked in ("bench", "train"), ("pretrain", "--out", corpus / "none"):
+        assert "train.micro_batch=2 is given, and --auto-batch" in inside(*asked, *both, code=2)
     small = ("--data", corpus, "--set", "model.vocab=64")
     assert "model.vocab=64 is smaller than" in inside("bench", "train", "--size", "7k", *small, code=2)
 
