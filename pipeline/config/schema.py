@@ -198,6 +198,10 @@ class Cluster(Frozen):
             raise ValueError("rates are shares of peak_flops, which is missing; give it, or leave rates out")
         return self
 
+    def has(self, device: str) -> bool:
+        """Whether a device, by torch's name for it, is one of these; a cluster that names none is believed."""
+        return self.device is None or self.device in device
+
 
 class RunConfig(Frozen):
     version: Literal[1] = VERSION

@@ -26,7 +26,7 @@ from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.train.evaluate import cut, loader
-from pipeline.train.meter import peak_flops, peak_memory_bytes
+from pipeline.train.meter import device_name, peak_flops, peak_memory_bytes
 from pipeline.train.overheads import overheads
 from pipeline.train.reads import reads
 from pipeline.train.trace import kernels, traced
@@ -98,7 +98,7 @@ def train(
     assert isinstance(train.batch_tokens, int) and isinstance(config.optim.lr, float)
     flops, peak = account.flops_per_token(config.model), peak_flops(config.cluster, world.device)
     ceiling = _matmul_flops(world.device)
-    yield "device", torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    yield "device", (name := device_name(world.device))
     yield "torch", torch.__version__
     count = account.params(config.model)
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
@@ -139,8 +139,10 @@ def train(
     if peak is not None:
         yield "MFU %", round(100 * speed * flops.model / peak, 2)
         yield "peak TFLOP/s", peak / 1e12
-    else:
+    elif config.cluster.has(name):
         yield "MFU %", "unknown: no peak is known for this device; give --cluster"
+    else:
+        yield "MFU %", f"unknown: this is {name}, not the cluster's {config.cluster.device}"
     yield "of measured matmul ceiling %", round(100 * speed * flops.model / ceiling, 2)
     yield "matmul ceiling TFLOP/s", round(ceiling / 1e12, 2)
     yield "convention", account.CONVENTION

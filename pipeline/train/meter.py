@@ -11,11 +11,16 @@ from pipeline.config.load import CONFIGS, read_toml
 from pipeline.config.schema import Cluster
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def peak_flops(cluster: Cluster, device: torch.device) -> float | None:
-    """Of one device: the chosen cluster's, else that of the shipped cluster whose device this is, else unknown."""
-    if cluster.peak_flops is not None or device.type != "cuda":
-        return cluster.peak_flops
-    name = torch.cuda.get_device_name(device)
+    """Of one device: the chosen cluster's if it is one of them, without one that of the shipped cluster whose device
+    this is, else unknown."""
+    name = device_name(device)
+    if cluster.peak_flops is not None:
+        return cluster.peak_flops if cluster.has(name) else None
     for path in sorted((CONFIGS / "cluster").glob("*.toml")):
         table = read_toml(path)["cluster"]
         if "device" in table and table["device"] in name:

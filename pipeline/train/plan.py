@@ -141,7 +141,7 @@ def settle(request: Request, devices: Devices) -> Settled:
         config,
         tokenizer=corpus.manifest.tokenizer.fingerprint,
         bytes_per_token=train.bytes / train.tokens,
-        peak_flops=config.cluster.peak_flops,
+        peak_flops=config.cluster.peak_flops if config.cluster.has(devices.name) else None,
     ) | {"world": request.nproc}
     if request.branch is not None and not run.exists:
         about["branch"] = {"of": str(request.branch), "step": meeting(config, RunDir(request.branch))}

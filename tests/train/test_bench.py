@@ -18,6 +18,7 @@ from pipeline.parallel.build import _model
 from pipeline.parallel.world import World
 from pipeline.recipe import resolve
 from pipeline.train.faults import no_room
+from pipeline.train.meter import peak_flops
 from pipeline.train.plan import Devices, Request, settle
 from tests.conftest import command, environment, launch
 
@@ -45,7 +46,7 @@ def sets(values):
 def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced():
     asked = ("bench", "train", "--size", "7k", "--arch", "moe", "--steps", 2, "--compare", "hf", "--overheads")
     room = "cluster.memory_bytes=300_777_669"  # 9 MB beside what the process takes for itself
-    said = json.loads(launch(*asked, "--auto-batch", *sets([*SMALL, room]), "--json").stdout)
+    said = json.loads(launch(*asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json").stdout)
     why = r"micro-batch (\d+) of 16: account expects (\S+) GiB per rank, cluster.memory_bytes gives 0.26 GiB"
     assert (chosen := re.fullmatch(why, said["auto-batch"])) and int(chosen[1]) in (2, 4, 8)
     assert f"micro-batches of {chosen[1]} × 64" in said["batch"]
@@ -56,7 +57,23 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     costs = {name for name in said if name.startswith("cost of ")}
     assert len(costs) == 5 and all(isinstance(said[name], float) for name in costs)
     assert said["host reads in an update"] == READS
-    assert said["MFU %"].startswith("unknown") and "head in, input embedding out" in said["convention"]
+    assert said["MFU %"] == "unknown: this is CPU, not the cluster's H200"
+    assert "head in, input embedding out" in said["convention"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "device", "here", "there"),
+    [  # on a CPU, on an H200
+        ("h200", "H200", None, 989e12),
+        ("h200", "A100", None, None),
+        ("h200", None, 989e12, 989e12),  # believed
+        (None, None, None, 989e12),  # that of the shipped cluster whose device this is
+    ],
+)
+def test_a_peak_is_of_the_device_that_is_there(monkeypatch, cluster, device, here, there):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    site = load(size="7k", cluster=cluster).cluster.model_copy(update={"device": device})
+    assert [peak_flops(site, torch.device(kind)) for kind in ("cpu", "cuda")] == [here, there]
 
 
 def test_several_ranks_print_one_table_and_end_a_save_together(tmp_path):
