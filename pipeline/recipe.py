@@ -7,7 +7,7 @@ parameters, as in OLMo-core's ladder.
 import math
 from typing import Any
 
-from pipeline.account import flops_per_token, params
+from pipeline.account import flops_per_token, memory, params
 from pipeline.config.change import Change, flags
 from pipeline.config.frozen import Dtype
 from pipeline.config.load import merge, validate
@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 
 _MOST_TOKENS = 1e18  # a hundred thousand times what anyone has
 _N0 = 108e6  # the size OLMo-core's ladder was tuned at
+_KEPT_BYTES = 20 * 2**30  # of activations: those of 1b in 16k tokens
 
 
 def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
@@ -37,7 +38,7 @@ def resolve(config: RunConfig, *, ranks: int, gpu: bool) -> RunConfig:
             "tokens": None,
             "flops": None,
             "batch_tokens": batch_tokens,
-            "micro_batch": _micro_batch(config, batch_tokens // model.seq // readers),
+            "micro_batch": _micro_batch(config, batch_tokens // model.seq // readers, dtype, gpu=gpu),
             "dtype": dtype,
             "loss_chunk": _loss_chunk(model.vocab, gpu=gpu) if train.loss_chunk == "auto" else train.loss_chunk,
             "compile": gpu and not _uncompiled(config, dtype) if train.compile == "auto" else train.compile,
@@ -160,11 +161,16 @@ def _rows(n: float, seq: int) -> int:
     return min(steps, key=lambda s: abs(math.log(s / rows)))
 
 
-def _micro_batch(config: RunConfig, rows: int) -> int:
-    """About 16k tokens fill a GPU at these widths, and fit it."""
+def _micro_batch(config: RunConfig, rows: int, dtype: Dtype, *, gpu: bool) -> int:
+    """About 16k tokens fill a GPU at the widths of 1b, and fit it; a smaller model takes as many as keep no more than
+    they do, since its kernels are over before the host has started the next (docs/LOG.md)."""
     if config.train.micro_batch != "auto":
         return config.train.micro_batch
-    most = max(1, 16384 * config.parallel.sp // config.model.seq)
+    sp = config.parallel.sp
+    most = max(1, 16384 * sp // config.model.seq)
+    if gpu:
+        row = memory(config.model, dtype=dtype, zero=1, ranks=1, micro_batch=1, loss_chunk=1, sp=sp).activations
+        most = max(most, _KEPT_BYTES // row)
     return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)
 
 

@@ -43,6 +43,22 @@ def test_any_world_gets_a_batch_that_cuts(ranks):
     assert train.batch_tokens % (ranks * train.micro_batch * 2048) == 0
 
 
+@pytest.mark.parametrize(
+    ("size", "arch", "gpu", "micro"),
+    [
+        ("6m", "dense", True, 24),
+        ("6m", "dense", False, 8),
+        ("125m", "dense", True, 16),
+        ("125m", "moe", True, 16),
+        ("1b", "dense", True, 8),
+        ("7b", "moe", True, 8),
+    ],
+)
+def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro):
+    wish = load(size=size, arch=arch, sets=["model.vocab=32768", "model.seq=2048"])
+    assert resolve(wish, ranks=1, gpu=gpu).train.micro_batch == micro
+
+
 @pytest.mark.parametrize("length", ["train.steps=17", "train.tokens=1000000", "train.flops=1e15"])
 def test_length_in_steps_tokens_or_flops(length):
     config = resolve(load(size="tiny", sets=["model.seq=128", "train.batch_tokens=2048", length]), ranks=2, gpu=False)
