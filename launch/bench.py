@@ -78,8 +78,8 @@ def train(
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
     data: Annotated[Path | None, typer.Option(help="Prepared shards; left out, tokens are random.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 3,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak.")] = None,
+    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; 1 if left out.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
     profile: Annotated[Path | None, typer.Option(help="Write the kernels of one step to this file.")] = None,
@@ -117,7 +117,7 @@ def train(
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    over = {"parallel": {"zero": zero}, "train": {"auto_batch": True} if auto_batch else {}}
+    over = {"parallel": {} if zero is None else {"zero": zero}, "train": {"auto_batch": True} if auto_batch else {}}
     corpus = None if data is None else Corpus.open(data)
     layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)

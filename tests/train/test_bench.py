@@ -157,6 +157,10 @@ def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch)
     both = ("--size", "7k", "--data", corpus, "--auto-batch", "--set", "train.micro_batch=2")
     for asked in ("bench", "train"), ("pretrain", "--out", corpus / "none"):
         assert "train.micro_batch=2 is given, and --auto-batch" in inside(*asked, *both, code=2)
+    shared = inside(
+        "bench", "train", "--size", "7k", "--set", "parallel.zero=0", "--set", "parallel.offload.optimizer=cpu", code=2
+    )
+    assert "not zero=0" in shared  # as it was set
     small = ("--data", corpus, "--set", "model.vocab=64")
     assert "model.vocab=64 is smaller than" in inside("bench", "train", "--size", "7k", *small, code=2)
 
