@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline.config.model import Model
@@ -39,6 +39,12 @@ def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     rows = groups(model, cfg.decay, config.model)
     return AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
+
+
+def take(optimizer: Optimizer, taken: Tensor) -> None:
+    """Whether its next step is taken, or leaves weights, moments and counts as they are: fused AdamW asks the device
+    itself, as torch's loss scaler has it."""
+    optimizer.found_inf = (~taken).float()  # type: ignore[attr-defined]
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:

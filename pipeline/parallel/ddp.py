@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
-from pipeline.optim.groups import adamw, set_rate
+from pipeline.optim.groups import adamw, set_rate, take
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
@@ -44,12 +44,12 @@ class DDPEngine:
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
         nll, norm = torch.stack(nlls).mean(), torch.nn.utils.get_total_norm(self.held().gradients)
-        if accepted := accept(nll, norm):
-            torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
-            self._optimizer.step()
+        take(self.optimizer, taken := accept(nll, norm))
+        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
+        self._optimizer.step()
         self._optimizer.zero_grad()
         model = self._accelerator.unwrap_model(self._model)
-        return Update(nll, norm, balance(model, routings, self._world) if accepted else None)
+        return Update(nll, norm, balance(model, routings, self._world, taken))
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:

@@ -23,7 +23,7 @@ class Micro(NamedTuple):
 
 class Update(NamedTuple):
     nll: Tensor  # this rank's mean over its micro-batches, on the device: reading it waits for the device
-    grad_norm: Tensor | float  # of the whole model, before clipping
+    grad_norm: Tensor  # of the whole model, before clipping
     routing: Routing | None = None  # of the whole batch, by layer: loads are sums, the rest means
 
 
@@ -44,11 +44,12 @@ class Held(NamedTuple):
     expert_gradients: Sequence[Tensor] = ()
 
 
-Accept = Callable[[Tensor, Tensor], bool]  # this rank's mean loss and the whole model's gradient norm
+# this rank's mean loss and the whole model's gradient norm → whether the step is taken, which the device alone knows
+Accept = Callable[[Tensor, Tensor], Tensor]
 
 
-def always(_nll: Tensor, _grad_norm: Tensor) -> bool:
-    return True
+def always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
+    return torch.ones_like(nll, dtype=torch.bool)
 
 
 class Engine(Protocol):
@@ -60,7 +61,8 @@ class Engine(Protocol):
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
         """Accumulate gradients over the micro-batches of every rank and take one clipped optimizer step, if `accept`
-        says so: it is asked once, before anything is written; after a no, weights and moments are as they were."""
+        says so: it is asked once, before anything is written; after a no, weights and moments are as they were. All of
+        it is launched; nothing waits for the device."""
 
     def evaluate(self, micro: Micro) -> Tensor:
         """Mean loss in nats, without gradients."""
@@ -85,8 +87,10 @@ class Engine(Protocol):
 
 
 @torch.no_grad()
-def balance(model: Decoder, routings: Sequence[Routing | None], world: World) -> Routing | None:
-    """What the routers did with the whole batch of every rank, after which each takes one balancing step."""
+def balance(
+    model: Decoder, routings: Sequence[Routing | None], world: World, taken: Tensor | bool = True
+) -> Routing | None:
+    """What the routers did with the whole batch of every rank, after which each takes one balancing step, or none."""
     routed = [routing for routing in routings if routing is not None]
     if not routed:
         return None
@@ -94,6 +98,6 @@ def balance(model: Decoder, routings: Sequence[Routing | None], world: World) ->
     rows = world.reduce(torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1))
     loss, load, dropped, entropy = torch.split(rows, [1, rows.shape[1] - 3, 1, 1], dim=1)
     for router, load_E in zip(model.routers(), load, strict=True):
-        router.balance(load_E)
+        router.balance(load_E * taken)  # nothing is balance
     loss, dropped, entropy = (part.squeeze(1) / (len(routed) * world.size) for part in (loss, dropped, entropy))
     return Routing(loss, load, dropped, entropy)

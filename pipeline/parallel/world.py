@@ -59,12 +59,15 @@ class World:
         """Which share of a batch's rows this rank reads, of how many: ranks that share sequences read the same."""
         return self.rank // sp, self.size // sp
 
+    def put(self, values: Sequence[float]) -> Tensor:
+        """On the device, in fp64; nothing here waits for it."""
+        here = torch.tensor(values, dtype=torch.float64)
+        return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
+
     def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
         """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, still being computed on the device, is put
         before the values; nothing here waits for the device."""
-        total = torch.tensor(values, dtype=torch.float64)
-        if self.device.type == "cuda":
-            total = total.pin_memory().to(self.device, non_blocking=True)
+        total = self.put(values)
         if first is not None:
             total = torch.cat((first.detach().double().reshape(-1), total))
         return self.reduce(total)

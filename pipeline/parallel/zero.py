@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
-from pipeline.optim.groups import adamw, set_rate
+from pipeline.optim.groups import adamw, set_rate, take
 from pipeline.parallel import fragments
 from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
@@ -25,7 +25,9 @@ if hide := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
 from deepspeed.runtime import compiler
+from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
 if hide:
@@ -39,7 +41,7 @@ compiler.compile = _compile
 
 class ZeroEngine:
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it calls a step that the guard refused an overflow
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
             # DeepSpeed would compile a shared-memory all-reduce that only inference uses: a minute, and a C++ compiler.
             # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
@@ -48,6 +50,7 @@ class ZeroEngine:
         self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
         self.clock: Clock = untimed
         self._clip = config.optim.clip
+        self._home = torch.device("cpu") if config.parallel.offload.optimizer else world.device  # where Adam works
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         if self._zero == 3:
             set_z3_leaf_modules(model, [Block])  # gathered as one: no hook, and no break of the graph, inside a block
@@ -68,7 +71,7 @@ class ZeroEngine:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
-        self._accept: Callable[[Tensor], bool] = lambda norm: accept(torch.stack(nlls).mean(), norm)
+        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(torch.stack(nlls).mean(), norm)
         for micro in micros:
             with self.clock("forward"):
                 losses: Losses = self._engine(*micro)
@@ -76,13 +79,14 @@ class ZeroEngine:
                 self._engine.backward(losses.total)
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-            if self._unsharded and self._engine.is_gradient_accumulation_boundary():
-                # clipped here: DeepSpeed would count on each rank only the experts that lie there
-                self._ask(norm := self._norm_of_copies())
-                torch.nn.utils.clip_grads_with_norm_(self._engine.module.parameters(), self._clip, norm)
+            if self._zero == 0 and self._engine.is_gradient_accumulation_boundary():
+                # clipped by us: DeepSpeed would count on each rank only the experts that lie there
+                self._ask(self._norm_of_copies())
+                if self._unsharded:
+                    self._clip_copies(self._engine.module.parameters())
             with self.clock("optimizer"):
                 self._engine.step()
-        routing = balance(self._engine.module, routings, self._world) if self._accepted else None
+        routing = balance(self._engine.module, routings, self._world, self._taken)
         return Update(torch.stack(nlls).mean(), self._grad_norm, routing)
 
     @torch.no_grad()
@@ -100,39 +104,31 @@ class ZeroEngine:
                 master.data = room(master).copy_(master)
             fragments.ready(self._pieces(), self.optimizer, room)
 
-    def _ask(self, norm: Tensor) -> bool:
-        self._grad_norm, self._accepted = norm, self._accept(norm)
-        return self._accepted
+    def _ask(self, norm: Tensor) -> Tensor:
+        self._grad_norm, self._taken = norm, self._accept(norm)
+        take(self.optimizer, self._taken.to(self._home))
+        return norm
+
+    def _clip_copies(self, parameters: Iterable[Tensor]) -> None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, self._grad_norm)
 
     def _ask_before_stepping(self) -> None:
-        """DeepSpeed 0.19.8 discards a step whose gradients overflowed. We take the place of that check, in each of its
-        four optimizers: they clean up after a no, and clip by the norm that was asked about, computed once."""
+        """DeepSpeed 0.19.8 reads the norm of each step, to discard one that overflowed. `accept` judges that on the
+        device, so each of its four optimizers goes on unasked, and clips by the norm that was asked about."""
         wrapper: Any = self._optimizer
-        if self._unsharded:
-            step = wrapper.step
-            wrapper.step = lambda: step() if self._accepted else None
-        elif self._zero == 0:
-            wrapper.overflow_checker.check = lambda: not self._ask(self._norm_of_copies())
-        elif self._zero < 3:
+        for module in (stage_1_and_2, stage3):
+            module.is_invalid_grad_norm = lambda _norm: False
+        if self._zero == 0 and not self._unsharded:
+            masters = [master for group in wrapper.fp32_groups for master in group]
+            unfused_optimizer.get_weight_norm = lambda *_, **__: 0.0
+            wrapper.overflow_checker.check = lambda: False
+            wrapper.unscale_and_clip_grads = lambda _norm: self._clip_copies(masters)
+        elif self._zero in (1, 2):
             norm_of, wrapper.get_grad_norm_direct = wrapper.scaled_global_norm, self._norm_of_parts
-
-            def check(partition_gradients: bool = True) -> None:
-                norm = norm_of()
-                wrapper.overflow = not self._ask(norm)
-                known = norm.cpu()  # it was read just now: DeepSpeed asks four times more
-                wrapper.scaled_global_norm = lambda: known
-
-            wrapper.check_grad_overflow, wrapper.check_overflow = True, check
-        else:
-            norms_of = wrapper._get_norm_groups
-
-            def check3(update_scale: bool = True) -> bool:
-                norms = norms_of()
-                wrapper._get_norm_groups = lambda: norms
-                wrapper.overflow = not self._ask(combine_grad_norm_groups(norms))
-                return bool(wrapper.overflow)
-
-            wrapper._overflow_check_and_loss_scale_update = check3
+            wrapper.check_grad_overflow, wrapper.scaled_global_norm = False, lambda: self._ask(norm_of())
+        elif self._zero == 3:
+            norms_of, wrapper.get_grad_norm_direct = wrapper._get_norm_groups, self._norm_of_parts
+            wrapper._get_norm_groups = lambda: [self._ask(combine_grad_norm_groups(norms_of()))]
 
     def _norm_of_parts(self, gradients: Sequence[Tensor], _params: Sequence[Tensor]) -> Tensor:
         """Of the parts that the ranks have of a group, in one pass: DeepSpeed copies each gradient to fp64 first."""
@@ -144,16 +140,13 @@ class ZeroEngine:
         return squares.sqrt()
 
     def _norm_of_copies(self) -> Tensor:
-        """With neither ZeRO nor a master copy DeepSpeed clips but does not keep the norm. Shared experts are counted
-        where they lie, once."""
+        """Shared experts are counted where they lie, once."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        own, shared = (
-            torch.nn.utils.get_total_norm([p.grad for p in parameters if hasattr(p, "group_name") == kind]).square()
-            for kind in (False, True)
-        )
+        own, shared = ([p.grad for p in parameters if hasattr(p, "group_name") == kind] for kind in (False, True))
+        squares = _norm(own).square()
         if self._ep > 1:
-            shared = self._world.reduce(shared) * self._ep / self._world.size
-        return (own + shared).sqrt()
+            squares += self._world.reduce(_norm(shared).square()) * self._ep / self._world.size
+        return squares.sqrt()
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:
@@ -244,13 +237,19 @@ class ZeroEngine:
                     weight.copy_(copy)
 
 
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """As torch's own clipping has it, but not in bf16."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    return norm
+
+
 def _config(config: RunConfig, world: World) -> dict[str, Any]:
     train, micro = config.train, config.train.micro_batch
     assert micro != "auto", "resolve the recipe first"
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.rows // micro // (world.size // config.parallel.sp),
-        "gradient_clipping": 0.0 if config.parallel.zero == 0 and train.dtype == "fp32" else config.optim.clip,
+        "gradient_clipping": config.optim.clip if config.parallel.zero else 0.0,
         "bf16": {"enabled": train.dtype == "bf16"},
         "zero_optimization": {
             "stage": config.parallel.zero,

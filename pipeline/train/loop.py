@@ -23,7 +23,8 @@ from pipeline.train.evaluate import Evaluator, cut
 from pipeline.train.goodput import goodput
 from pipeline.train.guard import Guard
 from pipeline.train.meter import Meter, peak_flops
-from pipeline.train.replicas import Replicas
+from pipeline.train.reading import Reading
+from pipeline.train.replicas import Look, Replicas
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 from pipeline.train.watch import Watch
@@ -31,14 +32,14 @@ from pipeline.train.watch import Watch
 _SHIFTS = (0, 16, 32, 48)
 
 
-class _Seen(NamedTuple):
-    """A step's numbers over all ranks, and what speaks against it."""
+class _Launched(NamedTuple):
+    """A step that the device may still be at."""
 
-    loss: float
-    grad_norm: float
-    stop: bool
-    hash: str
-    reason: str
+    done: int
+    lr: float
+    wait_s: float
+    look: Look | None
+    reading: Reading
 
 
 class Loop:
@@ -63,6 +64,8 @@ class Loop:
         self.stop, self.watch, self.guard, self.saver = stop, watch, guard, saver
         self.replicas = Replicas(engine, world, config.parallel.ep)
         self._routing_every = max(1, self.steps // 100)  # what a heat map can show
+        self._last: _Launched | None = None
+        self.stopping = False  # whether any rank wishes to
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """From step `start` to the end or to a wish to stop; whether the end was reached."""
@@ -75,19 +78,23 @@ class Loop:
         reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
         with closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches:
             for step, batch in batches:
-                stopping = self.step(step, batch, time.perf_counter() - asked)
+                self.step(step, batch, time.perf_counter() - asked)
                 done = step + 1
-                if evaluate := done % train.eval_every == 0 or done == self.steps:
+                evaluate = done % train.eval_every == 0 or done == self.steps
+                save = done % train.save_every == 0 or done in train.keep_at or done == self.steps
+                if evaluate or save or self.stopping:
+                    self.settle()
+                if evaluate:
                     self.watch.enter("evaluation", done)
                     self._record("eval", done, **evaluator(self.engine.evaluate))
-                if save := done % train.save_every == 0 or done in train.keep_at or done == self.steps or stopping:
+                if save or self.stopping:
                     self.watch.enter("save", done)
                     self.save(done)
-                end = stopping or done == self.steps
+                end = self.stopping or done == self.steps
                 self._saved(done, self.saver.wait() if end else self.saver.finished())
                 if evaluate or save:
                     self.meter.restart()
-                if stopping and done < self.steps:
+                if self.stopping and done < self.steps:
                     self._end(done, event="interrupt", reason=self.stop.reason or "another rank's signal")
                     return False
                 self.watch.enter("step", done + 1)
@@ -95,55 +102,72 @@ class Loop:
         self._end(self.steps, event="finish")
         return True
 
-    def step(self, step: int, batch: Batch, wait_s: float) -> bool:
-        """Update, record; whether any rank wishes to stop."""
-        done, began = step + 1, time.perf_counter()
+    def step(self, step: int, batch: Batch, wait_s: float) -> None:
+        """Launch an update, and then settle the one before: the device has work while the host reads."""
+        done = step + 1
         if self.guard.leaves_out(done):
+            self.settle()
             self._record("event", done, event="omit", reason="the run went back past this batch")
-            return False
+            return
         assert isinstance(self.config.optim.lr, float)
         lr = rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
         update = self.engine.update(cut(batch, self.config, self.world), lr, partial(self._accept, done, batch))
         self.replicas.remember((done + 1) % self.config.train.check_every == 0)
-        speed, seen = self.meter.step(), self._seen
-        values = {"loss": seen.loss, "grad_norm": seen.grad_norm, "lr": lr, "hash": seen.hash}
-        if seen.reason:
-            seconds = time.perf_counter() - began
-            self._record("event", done, event="skip", reason=seen.reason, **values, seconds=seconds)
-            self.guard.escalate(done, seen.reason)
-        elif done % self.config.train.log_every == 0 or done == self.steps:
-            self._record("step", done, **values, **speed, wait_s=wait_s)
-        if update.routing is not None and (done % self._routing_every == 0 or done == self.steps):
-            self._record("moe", done, **_routed(update.routing))
-        return seen.stop
+        routed = [_figures(update.routing)] if update.routing and self._due(done, self._routing_every) else []
+        self.settle(_Launched(done, lr, wait_s, self._look, Reading(*self._told, *routed)))
 
-    def _accept(self, done: int, batch: Batch, nll: Tensor, grad_norm: Tensor) -> bool:
-        """Before the weights change, all that ranks tell each other of a step, in one sum and one reading: loss, norm,
+    def _accept(self, done: int, batch: Batch, nll: Tensor, grad_norm: Tensor) -> Tensor:
+        """Before the weights change, all that ranks tell each other of a step, in one sum: loss, norm, what copies say,
         wish to stop, and the batch's hash in four 16-bit parts, which fp64 adds exactly; the same verdict on each."""
         parts = [float(batch.hash >> shift & 0xFFFF) for shift in _SHIFTS]
         on_device = torch.stack((nll.double(), grad_norm.to(nll.device).double()))
-        if done % self.config.train.check_every == 0:
-            on_device = torch.cat((on_device, self.replicas.look()))
-        summed = self.world.sum([float(self.stop.reason is not None), *parts], first=on_device).tolist()
-        (loss, norm, *wrong), (stop, *parts) = summed[:-5], summed[-5:]
-        if any(wrong):
-            raise self.replicas.blame(done)
-        loss, norm = loss / self.world.size, norm / self.world.size
+        self._look = self.replicas.look() if done % self.config.train.check_every == 0 else None
+        if self._look is not None:
+            on_device = torch.cat((on_device, self._look.flags))
+        told = self.world.sum([float(self.stop.reason is not None), *parts], first=on_device)
+        usual = told[:2] / self.world.size <= self.world.put(self.guard.limits(done))
+        self._told = told, usual.all() & ~told[2:-5].any()
+        return self._told[1]
+
+    def settle(self, launched: _Launched | None = None) -> None:
+        """What the last step told, once the next is launched or where none follows at once: judged and recorded."""
+        last, self._last = self._last, launched
+        if last is None:
+            return
+        told, taken, *routed = last.reading.get()
+        done, (loss, norm, *wrong), (stop, *parts) = last.done, told[:-5], told[-5:]
+        if last.look is not None and any(wrong):
+            raise self.replicas.blame(last.look, done)
+        self.stopping |= stop > 0
+        loss, norm, speed = loss / self.world.size, norm / self.world.size, self.meter.step(last.reading.at)
         sp = self.config.parallel.sp  # each row was read, and its hash told, by so many ranks
         digest = sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True)) % 2**64
-        self._seen = _Seen(loss, norm, bool(stop), f"{digest:016x}", self.guard.judge(loss, norm))
-        return not self._seen.reason
+        values = {"loss": loss, "grad_norm": norm, "lr": last.lr, "hash": f"{digest:016x}"}
+        if not taken:
+            reason = self.guard.reason(done, loss, norm)
+            self._record("event", done, event="skip", reason=reason, **values, seconds=self.meter.took_s)
+            self.guard.escalate(done, reason)
+            return
+        if self._due(done, self.config.train.log_every):
+            self._record("step", done, **values, **speed, wait_s=last.wait_s)
+        if routed:
+            self._record("moe", done, **_routed(*routed))
+
+    def _due(self, done: int, every: int) -> bool:
+        return done % every == 0 or done == self.steps
 
     def save(self, done: int) -> None:
-        if self.world.sum([], first=self.replicas.look()).any():  # what is saved is what all agree on
-            raise self.replicas.blame(done)
+        look = self.replicas.look()
+        if self.world.sum([], first=look.flags).any():  # what is saved is what all agree on
+            raise self.replicas.blame(look, done)
         self._saved(done, self.saver.save(done))
 
     def _saved(self, done: int, saved: Saved | None) -> None:
-        """A checkpoint counts from its commit on, some steps after its own."""
+        """A checkpoint counts from its commit on, some steps after its own. Ranks see that at different times: what it
+        is told beside is the last step that was settled, and none is for its sake."""
         if saved is not None:
-            seconds, blocked_s = saved.seconds, saved.blocked_s
-            self._record("event", done, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
+            seconds, blocked_s, settled = saved.seconds, saved.blocked_s, done - (self._last is not None)
+            self._record("event", settled, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
 
     def _end(self, done: int, **values: Any) -> None:
         lost = goodput(read(self.run.log)) if self.world.first else {}
@@ -156,10 +180,13 @@ class Loop:
         self.guard.hear({**record, **values})
 
 
-def _routed(routing: Routing) -> dict[str, Any]:
-    """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
+def _figures(routing: Routing) -> Tensor:
     rest = torch.stack((routing.dropped, routing.entropy, routing.loss), dim=-1)
-    layers = torch.cat((routing.load_E / routing.load_E.sum(-1, keepdim=True), rest), dim=-1).tolist()  # one reading
+    return torch.cat((routing.load_E / routing.load_E.sum(-1, keepdim=True), rest), dim=-1)
+
+
+def _routed(layers: list[list[float]]) -> dict[str, Any]:
+    """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
     shares, (dropped, entropy, losses) = [layer[:-3] for layer in layers], zip(*(x[-3:] for x in layers), strict=True)
     imbalance = [max(share) * len(share) for share in shares]
     return {

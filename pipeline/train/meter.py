@@ -43,15 +43,16 @@ class Meter:
     tokens_per_step: int
     flops_per_token: int
     peak_flops: float | None
+    took_s: float = 0.0  # the last step
     _last: float = field(default_factory=time.perf_counter)
 
     def restart(self) -> None:
         """Leave out what was no training: an evaluation, a checkpoint."""
         self._last = time.perf_counter()
 
-    def step(self) -> dict[str, float | None]:
-        now = time.perf_counter()
-        speed = self.tokens_per_step / max(now - self._last, 1e-9)
-        self._last = now
+    def step(self, now: float) -> dict[str, float | None]:
+        """A step that was done at this time."""
+        self.took_s, self._last = max(now - self._last, 1e-9), now
+        speed = self.tokens_per_step / self.took_s
         mfu = None if self.peak_flops is None else speed * self.flops_per_token / self.peak_flops
         return {"tokens_per_s": speed, "mfu": mfu, "memory_bytes": peak_memory_bytes()}

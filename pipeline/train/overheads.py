@@ -2,9 +2,11 @@
 
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,20 @@ from pipeline.track.log import Log
 from pipeline.track.tracker import Fan, LocalLog
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
+from pipeline.train.reads import reads
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 from pipeline.train.watch import Watch
 
 
 class _Blind(Guard):
-    def judge(self, loss: float, grad_norm: float) -> str:
-        return ""
+    def limits(self, step: int) -> list[float]:
+        return [sys.float_info.max] * 2
 
 
 def overheads(
     worker: Engine, batches: Iterator[Batch], config: RunConfig, world: World, steps: int, aside: Path
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[str, Any]]:
     """What stands beside the compute in the real loop, each switched off in turn with all else on."""
     save_every = config.train.save_every
     assert isinstance(save_every, int) and config.train.steps is not None
@@ -48,7 +51,9 @@ def overheads(
             for name, value in off.items():
                 setattr(loop, name, value)
             batch, began = next(batches), time.perf_counter()
-            if loop.step(next(count), batch, 0.0):
+            loop.step(next(count), batch, 0.0)
+            loop.settle()  # so that its time is its own
+            if loop.stopping:
                 raise KeyboardInterrupt
             took = time.perf_counter() - began
             for name, value in was.items():
@@ -62,6 +67,9 @@ def overheads(
             "log": {"tracker": Fan([])},
         }
         timed()
+        loop.step(next(count), next(batches), 0.0)
+        yield "host reads in a step", reads(partial(loop.step, next(count), next(batches), 0.0), world.device)
+        loop.settle()
         whole, costs = [], {name: list[float]() for name in switches}
         for _ in range(steps):
             for name, off in switches.items():

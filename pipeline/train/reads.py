@@ -18,7 +18,7 @@ _CALLS = {"tolist", "cpu", "numpy"}  # which are no operations where the device 
 
 
 def reads(update: Callable[[], object], device: torch.device) -> str:
-    """How often and where the host waits for a number of its device, beside the one reading of the loop."""
+    """How often and where the host waits for a number of its device, beside the loop's reading of the step before."""
     places: list[str] = []
     with _waits(places):
         if device.type == "cuda":
@@ -33,6 +33,7 @@ def reads(update: Callable[[], object], device: torch.device) -> str:
         else:
             with Operations(places), Calls(places):
                 update()
+    places = [place for place in places if not place.startswith("reading.py:")]
     return f"{len(places)}: " + ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
 
 

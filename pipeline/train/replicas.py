@@ -7,6 +7,7 @@ compared with one small collective; only a difference costs more.
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ class DivergenceError(RuntimeError):
     """A rank holds other numbers than it should."""
 
 
+class Look(NamedTuple):
+    """On the device, of this rank."""
+
+    flags: Tensor  # two, above zero where something is wrong: ranks differ, this rank's weights changed
+    copies: Tensor  # hashes, as in _WHAT
+
+
 class Replicas:
     def __init__(self, engine: Engine, world: World, ep: int) -> None:
         self._engine, self._world, self._ep = engine, world, ep
@@ -31,21 +39,19 @@ class Replicas:
         """The step is done: until the next one nobody may write to the weights. Of use if the next look is due then."""
         self._after = self._weights() if due else None
 
-    def look(self) -> Tensor:
-        """Two flags on the device, above zero where something is wrong: ranks differ, this rank's weights changed."""
-        self._now, held = self._weights(), self._engine.held()
+    def look(self) -> Look:
+        now, held = self._weights(), self._engine.held()
         gradients, others = self._hash(held.gradients), self._hash(held.expert_gradients)
-        self._copies = torch.stack((self._now[0], gradients, self._now[1], others))  # as in _WHAT
-        differ = self._world.differ(self._copies[:2])
+        copies = torch.stack((now[0], gradients, now[1], others))
+        differ = self._world.differ(copies[:2])
         if self._ep > 1:
-            differ |= self._world.differ(self._copies[2:], every=self._ep)
-        changed = differ.new_zeros(1) if self._after is None else self._now != self._after
-        return torch.stack((differ.any(), changed.any())).double()
+            differ |= self._world.differ(copies[2:], every=self._ep)
+        changed = differ.new_zeros(1) if self._after is None else now != self._after
+        return Look(torch.stack((differ.any(), changed.any())).double(), copies)
 
-    def blame(self, step: int) -> DivergenceError:
-        """Which rank, and what of it; every rank calls it after a look that found something."""
-        changed = self._after is not None and bool((self._now != self._after).any())
-        seen = self._world.gather((changed, self._copies.tolist()))
+    def blame(self, look: Look, step: int) -> DivergenceError:
+        """Which rank, and what of it; every rank calls it with a look that found something."""
+        seen = self._world.gather((bool(look.flags[1]), look.copies.tolist()))
         if restless := [rank for rank, (changed, _) in enumerate(seen) if changed]:
             return DivergenceError(f"step {step}: the weights of {_ranks(restless)} changed while none was to write")
         for at, what in enumerate(_WHAT):
@@ -66,8 +72,9 @@ class Replicas:
         return torch.stack([self._hash(held.everywhere), self._hash(held.experts), self._hash(held.here)])
 
     def _hash(self, tensors: Sequence[Tensor]) -> Tensor:
-        found = fingerprint(tensors) if tensors else torch.zeros((), dtype=torch.int64)
-        return found.to(self._world.device)  # from the host, where what was offloaded lies
+        if not tensors:
+            return torch.zeros((), dtype=torch.int64, device=self._world.device)
+        return fingerprint(tensors).to(self._world.device)  # from the host, where what was offloaded lies
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:

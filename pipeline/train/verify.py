@@ -26,7 +26,7 @@ from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
-from pipeline.parallel.engine import balance
+from pipeline.parallel.engine import always, balance
 from pipeline.parallel.world import World, free_port, joining
 from pipeline.process import end_with_parent, speak_in
 from pipeline.train.evaluate import cut
@@ -150,12 +150,12 @@ def held_against(config: RunConfig, wanted: Sequence[Run], layout: Layout, world
             if part in name:
                 parameter.register_hook(lambda grad: grad * (factor if len(found) == compared - 1 else 1.0))  # type: ignore[no-untyped-call]
 
-    def look(_nll: Tensor, _norm: Tensor) -> bool:
+    def look(nll: Tensor, norm: Tensor) -> Tensor:
         if (step := len(found)) < compared:
             gradients = {name: gradient.to("cpu", copy=True) for name, gradient in worker.gradients()}
             found.append([_differences(gradients, want.gradients[step], worker.module) for want in wanted])
             mine.gradients.append(gradients if layout == REFEREE else {})
-        return True
+        return always(nll, norm)
 
     for step in range(STEPS):
         batch = _batch(config, step, world)

@@ -1,5 +1,5 @@
 """`python -m tests.train.corruption FLIPS STEPS`: every engine skips a step and is struck by flipped bits, on four
-ranks, and DDP trains in peace, on two; rank 0 prints what was seen.
+ranks, and steps without a wait, and DDP trains in peace, on two; rank 0 prints what was seen.
 
 One launch for all: importing is most of what it costs. Of four ranks a majority can name the odd one; of two that share
 experts none can, and both are named.
@@ -24,25 +24,29 @@ from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.recipe import resolve
-from pipeline.track.tracker import Fan
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
+from pipeline.train.reads import reads
 from pipeline.train.replicas import DivergenceError, Replicas
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 from tests.worlds import fork
 
 LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
+KINDS = [
+    (*layout, dtype) for layout in LAYOUTS for dtype in ("fp32", "bf16") if layout[0] == "deepspeed" or dtype == "fp32"
+]
 SHARED = [("deepspeed", 0, 2), ("deepspeed", 1, 2)]  # experts, each on two ranks
 VOCAB, SEQ = 64, 16
 WORLD: World
 
 
-def config(engine: str, zero: int, ep: int = 1) -> RunConfig:
+def config(engine: str, zero: int, dtype: str = "fp32", arch: str = "dense", ep: int = 1) -> RunConfig:
     sets = ("model.layers=1", f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={WORLD.size * SEQ}",
             "train.micro_batch=1", "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}",
-            f"parallel.engine={engine}", "train.dtype=fp32", f"parallel.ep={ep}")  # fmt: skip
-    return resolve(load(size="tiny", arch="moe" if ep > 1 else "dense", sets=sets), ranks=WORLD.size, gpu=False)
+            f"parallel.engine={engine}", f"train.dtype={dtype}", f"parallel.ep={ep}",
+            "train.log_every=1", "train.check_every=1")  # fmt: skip
+    return resolve(load(size="tiny", arch=arch, sets=sets), ranks=WORLD.size, gpu=False)
 
 
 def batch(step: int) -> list[Micro]:
@@ -50,6 +54,22 @@ def batch(step: int) -> list[Micro]:
     source = torch.Generator().manual_seed(step * WORLD.size + WORLD.rank)
     row = torch.randint(1, 3, (1, SEQ + 1), generator=source).cumsum(1) % VOCAB
     return [Micro(row[:, :-1], row[:, 1:])]
+
+
+def rows(step: int) -> Batch:
+    ((tokens, targets, _),) = batch(step)
+    return Batch(tokens, targets, step)
+
+
+class Heard(list[dict[str, Any]]):
+    record = list.append
+
+
+def looping(config: RunConfig, guard: Guard | None = None) -> tuple[Loop, Heard]:
+    """The real loop, with no more than it needs here, and what it says."""
+    heard: Any = Heard()
+    made = engine(config, WORLD), WORLD, heard, Stop(), None, guard or Guard([]), None
+    return Loop(config, RunDir(Path()), *made), heard
 
 
 def state(worker: Any) -> list[Tensor]:
@@ -71,39 +91,53 @@ def nan_on(rank: int) -> Iterator[None]:
     handle.remove()
 
 
-def skipped(name: str, zero: int) -> dict[str, bool]:
-    """A NaN on one rank: all refuse the step, nothing changes, and what follows is as if it had never been."""
-    struck, spared, guard = engine(config(name, zero), WORLD), engine(config(name, zero), WORLD), Guard([])
-    said: list[str] = []
-
-    def accept(nll: Tensor, norm: Tensor) -> bool:
-        loss, norm = (WORLD.sum([], first=torch.stack((nll, norm))) / WORLD.size).tolist()
-        said.append(guard.judge(loss, norm))
-        return not said[-1]
-
-    for worker in (struck, spared):
-        worker.update(batch(0), 1e-3, accept)
-    before = state(struck)
+def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
+    """A NaN on one rank, and then a loss that is finite and far off: all refuse the step, nothing changes, routers'
+    counts neither, and what follows is as if it had never been."""
+    usual = [{"kind": "step", "step": step, "loss": 4.2, "grad_norm": 1.0} for step in range(-128, 0)]
+    both = [looping(config(name, zero, dtype, "moe"), Guard(usual)) for _ in range(2)]
+    (struck, heard), (spared, undisturbed) = both
+    for loop, _ in both:
+        loop.step(0, rows(0), 0.0)
+    before = state(struck.engine)
     with nan_on(rank=1):
-        struck.update(batch(9), 1e-3, accept)
-    untouched = all(map(torch.equal, before, state(struck)))
-    losses = [[worker.update(batch(step), 1e-3, accept).nll.item() for step in (1, 2)] for worker in (struck, spared)]
+        struck.step(1, rows(9), 0.0)
+    untouched = all(map(torch.equal, before, state(struck.engine)))
+    struck.guard, guard = Guard([{**each, "loss": 1.0} for each in usual]), struck.guard
+    struck.step(2, rows(9), 0.0)
+    untouched &= all(map(torch.equal, before, state(struck.engine)))
+    struck.settle()
+    struck.guard = guard
+    for loop, _ in both:
+        loop.step(3, rows(1), 0.0)
+        loop.step(4, rows(2), 0.0)
+        loop.settle()
+    nan, far = (record["reason"] for record in heard if record.get("event") == "skip")
+    told, want = ([r["loss"] for r in records if r["kind"] == "step"] for records in (heard, undisturbed))
     return {
-        "refused": said == ["", "", "loss is nan", "", "", "", ""],
+        "refused": nan == "loss is nan" and far.startswith("loss 4.") and "σ above the usual 1" in far,
         "untouched": untouched,
-        "same after": losses[0] == losses[1] and all(map(torch.equal, state(struck), state(spared))),
+        "same after": told == want and all(map(torch.equal, state(struck.engine), state(spared.engine))),
+        "balanced": any(r.steps.any() for r in struck.engine.module.routers()),  # what a skip must not do
     }
 
 
-def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, int]:
+def waits(name: str, zero: int, dtype: str, arch: str) -> str:
+    """Where the real loop waits for its device in a step, beside reading the one before; it records routing too."""
+    loop, _ = looping(config(name, zero, dtype, arch))
+    loop._routing_every = 1
+    for step in range(2):  # in the first ZeRO-3 compares what the ranks do
+        loop.step(step, rows(step), 0.0)
+    return reads(lambda: loop.step(2, rows(2), 0.0), WORLD.device)
+
+
+def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Tensor]:
+    """Where, and what was there."""
     words = source.choice(tensors).detach().reshape(-1).view(torch.int32)
     index, bit = source.randrange(len(words)), source.randrange(32)
-    words[index] ^= _bit(bit)
-    return words, index, bit
-
-
-def _bit(bit: int) -> int:
-    return (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed word
+    before = words[index].clone()
+    words[index] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)  # as a signed word
+    return words, index, before
 
 
 def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None) -> str:
@@ -115,22 +149,24 @@ def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: rand
     if where == "memory" and mine:  # weights that change while nobody writes
         done = [flip([*held.everywhere, *held.here, *held.experts], mine)]
 
-    def accept(_nll: Tensor, _norm: Tensor) -> bool:
+    def accept(_nll: Tensor, _norm: Tensor) -> Tensor:
         if where == "gradient" and mine:
             flip([*worker.held().expert_gradients] or worker.held().gradients, mine)
-        if WORLD.sum([], first=replicas.look()).any():
-            told.append(str(replicas.blame(step)))
-        return not told
+        look = replicas.look()
+        if wrong := WORLD.sum([], first=look.flags).any():
+            told.append(str(replicas.blame(look, step)))
+        return ~wrong
 
     worker.update(batch(step), 1e-3, accept)
-    for words, index, bit in done:
-        words[index] ^= _bit(bit)
+    for words, index, before in done:
+        words[index] = before
     return told[0] if told else ""
 
 
 def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
     """How many of so many flips were caught before the step, with the struck rank named."""
-    worker, caught, source = engine(config(name, zero, ep), WORLD), 0, random.Random(zero)
+    made = config(name, zero, arch="moe" if ep > 1 else "dense", ep=ep)
+    worker, caught, source = engine(made, WORLD), 0, random.Random(zero)
     replicas = Replicas(worker, WORLD, ep)
     for step in range(count):
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
@@ -144,52 +180,47 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
 
 def clean(count: int) -> list[str]:
     """Alarms in so many good steps, under DDP: it has the most to compare, gradients too."""
-    worker, guard, alarms = engine(config("accelerate", 0), WORLD), Guard([]), []
-    replicas = Replicas(worker, WORLD, 1)
-
-    def accept(nll: Tensor, norm: Tensor) -> bool:
-        first = torch.cat((torch.stack((nll.double(), norm.double())), replicas.look()))
-        loss, norm, *wrong = (WORLD.sum([], first=first) / WORLD.size).tolist()
-        if reason := guard.judge(loss, norm) or (any(wrong) and str(replicas.blame(0))):
-            alarms.append(reason)
-        guard.hear({"kind": "step", "loss": loss, "grad_norm": norm})
-        return True
-
+    loop, heard = looping(config("accelerate", 0))
     for step in range(count):
-        worker.update(batch(step), 1e-3, accept)
-        replicas.remember()
-    return alarms
+        loop.step(step, rows(step), 0.0)
+    loop.settle()
+    assert len(heard) == count
+    return [record["reason"] for record in heard if record["kind"] != "step"]
 
 
 def looped(save: bool) -> str:
-    """What the real loop says of a flip between two steps, or before a checkpoint; it needs no more than this here."""
-    worker = engine(config("deepspeed", 1), WORLD)
-    loop = Loop(config("deepspeed", 1), RunDir(Path()), worker, WORLD, Fan([]), Stop(), None, Guard([]), None)
-    rows = [Batch(*micro[:2], 0) for step in range(2) for micro in batch(step)]
-    loop.step(0, rows[0], 0.0)
+    """What the real loop says of a flip between two steps, when the next is launched, or before a checkpoint."""
+    loop, heard = looping(config("deepspeed", 1))
+    loop.step(0, rows(0), 0.0)
+    loop.settle()
     if WORLD.rank == 1:
-        flip(worker.held().everywhere, random.Random(1))
+        flip(loop.engine.held().everywhere, random.Random(1))
     try:
-        loop.save(1) if save else loop.step(1, rows[1], 0.0)
+        if save:
+            loop.save(1)
+        loop.step(1, rows(1), 0.0)
+        loop.step(2, rows(2), 0.0)
     except DivergenceError as error:
+        assert [record["step"] for record in heard] == [1]
         return str(error)
     return ""
 
 
 def routed(zero: int) -> str:
     """What is said of a flip in a router's balancing counts, which every rank must have alike."""
-    worker: Any = engine(config("deepspeed", zero, 2), WORLD)
+    worker: Any = engine(config("deepspeed", zero, arch="moe", ep=2), WORLD)
     replicas = Replicas(worker, WORLD, 2)
     if WORLD.rank == 1:
         flip([worker.module.routers()[0].steps], random.Random(zero))
-    return str(replicas.blame(1)) if WORLD.sum([], first=replicas.look()).any() else ""
+    look = replicas.look()
+    return str(replicas.blame(look, 1)) if WORLD.sum([], first=look.flags).any() else ""
 
 
 def war(world: World) -> None:
     global WORLD
     WORLD, each = world, int(sys.argv[1]) // len(LAYOUTS)
     say(
-        skipped={f"{name} {zero}": skipped(name, zero) for name, zero in LAYOUTS},
+        skipped={str(kind): skipped(*kind) for kind in KINDS},
         caught={str(layout): flips(each, *layout) for layout in [*LAYOUTS, *SHARED]},
         looped=[looped(save=False), looped(save=True)],
         routed=[routed(1), routed(3)],
@@ -199,7 +230,10 @@ def war(world: World) -> None:
 def peace(world: World) -> None:
     global WORLD
     WORLD = world
-    say(alarms=clean(int(sys.argv[2])))
+    say(
+        alarms=clean(int(sys.argv[2])),
+        waits={f"{arch} {kind}": waits(*kind, arch) for kind in KINDS for arch in ("dense", "moe")},
+    )
 
 
 def say(**seen: object) -> None:

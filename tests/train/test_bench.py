@@ -26,9 +26,6 @@ SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 # one chunk of logits outweighs all else: by the host's memory it fits, by the limit of the process it does not
 # (ZeRO 0, since the buckets of the other stages are larger than that)
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
-# DeepSpeed's own: whether a norm is finite, asked by whoever makes it and by whoever clips by it; the device has just
-# been waited for by then, since the loop reads loss and norm there
-READS = "4: zero.py:check ×1, utils.py:is_invalid_grad_norm ×3"
 LIMIT_KIB = 3 << 20
 
 
@@ -56,7 +53,7 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     assert said["ours over HF"] == pytest.approx(ours / theirs, rel=0.01)
     costs = {name for name in said if name.startswith("cost of ")}
     assert len(costs) == 5 and all(isinstance(said[name], float) for name in costs)
-    assert said["host reads in an update"] == READS
+    assert said["host reads in an update"] == said["host reads in a step"] == "0: "
     assert said["MFU %"] == "unknown: this is CPU, not the cluster's H200"
     assert "head in, input embedding out" in said["convention"]
 
