@@ -67,7 +67,7 @@ def loader(
     epilog=examples(
         "launch bench train --size 1b --data data/web",
         "launch bench train --size tiny --arch moe --steps 5 --json",
-        "launch bench train --size 125m --profile kernels.txt",
+        "launch bench train --size 125m --profile",
         "launch bench train --size 1m --compare hf --steps 10",
         "launch bench train --size 1b --auto-batch --overheads",
         "launch bench train --size 3b --set train.fp8=true --compare bf16 --steps 500 --no-parts",
@@ -82,7 +82,7 @@ def train(
     cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
-    profile: Annotated[Path | None, typer.Option(help="Write the kernels of one step to this file.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="The kernels of one step, and its pauses.")] = False,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -133,8 +133,6 @@ def train(
         peer = _peer(compare, config, world.size)
     if corpus is not None:
         corpus.check(config.model.vocab, config.model.seq, "train")
-    if profile is not None and not profile.absolute().parent.is_dir():
-        raise ConfigError(f"--profile {profile}: {profile.parent} is no directory; make it, or name another file")
     figures = bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads)
     try:
         _print(chain(first, figures), as_json, show=world.first)

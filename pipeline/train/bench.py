@@ -89,7 +89,7 @@ def train(
     *,
     steps: int,
     parts: bool = True,
-    profile: Path | None = None,
+    profile: bool = False,
     peer: Callable[[RunConfig, World], Peer] | None = None,
     beside: bool = False,
 ) -> Figures:
@@ -154,8 +154,8 @@ def train(
         yield from _parts(worker, batches, config, world, steps)
     micros, lr = cut(next(batches), config, world), config.optim.lr
     yield "host reads in an update", reads(lambda: worker.update(micros, lr), world.device)
-    if profile is not None:
-        yield "kernels", kernels(lambda: _step(worker, config, world, next(batches)), world, profile)
+    if profile:
+        yield "kernels", kernels(lambda: _step(worker, config, world, next(batches)), world.device)
     if beside:
         with tempfile.TemporaryDirectory() as aside:
             yield from overheads(worker, batches, config, world, steps, Path(aside))
@@ -197,12 +197,13 @@ def _parts(worker: Engine, batches: Iterator[Batch], config: RunConfig, world: W
     worker.clock = before
     for part, seconds in spent.items():
         yield f"{part} ms", round(seconds / steps * 1e3, 2)
-    if world.size > 1:  # inside and beside those above
+    sent = 0.0
+    if world.size > 1:
         events: Any = traced(lambda: _step(worker, config, world, next(batches)), world.device).events()
         sent = sum(
             e.device_time_total or e.cpu_time_total for e in events if e.name.lower().startswith(("gloo", "nccl"))
         )
-        yield "communication ms", round(sent / 1e3, 2)
+    yield "communication ms", round(sent / 1e3, 2)  # inside and beside those above
 
 
 def _compared(ours: _Side, theirs: _Side, name: str, tokens: int) -> Figures:

@@ -1,12 +1,9 @@
 """The kernels of a step, and the pauses between them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from pipeline.parallel.world import World
 
 
 def traced(step: Callable[[], object], device: torch.device) -> Any:
@@ -18,14 +15,11 @@ def traced(step: Callable[[], object], device: torch.device) -> Any:
     return trace
 
 
-def kernels(step: Callable[[], object], world: World, path: Path) -> str:
-    """The first rank's kernels of a step by their own time, and where its device had nothing to do, in a file."""
-    trace, cuda = traced(step, world.device), world.device.type == "cuda"
-    by = "self_device_time_total" if cuda else "self_cpu_time_total"
+def kernels(step: Callable[[], object], device: torch.device) -> str:
+    """A step's kernels by their own time, and where the device had nothing to do."""
+    trace, by = traced(step, device), "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     table = trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100)
-    if world.first:
-        path.write_text(table + _gaps(trace))
-    return str(path)
+    return f"\n{table}{_gaps(trace)}"
 
 
 def _gaps(trace: Any) -> str:
