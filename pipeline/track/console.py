@@ -65,8 +65,8 @@ def format_record(record: Mapping[str, object], total_steps: int, eta_s: float |
     elif kind == "eval":
         columns = [f"eval {steps}", f"loss {_number(record.get('loss'), 6)}", f"bpb {_number(record.get('bpb'), 6)}"]
     else:
-        # tokens and FLOPs follow from the step; an empty note is no note
-        rest = {k: v for k, v in record.items() if k not in _IMPLIED and v not in ("", None)}
+        # tokens and FLOPs follow from the step; an empty note is no note, and what has a number per layer no line
+        rest = {k: v for k, v in record.items() if k not in _IMPLIED and v not in ("", None) and type(v) is not list}
         said = (f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in rest.items())
         columns = [f"note {steps}", str(record.get("event", kind)), *said]
     return " │ ".join(columns)

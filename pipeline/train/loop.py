@@ -23,7 +23,7 @@ from pipeline.train.evaluate import Evaluator, cut
 from pipeline.train.goodput import goodput
 from pipeline.train.guard import Guard
 from pipeline.train.meter import Meter, peak_flops
-from pipeline.train.reading import Reading
+from pipeline.train.reading import Moment, Reading
 from pipeline.train.replicas import Look, Replicas
 from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
@@ -60,7 +60,8 @@ class Loop:
         self.steps, self.batch_tokens = config.train.steps, config.train.batch_tokens
         self.flops = flops_per_token(config.model).model
         peak = peak_flops(config.cluster, world.device)
-        self.meter = Meter(self.batch_tokens, self.flops, None if peak is None else peak * world.size)
+        peak = None if peak is None else peak * world.size
+        self.meter = Meter(self.batch_tokens, self.flops, peak, Moment(world.device))
         self.stop, self.watch, self.guard, self.saver = stop, watch, guard, saver
         self.replicas = Replicas(engine, world, config.parallel.ep)
         self._routing_every = max(1, self.steps // 100)  # what a heat map can show
@@ -72,7 +73,7 @@ class Loop:
         train = self.config.train
         assert isinstance(train.eval_every, int) and isinstance(train.save_every, int)
         self.replicas.remember()
-        self.meter.restart()
+        self.meter.restart(Moment(self.world.device))
         self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
         reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
@@ -93,7 +94,7 @@ class Loop:
                 end = self.stopping or done == self.steps
                 self._saved(done, self.saver.wait() if end else self.saver.finished())
                 if evaluate or save:
-                    self.meter.restart()
+                    self.meter.restart(Moment(self.world.device))
                 if self.stopping and done < self.steps:
                     self._end(done, event="interrupt", reason=self.stop.reason or "another rank's signal")
                     return False

@@ -2,13 +2,13 @@
 
 import resource
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from pipeline.config.load import CONFIGS, read_toml
 from pipeline.config.schema import Cluster
+from pipeline.train.reading import Moment
 
 
 def device_name(device: torch.device) -> str:
@@ -43,16 +43,17 @@ class Meter:
     tokens_per_step: int
     flops_per_token: int
     peak_flops: float | None
+    _last: Moment
     took_s: float = 0.0  # the last step
-    _last: float = field(default_factory=time.perf_counter)
 
-    def restart(self) -> None:
+    def restart(self, now: Moment) -> None:
         """Leave out what was no training: an evaluation, a checkpoint."""
-        self._last = time.perf_counter()
+        self._last = now
 
-    def step(self, now: float) -> dict[str, float | None]:
-        """A step that was done at this time."""
-        self.took_s, self._last = max(now - self._last, 1e-9), now
+    def step(self, now: Moment) -> dict[str, float | None]:
+        """One that was done then. By the device's clock: the host sees that a step is done when it has launched the
+        next, and of the last before an evaluation at once."""
+        self.took_s, self._last = max(now.since(self._last), 1e-9), now
         speed = self.tokens_per_step / self.took_s
         mfu = None if self.peak_flops is None else speed * self.flops_per_token / self.peak_flops
         return {"tokens_per_s": speed, "mfu": mfu, "memory_bytes": peak_memory_bytes()}

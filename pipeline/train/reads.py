@@ -23,8 +23,9 @@ def reads(update: Callable[[], object], device: torch.device) -> str:
     with _waits(places):
         if device.type == "cuda":
             with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
+                caught.clear()  # that this is a prototype
+                warnings.simplefilter("always")
                 try:
                     update()
                 finally:
@@ -34,7 +35,8 @@ def reads(update: Callable[[], object], device: torch.device) -> str:
             with Operations(places), Calls(places):
                 update()
     places = [place for place in places if not place.startswith("reading.py:")]
-    return f"{len(places)}: " + ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
+    where = ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
+    return f"{len(places)}: {where}" if places else "0"
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -36,6 +36,11 @@ def test_columns_stay(odd: dict[str, object]) -> None:
         assert [i for i, c in enumerate(line) if c == "│"] == [i for i, c in enumerate(usual) if c == "│"], line
 
 
+def test_what_every_layer_has_is_no_line() -> None:
+    routed = {"kind": "moe", "step": 3, "load": [[0.5, 0.5]], "imbalance": [1.0], "worst_imbalance": 2.667}
+    assert format_record(routed, 40) == "note  3/40 │ moe │ worst_imbalance 2.67"
+
+
 def test_eval_and_event_lines() -> None:
     assert (
         format_record({"kind": "eval", "step": 1200, "loss": 3.2, "bpb": 1.04321}, 19073)

@@ -53,7 +53,7 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     assert said["ours over HF"] == pytest.approx(ours / theirs, rel=0.01)
     costs = {name for name in said if name.startswith("cost of ")}
     assert len(costs) == 5 and all(isinstance(said[name], float) for name in costs)
-    assert said["host reads in an update"] == said["host reads in a step"] == "0: "
+    assert said["host reads in an update"] == said["host reads in a step"] == "0"
     assert said["MFU %"] == "unknown: this is CPU, not the cluster's H200"
     assert "head in, input embedding out" in said["convention"]
 
