@@ -37,7 +37,8 @@ class _Launched(NamedTuple):
 
     done: int
     lr: float
-    wait_s: float
+    wait_s: float  # the host for the batch; the device may have been at the step before
+    began: Moment
     look: Look | None
     reading: Reading
 
@@ -98,14 +99,15 @@ class Loop:
                 if self.stopping and done < self.steps:
                     self._end(done, event="interrupt", reason=self.stop.reason or "another rank's signal")
                     return False
-                self.watch.enter("step", done + 1)
+                if done > start + 1 or self._last is None:  # else the device may be at the first
+                    self.watch.enter("step", done + 1)
                 asked = time.perf_counter()
         self._end(self.steps, event="finish")
         return True
 
     def step(self, step: int, batch: Batch, wait_s: float) -> None:
         """Launch an update, and then settle the one before: the device has work while the host reads."""
-        done = step + 1
+        done, began = step + 1, Moment(self.world.device)
         if self.guard.leaves_out(done):
             self.settle()
             self._record("event", done, event="omit", reason="the run went back past this batch")
@@ -115,7 +117,7 @@ class Loop:
         update = self.engine.update(cut(batch, self.config, self.world), lr, partial(self._accept, done, batch))
         self.replicas.remember((done + 1) % self.config.train.check_every == 0)
         routed = [_figures(update.routing)] if update.routing and self._due(done, self._routing_every) else []
-        self.settle(_Launched(done, lr, wait_s, self._look, Reading(*self._told, *routed)))
+        self.settle(_Launched(done, lr, wait_s, began, self._look, Reading(*self._told, *routed)))
 
     def _accept(self, done: int, batch: Batch, nll: Tensor, grad_norm: Tensor) -> Tensor:
         """Before the weights change, all that ranks tell each other of a step, in one sum: loss, norm, what copies say,
@@ -140,7 +142,7 @@ class Loop:
         if last.look is not None and any(wrong):
             raise self.replicas.blame(last.look, done)
         self.stopping |= stop > 0
-        loss, norm, speed = loss / self.world.size, norm / self.world.size, self.meter.step(last.reading.at)
+        loss, norm, speed = loss / self.world.size, norm / self.world.size, self.meter.step(last.began, last.reading.at)
         sp = self.config.parallel.sp  # each row was read, and its hash told, by so many ranks
         digest = sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True)) % 2**64
         values = {"loss": loss, "grad_norm": norm, "lr": last.lr, "hash": f"{digest:016x}"}
@@ -150,7 +152,7 @@ class Loop:
             self.guard.escalate(done, reason)
             return
         if self._due(done, self.config.train.log_every):
-            self._record("step", done, **values, **speed, wait_s=last.wait_s)
+            self._record("step", done, **values, **speed, wait_s=min(last.wait_s, self.meter.idle_s))
         if routed:
             self._record("moe", done, **_routed(*routed))
 
