@@ -68,7 +68,7 @@ def _package(name: str) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed", remedy)
-    env = {**os.environ, "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+    env = {**os.environ, "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"), "MLFLOW_DISABLE_TELEMETRY": "true"}
     probe = subprocess.run(
         [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, env=env, check=False
     )

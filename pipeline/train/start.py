@@ -188,11 +188,14 @@ def attend(
     it is: before the others, who wait for it, wonder. What the kernel says of it needs no heartbeat. Where this process
     was stopped as well, by a scheduler that suspends the job, no time passes."""
     told, still, most = set[int](), Counter[int](), reload(run.config).train.hang_s / 2 / _TICK_S
-    ticks = 0
+    ticks, heard = 0, False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return agent.wait(timeout=_TICK_S)
         beside()
+        if wishes and not heard:
+            heard = True
+            sys.stderr.write("stopping: a checkpoint is written first; once more ends it at once\n")
         ticks, passed = ticks + 1, 1 if wishes else _LOOK
         if ticks % passed:
             continue

@@ -128,13 +128,15 @@ def test_ctrl_c_while_starting_is_heard(corpus, tmp_path):
     out = tmp_path / "run"
     options = ("--steps", 2000, "--data", corpus, "--nproc", 2, "--out", out)
     process = subprocess.Popen(
-        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment()
-    )
+        command("pretrain", *TINY, *options),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
     while not (out / "logs").exists():
         time.sleep(0.05)
     time.sleep(0.5)  # the agent is there, its workers are not
     process.send_signal(signal.SIGINT)
     said = process.stdout.read()
+    assert process.stderr.read().count("stopping: a checkpoint is written first") == 1
     assert process.wait(60) == 130 and "continue with: launch pretrain --resume" in said
 
 
