@@ -27,6 +27,7 @@ from pipeline.track import feed
 from pipeline.track.log import Log
 from pipeline.train.rundir import RunDir
 
+_UNLAUNCHED = "srun: error: Application launch failed"  # a node was slow to answer, or back but a moment ago
 _STUCK_S = 15.0  # after one rank has said why it failed, and srun ends the others
 _PORTS = range(15000, 30000)  # below those that the kernel hands out
 
@@ -101,17 +102,25 @@ class Batch:
 
     def _train(self) -> tuple[int, str]:
         """srun's exit code and words, once it and the sidecar have ended."""
-        self.run.forget_fault()
         here, log = self.here, self.run.path / "logs" / "job.log"
-        spoken = log.stat().st_size
+        code, said = 0, ""
         feeder = feed.start(self.run.path) if self.track else None
         try:
             command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
-            code = self._wait(subprocess.Popen(command, env=self._environment()))
+            for pause_s in (0, 5, 30):
+                time.sleep(pause_s)
+                self.run.forget_fault()
+                if self.asked:
+                    break
+                spoken = log.stat().st_size
+                code = self._wait(subprocess.Popen(command, env=self._environment()))
+                said = log.read_bytes()[spoken:].decode(errors="replace")
+                if _UNLAUNCHED not in said:
+                    break
         finally:
             if feeder is not None and (note := feed.finish(feeder)):
                 logging.info(note)
-        return code, log.read_bytes()[spoken:].decode(errors="replace")
+        return code, said
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self.asked != "SIGTERM":  # the graver wish stays

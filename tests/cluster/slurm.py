@@ -102,8 +102,9 @@ class Slurm:
     def _claim(self) -> None:
         """A network and ports that no other suite on this host has: the kernel gives a bridge's name to one of them."""
         for number in range(250):
-            self._net, self._bridge, self._port = f"10.87.{number}", f"slurm{number}", 21000 + 3 * number
-            add = ["ip", "link", "add", self._bridge, "type", "bridge"]
+            self._number, self._net, self._bridge = number, f"10.87.{number}", f"slurm{number}"
+            self._port = 21000 + 3 * number
+            add = ["ip", "link", "add", self._bridge, "address", _mac(number, 254), "type", "bridge"]
             if subprocess.run(add, capture_output=True).returncode == 0:
                 return
         raise AssertionError("no free bridge of slurm0 to slurm249; see `ip link`")
@@ -129,7 +130,8 @@ class Slurm:
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         self.until(lambda: _child(process.pid))
-        self.run("ip", "link", "add", plug, "type", "veth", "peer", "name", f"{plug}i", "netns", _child(process.pid))
+        peer = ("name", f"{plug}i", "address", _mac(self._number, int(number)), "netns", _child(process.pid))
+        self.run("ip", "link", "add", plug, "type", "veth", "peer", *peer)
         self.run("ip", "link", "set", plug, "master", self._bridge, "up")
         self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
         self.until(lambda: self._state(node) in ("idle", "mix", "alloc"))
@@ -159,6 +161,22 @@ class Slurm:
 
     def field(self, job: str, name: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={name}:100")
+
+    def ends(self, job: str, state: str = "COMPLETED") -> None:
+        """Waits for that end; another one is told at once, with the job's last words."""
+        living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+        other = 0.0  # since when: a job that is requeued shows how its start ended, for a moment
+
+        def ended() -> bool:
+            nonlocal other
+            now = self.field(job, "state")
+            other = 0.0 if now in (*living, state) else other or time.monotonic()
+            if other and time.monotonic() - other > 30:
+                said = Path(self.field(job, "stdout")).read_text()[-6000:]
+                raise AssertionError(f"job {job} is {now}, not {state}\n{said}\n{self._said()}")
+            return now == state
+
+        self.until(ended)
 
     def _state(self, node: str) -> str | None:
         """Of a node; None while the controller does not answer yet."""
@@ -217,6 +235,11 @@ def running(state: Path) -> Iterator[Slurm]:
         yield slurm
     finally:
         slurm.stop()
+
+
+def _mac(net: int, host: int) -> str:
+    """A machine keeps its card: with another, its neighbours would send into the void for seconds after each start."""
+    return f"02:87:00:00:{net:02x}:{host:02x}"
 
 
 def _child(pid: int) -> int | None:

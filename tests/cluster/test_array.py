@@ -30,7 +30,7 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     made = slurm.run("sbatch", "--parsable", f"--chdir={here}", "--output=/dev/null", "--wrap", f"cp -r {corpus} data")
     call = ("sweep", "run", "sweep.toml", "--data", "data", "--slurm", "--jobs", 2, "--no-track", "--fit", "--json")
     later = json.loads(launch(*call, "--after", made, cwd=here, **slurm.env).stdout)
-    slurm.until(lambda: slurm.field(later["job"], "state") == "COMPLETED")
+    slurm.ends(later["job"])
     assert slurm.field(made, "state") == "COMPLETED"
 
     def told() -> list[dict]:
@@ -43,7 +43,7 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     assert trunk["runs"] == [str(runs / "tiny-0.04x")] and trunk["later"] == 2 and trunk["fit"] is None
     assert slurm.field(f"{trunk['job']}_0", "state") == "COMPLETED"
     assert rest["runs"] == [str(runs / "tiny-0.02x"), str(broken)] and rest["later"] == 0
-    slurm.until(lambda: slurm.field(rest["fit"], "state") == "CANCELLED")  # its runs will never all be there
+    slurm.ends(rest["fit"], "CANCELLED")  # its runs will never all be there
     assert [slurm.field(f"{rest['job']}_{index}", "state") for index in range(2)] == ["COMPLETED", "FAILED"]
     assert [event for event, _ in verdicts(broken)] == ["stop"] and "Is a directory" in verdicts(broken)[0][1]
     assert hashes(runs / "tiny-0.02x") == hashes(runs / "tiny-0.04x")[: step(runs / "tiny-0.02x")]
