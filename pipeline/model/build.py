@@ -2,10 +2,13 @@
 
 import hashlib
 import math
-from typing import assert_never
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipeline.config.frozen import Recompute
 from pipeline.config.model import Model
@@ -25,13 +28,27 @@ def build(
     recompute: Recompute = False,
     experts: range | None = None,
 ) -> Decoder:
-    """The model with its weights not yet drawn; under torch.device("meta") it takes no memory. `experts` are those that
-    this process holds of every routed layer: all of them, unless it shares them with others."""
+    """The model with its weights not yet drawn, not as torch would either; under torch.device("meta") it takes no
+    memory. `experts` are those that this process holds of every routed layer: all of them, unless it shares them with
+    others."""
 
     def block(layer: int) -> Block:
         return Block(cfg, _attention(cfg, layer), _ffn(cfg, layer, experts), recompute=recompute == "selective")
 
-    return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True)
+    with _Undrawn():
+        return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True)
+
+
+class _Undrawn(TorchFunctionMode):
+    """torch's own first weights, a third of the time of ours, are left out."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _attention(cfg: Model, layer: int) -> nn.Module:
@@ -62,15 +79,21 @@ def draw(model: nn.Module, cfg: Model, seed: int) -> None:
     """Gains 1, biases and sinks 0, all else ~ N(0, std).
 
     Every matrix has a generator of its own, seeded by its name, and every expert too: the start is the same in every
-    layout and order."""
+    layout and order, and each thread draws another one."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        drawn = []
+        for name, parameter in model.named_parameters():
+            std, key = _std(name, cfg), f"{seed}/{name}"
+            if parameter.ndim < 2:
+                parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
+            elif hasattr(parameter, "expert"):
+                ones = enumerate(parameter, start=parameter.expert[0])
+                drawn += [pool.submit(_normal, one, std, f"{key}.{index}") for index, one in ones]
+            else:
+                drawn.append(pool.submit(_normal, parameter, std, key))
+        for each in drawn:
+            each.result()
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
-        elif hasattr(parameter, "expert"):
-            for index, one in enumerate(parameter, start=parameter.expert[0]):
-                _normal(one, _std(name, cfg), f"{seed}/{name}.{index}")
-        else:
-            _normal(parameter, _std(name, cfg), f"{seed}/{name}")
         if cfg.placement == "deepnorm" and name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
             _values(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))  # as outputs and FFN are, not q and k
 
@@ -99,4 +122,5 @@ def _values(fused: Tensor, cfg: GQA | MLA) -> Tensor:
 def _normal(out: Tensor, std: float, key: str) -> None:
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    out.copy_(torch.empty(out.shape).normal_(0.0, std, generator=generator))
+    with torch.no_grad():  # each thread has this switch of its own
+        out.normal_(0.0, std, generator=generator)

@@ -1,5 +1,7 @@
 """How a model is built and drawn."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -21,13 +23,19 @@ def test_recompute_changes_no_number():
 
 
 def test_the_draw_depends_on_seed_and_name_alone():
+    """Not on threads either; and torch draws none of its own."""
     cfg = load(size="tiny", sets=["model.vocab=64"]).model
     deeper = load(size="tiny", sets=["model.vocab=64", "model.layers=6"]).model
     models = []
     for c, seed in ((cfg, 1), (cfg, 1), (deeper, 1), (cfg, 2)):
-        torch.manual_seed(len(models))  # the global generator must not matter
+        before = torch.manual_seed(len(models)).get_state()  # the global generator must not matter
         models.append(build(c))
         draw(models[-1], c, seed)
+        assert torch.equal(torch.random.get_rng_state(), before)
+    name, key = "blocks.0.ffn.up.weight", hashlib.sha256(b"1/blocks.0.ffn.up.weight").digest()[:8]
+    alone = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+    up = models[0].get_parameter(name)
+    assert torch.equal(up, torch.empty_like(up).normal_(0.0, 0.02, generator=alone))
     weights = [m.blocks[0].ffn.up.weight for m in models]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[3])
