@@ -1,6 +1,7 @@
 """The world as a value: which process this is, how many there are, on what device. Read once, at the edge."""
 
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,6 +14,8 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 
 T = TypeVar("T")
+# of a CPU without bf16, which torch has to say with a stack of C++ frames
+warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 def free_port() -> int:
