@@ -45,6 +45,7 @@ def show(
         rows = [
             _row(load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())) for name in names("size")
         ]
+        rows.sort(key=lambda row: int(row["params"]))
         print(json.dumps(rows, indent=1)) if as_json else _print_ladder(rows)
         return
     loaded = load(size=size, arch=arch, cluster=cluster, file=config, sets=sets or ())
