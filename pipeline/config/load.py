@@ -1,5 +1,7 @@
 """Layers of TOML become one RunConfig: base < size < arch < data < cluster < file < --set."""
 
+import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -88,8 +90,20 @@ def names(kind: str) -> list[str]:
 def _size(name: str) -> Size:
     rows = read_toml(CONFIGS / "sizes.toml")
     if name not in rows:
-        raise ConfigError(f"size={name!r} is not on the ladder{nearest(name, rows)}")
+        raise ConfigError(f"size={name!r} is not on the ladder{nearest(_rung(name, rows), rows)}")
     return validate(Size, rows[name], where="configs/sizes.toml")
+
+
+def _rung(name: str, known: Iterable[str]) -> str:
+    """The size whose number is nearest, since 2b is spelt like 236b; what is no number stays as it is."""
+    if not (asked := _number(name)):
+        return name
+    return min((k for k in known if _number(k)), key=lambda k: abs(math.log(_number(k) / asked)))
+
+
+def _number(size: str) -> float:
+    found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", size.lower())
+    return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
 
 
 def _arch(name: str) -> Arch:

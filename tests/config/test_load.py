@@ -23,6 +23,11 @@ def test_later_layers_win(tmp_path):
     ("arguments", "parts"),
     [
         ({"size": "1bb"}, ["size='1bb'", "'1b'"]),
+        ({"size": "2b"}, ["size='2b'", "did you mean '2.7b'"]),
+        ({"size": "8B"}, ["size='8B'", "did you mean '7b'"]),
+        ({"size": "0.5b"}, ["did you mean '350m'"]),
+        ({"size": "0b"}, ["did you mean"]),
+        ({"size": "9t"}, ["did you mean '671b'"]),
         ({"size": "1b", "arch": "dens"}, ["arch='dens'", "'dense'"]),
         ({"size": "1b", "cluster": "h10"}, ["cluster='h10'", "'h100'"]),
         ({"size": "1b", "sets": ["optim.lrr=1"]}, ["optim.lrr", "'lr'"]),
