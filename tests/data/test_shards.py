@@ -114,6 +114,9 @@ def test_manifest_missing_foreign_edited(copy: Path) -> None:
     path.unlink()
     fails(copy, "no manifest.json")
     fails(copy / "nowhere", "check the path")
+    fails(copy.parent, "finish `launch data prepare`")
+    path.write_text(json.dumps(good))
+    fails(copy.parent, f"no manifest.json there; give {copy}$")
 
 
 def test_another_tokenizer_is_refused(copy: Path) -> None:
