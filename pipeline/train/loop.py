@@ -1,7 +1,8 @@
 """The loop. It does not know whether the model is dense or sparse, on one CPU or on many nodes."""
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Loop:
         self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
         reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
-        with closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches:
+        with closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches, self._last_word():
             for step, batch in batches:
                 self.step(step, batch, time.perf_counter() - asked)
                 done = step + 1
@@ -93,7 +94,7 @@ class Loop:
                     self.watch.enter("save", done)
                     self.save(done)
                 end = self.stopping or done == self.steps
-                self._saved(done, self.saver.wait() if end else self.saver.finished())
+                self.saved(self.saver.wait() if end else self.saver.finished())
                 if evaluate or save:
                     self.meter.restart(Moment(self.world.device))
                 if self.stopping and done < self.steps:
@@ -117,7 +118,9 @@ class Loop:
         update = self.engine.update(cut(batch, self.config, self.world), lr, partial(self._accept, done, batch))
         self.replicas.remember((done + 1) % self.config.train.check_every == 0)
         routed = [_figures(update.routing)] if update.routing and self._due(done, self._routing_every) else []
-        self.settle(_Launched(done, lr, wait_s, began, self._look, Reading(*self._told, *routed)))
+        launched = _Launched(done, lr, wait_s, began, self._look, Reading(*self._told, *routed))
+        self.settle()
+        self._last = launched
 
     def _accept(self, done: int, batch: Batch, nll: Tensor, grad_norm: Tensor) -> Tensor:
         """Before the weights change, all that ranks tell each other of a step, in one sum: loss, norm, what copies say,
@@ -132,9 +135,9 @@ class Loop:
         self._told = told, usual.all() & ~told[2:-5].any()
         return self._told[1]
 
-    def settle(self, launched: _Launched | None = None) -> None:
+    def settle(self) -> None:
         """What the last step told, once the next is launched or where none follows at once: judged and recorded."""
-        last, self._last = self._last, launched
+        last, self._last = self._last, None
         if last is None:
             return
         told, taken, *routed = last.reading.get()
@@ -156,6 +159,18 @@ class Loop:
         if routed:
             self._record("moe", done, **_routed(*routed))
 
+    @contextmanager
+    def _last_word(self) -> Iterator[None]:
+        """Where a launch fails, the step before it is done: recorded if it can still be read, and the first error goes
+        on. One that found ranks to differ is not: to name the rank takes them all, and they are elsewhere."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                if self._last is not None and not any(self._last.reading.get()[0][2:-5]):
+                    self.settle()
+            raise
+
     def _due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.steps
 
@@ -163,14 +178,14 @@ class Loop:
         look = self.replicas.look()
         if self.world.sum([], first=look.flags).any():  # what is saved is what all agree on
             raise self.replicas.blame(look, done)
-        self._saved(done, self.saver.save(done))
+        self.saved(self.saver.save(done))
 
-    def _saved(self, done: int, saved: Saved | None) -> None:
-        """A checkpoint counts from its commit on, some steps after its own. Ranks see that at different times: what it
-        is told beside is the last step that was settled, and none is for its sake."""
+    def saved(self, saved: Saved | None) -> None:
+        """A checkpoint counts from its commit on, some steps after its own, and is told at its own: it stands as long
+        as the log up to there."""
         if saved is not None:
-            seconds, blocked_s, settled = saved.seconds, saved.blocked_s, done - (self._last is not None)
-            self._record("event", settled, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
+            seconds, blocked_s = saved.seconds, saved.blocked_s
+            self._record("event", saved.step, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
 
     def _end(self, done: int, **values: Any) -> None:
         lost = goodput(read(self.run.log)) if self.world.first else {}

@@ -50,7 +50,7 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
                 return loop.train(batches, evaluator, start)
             except RollbackError as trouble:
                 watch.enter("rollback", trouble.last)
-                saver.wait()
+                loop.saved(saver.wait())
                 back = trouble
             finally:
                 tracker.close()

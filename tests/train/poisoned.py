@@ -1,5 +1,6 @@
 """Workers with bad batches: `python -m tests.train.poisoned RUN_DIR RANKS STUCK STEP…`. Whatever forward pass sees a
-row that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends."""
+row that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends. No save ends
+before it is waited for."""
 
 import os
 import sys
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
@@ -42,4 +44,5 @@ def work(_world: World) -> None:
 
 torch.set_num_threads(1)  # threads do not survive a fork
 register_module_forward_hook(poison)
+Saver.finished = lambda _: None
 fork(ranks, work)

@@ -16,11 +16,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.checkpoint.save import Saved
+from pipeline.config.load import load
 from pipeline.errors import RunError
+from pipeline.objective.batch import Batch
+from pipeline.parallel.engine import Accept, Held, Micro, Update
 from pipeline.parallel.world import World
+from pipeline.recipe import resolve
 from pipeline.train import faults
 from pipeline.train.guard import Guard, RollbackError, relevant
+from pipeline.train.loop import Loop
 from pipeline.train.plan import Devices, Request, settle
+from pipeline.train.reading import Reading
+from pipeline.train.replicas import Replicas
+from pipeline.train.run import _tracker
 from pipeline.train.rundir import RunDir
 from pipeline.train.watch import Watch
 from tests.conftest import environment
@@ -111,6 +120,63 @@ def test_a_resumed_guard_judges_as_the_one_that_went_on():
     assert len(set(map(tuple, map(settled.limits, (301, 302, 400))))) == 1
 
 
+class Toy:
+    """Loader, engine and saver of a loop that ends in step 7; the checkpoint of step 4 is committed in step 6."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.at, self.weight = fault, 0, torch.zeros(1)
+
+    def batch(self, step: int, *_: int) -> Batch:
+        if step == 6 and self.fault == "loader":
+            raise MemoryError("step 7")
+        return Batch(*torch.full((2, 1, 1), step + 1), step)
+
+    def held(self) -> Held:
+        return Held([self.weight], [], [])
+
+    def update(self, micros: list[Micro], _lr: float, accept: Accept) -> Update:
+        self.at = int(micros[0].tokens_BS)
+        if self.at == 7:
+            raise MemoryError("step 7")
+        self.weight += self.at == 6 and self.fault == "flipped bit"
+        loss, norm = torch.tensor(3.0), torch.tensor(1.0)
+        accept(loss, norm)
+        return Update(loss, norm)
+
+    def save(self, _step: int) -> None:
+        """Begun."""
+
+    def finished(self) -> Saved | None:
+        return Saved(4, 1.5, 0.25) if self.at == 6 else None
+
+
+@pytest.mark.parametrize("fault", ["loader", "launch", "device", "flipped bit"])
+def test_what_was_done_is_told_before_an_error_and_the_save_that_a_run_goes_back_to_stays_told(
+    fault, tmp_path, monkeypatch
+):
+    sets = ("model.seq=1", "train.batch_tokens=1", "train.steps=9", "train.log_every=1", "train.check_every=1",
+            "train.save_every=4", "train.eval_every=9", "train.micro_batch=1", "optim.lr=0.001")  # fmt: skip
+    config, run, toy = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False), RunDir(tmp_path), Toy(fault)
+    world, idle = World(0, 1, torch.device("cpu")), SimpleNamespace(reason=None, enter=lambda *_: None)
+    monkeypatch.setattr(Replicas, "blame", lambda *_: pytest.fail("the other ranks are elsewhere"))
+    get, gone = Reading.get, RuntimeError("the device is gone")
+    monkeypatch.setattr(Reading, "get", lambda self: throw(gone) if (fault, toy.at) == ("device", 7) else get(self))
+    tracker = _tracker(run, config, world, 0, [], None, quiet=True)
+    with pytest.raises(MemoryError, match="step 7"):
+        Loop(config, run, toy, world, tracker, idle, idle, Guard([]), toy).train(toy, None, 0)
+    tracker.close()
+    steps = 6 if fault in ("loader", "launch") else 5  # no rank is named without the others
+    assert [r["step"] for r in records(tmp_path, "step")] == [*range(1, steps + 1)]
+    for _ in range(2):
+        _tracker(run, config, world, 4, [], None, quiet=True).close()
+    events = [(r["event"], r["step"]) for r in records(tmp_path, "event")]
+    assert events == [("start", 0), ("save", 4), ("resume", 4), ("resume", 4)]
+
+
+def throw(error: Exception) -> None:
+    raise error
+
+
 def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
     done = forked("corruption", 50, 1000)
     lines = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
@@ -160,6 +226,7 @@ def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
+    assert [r["step"] for r in records(poisoned, "event") if r["event"] == "save"] == [9, 18]  # it went back to 18
 
 
 def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned):

@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.shards import Corpus, ShardWriter, Split
 from pipeline.train import start
 from pipeline.train.faults import verdict
-from pipeline.train.goodput import goodput
+from pipeline.train.goodput import beginning, goodput
 from pipeline.train.rundir import RunDir
 from tests.conftest import command, environment, worlds
 from tests.train.test_run import hashes, losses, processes, records
@@ -150,19 +150,37 @@ def test_a_fault_that_comes_again_is_not_tried_for_ever():
     assert "failed after step 0" in (verdict([fault(7)], 0) or "")
 
 
-def test_goodput_is_what_the_steps_left():
-    def at(time: float, kind: str = "event", **values: object) -> dict:
-        return {"time": time, "kind": kind, **values}
+def at(time: float, kind: str = "event", **values: object) -> dict:
+    return {"time": time, "kind": kind, **values}
 
+
+def test_goodput_is_what_the_steps_left():
     log = [
         at(5, event="start", start_s=5.0),
         at(6, kind="step", wait_s=0.25),
         at(7, event="save", seconds=0.5),
-        at(30, event="restart", start_s=20.0, replay_s=3.0),  # 3 s of steps thrown away, 20 s until it trained again
+        at(30, event="restart", start_s=20.0, replay_s=3.5),  # 3.5 s of steps thrown away, 20 s until it trained again
         at(31, event="interrupt"),
         at(1000, event="resume", start_s=4.0),  # not running costs nothing
         at(1003, event="skip", seconds=1.0),
     ]
     share = goodput(log)
-    assert share["wall_s"] == pytest.approx(5 + 2 + 23 + 1 + 4 + 3)
-    assert share["goodput"] == pytest.approx(1 - (5 + 20 + 4 + 3 + 0.25 + 0.5 + 1) / 38)
+    assert share["wall_s"] == pytest.approx(5 + 1.5 + 23.5 + 1 + 4 + 3)
+    assert share["goodput"] == pytest.approx(1 - (5 + 20 + 4 + 3.5 + 0.25 + 0.5 + 1) / 38)
+
+
+def test_a_save_that_was_told_late_is_no_step_that_was_kept(monkeypatch):
+    log = [
+        at(5, event="start", step=0, start_s=5.0),
+        at(6, kind="step", step=1, wait_s=0.0),
+        at(7, kind="step", step=2, wait_s=0.0),
+        at(7.5, event="save", step=1, seconds=1.5, blocked_s=0.25),
+        at(8, kind="step", step=3, wait_s=0.0),
+    ]
+    kept = [record for record in log if record["step"] <= 1]
+    monkeypatch.setattr(time, "time", lambda: 20.0)
+    back = at(20, event="rollback", step=1, **beginning(log, 1, failed=True))
+    share = goodput([*kept, back])
+    assert (back["start_s"], back["replay_s"], share["checkpoint_s"], share["wall_s"]) == (12, 1.75, 0.25, 20)
+    assert goodput(log)["wall_s"] == 8
+    assert beginning(kept, 1, failed=False)["replay_s"] == 0  # a branch: the steps in between are its trunk's
