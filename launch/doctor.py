@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,11 +33,13 @@ def register(app: typer.Typer) -> None:
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
     """Check Python, packages, devices, Ray, MLflow, SLURM, disk and memory; exit 1 if training cannot work."""
-    findings = list(_findings())
+    findings = []
+    for finding in _findings():
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=1))
-    else:
-        _print(findings)
     if any(f.state in ("missing", "broken") for f in findings):
         raise typer.Exit(1)
 
@@ -47,7 +49,7 @@ def _findings() -> Iterator[Finding]:
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "broken", version, "install Python 3.11 or newer")
     # each in a process of its own: a package that crashes on import must not take the doctor with it
     with ThreadPoolExecutor() as pool:
-        yield from pool.map(_package, PACKAGES)
+        yield from (done.result() for done in as_completed([pool.submit(_package, name) for name in PACKAGES]))
     yield _gpus()
     yield _tracking()
     yield _slurm()
@@ -138,12 +140,11 @@ def _memory() -> Finding:
     )
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(f: Finding) -> None:
+    """One line at once: imports take a while."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     marks = {"ok": "[green]✓[/]", "note": "[yellow]•[/]", "missing": "[red]✗[/]", "broken": "[red]✗[/]"}
-    table = Table("", "what", "found", "remedy", box=None, header_style="bold")
-    for f in findings:
-        table.add_row(marks[f.state], f.what, f.found, f.remedy if f.state != "ok" else "")
-    Console().print(table, highlight=False)
+    said = escape(f.found if f.state == "ok" else f"{f.found}; {f.remedy}")
+    Console().print(f"{marks[f.state]} {f.what:<13} {said}", highlight=False, soft_wrap=True)
