@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -42,7 +43,7 @@ def cluster(workers: int | None) -> Iterator[None]:
         if address:
             ray.init(**quiet)
         else:
-            ray.init(
+            private = ray.init(
                 address="local",  # never by accident a cluster that something else has left running
                 num_cpus=workers or os.cpu_count(),
                 include_dashboard=False,
@@ -61,6 +62,17 @@ def cluster(workers: int | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+    if not address:
+        _forget(Path(private.address_info["session_dir"]))  # of one that failed the logs are kept
+
+
+def _forget(session: Path) -> None:
+    """Ray leaves a directory per session, and never mends a link to one that is gone."""
+    latest = session.with_name("session_latest")
+    with suppress(OSError):
+        if latest.readlink() == session:
+            latest.unlink()
+    shutil.rmtree(session, ignore_errors=True)
 
 
 def _answers(address: str) -> None:

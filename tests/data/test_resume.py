@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -163,6 +164,23 @@ def test_a_node_is_lost(arguments: list[str], undisturbed: dict[str, bytes], tmp
     )
     assert "node removed" in run.stdout, run.stderr
     assert contents(tmp_path / "out") == undisturbed
+
+
+SESSIONS = """
+from contextlib import suppress
+from pipeline.data.cluster import cluster
+for number in range(2):
+    with suppress(ZeroDivisionError), cluster(1):
+        1 / number
+"""
+
+
+def test_of_a_session_of_our_own_nothing_stays_unless_it_failed() -> None:
+    alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory() as place:  # a short path: Ray keeps sockets in it
+        subprocess.run([sys.executable, "-c", SESSIONS], env={**alone, "RAY_TMPDIR": place}, check=True)
+        (session,) = Path(place, "ray").glob("session_*")
+        assert (session / "logs").is_dir()
 
 
 class Swallows:
