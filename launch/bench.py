@@ -1,7 +1,7 @@
 """`launch bench data`, `launch bench loader`: ratios measured in one run, since machines are noisy."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,8 @@ from launch.examples import examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from pipeline.config.schema import RunConfig
     from pipeline.parallel.world import World
     from pipeline.train.bench import Peer
@@ -102,6 +104,8 @@ def train(
     import os
     import sys
 
+    from rich.console import Console
+
     from pipeline.choose import Room, choose_once, smaller
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
@@ -133,9 +137,14 @@ def train(
         peer = _peer(compare, config, world.size)
     if corpus is not None:
         corpus.check(config.model.vocab, config.model.seq, "train")
-    figures = bench.train(config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads)
+    terminal = False if as_json or not world.first else None  # None: whatever it is
+    # once a second: its thread shares the processor with what is timed
+    status = Console(stderr=True, force_terminal=terminal).status("matmul ceiling", refresh_per_second=1)
+    figures = bench.train(
+        config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads, say=status.update
+    )
     try:
-        _print(chain(first, figures), as_json, show=world.first)
+        _print(chain(first, _waited(figures, status)), as_json, show=world.first)
     except RuntimeError as error:
         if not no_room(type(error).__name__, str(error)):
             raise
@@ -165,6 +174,16 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
         )
     described(config)
     return partial(HuggingFace, mixed=name == "hf-mixed")
+
+
+def _waited(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterator[tuple[str, Any]]:
+    """What is being done stands on stderr while a figure is waited for, and is gone when the figure is printed."""
+    while True:
+        with status:
+            figure = next(figures, None)
+        if figure is None:
+            return
+        yield figure
 
 
 def _print(measured: Iterable[tuple[str, Any]], as_json: bool, show: bool = True) -> None:

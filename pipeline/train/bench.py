@@ -92,6 +92,7 @@ def train(
     profile: bool = False,
     peer: Callable[[RunConfig, World], Peer] | None = None,
     beside: bool = False,
+    say: Callable[[str], object] = lambda doing: None,
 ) -> Figures:
     """Figures as they are known. Without a corpus the tokens are drawn at random, and nothing waits for data."""
     train = config.train
@@ -103,6 +104,7 @@ def train(
     count = account.params(config.model)
     yield "model", f"{config.model.size} {config.model.arch}: {count.total:,} parameters, {count.active:,} active"
     yield "batch", f"{train.batch_tokens:,} tokens in micro-batches of {train.micro_batch} × {config.model.seq}"
+    say("engine and first step")
     batches = _batches(config, corpus, world)
     first, before = next(batches), _held()
     worker = engine(config, world)
@@ -118,6 +120,7 @@ def train(
     waited = []
     tenth = -(-steps // 10)
     for step in range(steps):
+        say(f"step {step + 1} of {steps}")
         began = time.perf_counter()
         batch, lr = next(batches), rate(config.optim.schedule, config.optim.lr, step, steps)
         waited.append(time.perf_counter() - began)
@@ -150,6 +153,7 @@ def train(
     yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)
     if theirs is not None:
         yield from _compared(ours, theirs, other.name, train.batch_tokens)
+    say("further steps")
     if parts:
         yield from _parts(worker, batches, config, world, steps)
     micros, lr = cut(next(batches), config, world), config.optim.lr

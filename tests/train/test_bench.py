@@ -27,12 +27,13 @@ SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 # (ZeRO 0, since the buckets of the other stages are larger than that)
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 LIMIT_KIB = 3 << 20
+TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm"}  # as rich is told of one
 
 
 def limited(*arguments):
     return subprocess.run(
         ["bash", "-c", f'ulimit -d {LIMIT_KIB}; exec "$@"', "limited", *command(*arguments)],
-        capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=800,
+        capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1", **TERMINAL), timeout=800,
     )  # fmt: skip
 
 
@@ -43,7 +44,9 @@ def sets(values):
 def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced():
     asked = ("bench", "train", "--size", "7k", "--arch", "moe", "--steps", 2, "--compare", "hf", "--overheads")
     room = "cluster.memory_bytes=300_777_669"  # 9 MB beside what the process takes for itself
-    said = json.loads(launch(*asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json").stdout)
+    done = launch(*asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json", **TERMINAL)
+    assert "step 2 of 2" not in done.stderr
+    said = json.loads(done.stdout)
     why = r"micro-batch (\d+) of 16: account expects (\S+) GiB per rank, cluster.memory_bytes gives 0.26 GiB"
     assert (chosen := re.fullmatch(why, said["auto-batch"])) and int(chosen[1]) in (2, 4, 8)
     assert f"micro-batches of {chosen[1]} × 64" in said["batch"]
@@ -91,6 +94,7 @@ def test_a_benchmark_tries_the_next_micro_batch():
     failed = [int(micro) for micro in re.findall(r"micro-batch (\d+) does not fit", tried.stderr)]
     every = [36, 18, 12, 9, 6, 4, 3, 2, 1]
     assert failed == every[: len(failed)] and failed, tried.stderr
+    assert "step 1 of 1" in tried.stderr and "step 1 of 1" not in tried.stdout  # what is waited for
     fits = every[len(failed)]
     assert re.search(rf"micro-batch {fits} of 36: .*; {failed[-1]} ran out of memory\n", tried.stdout)
     assert re.search(rf"in micro-batches of {fits} × 256\n(.*\n)*step ms", tried.stdout)
