@@ -33,7 +33,7 @@ class Console:
             _plain(line)
             return
         self._bar.start()  # idempotent; here, so that a run that dies early leaves no empty bar
-        if isinstance(step, int):
+        if isinstance(step, int) and record.get("event") != "save":  # which is told behind later steps
             self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
