@@ -60,7 +60,8 @@ def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
         cache = Cache(cfg.layers, 16)
         cached = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 9), *((i, i + 1) for i in range(9, 16)))]
         if getattr(cfg.ffn, "capacity", None) is None:
-            torch.testing.assert_close(torch.cat(cached, 1), model(tokens[:, :16])[:, 8:], atol=1e-4, rtol=1e-4)
+            whole = model(tokens[:, :16])[:, 8:]
+            assert (torch.cat(cached, 1) - whole).abs().max() < 1e-4 * whole.abs().max()  # logits may be large
     try:
         choose(cfg)
     except ConfigError as error:
