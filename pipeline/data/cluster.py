@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -96,7 +97,8 @@ def run(
 ) -> list[Result]:
     """Call the function once per tuple of arguments, in parallel; results in order, the first error raised as it was.
 
-    Only a few more calls than there are CPUs are in flight: the driver's memory does not grow with the work.
+    As many calls as there are CPUs are in flight: the driver's memory does not grow with the work, and none waits to be
+    sent, which is when cancelling it would be the driver's end (Ray 2.60 aborts when it comes back all the same).
     """
     import ray
 
@@ -116,14 +118,14 @@ def run(
         with _interrupts() as interrupted:
             while True:
                 slots = max(1, int(ray.cluster_resources().get("CPU", 1)))  # asked anew: nodes come and go
-                ahead = workers if workers is not None and workers < slots else slots + 2
+                ahead = min(workers or slots, slots)
+                if interrupted():
+                    raise KeyboardInterrupt
                 while len(flying) < ahead and (call := next(waiting, None)) is not None:
                     flying[remote.remote(*call[1])] = call[0]
                 if not flying:
                     return [results[i] for i in range(len(calls))]
                 ready, _ = ray.wait(list(flying), num_returns=1, timeout=1.0)
-                if interrupted():
-                    raise KeyboardInterrupt
                 for reference in ready:
                     index = flying.pop(reference)
                     results[index] = ray.get(reference)
@@ -134,6 +136,8 @@ def run(
         first = str(error).strip().splitlines()[0]
         raise DataError(f"Ray gave up on a task: {first}; the same command again does what is missing") from error
     finally:
+        if flying:
+            time.sleep(0.1)  # until the last of them is with its worker
         for reference in flying:
             ray.cancel(reference, force=True)
 

@@ -210,5 +210,5 @@ def test_a_fault_of_ours_shows_where_it_was(ray_cluster: None) -> None:
 
 
 def abs_of(number: int) -> int:
-    time.sleep(0.5)  # Ray aborts where a task is cancelled in the moment in which it is sent to a worker
+    time.sleep(0.5)
     return abs(number)
