@@ -221,8 +221,10 @@ def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_sav
 def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     events = {(r["event"], r["step"]) for r in records(poisoned, "event")}
     assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22)} <= events
-    steps = [n for n in range(1, STEPS - 1) if n not in BAD]  # what the last told is read beside the one that hangs
-    assert [r["step"] for r in records(poisoned, "step")] == steps
+    steps = [n for n in range(1, STEPS) if n not in BAD]
+    told = [r["step"] for r in records(poisoned, "step")]
+    # the last is read beside the one that hangs, or where the end of its peer reaches this rank before its own
+    assert told in (steps, steps[:-1])
     (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
