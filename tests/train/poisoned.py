@@ -1,6 +1,6 @@
-"""Workers with bad batches: `python -m tests.train.poisoned RUN_DIR RANKS STUCK STEP…`. Whatever forward pass sees a
-row that is rank 1's in one of these steps, of two ranks, gets NaN for it, and in step STUCK it never ends. No save ends
-before it is waited for."""
+"""Workers with bad batches: `python -m tests.train.poisoned RUN_DIR RANKS STUCK BROKEN STEP…`. Whatever forward pass
+sees a row that is rank 1's in one of these steps, of two ranks, gets NaN for it; in step STUCK it never ends, in step
+BROKEN it fails."""
 
 import os
 import sys
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeline.checkpoint.save import Saver
 from pipeline.config.load import reload
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
@@ -19,11 +18,13 @@ from pipeline.parallel.world import World
 from pipeline.train import worker
 from tests.worlds import fork
 
-path, (ranks, stuck, *steps) = Path(sys.argv[1]), [int(number) for number in sys.argv[2:]]
+path, (ranks, stuck, broken, *steps) = Path(sys.argv[1]), [int(number) for number in sys.argv[2:]]
 config = reload(path / "config.toml")
 rows = config.train.batch_tokens // config.model.seq
 loader = Loader(Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed)
-bad = {row.numpy().tobytes(): step for step in (stuck, *steps) for row in loader.batch(step - 1, 1, 2).tokens_BS}
+bad = {
+    row.numpy().tobytes(): step for step in (stuck, broken, *steps) for row in loader.batch(step - 1, 1, 2).tokens_BS
+}
 
 
 def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
@@ -32,6 +33,8 @@ def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
     which = [bad.get(row.numpy().tobytes()) for row in inputs[0]]
     if stuck in which:
         time.sleep(600)
+    if broken in which:
+        raise MemoryError(f"no room in step {broken}")
     struck = torch.tensor([step is not None for step in which])
     return torch.where(struck[:, None, None], torch.nan, output)
 
@@ -44,5 +47,4 @@ def work(_world: World) -> None:
 
 torch.set_num_threads(1)  # threads do not survive a fork
 register_module_forward_hook(poison)
-Saver.finished = lambda _: None
 fork(ranks, work)

@@ -10,26 +10,18 @@ import statistics
 import subprocess
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipeline.checkpoint.save import Saved
-from pipeline.config.load import load
 from pipeline.errors import RunError
-from pipeline.objective.batch import Batch
-from pipeline.parallel.engine import Accept, Held, Micro, Update
 from pipeline.parallel.world import World
-from pipeline.recipe import resolve
 from pipeline.train import faults
 from pipeline.train.guard import Guard, RollbackError, relevant
-from pipeline.train.loop import Loop
 from pipeline.train.plan import Devices, Request, settle
-from pipeline.train.reading import Reading
-from pipeline.train.replicas import Replicas
-from pipeline.train.run import _tracker
 from pipeline.train.rundir import RunDir
 from pipeline.train.watch import Watch
 from tests.conftest import environment
@@ -120,61 +112,14 @@ def test_a_resumed_guard_judges_as_the_one_that_went_on():
     assert len(set(map(tuple, map(settled.limits, (301, 302, 400))))) == 1
 
 
-class Toy:
-    """Loader, engine and saver of a loop that ends in step 7; the checkpoint of step 4 is committed in step 6."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault, self.at, self.weight = fault, 0, torch.zeros(1)
-
-    def batch(self, step: int, *_: int) -> Batch:
-        if step == 6 and self.fault == "loader":
-            raise MemoryError("step 7")
-        return Batch(*torch.full((2, 1, 1), step + 1), step)
-
-    def held(self) -> Held:
-        return Held([self.weight], [], [])
-
-    def update(self, micros: list[Micro], _lr: float, accept: Accept) -> Update:
-        self.at = int(micros[0].tokens_BS)
-        if self.at == 7:
-            raise MemoryError("step 7")
-        self.weight += self.at == 6 and self.fault == "flipped bit"
-        loss, norm = torch.tensor(3.0), torch.tensor(1.0)
-        accept(loss, norm)
-        return Update(loss, norm)
-
-    def save(self, _step: int) -> None:
-        """Begun."""
-
-    def finished(self) -> Saved | None:
-        return Saved(4, 1.5, 0.25) if self.at == 6 else None
-
-
-@pytest.mark.parametrize("fault", ["loader", "launch", "device", "flipped bit"])
-def test_what_was_done_is_told_before_an_error_and_the_save_that_a_run_goes_back_to_stays_told(
-    fault, tmp_path, monkeypatch
-):
-    sets = ("model.seq=1", "train.batch_tokens=1", "train.steps=9", "train.log_every=1", "train.check_every=1",
-            "train.save_every=4", "train.eval_every=9", "train.micro_batch=1", "optim.lr=0.001")  # fmt: skip
-    config, run, toy = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False), RunDir(tmp_path), Toy(fault)
-    world, idle = World(0, 1, torch.device("cpu")), SimpleNamespace(reason=None, enter=lambda *_: None)
-    monkeypatch.setattr(Replicas, "blame", lambda *_: pytest.fail("the other ranks are elsewhere"))
-    get, gone = Reading.get, RuntimeError("the device is gone")
-    monkeypatch.setattr(Reading, "get", lambda self: throw(gone) if (fault, toy.at) == ("device", 7) else get(self))
-    tracker = _tracker(run, config, world, 0, [], None, quiet=True)
-    with pytest.raises(MemoryError, match="step 7"):
-        Loop(config, run, toy, world, tracker, idle, idle, Guard([]), toy).train(toy, None, 0)
-    tracker.close()
-    steps = 6 if fault in ("loader", "launch") else 5  # no rank is named without the others
-    assert [r["step"] for r in records(tmp_path, "step")] == [*range(1, steps + 1)]
-    for _ in range(2):
-        _tracker(run, config, world, 4, [], None, quiet=True).close()
-    events = [(r["event"], r["step"]) for r in records(tmp_path, "event")]
-    assert events == [("start", 0), ("save", 4), ("resume", 4), ("resume", 4)]
-
-
-def throw(error: Exception) -> None:
-    raise error
+def test_what_was_done_is_told_before_an_error_and_the_save_that_a_run_goes_back_to_stays_told(corpus, tmp_path):
+    run = made(corpus, tmp_path / "one", nproc=1)
+    for begun in ([], ["resume"]):
+        assert forked("poisoned", run, 1, STEPS, 17).returncode != 0
+        assert "no room in step 17" in RunDir(run).fault()["message"]
+        assert [r["step"] for r in records(run, "step")] == [*range(1, 17)]
+        events = [(r["event"], r["step"]) for r in records(run, "event")]
+        assert sorted(events, key=itemgetter(1)) == [("start", 0), ("save", 9), *((each, 9) for each in begun)]
 
 
 def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
@@ -195,7 +140,7 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
 def poisoned(corpus, tmp_path_factory) -> Path:
     """Two processes, rank 1 of which gets NaN out of its rows in four of the steps, and stands still in the last."""
     run = made(corpus, tmp_path_factory.mktemp("poisoned") / "two", nproc=2)
-    assert forked("poisoned", run, 2, STEPS, *BAD).returncode != 0
+    assert forked("poisoned", run, 2, STEPS, STEPS, *BAD).returncode != 0
     return run
 
 
@@ -252,7 +197,7 @@ def test_a_start_that_does_not_end_is_found_after_first_s(tmp_path):
 
 def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(poisoned, corpus, tmp_path):
     run = made(corpus, tmp_path / "one", nproc=1)
-    done = forked("poisoned", run, 1, 0, *BAD, 24, 25, 26)
+    done = forked("poisoned", run, 1, 0, 0, *BAD, 24, 25, 26)
     assert done.returncode != 0
     fault = json.loads((run / "error.json").read_text())
     assert fault["user"] and fault["message"].startswith("step 26: loss is nan, the third time within 16 steps")
