@@ -1,4 +1,4 @@
-"""`launch bench data`, `launch bench loader`: ratios measured in one run, since machines are noisy."""
+"""`launch bench data | loader | train`: ratios measured in one run, since machines are noisy."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -116,8 +116,9 @@ class Manifest(Frozen):
             remedy = "give the directory it is in" if directory.is_file() else "check the path"
             if directory.is_dir():
                 remedy = "finish `launch data prepare` with the same arguments"
-                if within := sorted(str(found.parent) for found in directory.glob(f"[!.]*/{MANIFEST}")):
-                    remedy = f"give {' or '.join(within[:3])}"
+                within = (found.parent for found in directory.glob(f"[!.]*/{MANIFEST}"))
+                if corpora := sorted(str(each) for each in within if any(each.glob("*.idx"))):  # no checkpoints
+                    remedy = f"give {' or '.join(corpora[:3])}"
             raise DataError(f"{directory}: no {MANIFEST} there; {remedy}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error

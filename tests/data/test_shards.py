@@ -117,6 +117,9 @@ def test_manifest_missing_foreign_edited(copy: Path) -> None:
     fails(copy.parent, "finish `launch data prepare`")
     path.write_text(json.dumps(good))
     fails(copy.parent, f"no manifest.json there; give {copy}$")
+    for shard in copy.glob("*.idx"):
+        shard.unlink()
+    fails(copy.parent, "finish `launch data prepare`")  # a checkpoint has a manifest too
 
 
 def test_another_tokenizer_is_refused(copy: Path) -> None:
