@@ -58,7 +58,7 @@ class TooLateError(Exception):
 
 
 def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a busy box
     while not condition():
         if driver.poll() == 0:
             raise TooLateError
