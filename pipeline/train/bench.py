@@ -61,8 +61,8 @@ Figures = Iterator[tuple[str, Any]]
 class _Side:
     """A trainer and what was seen of it, alone or in turn with another on the same batches."""
 
-    def __init__(self, step: Callable[[Batch, float], float], batch: Batch, before: int) -> None:
-        self._step, self.took = step, list[float]()
+    def __init__(self, name: str, step: Callable[[Batch, float], float], batch: Batch, before: int) -> None:
+        self.name, self._step, self.took = name, step, list[float]()
         self.losses = [self._step(batch, 0.0)]  # compiles, and leaves the weights where they were drawn
         self._rest, self.peak = _held() - before, peak_memory_bytes()
 
@@ -108,12 +108,12 @@ def train(
     batches = _batches(config, corpus, world)
     first, before = next(batches), _held()
     worker = engine(config, world)
-    ours = _Side(partial(_step, worker, config, world), first, before)
+    ours = _Side("ours", partial(_step, worker, config, world), first, before)
     theirs = None
     if peer is not None:
         before = _held()
         other = peer(config, world)
-        theirs = _Side(lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first, before)
+        theirs = _Side(other.name, lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first, before)
         yield f"first loss, ours and {other.name}'s", f"{ours.losses[0]:.3f} {theirs.losses[0]:.3f}"
         if abs(ours.losses[0] - theirs.losses[0]) > _ALIKE * ours.losses[0]:
             raise RunError(f"the first losses {ours.losses[0]:.3f} and {theirs.losses[0]:.3f} are of different models")
@@ -128,12 +128,9 @@ def train(
         if theirs is not None:
             theirs.step(batch, lr)
         if (step + 1) % tenth == 0 and (theirs is not None or tenth > 1):
-            what, us = f"loss of steps {step + 2 - tenth} to {step + 1}", statistics.fmean(ours.losses[-tenth:])
-            if theirs is None:
-                yield what, f"{us:.4f}"
-            else:
-                them = statistics.fmean(theirs.losses[-tenth:])
-                yield f"{what}, ours and {other.name}'s", f"{us:.4f} {them:.4f} {100 * (us / them - 1):+.2f}%"
+            yield _losses(f"loss of steps {step + 2 - tenth} to {step + 1}", ours, theirs, tenth)
+    if tenth > 1:
+        yield _losses(f"loss of all {steps} steps", ours, theirs, steps)
     step_s = statistics.median(ours.took)
     speed = train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)
@@ -152,7 +149,7 @@ def train(
     yield "peak memory GiB", round(ours.peak / 2**30, 2)
     yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)
     if theirs is not None:
-        yield from _compared(ours, theirs, other.name, train.batch_tokens)
+        yield from _compared(ours, theirs, train.batch_tokens)
     say("further steps")
     if parts:
         yield from _parts(worker, batches, config, world, steps)
@@ -210,12 +207,20 @@ def _parts(worker: Engine, batches: Iterator[Batch], config: RunConfig, world: W
     yield "communication ms", round(sent / 1e3, 2)  # inside and beside those above
 
 
-def _compared(ours: _Side, theirs: _Side, name: str, tokens: int) -> Figures:
+def _losses(what: str, ours: _Side, theirs: _Side | None, last: int) -> tuple[str, str]:
+    us = statistics.fmean(ours.losses[-last:])
+    if theirs is None:
+        return what, f"{us:.4f}"
+    them = statistics.fmean(theirs.losses[-last:])
+    return f"{what}, ours and {theirs.name}'s", f"{us:.4f} {them:.4f} {100 * (us / them - 1):+.2f}%"
+
+
+def _compared(ours: _Side, theirs: _Side, tokens: int) -> Figures:
     if torch.cuda.is_available():
-        yield f"{name} peak memory GiB", round(theirs.peak / 2**30, 2)
+        yield f"{theirs.name} peak memory GiB", round(theirs.peak / 2**30, 2)
     us, them = (tokens / statistics.median(side.took) for side in (ours, theirs))
-    yield f"tokens/s, ours and {name}'s in turn", f"{us:,.0f} {them:,.0f}"
-    yield f"ours over {name}", round(us / them, 3)
+    yield f"tokens/s, ours and {theirs.name}'s in turn", f"{us:,.0f} {them:,.0f}"
+    yield f"ours over {theirs.name}", round(us / them, 3)
 
 
 def _matmul_flops(device: torch.device) -> float:

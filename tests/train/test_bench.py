@@ -61,6 +61,20 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
     assert "head in, input embedding out" in said["convention"]
 
 
+def test_fp8_is_held_against_bf16_from_the_same_weights_on_the_same_batches(corpus):
+    asked = ("bench", "train", "--size", "7k", "--data", corpus, "--steps", 12, "--compare", "bf16", "--no-parts")
+    said = json.loads(launch(*asked, *sets([*SMALL[1:], "train.fp8=true"]), "--json").stdout)
+    losses = {what: value.split() for what, value in said.items() if what.startswith("loss of")}
+    assert list(losses)[0] == "loss of steps 1 to 2, ours and bf16's" and len(losses) == 7
+    *parts, whole = ([float(loss) for loss in value[:2]] for value in losses.values())
+    for of, each in zip(whole, zip(*parts, strict=True), strict=True):
+        assert of == pytest.approx(sum(each) / 6, abs=1e-4)
+    fp8, bf16 = whole
+    assert 0 < abs(fp8 / bf16 - 1) < 0.01  # near, and not the same numbers
+    percent = losses["loss of all 12 steps, ours and bf16's"][2]
+    assert float(percent.removesuffix("%")) == pytest.approx(100 * (fp8 / bf16 - 1), abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("cluster", "device", "here", "there"),
     [  # on a CPU, on an H200
