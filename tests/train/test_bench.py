@@ -65,7 +65,7 @@ def test_fp8_is_held_against_bf16_from_the_same_weights_on_the_same_batches(corp
     asked = ("bench", "train", "--size", "7k", "--data", corpus, "--steps", 12, "--compare", "bf16", "--no-parts")
     said = json.loads(launch(*asked, *sets([*SMALL[1:], "train.fp8=true"]), "--json").stdout)
     losses = {what: value.split() for what, value in said.items() if what.startswith("loss of")}
-    assert list(losses)[0] == "loss of steps 1 to 2, ours and bf16's" and len(losses) == 7
+    assert next(iter(losses)) == "loss of steps 1 to 2, ours and bf16's" and len(losses) == 7
     *parts, whole = ([float(loss) for loss in value[:2]] for value in losses.values())
     for of, each in zip(whole, zip(*parts, strict=True), strict=True):
         assert of == pytest.approx(sum(each) / 6, abs=1e-4)
