@@ -62,6 +62,7 @@ class Design(Frozen):
     mtp: Count = 0  # further tokens predicted, each by a block of its own: DeepSeek-V3
     mtp_weight: Weight = 0.3
     init_std: Rate
+    scaled_embedding: bool = False  # the input embedding's first weights and rate × √width: arXiv 2312.16903
     multipliers: Multipliers = Multipliers()
     parametrization: Literal["standard", "mup"] = "standard"
     mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
@@ -74,6 +75,8 @@ class Design(Frozen):
     def _composes(self) -> Self:
         if self.parallel_block and self.placement != "pre":
             raise ValueError(f'parallel_block needs placement="pre", got "{self.placement}"')
+        if self.scaled_embedding and self.tied:
+            raise ValueError("scaled_embedding=true with tied=true would scale the head too; set one of them to false")
         return self
 
 
@@ -154,6 +157,12 @@ class Model(Design):
         if isinstance(a, MLA) and name.endswith(ups[: 1 if a.q_rank is None else 2]):
             return self.mup.base_head_dim / a.head_dim
         return self.mup.base_width / self.width
+
+    @property
+    def embedding_scale(self) -> float:
+        """Of the input embedding's first weights and of its rate: so large a stream that what layers add to it at first
+        does not drown it. Under muP the same at every width."""
+        return math.sqrt(self.mup.base_width if self.mup else self.width) if self.scaled_embedding else 1.0
 
     @property
     def score_scale(self) -> float:

@@ -152,6 +152,7 @@ FAMILIES = (
 _FREE = {
     "size",
     "arch",
+    "scaled_embedding",
     "mtp",
     "mtp_weight",
     *(f"ffn.{k}" for k in ("aux_loss", "seq_aux_loss", "z_loss", "bias_step")),

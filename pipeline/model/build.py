@@ -102,6 +102,8 @@ def _std(name: str, cfg: Model) -> float:
     """The table. Outputs into the residual stream / √(2·layers) (Megatron-LM), DeepNorm's by a factor of its own. Under
     muP ∝ 1/√fan-in, but a router, which has few outputs as the head has, ∝ 1/fan-in."""
     leaf, scale = name.removesuffix(".weight"), cfg.narrower(name)
+    if leaf == "embedding":
+        return cfg.init_std * cfg.embedding_scale
     std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
     if cfg.placement == "deepnorm":
         return std * deepnorm_beta(cfg.layers) if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up")) else std

@@ -20,12 +20,12 @@ class AdamW(torch.optim.AdamW):
 
 def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
     """Matrices decay; embeddings, norms and biases do not (OLMo 3). A tied head counts as the embedding. Under muP a
-    matrix learns slower the wider its input is. Experts that ranks share have a group of their own, named as DeepSpeed
-    knows them."""
+    matrix learns slower the wider its input is; a scaled embedding learns faster, as it is larger. Experts that ranks
+    share have a group of their own, named as DeepSpeed knows them."""
     found: dict[tuple[str, bool, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         kept = parameter.ndim < 2 or name.startswith(("embedding.", "position."))
-        scale = 1.0 if kept else model.narrower(name)
+        scale = model.embedding_scale if name.startswith("embedding.") else 1.0 if kept else model.narrower(name)
         shared = getattr(parameter, "group_name", "")
         # AdamW takes rate × decay off the weights: the same at every width, as in the authors' own optimizer
         group = {"params": [], "weight_decay": 0.0 if kept else decay / scale, "lr_scale": scale}
@@ -38,7 +38,9 @@ def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg, lr = config.optim.optimizer, config.optim.lr
     assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     rows = groups(model, cfg.decay, config.model)
-    return AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
+    built = AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
+    set_rate(built, lr)
+    return built
 
 
 def take(optimizer: Optimizer, taken: Tensor) -> None:

@@ -139,10 +139,14 @@ def _note_failure(run: RunDir, code: int, said: str, nproc: int, old: int, max_r
 
 
 def _end_strays(run: RunDir, spare: int) -> None:
-    """Workers whose torchrun was killed save and stop; they must be gone before others take their place."""
+    """Workers whose torchrun was killed save and stop, also one that a signal had stopped once it goes on; they must be
+    gone before others take their place."""
     ours = {WORKER, str(run.path)}
     there = [p for p in psutil.process_iter(["cmdline", "ppid"]) if ours <= set(p.info["cmdline"] or ())]
     strays = [p for p in there if spare not in (p.pid, p.info["ppid"])]
+    for stray in strays:
+        with contextlib.suppress(psutil.Error):
+            stray.resume()
     _, alive = psutil.wait_procs(strays, timeout=_STRAY_WAIT_S)
     for stray in alive:
         stray.kill()

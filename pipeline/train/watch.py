@@ -74,6 +74,8 @@ class Watch:
                 self._end(limit_s)
 
     def _end(self, limit_s: float) -> None:
+        # from C, whatever happens to this thread: torch's recorder has been seen to give no answer
+        faulthandler.dump_traceback_later(5 * _WORD_S, file=self._file, exit=True)
         phase, step, age_s = self._phase, self._step, self._age_s
         with contextlib.suppress(OSError):
             print(f"rank {self._world.rank} in {phase} {step} for {age_s:.1f} s\n", file=self._file, flush=True)

@@ -1,12 +1,16 @@
 import math
 
 import pytest
+import torch
 
 from pipeline.config.load import load
 from pipeline.config.schema import WSD, Cosine
-from pipeline.model.build import build
-from pipeline.optim.groups import groups
+from pipeline.errors import ConfigError
+from pipeline.interop.families import choose
+from pipeline.model.build import build, draw
+from pipeline.optim.groups import adamw, groups, set_rate
 from pipeline.optim.schedule import rate
+from pipeline.recipe import resolve
 
 
 def test_wsd_warms_up_stays_and_decays():
@@ -42,3 +46,31 @@ def test_only_matrices_decay(tied):
     names = {id(p): n for n, p in model.named_parameters()}
     assert {names[id(p)].split(".")[0] for p in kept["params"] if p.ndim == 2} == {"embedding"}
     assert len(decay["params"]) + len(kept["params"]) == len(names)
+
+
+def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width():
+    """arXiv 2312.16903 multiplies; larger first weights that learn faster make the same steps, and leave no factor in
+    the model. Adam's epsilon alone tells them apart."""
+    tokens = torch.arange(96).view(2, 48) * 7 % 64
+    outs = []
+    for way in ("model.scaled_embedding=true", "model.multipliers.embedding=8.0"):
+        sets = ["model.vocab=64", "model.seq=48", "optim.lr=1e-3", "optim.optimizer.eps=1e-14", way]
+        config = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False)
+        model = build(config.model)
+        draw(model, config.model, 1)
+        optimizer = adamw(model, config)
+        for _ in range(5):
+            set_rate(optimizer, 1e-3)
+            (loss := model(tokens[:, :-1], tokens[:, 1:]).total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outs.append(model(tokens).detach())
+        assert model.embedding.weight.std().item() == pytest.approx(0.16 if "scaled" in way else 0.02, rel=0.1)
+    torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
+    assert loss.item() < 0.95 * math.log(64)
+
+
+def test_a_scaled_embedding_is_not_the_head():
+    with pytest.raises(ConfigError, match="scaled_embedding=true with tied=true would scale the head too"):
+        load(size="tiny", sets=["model.scaled_embedding=true", "model.tied=true"])
+    assert choose(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"

@@ -22,7 +22,8 @@ from tests.conftest import command, environment, launch
 )
 def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, layouts):
     options = ("--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json")
-    rows = json.loads(launch("verify", *options, "--set", "model.ffn.experts=8", "--set", "model.layers=2").stdout)
+    settings = ("model.ffn.experts=8", "model.layers=2", "model.scaled_embedding=true")  # which has a rate of its own
+    rows = json.loads(launch("verify", *options, *(part for each in settings for part in ("--set", each))).stdout)
     *real, control = rows
     assert {row["layout"] for row in real} == {*layouts.split(","), "accelerate"}  # the referee, asked for or not
     for row in real:
