@@ -23,6 +23,7 @@ from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts, same_tokenizer
 
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
+_FP8 = "train.fp8=true without model.scaled_embedding=true: a wide model may end 2% above bf16 (docs/TRAINING.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Settled:
     config: RunConfig
     facts: dict[str, Any] | None  # None: the run exists
     fresh: bool = False
-    note: str = ""  # how train.auto_batch chose
+    note: str = ""  # for the user: how train.auto_batch chose, what a setting lacks
 
     def commit(self) -> "Settled":
         """Hold the run directory for this launcher, and create it or find it fit to continue."""
@@ -129,6 +130,9 @@ def settle(request: Request, devices: Devices) -> Settled:
     before = reload(run.config) if run.exists and request.resume else None
     other = None if before or request.init else lambda size: _config(replace(request, size=size), corpus)
     config, note = _fit(config, before, request, devices, other)
+    drawn, model = not (before or request.init), config.model
+    if config.train.fp8 and drawn and not (model.scaled_embedding or model.tied):
+        note = f"{note}\n{_FP8}".lstrip()
     fresh = request.fresh and request.out is None
     if run.exists and not fresh:
         if not request.resume:

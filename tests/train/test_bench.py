@@ -146,6 +146,17 @@ def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
         settle(replace(again, sets=["train.micro_batch=4"]), cpu)
 
 
+def test_fp8_from_weights_that_it_does_not_suit_is_remarked_on(corpus, tmp_path):
+    def said(*settings: str) -> str:
+        wish = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=["model.seq=64", *settings])
+        return settle(wish, Devices(0, 2**34, "CPU")).note
+
+    assert said("train.fp8=true").startswith("train.fp8=true without model.scaled_embedding=true: ")
+    assert said("train.fp8=true", "train.auto_batch=true").count("\n") == 1  # beside the other note
+    for suits in ("model.scaled_embedding=true", "model.tied=true", "train.fp8=false"):
+        assert said("train.fp8=true", suits) == ""
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "lowers"),
     [
