@@ -84,19 +84,21 @@ def train(
     cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
     parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
-    profile: Annotated[bool, typer.Option("--profile", help="The kernels of one step, and its pauses.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="The kernels of one step, and on a GPU its pauses.")
+    ] = False,
     compare: Annotated[
         str | None,
         typer.Option(
             help="hf: Hugging Face's model of the same shape, in turn with ours (hf-mixed: with fp32 weights, as ours "
-            "keeps them); bf16: what fp8 is held against."
+            "keeps them); bf16: our own without fp8 (on a CPU fp32)."
         ),
     ] = None,
     auto_batch: Annotated[
         bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
     ] = False,
     overheads: Annotated[
-        bool, typer.Option("--overheads", help="What guard, hashes, log and checkpoints cost, each switched off.")
+        bool, typer.Option("--overheads", help="What guard, log, hashes and checkpoints cost, each by itself.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -167,11 +169,12 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
 
     if name == "bf16" and config.train.fp8:
         return Twin
-    if name not in ("hf", "hf-mixed") or ranks > 1:
-        raise ConfigError(
-            f"--compare {name}, processes: {ranks}: known are hf and hf-mixed of one process, and bf16 with --set "
-            "train.fp8=true"
-        )
+    if name == "bf16":
+        raise ConfigError("--compare bf16 is what fp8 is held against; add --set train.fp8=true")
+    if name not in ("hf", "hf-mixed"):
+        raise ConfigError(f"--compare {name} is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true")
+    if ranks > 1:
+        raise ConfigError(f"--compare {name} is for one process, and these are {ranks}; start it without torchrun")
     described(config)
     return partial(HuggingFace, mixed=name == "hf-mixed")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -17,7 +17,7 @@ class HuggingFace:
     """Weights in the run's dtype with no master copy, SDPA, fused AdamW, compiled where ours is. `mixed`: weights in
     fp32 and bf16 by autocast, as their Trainer does it with bf16=True; it then keeps what ours keeps."""
 
-    name = "HF"
+    name, about = "HF", f"transformers {__version__}"
 
     def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         cfg, lr = config.optim.optimizer, config.optim.lr

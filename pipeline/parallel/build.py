@@ -60,8 +60,11 @@ def _model(config: RunConfig, world: World) -> Decoder:
         if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
             name = torch.cuda.get_device_name(world.device)
             raise ConfigError(f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false")
-        for block in blocks:
-            convert(block)
+        if not sum(map(convert, blocks)):
+            raise ConfigError(
+                f"train.fp8=true: no layer of width {config.model.width} has two sides that 16 divides; take a model "
+                "that has, or train.fp8=false"
+            )
     if train.compile is True:
         for block in blocks:
             # per block: starts faster than the whole, and every layer shares one graph. What an engine hooks to a

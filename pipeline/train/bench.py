@@ -38,6 +38,7 @@ class Peer(Protocol):
     """Another trainer of the same shape."""
 
     name: str
+    about: str
 
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor: ...
 
@@ -45,9 +46,10 @@ class Peer(Protocol):
 class Twin:
     """Our own engine without fp8, from the same weights."""
 
-    name = "bf16"
+    about = "our engine without fp8"
 
     def __init__(self, config: RunConfig, world: World) -> None:
+        self.name: str = config.train.dtype  # fp32 on a CPU, unless bf16 is asked for
         plain = config.train.model_copy(update={"fp8": False})
         self._engine = engine(config.model_copy(update={"train": plain}), world)
 
@@ -114,6 +116,7 @@ def train(
         before = _held()
         other = peer(config, world)
         theirs = _Side(other.name, lambda batch, lr: other.step(cut(batch, config, world), lr).item(), first, before)
+        yield "compared with", other.about
         yield f"first loss, ours and {other.name}'s", f"{ours.losses[0]:.3f} {theirs.losses[0]:.3f}"
         if abs(ours.losses[0] - theirs.losses[0]) > _ALIKE * ours.losses[0]:
             raise RunError(f"the first losses {ours.losses[0]:.3f} and {theirs.losses[0]:.3f} are of different models")
@@ -127,9 +130,10 @@ def train(
         ours.step(batch, lr, waited[-1])
         if theirs is not None:
             theirs.step(batch, lr)
-        if (step + 1) % tenth == 0 and (theirs is not None or tenth > 1):
-            yield _losses(f"loss of steps {step + 2 - tenth} to {step + 1}", ours, theirs, tenth)
-    if tenth > 1:
+        if ((step + 1) % tenth == 0 or step + 1 == steps) and (theirs is not None or tenth > 1):
+            last = step % tenth + 1
+            yield _losses(f"loss of steps {step + 2 - last} to {step + 1}", ours, theirs, last)
+    if tenth > 1 or theirs is not None:
         yield _losses(f"loss of all {steps} steps", ours, theirs, steps)
     step_s = statistics.median(ours.took)
     speed = train.batch_tokens / step_s / world.size
@@ -140,11 +144,11 @@ def train(
         yield "MFU %", round(100 * speed * flops.model / peak, 2)
         yield "peak TFLOP/s", peak / 1e12
     elif config.cluster.has(name):
-        yield "MFU %", "unknown: no peak is known for this device; give --cluster"
+        yield "MFU %", f"unknown: no peak is known for {name}; give --cluster, a file with its peak_flops"
     else:
         yield "MFU %", f"unknown: this is {name}, not the cluster's {config.cluster.device}"
     yield "of measured matmul ceiling %", round(100 * speed * flops.model / ceiling, 2)
-    yield "matmul ceiling TFLOP/s", round(ceiling / 1e12, 2)
+    yield "matmul ceiling TFLOP/s", float(f"{ceiling / 1e12:.4g}")
     yield "convention", account.CONVENTION
     yield "peak memory GiB", round(ours.peak / 2**30, 2)
     yield "predicted memory GiB", round(memory(config, Layout.of(config, world.size)).total / 2**30, 2)

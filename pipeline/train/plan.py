@@ -1,5 +1,6 @@
 """Before the first process starts: settle the config of a run and refuse what cannot work, in one line."""
 
+import json
 import os
 import re
 import shutil
@@ -22,8 +23,9 @@ from pipeline.layout import Layout, offloaded
 from pipeline.train.branch import begin, meeting
 from pipeline.train.rundir import RunDir, facts, same_tokenizer
 
+_OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")  # what they were drawn and trained as
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
-_FP8 = "train.fp8=true without model.scaled_embedding=true: a wide model may end 2% above bf16 (docs/TRAINING.md)"
+_FP8 = "train.fp8=true without model.scaled_embedding=true: a wide model may stay 2% above bf16 (docs/TRAINING.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ def settle(request: Request, devices: Devices) -> Settled:
     before = reload(run.config) if run.exists and request.resume else None
     other = None if before or request.init else lambda size: _config(replace(request, size=size), corpus)
     config, note = _fit(config, before, request, devices, other)
-    drawn, model = not (before or request.init), config.model
-    if config.train.fp8 and drawn and not (model.scaled_embedding or model.tied):
+    drawn, model = not (before or request.init or request.branch), config.model
+    if config.train.fp8 and drawn and not model.tied and model.embedding_scale * model.multipliers.embedding == 1:
         note = f"{note}\n{_FP8}".lstrip()
     fresh = request.fresh and request.out is None
     if run.exists and not fresh:
@@ -218,6 +220,12 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
         over=request.over,
     )
     corpus.check(config.model.vocab, config.model.seq, "train", "valid")
+    if model is not None:
+        for key in _OF_THE_WEIGHTS:
+            asked, was = json.dumps(getattr(config.model, key)), json.dumps(model[key])
+            if asked != was:
+                of = f"the weights of --init {request.init} are of {was}"
+                raise ConfigError(f"model.{key}={asked}: {of}; leave it out")
     return config
 
 

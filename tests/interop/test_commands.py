@@ -63,6 +63,9 @@ def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus,
             assert torch.equal(tensor, back.state_dict()[name]), name
     on = ("pretrain", "--init", begun, "--data", corpus, "--out", tmp_path / "on", "--steps", 1, *SMALL)
     assert "--size tiny and --init" in launch(*on, "--size", "tiny", code=2).stderr
+    for key, other, was in (("tied", "true", "false"), ("parametrization", '"mup"', '"standard"')):
+        refused = f"model.{key}={other}: the weights of --init {begun} are of {was}; leave it out"
+        assert refused in launch(*on, "--set", f"model.{key}={other}", code=2).stderr
     launch(*on, "--set", "optim.lr=1e-9", "--set", "train.eval_every=1")
     losses = [
         [r["loss"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if r["kind"] == "eval"][-1]

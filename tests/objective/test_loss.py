@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.objective.loss import next_token_loss
 
@@ -36,6 +37,27 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored):
     (3 * want_total).backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-6, rtol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any operation gave back."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            self.seen = max(self.seen, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize(("chunk", "most"), [(8, 8 * 500), (1000, 64 * 500)])
+def test_logits_are_there_a_chunk_at_a_time_forward_and_backward(chunk, most):
+    h, weight = torch.randn(64, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
+    with Largest() as largest:
+        total, _ = next_token_loss(h, weight, torch.arange(64), z_loss=1e-3, chunk=chunk)
+        total.backward()
+    assert largest.seen == most
 
 
 def test_without_gradients_nothing_is_kept_for_them():
