@@ -29,7 +29,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print it.", is_eager=True, callback=_version)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print it.", is_eager=True, callback=_version)
+    ] = False,
 ) -> None: ...
 
 
@@ -52,7 +54,19 @@ def _mount() -> None:
 
     app.add_typer(data.app, name="data")
     app.add_typer(bench.app, name="bench")
-    for module in (show, pretrain, verify, evaluate, generate, hub, slurm, scaling, dashboard, track, doctor):
+    for module in (
+        show,
+        pretrain,
+        verify,
+        evaluate,
+        generate,
+        hub,
+        slurm,
+        scaling,
+        dashboard,
+        track,
+        doctor,
+    ):
         module.register(app)
 
 

@@ -15,9 +15,9 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rich.status import Status
 
+    from pipeline.bench.train_step import Peer
     from pipeline.config.schema import RunConfig
     from pipeline.parallel.world import World
-    from pipeline.train.bench import Peer
 
 _DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"  # it hashes strings, which xxhash 4 no longer does
 
@@ -38,20 +38,28 @@ def data(
     compare: Annotated[
         str | None, typer.Option(help=f"datatrove: its pipelines too ({_DATATROVE}); minutes more.")
     ] = None,
-    tenfold: Annotated[bool, typer.Option("--tenfold", help="Ten times the text too; minutes more.")] = False,
+    tenfold: Annotated[
+        bool, typer.Option("--tenfold", help="Ten times the text too; minutes more.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Encoding and jsonl → shards, against sentencepiece, plain processes and datasets.map."""
     from importlib.util import find_spec
 
-    from pipeline.data import bench
+    from pipeline.bench import data_stage as bench
 
-    if compare is not None and (compare != "datatrove" or not (find_spec("datatrove") and find_spec("spacy"))):
+    if compare is not None and (
+        compare != "datatrove" or not (find_spec("datatrove") and find_spec("spacy"))
+    ):
         raise ConfigError(f"--compare {compare}: only datatrove is known; {_DATATROVE}")
     _print(bench.data(megabytes, datatrove=compare is not None, tenfold=tenfold), as_json)
 
 
-@app.command(epilog=examples("launch bench loader data/python", "launch bench loader data/web --seq 4096 --json"))
+@app.command(
+    epilog=examples(
+        "launch bench loader data/python", "launch bench loader data/web --seq 4096 --json"
+    )
+)
 def loader(
     path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
     rows: Annotated[int, typer.Option(min=1)] = 8,
@@ -59,7 +67,7 @@ def loader(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Batches per second, against a bare permuted gather from the same tokens."""
-    from pipeline.data import bench
+    from pipeline.bench import data_stage as bench
     from pipeline.data.shards import Corpus
 
     _print(bench.loader(Corpus.open(path), rows, seq), as_json)
@@ -78,12 +86,22 @@ def loader(
 def train(
     size: Annotated[str, typer.Option(help="A row of configs/sizes.toml.")] = "tiny",
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
-    data: Annotated[Path | None, typer.Option(help="Prepared shards; left out, tokens are random.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared shards; left out, tokens are random.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 3,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; 1 if left out.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
-    parts: Annotated[bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")] = True,
+    zero: Annotated[
+        int | None, typer.Option(min=0, max=3, help="ZeRO stage; 1 if left out.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
+    ] = None,
+    parts: Annotated[
+        bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")
+    ] = True,
     profile: Annotated[
         bool, typer.Option("--profile", help="The kernels of one step, and on a GPU its pauses.")
     ] = False,
@@ -98,7 +116,10 @@ def train(
         bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
     ] = False,
     overheads: Annotated[
-        bool, typer.Option("--overheads", help="What guard, log, hashes and checkpoints cost, each by itself.")
+        bool,
+        typer.Option(
+            "--overheads", help="What guard, log, hashes and checkpoints cost, each by itself."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -108,14 +129,14 @@ def train(
 
     from rich.console import Console
 
-    from pipeline.choose import Room, choose_once, smaller
+    from pipeline.bench import train_step as bench
     from pipeline.config.load import load
     from pipeline.data.shards import Corpus
     from pipeline.parallel.world import World, free_port, joining
-    from pipeline.recipe import resolve
-    from pipeline.train import bench
-    from pipeline.train.faults import no_room
-    from pipeline.train.plan import Devices
+    from pipeline.planner.choose import Room, choose_once, smaller
+    from pipeline.planner.recipe import resolve
+    from pipeline.runs.faults import no_room
+    from pipeline.train.request import Devices
 
     before = dict(os.environ)
     if "RANK" not in before:  # alone, not under torchrun
@@ -123,7 +144,10 @@ def train(
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    over = {"parallel": {} if zero is None else {"zero": zero}, "train": {"auto_batch": True} if auto_batch else {}}
+    over = {
+        "parallel": {} if zero is None else {"zero": zero},
+        "train": {"auto_batch": True} if auto_batch else {},
+    }
     corpus = None if data is None else Corpus.open(data)
     layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
@@ -132,7 +156,9 @@ def train(
     choose_once(loaded)
     if loaded.train.auto_batch:
         here, failed = Devices.here(), int(before.get(_FAILED, 0)) or None
-        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(config, world.size, failed)
+        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(
+            config, world.size, failed
+        )
         first.append(("auto-batch", note))
     peer = None
     if compare is not None:
@@ -141,9 +167,19 @@ def train(
         corpus.check(config.model.vocab, config.model.seq, "train")
     terminal = False if as_json or not world.first else None  # None: whatever it is
     # once a second: its thread shares the processor with what is timed
-    status = Console(stderr=True, force_terminal=terminal).status("matmul ceiling", refresh_per_second=1)
+    status = Console(stderr=True, force_terminal=terminal).status(
+        "matmul ceiling", refresh_per_second=1
+    )
     figures = bench.train(
-        config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer, beside=overheads, say=status.update
+        config,
+        world,
+        corpus,
+        steps=steps,
+        parts=parts,
+        profile=profile,
+        peer=peer,
+        beside=overheads,
+        say=status.update,
     )
     try:
         _print(chain(first, _waited(figures, status)), as_json, show=world.first)
@@ -155,26 +191,36 @@ def train(
             least = "" if micro == 1 else "a smaller one, or "
             if lower is not None:
                 least = f"--set train.micro_batch={lower.train.micro_batch} in place of --auto-batch, or "
-            said = f"train.micro_batch={micro}: memory ran out; take {least}--set train.recompute=true"
+            said = (
+                f"train.micro_batch={micro}: memory ran out; take {least}--set train.recompute=true"
+            )
             raise RunError(said) from error
         # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again
         typer.echo(f"micro-batch {micro} does not fit", err=True)
-        os.execve(sys.executable, [sys.executable, "-m", "launch", *sys.argv[1:]], before | {_FAILED: str(micro)})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "launch", *sys.argv[1:]],
+            before | {_FAILED: str(micro)},
+        )
 
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":
     """Refused before anything is timed."""
-    from pipeline.interop.peer import HuggingFace, described
-    from pipeline.train.bench import Twin
+    from pipeline.bench.peer import HuggingFace, described
+    from pipeline.bench.train_step import Twin
 
     if name == "bf16" and config.train.fp8:
         return Twin
     if name == "bf16":
         raise ConfigError("--compare bf16 is what fp8 is held against; add --set train.fp8=true")
     if name not in ("hf", "hf-mixed"):
-        raise ConfigError(f"--compare {name} is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true")
+        raise ConfigError(
+            f"--compare {name} is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true"
+        )
     if ranks > 1:
-        raise ConfigError(f"--compare {name} is for one process, and these are {ranks}; start it without torchrun")
+        raise ConfigError(
+            f"--compare {name} is for one process, and these are {ranks}; start it without torchrun"
+        )
     described(config)
     return partial(HuggingFace, mixed=name == "hf-mixed")
 

@@ -23,9 +23,15 @@ TOKEN = "ISOFLOP_DASHBOARD_TOKEN"
 def dashboard(
     runs: Annotated[Path | None, RUNS] = None,
     experiment: Annotated[str | None, EXPERIMENT] = None,
-    static: Annotated[Path | None, typer.Option(help="Write the page as one HTML file instead.")] = None,
-    port: Annotated[int, typer.Option(help="Where to serve; 0 for any free port.", min=0, max=65535)] = 8080,
-    host: Annotated[str, typer.Option(help="The address; beyond loopback it asks for a token.")] = "127.0.0.1",
+    static: Annotated[
+        Path | None, typer.Option(help="Write the page as one HTML file instead.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="Where to serve; 0 for any free port.", min=0, max=65535)
+    ] = 8080,
+    host: Annotated[
+        str, typer.Option(help="The address; beyond loopback it asks for a token.")
+    ] = "127.0.0.1",
     law: Annotated[str, LAW] = "auto",
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -52,7 +58,9 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(page)
     except OSError as error:
-        raise ConfigError(f"static={target} cannot be written ({error.strerror}); choose another place") from None
+        raise ConfigError(
+            f"static={target} cannot be written ({error.strerror}); choose another place"
+        ) from None
     count = len(watcher.snapshot.runs)
     if as_json:
         print_json({"path": str(target), "runs": count, "bytes": len(page)})
@@ -67,9 +75,13 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
 
     token = None if host in LOCAL else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
-        raise ConfigError(f"port={port} on {host} cannot be opened ({error.strerror}); try --port 0") from None
+        raise ConfigError(
+            f"port={port} on {host} cannot be opened ({error.strerror}); try --port 0"
+        ) from None
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listening.getsockname()[1]}/"
     shown = address if token is None else f"{address}?token={token}"
@@ -77,7 +89,9 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
         print(json.dumps({"url": shown, "source": watcher.source.title}), flush=True)
     else:
         typer.echo(f"{watcher.source.title} │ {shown} │ Ctrl-C ends it")
-    config = uvicorn.Config(application(watcher, host, token), log_level="warning", server_header=False)
+    config = uvicorn.Config(
+        application(watcher, host, token), log_level="warning", server_header=False
+    )
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -16,7 +16,9 @@ from launch.examples import examples
 if TYPE_CHECKING:
     from pipeline.data.prepare import Report
 
-app = typer.Typer(help="Turn text into token shards with Ray, and look at them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Turn text into token shards with Ray, and look at them.", no_args_is_help=True
+)
 
 PREPARE = examples(
     "launch data prepare --source python --out data/python",
@@ -31,33 +33,49 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Directory for the shards.")],
     source: Annotated[
         list[str] | None,
-        typer.Option(help="python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."),
+        typer.Option(
+            help="python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
+        ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="Filters, dedup, mixture: a name in configs/data or a TOML file.")
+        str | None,
+        typer.Option(help="Filters, dedup, mixture: a name in configs/data or a TOML file."),
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Train a SentencePiece BPE of this size.  [default: 4096]")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Use this SentencePiece .model instead.")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Ray workers; the shards do not depend on it.  [default: all CPUs]")
+        int | None,
+        typer.Option(
+            min=1, help="Ray workers; the shards do not depend on it.  [default: all CPUs]"
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the synthetic corpus and of the tokenizer's sample.  [default: 0]")
+        int | None,
+        typer.Option(
+            min=0, help="Of the synthetic corpus and of the tokenizer's sample.  [default: 0]"
+        ),
     ] = None,
     valid_share: Annotated[
-        float | None, typer.Option(min=0, max=0.5, help="Documents held out, by their hash.  [default: 0.01]")
+        float | None,
+        typer.Option(min=0, max=0.5, help="Documents held out, by their hash.  [default: 0.01]"),
     ] = None,
     limit_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Of each source.  [default: 32 MiB of a built-in, else all]")
+        int | None,
+        typer.Option(min=1, help="Of each source.  [default: 32 MiB of a built-in, else all]"),
     ] = None,
-    text_key: Annotated[str | None, typer.Option(help="Field or column that holds the text.  [default: text]")] = None,
+    text_key: Annotated[
+        str | None, typer.Option(help="Field or column that holds the text.  [default: text]")
+    ] = None,
     malformed_share: Annotated[
         float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
     ] = 0.01,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7.")
+        list[str] | None,
+        typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -72,7 +90,9 @@ def prepare(
     from pipeline.errors import ConfigError
 
     if vocab_size is not None and tokenizer is not None:
-        raise ConfigError(f"vocab-size={vocab_size} and tokenizer={tokenizer} exclude each other; give one")
+        raise ConfigError(
+            f"vocab-size={vocab_size} and tokenizer={tokenizer} exclude each other; give one"
+        )
     given = Tokenizer.open(tokenizer) if tokenizer else None
     settings = {
         "sources": tuple(source) if source else None,
@@ -97,7 +117,16 @@ def prepare(
         )
     seconds = time.monotonic() - start
     if as_json:
-        print(json.dumps({"out": str(out), "reused": reused, "seconds": round(seconds, 2), **manifest.model_dump()}))
+        print(
+            json.dumps(
+                {
+                    "out": str(out),
+                    "reused": reused,
+                    "seconds": round(seconds, 2),
+                    **manifest.model_dump(),
+                }
+            )
+        )
     else:
         train, valid = manifest.splits["train"], manifest.splits["valid"]
         state = "already there, every checksum right" if reused else f"written in {seconds:.1f} s"
@@ -109,29 +138,46 @@ def prepare(
         for stage in manifest.stages:
             kept = f"kept {stage.documents_kept:>12,} of {stage.documents_in:,} documents"
             tokens = "" if stage.tokens is None else f", {stage.tokens:,} tokens"
-            print(f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes{tokens}")
+            print(
+                f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes{tokens}"
+            )
             for reason, (documents, size) in stage.dropped.items():
-                print(f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}")
+                print(
+                    f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}"
+                )
         for share in (share for share in manifest.sources if share.weight is not None):
             passes = "" if share.epochs is None else f", {share.epochs:.2f} epochs"
-            print(f"  {share.name}: {share.tokens:,} tokens, {share.weight:.1%} of the batches{passes}")
+            print(
+                f"  {share.name}: {share.tokens:,} tokens, {share.weight:.1%} of the batches{passes}"
+            )
         if not valid.tokens:
             print("no document was held out: raise --valid-share to measure a held-out loss")
 
 
 @app.command(
-    "tokenizer", epilog=examples("launch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model")
+    "tokenizer",
+    epilog=examples(
+        "launch data tokenizer --source web/ --source code/ --weight code/=0.3 --out t.model"
+    ),
 )
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],
     out: Annotated[Path, typer.Option(help="The .model file to write.")],
-    vocab_size: Annotated[int, typer.Option(help="Pieces, bytes and control pieces included.")] = 32768,
-    kind: Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")] = "bpe",
+    vocab_size: Annotated[
+        int, typer.Option(help="Pieces, bytes and control pieces included.")
+    ] = 32768,
+    kind: Annotated[
+        str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")
+    ] = "bpe",
     special: Annotated[
         list[str] | None, typer.Option(help="A control piece; repeatable.  [default: <pad> <mask>]")
     ] = None,
-    weight: Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT of the sample.  [default: by size]")] = None,
-    sample_bytes: Annotated[int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")] = None,
+    weight: Annotated[
+        list[str] | None, typer.Option(help="SOURCE=WEIGHT of the sample.  [default: by size]")
+    ] = None,
+    sample_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")
+    ] = None,
     limit_bytes: Annotated[int | None, typer.Option(min=1, help="Of each source.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
     text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
@@ -141,13 +187,24 @@ def train_tokenizer(
     from pipeline.data.recipe import load_recipe
     from pipeline.data.sample import make_tokenizer
 
-    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | ({"controls": special} if special else {})
-    settings = {"sources": source, "vocab_size": vocab_size, "seed": seed, "limit_bytes": limit_bytes}
+    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | (
+        {"controls": special} if special else {}
+    )
+    settings = {
+        "sources": source,
+        "vocab_size": vocab_size,
+        "seed": seed,
+        "limit_bytes": limit_bytes,
+    }
     settings |= {"text_key": text_key, "train": train}
     settings |= {"mixture": {"weights": _weights(weight, source)} if weight else None}
     made = make_tokenizer(load_recipe(None, settings), out)
     if as_json:
-        print(json.dumps({"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}))
+        print(
+            json.dumps(
+                {"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}
+            )
+        )
     else:
         speed = "gigatoken" if made.fast else "sentencepiece"
         print(f"{out}: {made.vocab:,} pieces, fingerprint {made.fingerprint}; encoded by {speed}")
@@ -165,7 +222,9 @@ def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"weight={entry!r} is not SOURCE=NUMBER") from None
         if source not in sources:
-            raise ConfigError(f"weight={entry!r}: {source!r} is not a --source; known: {', '.join(sources)}")
+            raise ConfigError(
+                f"weight={entry!r}: {source!r} is not a --source; known: {', '.join(sources)}"
+            )
     return weights
 
 

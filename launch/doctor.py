@@ -16,7 +16,16 @@ import typer
 
 from launch.examples import examples
 
-PACKAGES = ("torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "gigatoken", "ray", "mlflow")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "accelerate",
+    "datasets",
+    "sentencepiece",
+    "gigatoken",
+    "ray",
+    "mlflow",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,9 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=examples("launch doctor", "launch doctor --json"))(doctor)
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
     """Check Python, packages, devices, Ray, MLflow, SLURM, disk and memory; exit 1 if training cannot work."""
     findings = []
     for finding in _findings():
@@ -46,10 +57,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
 
 def _findings() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "broken", version, "install Python 3.11 or newer")
+    yield Finding(
+        "python",
+        "ok" if sys.version_info >= (3, 11) else "broken",
+        version,
+        "install Python 3.11 or newer",
+    )
     # each in a process of its own: a package that crashes on import must not take the doctor with it
     with ThreadPoolExecutor() as pool:
-        yield from (done.result() for done in as_completed([pool.submit(_package, name) for name in PACKAGES]))
+        yield from (
+            done.result()
+            for done in as_completed([pool.submit(_package, name) for name in PACKAGES])
+        )
     yield _gpus()
     yield _tracking()
     yield _slurm()
@@ -70,9 +89,17 @@ def _package(name: str) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed", remedy)
-    env = {**os.environ, "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    env = {
+        **os.environ,
+        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     probe = subprocess.run(
-        [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, env=env, check=False
+        [sys.executable, "-c", f"import {name}"],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
     )
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or ["import failed"])[-1]
@@ -82,7 +109,9 @@ def _package(name: str) -> Finding:
 
 def _gpus() -> Finding:
     code = "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
-    probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     names = probe.stdout.strip()
     if probe.returncode or names == "[]":
         return Finding(
@@ -120,11 +149,18 @@ def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("slurm", "note", "no sbatch here", "only needed for cluster jobs")
     probe = subprocess.run(
-        ["sinfo", "--noheader", "-o", "%P %a %D"], capture_output=True, text=True, check=False, timeout=20
+        ["sinfo", "--noheader", "-o", "%P %a %D"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
     )
     if probe.returncode:
         return Finding(
-            "slurm", "note", "sbatch is here, the controller does not answer", "check SLURM_CONF and slurmctld"
+            "slurm",
+            "note",
+            "sbatch is here, the controller does not answer",
+            "check SLURM_CONF and slurmctld",
         )
     return Finding("slurm", "ok", "; ".join(probe.stdout.split("\n")[:3]).strip("; "))
 
@@ -136,7 +172,10 @@ def _memory() -> Finding:
     low = memory.available < 4 * 2**30
     found = f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB available"
     return Finding(
-        "memory", "note" if low else "ok", found, "close other programs: the demo wants 8 GiB" if low else ""
+        "memory",
+        "note" if low else "ok",
+        found,
+        "close other programs: the demo wants 8 GiB" if low else "",
     )
 
 
@@ -145,6 +184,11 @@ def _print(f: Finding) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    marks = {"ok": "[green]✓[/]", "note": "[yellow]•[/]", "missing": "[red]✗[/]", "broken": "[red]✗[/]"}
+    marks = {
+        "ok": "[green]✓[/]",
+        "note": "[yellow]•[/]",
+        "missing": "[red]✗[/]",
+        "broken": "[red]✗[/]",
+    }
     said = escape(f.found if f.state == "ok" else f"{f.found}; {f.remedy}")
     Console().print(f"{marks[f.state]} {f.what:<13} {said}", highlight=False, soft_wrap=True)

@@ -21,9 +21,12 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
-    data: Annotated[Path | None, typer.Option(help="Prepared shards; left out, those the run was trained on.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared shards; left out, those the run was trained on.")
+    ] = None,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="Of held-out text; left out, as many as while training.")
+        int | None,
+        typer.Option(min=1, help="Of held-out text; left out, as many as while training."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -34,8 +37,8 @@ def evaluate(
     from pipeline.data.shards import Corpus
     from pipeline.errors import ConfigError
     from pipeline.parallel.world import World
-    from pipeline.train.evaluate import Evaluator
-    from pipeline.train.rundir import same_tokenizer
+    from pipeline.runs.directory import same_tokenizer
+    from pipeline.train.evaluation import Evaluator
 
     world = World.from_environment({})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -53,8 +56,14 @@ def evaluate(
         )
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
-        figures = {"run": str(run), "data": str(where), **evaluator(lambda micro: model(*micro).nll)}
+        figures = {
+            "run": str(run),
+            "data": str(where),
+            **evaluator(lambda micro: model(*micro).nll),
+        }
     if as_json:
         print(json.dumps(figures))
     else:
-        print(f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte on {where}")
+        print(
+            f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte on {where}"
+        )

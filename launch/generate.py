@@ -25,16 +25,24 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="What to continue; may be given several times.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What to continue; may be given several times.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts, one a line.")] = None,
     max_new: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.", min=1)] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest that make up this share.", min=0, max=1)] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest that make up this share.", min=0, max=1)
+    ] = 1.0,
     beam: Annotated[int | None, typer.Option(help="Beam search: how many are kept.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="Print as it is written; one prompt.")] = False,
-    tokenizer: Annotated[Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print as it is written; one prompt.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
@@ -44,20 +52,28 @@ def generate(
     if not prompts:
         raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
     if stream and (len(prompts) > 1 or beam or as_json):
-        raise ConfigError("--stream writes one prompt as it comes; take away --beam, --json and all prompts but one")
+        raise ConfigError(
+            "--stream writes one prompt as it comes; take away --beam, --json and all prompts but one"
+        )
     if beam and (temperature or top_k or top_p < 1):
-        raise ConfigError("--beam searches and does not draw; take away --temperature, --top-k and --top-p")
+        raise ConfigError(
+            "--beam searches and does not draw; take away --temperature, --top-k and --top-p"
+        )
     if (top_k or top_p < 1) and not temperature:
-        raise ConfigError("--top-k and --top-p shape a draw, but --temperature 0 draws nothing; give --temperature 1")
+        raise ConfigError(
+            "--top-k and --top-p shape a draw, but --temperature 0 draws nothing; give --temperature 1"
+        )
 
     import torch
 
     from pipeline.checkpoint.weights import load_model
     from pipeline.model import generate as g
-    from pipeline.train.rundir import tokenizer_of
+    from pipeline.runs.directory import tokenizer_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, config = load_model(run, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    model, config = load_model(
+        run, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device
+    )
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
     # an empty prompt begins as a document does: after the end of another
     ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
@@ -71,12 +87,21 @@ def generate(
         return
     if beam:
         found = [g.beam_search(model, one, max_new, pieces.eod, beam)[0] for one in ids]
-        new, scores = [list(best.tokens) for best in found], [{"log_likelihood": best.score} for best in found]
+        new, scores = (
+            [list(best.tokens) for best in found],
+            [{"log_likelihood": best.score} for best in found],
+        )
     else:
         new, scores = g.generate(model, ids, max_new, pieces.eod, sampling), [{} for _ in ids]
     for text, tail, score in zip(prompts, new, scores, strict=True):
         body = tail[:-1] if tail[-1:] == [pieces.eod] else tail
-        out = {"prompt": text, "text": pieces.decode(body), "tokens": tail, "ended": tail != body, **score}
+        out = {
+            "prompt": text,
+            "text": pieces.decode(body),
+            "tokens": tail,
+            "ended": tail != body,
+            **score,
+        }
         print(json.dumps(out, ensure_ascii=False) if as_json else f"{text}{out['text']}")
 
 

@@ -13,7 +13,8 @@ def register(app: typer.Typer) -> None:
     app.command(
         "export",
         epilog=examples(
-            "launch export --run runs/1b --to hub/1b", "launch export --run runs/1b --to hub/1b --dtype bf16 --json"
+            "launch export --run runs/1b --to hub/1b",
+            "launch export --run runs/1b --to hub/1b --dtype bf16 --json",
         ),
     )(export_)
     app.command(
@@ -27,9 +28,14 @@ def register(app: typer.Typer) -> None:
 
 def export_(
     run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
-    to: Annotated[Path, typer.Option(help="The directory to write, for AutoModelForCausalLM and AutoTokenizer.")],
+    to: Annotated[
+        Path,
+        typer.Option(help="The directory to write, for AutoModelForCausalLM and AutoTokenizer."),
+    ],
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    tokenizer: Annotated[Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Write a run as a Hugging Face directory; it only appears if transformers gives the same logits from it."""
@@ -37,9 +43,9 @@ def export_(
 
     from pipeline.checkpoint.weights import load_model
     from pipeline.errors import ConfigError
-    from pipeline.interop.export import export
-    from pipeline.interop.families import choose
-    from pipeline.train.rundir import tokenizer_of
+    from pipeline.hub.export import export
+    from pipeline.hub.families import choose
+    from pipeline.runs.directory import tokenizer_of
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if dtype not in dtypes:
@@ -57,12 +63,14 @@ def export_(
 
 
 def import_(
-    source: Annotated[Path, typer.Option("--from", help="A directory that transformers' save_pretrained wrote.")],
+    source: Annotated[
+        Path, typer.Option("--from", help="A directory that transformers' save_pretrained wrote.")
+    ],
     out: Annotated[Path, typer.Option(help="The directory to make: a checkpoint at step 0.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Take a Hugging Face model as a start: `launch pretrain --init OUT` trains it further."""
-    from pipeline.interop.start import start
+    from pipeline.hub.start import start
 
     done = start(source, out)
     if as_json:

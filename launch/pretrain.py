@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.slurm.submit import Nodes
-    from pipeline.train.plan import Devices, Settled
+    from pipeline.train.request import Devices, Settled
 
 EXAMPLES = examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
@@ -31,17 +31,30 @@ def register(app: typer.Typer) -> None:
 
 
 def pretrain(
-    size: Annotated[str | None, typer.Option(help="A rung of the ladder; `launch show --sizes` lists them.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="A rung of the ladder; `launch show --sizes` lists them.")
+    ] = None,
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
     data: Annotated[Path | None, typer.Option(help="Shards made by `launch data prepare`.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run directory; runs/EXPERIMENT/SIZE if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory; runs/EXPERIMENT/SIZE if left out.")
+    ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Processes per node; if left out one per GPU, on --resume as before.", min=1)
+        int | None,
+        typer.Option(
+            help="Processes per node; if left out one per GPU, on --resume as before.", min=1
+        ),
     ] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts of a routed model.")] = None,
-    sp: Annotated[int | None, typer.Option(help="Ranks that share each sequence, for long ones.")] = None,
-    engine: Annotated[str | None, typer.Option(help="deepspeed, or accelerate as its referee.")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that share the experts of a routed model.")
+    ] = None,
+    sp: Annotated[
+        int | None, typer.Option(help="Ranks that share each sequence, for long ones.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="deepspeed, or accelerate as its referee.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Length in optimizer steps.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Length in tokens (1e9 works).")] = None,
     flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
@@ -50,36 +63,67 @@ def pretrain(
         bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
     ] = False,
     init: Annotated[
-        Path | None, typer.Option(help="Begin with the weights of a run or an import, instead of --size.")
+        Path | None,
+        typer.Option(help="Begin with the weights of a run or an import, instead of --size."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")
+    ] = False,
     branch: Annotated[
-        Path | None, typer.Option(help="Begin in this run's plateau, where the decay of the new one begins (WSD).")
+        Path | None,
+        typer.Option(
+            help="Begin in this run's plateau, where the decay of the new one begins (WSD)."
+        ),
     ] = None,
-    experiment: Annotated[str | None, typer.Option(help="MLflow experiment that the run belongs to.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), or a TOML file of yours.")] = None,
+    experiment: Annotated[
+        str | None, typer.Option(help="MLflow experiment that the run belongs to.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster (configs/cluster), or a TOML file of yours.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data order.", min=0)] = None,
-    track: Annotated[bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local log.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last held-out figures as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No step lines.")] = False,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it as a SLURM job that requeues itself.")] = False,
-    nodes: Annotated[str | None, typer.Option(help="Of the job: 4, or 2-4 for what is free.  [default: 1]")] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="Of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]", min=0)
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
     ] = None,
-    time: Annotated[str | None, typer.Option(help="Of the job, as sbatch takes it: 24:00:00, 2-12.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data order.", min=0)] = None,
+    track: Annotated[
+        bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local log.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the last held-out figures as JSON.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No step lines.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit it as a SLURM job that requeues itself.")
+    ] = False,
+    nodes: Annotated[
+        str | None, typer.Option(help="Of the job: 4, or 2-4 for what is free.  [default: 1]")
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]", min=0
+        ),
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Of the job, as sbatch takes it: 24:00:00, 2-12.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")
+    ] = False,
 ) -> tuple[Any, Any]:  # Settled, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
-    from pipeline.checkpoint.steps import complete
-    from pipeline.train.plan import Devices, Request, settle
-    from pipeline.train.rundir import RunDir
-    from pipeline.train.start import start
+    from pipeline.runs.directory import RunDir
+    from pipeline.runs.steps import complete
+    from pipeline.train.request import Devices, Request, settle
     from pipeline.train.stop import STOPPED
+    from pipeline.train.supervisor import start
 
-    for option, value in {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--time": time}.items():
+    for option, value in {
+        "--nodes": nodes,
+        "--gpus-per-node": gpus_per_node,
+        "--time": time,
+    }.items():
         if value is not None and not slurm:
             raise ConfigError(f"{option} {value} is for a job; add --slurm")
     if dry_run and not slurm:
@@ -97,11 +141,28 @@ def pretrain(
         "experiment": experiment,
         "seed": seed,
         "parallel": {"zero": zero, "ep": ep, "sp": sp, "engine": engine},
-        "train": {"steps": steps, "tokens": tokens, "flops": flops, "dtype": dtype, "auto_batch": auto_batch or None},
+        "train": {
+            "steps": steps,
+            "tokens": tokens,
+            "flops": flops,
+            "dtype": dtype,
+            "auto_batch": auto_batch or None,
+        },
         "cluster": {"slurm": {"time": time}},
     }
     wish = Request(
-        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume, branch=branch, init=init
+        size,
+        arch,
+        data,
+        out,
+        ranks,
+        cluster,
+        config,
+        sets or (),
+        _given(over),
+        resume,
+        branch=branch,
+        init=init,
     )
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
@@ -125,7 +186,9 @@ def pretrain(
         if note:
             typer.echo(note, err=True)
     elif not complete(run.checkpoints):
-        typer.echo(f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True)
+        typer.echo(
+            f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True
+        )
     _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
     if not run.finished:  # what follows in a script is not to go on with half a model
         raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
@@ -137,7 +200,9 @@ def as_job(arguments: Sequence[str]) -> "tuple[Settled, Nodes]":
     alone = typer.Typer(pretty_exceptions_enable=False)
     register(alone)
     command = typer.main.get_command(alone)
-    settled, nodes = command.main([*arguments, "--slurm", "--dry-run", "--quiet"], standalone_mode=False)
+    settled, nodes = command.main(
+        [*arguments, "--slurm", "--dry-run", "--quiet"], standalone_mode=False
+    )
     return settled, nodes
 
 
@@ -152,9 +217,9 @@ def _cluster(
 ) -> "tuple[Nodes, Devices]":
     """The nodes that the job asks for, and what one of them trains on."""
     from pipeline.config.load import load_cluster
+    from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
-    from pipeline.train.plan import Devices
-    from pipeline.train.rundir import RunDir
+    from pipeline.train.request import Devices
 
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
     machine = load_cluster(name, run=before, file=file, sets=sets)
@@ -162,7 +227,9 @@ def _cluster(
     return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(machine, gpus)
 
 
-def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool) -> None:
+def submit(
+    settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
+) -> None:
     """Refused before the run directory exists, or in the queue."""
     import json
     import shlex
@@ -179,8 +246,15 @@ def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as
         print(f"# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
         print(f"# {job.test() if shutil.which('sbatch') else 'no SLURM here: not validated'}")
         return
-    if (old := job_of(run)) and settled.facts is None and (there := queue.entry(old)) and there.living:
-        raise RunError(f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it")
+    if (
+        (old := job_of(run))
+        and settled.facts is None
+        and (there := queue.entry(old))
+        and there.living
+    ):
+        raise RunError(
+            f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it"
+        )
     if settled.run.finished:
         raise RunError(f"run {run} has finished; there is nothing to submit")
     job.test()
@@ -191,12 +265,16 @@ def submit(settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as
     if as_json:
         print(json.dumps({"job": number, "run": str(run)}))
     else:
-        print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}\nwatch it with: launch status {run}")
+        print(
+            f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}\nwatch it with: launch status {run}"
+        )
 
 
 def _given(table: dict[str, Any]) -> dict[str, Any]:
     """Without what was left out."""
-    inner = {key: _given(value) if isinstance(value, dict) else value for key, value in table.items()}
+    inner = {
+        key: _given(value) if isinstance(value, dict) else value for key, value in table.items()
+    }
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
@@ -204,7 +282,7 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
     """The last held-out figures, and how to go on."""
     import json
 
-    from pipeline.track.log import read
+    from pipeline.runs.log import read
 
     last: dict[str, Any] = {}
     step, goodput = 0, None
@@ -215,10 +293,20 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
         goodput = record.get("goodput", goodput)
     status = "finished" if step >= steps else "stopped"
     if as_json:
-        about = {"run": str(path), "status": status, "step": step, "steps": steps, "goodput": goodput}
+        about = {
+            "run": str(path),
+            "status": status,
+            "step": step,
+            "steps": steps,
+            "goodput": goodput,
+        }
         print(json.dumps({**about, "eval": last or None}))
     elif not quiet:
-        figures = f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte" if last else ""
+        figures = (
+            f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte"
+            if last
+            else ""
+        )
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
         if status == "stopped":
             print(f"continue with: launch pretrain --resume --out {path}")

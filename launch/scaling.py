@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from pipeline.scaling.study import Study
 
 RUNS = typer.Option(help="Directory of runs, such as runs/demo.")
-EXPERIMENT = typer.Option(help="Name of an experiment: runs/NAME if it is here, else the MLflow store.")
-POINTS = typer.Option(help="CSV with columns N, D, loss (optional C, run, experts, unique, convention).")
+EXPERIMENT = typer.Option(
+    help="Name of an experiment: runs/NAME if it is here, else the MLflow store."
+)
+POINTS = typer.Option(
+    help="CSV with columns N, D, loss (optional C, run, experts, unique, convention)."
+)
 LAW = typer.Option(
     help="auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, data-constrained, compute or power."
 )
@@ -42,7 +46,9 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
             raise ConfigError("give one of --runs DIR or --experiment NAME")
 
 
-def read_points(runs: Path | None, experiment: str | None, points: Path | None, law: str) -> "tuple[Points, list[str]]":
+def read_points(
+    runs: Path | None, experiment: str | None, points: Path | None, law: str
+) -> "tuple[Points, list[str]]":
     """The points, and vocabulary and sequence of their runs as settings: what is forecast is one of them, larger."""
     from pipeline.scaling.points import read_csv
     from pipeline.scaling.runs import points_of
@@ -52,7 +58,11 @@ def read_points(runs: Path | None, experiment: str | None, points: Path | None, 
     if points is not None:
         return read_csv(points), []
     found = read(runs, experiment)
-    shape = [f"model.{key}={found[0].record[key]}" for key in ("vocab", "seq") if found[0].record.get(key)]
+    shape = [
+        f"model.{key}={found[0].record[key]}"
+        for key in ("vocab", "seq")
+        if found[0].record.get(key)
+    ]
     return points_of(found, curves=law == "envelope"), shape
 
 
@@ -63,7 +73,9 @@ def bar(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
+    with Progress(
+        console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, share: float) -> None:
@@ -79,9 +91,13 @@ def fit(
     experiment: Annotated[str | None, EXPERIMENT] = None,
     points: Annotated[Path | None, POINTS] = None,
     law: Annotated[str, LAW] = "auto",
-    bootstrap: Annotated[int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)] = 1000,
+    bootstrap: Annotated[
+        int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)
+    ] = 1000,
     drop_highest: Annotated[int, DROP] = 0,
-    full_grid: Annotated[bool, typer.Option("--full-grid", help="Start from all of Hoffmann's 4500 places.")] = False,
+    full_grid: Annotated[
+        bool, typer.Option("--full-grid", help="Start from all of Hoffmann's 4500 places.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Fit a scaling law to finished runs."""
@@ -89,7 +105,13 @@ def fit(
 
     rows, _ = read_points(runs, experiment, points, law)
     with bar(quiet=as_json) as show:
-        done = study(rows.drop_highest(drop_highest), law, resamples=bootstrap, full_grid=full_grid, show=show)
+        done = study(
+            rows.drop_highest(drop_highest),
+            law,
+            resamples=bootstrap,
+            full_grid=full_grid,
+            show=show,
+        )
     print_json(done.to_json()) if as_json else print_fit(done.to_json())
 
 
@@ -98,18 +120,32 @@ def forecast(
     experiment: Annotated[str | None, EXPERIMENT] = None,
     points: Annotated[Path | None, POINTS] = None,
     size: Annotated[str | None, typer.Option(help="A rung of the ladder, such as 1b.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens; with --size 20 per parameter otherwise.")] = None,
-    params: Annotated[float | None, typer.Option(help="N, counted as in the fitted points; with --tokens.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens; with --size 20 per parameter otherwise.")
+    ] = None,
+    params: Annotated[
+        float | None, typer.Option(help="N, counted as in the fitted points; with --tokens.")
+    ] = None,
     flops: Annotated[float | None, typer.Option(help="Compute: the best run it can buy.")] = None,
-    targets: Annotated[Path | None, typer.Option(help="CSV with columns N, D (optional C, run, experts).")] = None,
+    targets: Annotated[
+        Path | None, typer.Option(help="CSV with columns N, D (optional C, run, experts).")
+    ] = None,
     arch: Annotated[str, typer.Option(help="Architecture of --size.")] = "dense",
-    sets: Annotated[list[str] | None, typer.Option("--set", help="key=value over the config of --size.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value over the config of --size.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="For the time it takes.", min=1)] = 8,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster), for the time.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster (configs/cluster), for the time.")
+    ] = None,
     law: Annotated[str, LAW] = "auto",
     drop_highest: Annotated[int, DROP] = 0,
-    register: Annotated[bool, typer.Option("--register", help="Put it on record, for ever.")] = False,
-    forecasts: Annotated[Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")] = None,
+    register: Annotated[
+        bool, typer.Option("--register", help="Put it on record, for ever.")
+    ] = False,
+    forecasts: Annotated[
+        Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Foretell the loss of a larger run, with an interval."""
@@ -126,13 +162,17 @@ def forecast(
             recipe = foretell.recipe_of(size, arch, tokens, [*shape, *(sets or ())], gpus)
             place = partial(foretell.at_recipe, recipe=recipe, name=size)
         case None, float(), None, None if tokens:
-            place = partial(foretell.at_sizes, N=above_zero("params", params), D=above_zero("tokens", tokens))
+            place = partial(
+                foretell.at_sizes, N=above_zero("params", params), D=above_zero("tokens", tokens)
+            )
         case None, None, float(), None if tokens is None:
             place = partial(foretell.at_flops, C=above_zero("flops", flops))
         case None, None, None, Path() if tokens is None:
             place = partial(foretell.at_targets, targets=foretell.read_targets(targets))
         case _:
-            raise ConfigError("give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv")
+            raise ConfigError(
+                "give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv"
+            )
     done = study(rows.drop_highest(drop_highest), law, focused=True)
     places = place(done)
     made = foretell.forecast(done, places)
@@ -144,7 +184,11 @@ def forecast(
     if recipe is None and targets is None:
         recipe = foretell.recipe_at(made[0].N, made[0].D, made[0].C)
     if recipe is not None:
-        data["recipe"] = {"lr": recipe.lr, "batch_tokens": recipe.batch_tokens, "steps": recipe.steps}
+        data["recipe"] = {
+            "lr": recipe.lr,
+            "batch_tokens": recipe.batch_tokens,
+            "steps": recipe.steps,
+        }
     if site is not None:
         data["cost"] = foretell.cost(sum(one.C for one in made), site, gpus)
     if register:
@@ -164,14 +208,20 @@ def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str 
 
 
 def record_of(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
-    beside = runs or (Path("runs") / experiment if experiment else None) or (points.parent if points else Path())
+    beside = (
+        runs
+        or (Path("runs") / experiment if experiment else None)
+        or (points.parent if points else Path())
+    )
     return beside / "forecasts"
 
 
 def score(
     runs: Annotated[Path | None, RUNS] = None,
     experiment: Annotated[str | None, EXPERIMENT] = None,
-    forecasts: Annotated[Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")] = None,
+    forecasts: Annotated[
+        Path | None, typer.Option(help="Where forecasts are kept; beside the runs.")
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Hold registered forecasts against the runs that have landed."""
@@ -181,7 +231,9 @@ def score(
     folder = forecasts or record_of(runs, experiment, None)
     found = registered(folder)
     if not found:
-        raise ConfigError(f"forecasts={folder} holds none; make one with `launch forecast … --register`")
+        raise ConfigError(
+            f"forecasts={folder} holds none; make one with `launch forecast … --register`"
+        )
     scores = hold(found, read(runs, experiment))
     data = {"scores": list(map(vars, scores)), "calibration": calibration(scores)}
     print_json(data) if as_json else print_scores(data)
@@ -195,7 +247,8 @@ def above_zero(key: str, value: float | None) -> float:
 
 EXAMPLES: dict[Callable[..., None], str] = {
     fit: examples(
-        "launch fit --runs runs/demo", "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json"
+        "launch fit --runs runs/demo",
+        "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
     ),
     forecast: examples(
         "launch forecast --runs runs/ladder --size 1b --register",

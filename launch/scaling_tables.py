@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from pipeline.scaling.sweep import Member, Progress
+    from pipeline.sweep.run import Member, Progress
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -18,17 +18,25 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def print_fit(data: dict[str, Any]) -> None:
-    console, table = _table(f"{data['law']}: {data['formula']}", "parameter", "value", "standard error", "95% interval")
+    console, table = _table(
+        f"{data['law']}: {data['formula']}", "parameter", "value", "standard error", "95% interval"
+    )
     for name, p in data["parameters"].items():
-        table.add_row(name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}")
+        table.add_row(
+            name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}"
+        )
     console.print(table)
     if data["exponents"]:
         console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}")
     used, dropped = data["points"]["used"], data["points"]["dropped"]
-    console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}")
+    console.print(
+        f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}"
+    )
     if data["backtest"]:
         error = data["backtest"]["mean_absolute_error"]
-        console.print(f"Forecasting held-out larger runs from smaller ones: {error:.2%} off on average")
+        console.print(
+            f"Forecasting held-out larger runs from smaller ones: {error:.2%} off on average"
+        )
     console.print(f"Counted as: {data['convention']}", markup=False)
     for reason in dropped[:12]:
         console.print(f"  left out: {reason}", markup=False, style="dim")
@@ -41,7 +49,9 @@ def print_forecast(data: dict[str, Any], made: list[dict[str, Any]]) -> None:
     from pipeline.scaling.figures import count, power
 
     title = f"forecast by {data['law']}"
-    console, table = _table(title, "run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
+    console, table = _table(
+        title, "run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*"
+    )
     for one in made:
         best = one["optimum"]
         table.add_row(
@@ -63,7 +73,9 @@ def print_forecast(data: dict[str, Any], made: list[dict[str, Any]]) -> None:
 def print_scores(data: dict[str, Any]) -> None:
     from pipeline.scaling.figures import count
 
-    console, table = _table("forecasts", "run", "N", "D", "forecast", "measured", "error", "inside", "counts")
+    console, table = _table(
+        "forecasts", "run", "N", "D", "forecast", "measured", "error", "inside", "counts"
+    )
     yes = {True: "yes", False: "no", None: "–"}
     for one in data["scores"]:
         landed = one["measured"] is not None
@@ -85,7 +97,18 @@ def print_plan(data: dict[str, Any]) -> None:
 
     title = f"{data['kind']} sweep {data['experiment']}"
     console, table = _table(
-        title, "run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank", "hours"
+        title,
+        "run",
+        "N",
+        "D",
+        "D/N",
+        "FLOPs",
+        "lr",
+        "batch",
+        "steps",
+        "from",
+        "GiB per rank",
+        "hours",
     )
     for run in data["runs"]:
         table.add_row(
@@ -96,7 +119,11 @@ def print_plan(data: dict[str, Any]) -> None:
         )  # fmt: skip
     console.print(table)
     total = data["total"]
-    time = "" if total["hours"] is None else f", {total['hours']:.3g} hours one after another ({total['timing']})"
+    time = (
+        ""
+        if total["hours"] is None
+        else f", {total['hours']:.3g} hours one after another ({total['timing']})"
+    )
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
     if total["saved"]:
         share = total["saved"] / (total["flops"] + total["saved"])
@@ -106,7 +133,9 @@ def print_plan(data: dict[str, Any]) -> None:
 
 
 @contextmanager
-def sweep_display(members: "Sequence[Member]", missing: int, *, quiet: bool) -> "Iterator[Callable[[Progress], None]]":
+def sweep_display(
+    members: "Sequence[Member]", missing: int, *, quiet: bool
+) -> "Iterator[Callable[[Progress], None]]":
     """On a terminal a bar for the sweep and one for each running member; elsewhere a line when one begins or ends."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -115,8 +144,16 @@ def sweep_display(members: "Sequence[Member]", missing: int, *, quiet: bool) -> 
     console = Console(stderr=quiet, quiet=quiet)
     steps = {member.name: member.steps for member in members}
     told: set[tuple[str, str]] = set()
-    console.print(f"{len(members) - missing} of {len(members)} runs are there, {missing} to go", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console.print(
+        f"{len(members) - missing} of {len(members)} runs are there, {missing} to go",
+        highlight=False,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         overall = bars.add_task("runs", total=len(members), completed=len(members) - missing)
         tasks = {}
@@ -124,7 +161,9 @@ def sweep_display(members: "Sequence[Member]", missing: int, *, quiet: bool) -> 
         def say(name: str, what: str, style: str = "") -> None:
             if (name, what) not in told:
                 told.add((name, what))
-                bars.console.print(f"{name}: {what}", highlight=False, markup=False, style=style, soft_wrap=True)
+                bars.console.print(
+                    f"{name}: {what}", highlight=False, markup=False, style=style, soft_wrap=True
+                )
 
         def show(at: "Progress") -> None:
             for name, member in at.running.items():
@@ -137,7 +176,11 @@ def sweep_display(members: "Sequence[Member]", missing: int, *, quiet: bool) -> 
             for name, reason in at.failed.items():
                 say(name, f"failed: {reason}", "bold red")
             if at.stopping:
-                say("sweep", "stopping; running ones save first (again to end them at once)", "bold yellow")
+                say(
+                    "sweep",
+                    "stopping; running ones save first (again to end them at once)",
+                    "bold yellow",
+                )
             for name in [name for name in tasks if name not in at.running]:
                 bars.remove_task(tasks.pop(name))
             bars.update(overall, completed=len(members) - missing + len(at.finished))

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.examples import examples
-from pipeline import account, choose, layout
 from pipeline.config.change import flags
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
-from pipeline.recipe import resolve
+from pipeline.planner import choose
+from pipeline.planner import count as account
+from pipeline.planner import speed as layout
+from pipeline.planner.recipe import resolve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,16 +36,21 @@ def show(
     size: Annotated[str, typer.Option(help="A rung of the ladder (configs/sizes.toml).")] = "1b",
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
     gpus: Annotated[int, typer.Option(help="Ranks that share the run.", min=1)] = 8,
-    cluster: Annotated[str | None, typer.Option(help="A cluster (configs/cluster): adds step times.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A cluster (configs/cluster): adds step times.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
+    ] = None,
     sizes: Annotated[bool, typer.Option("--sizes", help="List the whole ladder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Parameters, FLOPs, recipe and memory of a size; with a cluster, step time by layout and the one to take."""
     if sizes:
         rows = [
-            _row(load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())) for name in names("size")
+            _row(load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ()))
+            for name in names("size")
         ]
         rows.sort(key=lambda row: int(row["params"]))
         print(json.dumps(rows, indent=1)) if as_json else _print_ladder(rows)
@@ -79,7 +86,10 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     model, train, count = config.model, config.train, account.params(config.model)
     flops = account.flops_per_token(model, recompute=train.recompute)
     assert train.batch_tokens != "auto" and train.steps
-    memory = {zero: layout.memory(config, replace(layout.Layout.of(config, ranks), zero=zero)) for zero in range(4)}
+    memory = {
+        zero: layout.memory(config, replace(layout.Layout.of(config, ranks), zero=zero))
+        for zero in range(4)
+    }
     return {
         "size": model.size,
         "arch": model.arch,
@@ -140,7 +150,13 @@ def _print_one(f: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    out, shape, p, flops, recipe = Console(), f["shape"], f["params"], f["flops_per_token"], f["recipe"]
+    out, shape, p, flops, recipe = (
+        Console(),
+        f["shape"],
+        f["params"],
+        f["flops_per_token"],
+        f["recipe"],
+    )
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(style="bold")
     for name, value in {
@@ -191,7 +207,9 @@ def _layout_table(f: dict[str, Any]) -> "Table":
     )
     for zero in range(4):
         rows = [row for row in f["layouts"] if row["layout"]["zero"] == zero]
-        for row in [row for row in rows if row["fits"]] or [min(rows, key=lambda row: int(row["memory"]["total"]))]:
+        for row in [row for row in rows if row["fits"]] or [
+            min(rows, key=lambda row: int(row["memory"]["total"]))
+        ]:
             table.add_row(
                 *(str(row["layout"][k]) for k in ("zero", "ep", "micro_batch")),
                 {False: "no", True: "yes"}.get(row["layout"]["recompute"], "selective"),
@@ -210,7 +228,9 @@ def _layout_table(f: dict[str, Any]) -> "Table":
 
 def _advice(f: dict[str, Any]) -> str:
     if (row := f["recommended"]) is None:
-        return "no layout fits; take a smaller --size" + (f", or --gpus {n}" if (n := f["enough_gpus"]) else "")
+        return "no layout fits; take a smaller --size" + (
+            f", or --gpus {n}" if (n := f["enough_gpus"]) else ""
+        )
     low, high = (row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
     take = flags(layout.Layout(**row["layout"]).change())
     return f"take [bold]{take}[/bold]: {_digits(low)} to {_digits(high)} s a step, from published runs (docs/SCALE.md)"

@@ -13,8 +13,8 @@ from launch.scaling_tables import print_json, print_plan, sweep_display
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from pipeline.scaling.plan import Planned, Sweep
-    from pipeline.scaling.sweep import Member
+    from pipeline.sweep.plan import Planned, Sweep
+    from pipeline.sweep.run import Member
 
 app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
 
@@ -39,22 +39,30 @@ def plan(
     points: Annotated[Path | None, POINTS] = None,
     data: Annotated[Path | None, DATA] = None,
     mfu: Annotated[
-        float | None, typer.Option(help="Of peak, for the time, instead of a rule.", min=0.001, max=1)
+        float | None,
+        typer.Option(help="Of peak, for the time, instead of a rule.", min=0.001, max=1),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Lay out a sweep: every run's N, D, FLOPs, rate, batch, steps, time and memory, and the total."""
-    from pipeline.scaling.plan import TIMING
+    from pipeline.sweep.plan import TIMING
 
     sweep, runs = lay_out(file, budget, hours, points, data, mfu)
     total = {
         "runs": len(runs),
         "flops": sum(run.cost for run in runs),
-        "saved": sum(run.C - run.cost for run in runs),  # by branches, which begin where a longer run has been
+        "saved": sum(
+            run.C - run.cost for run in runs
+        ),  # by branches, which begin where a longer run has been
         "hours": sum(run.hours for run in runs if run.hours is not None) if sweep.cluster else None,
         "timing": TIMING if mfu is None else f"MFU {mfu:g}",
     }
-    told = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": list(map(vars, runs)), "total": total}
+    told = {
+        "experiment": sweep.experiment,
+        "kind": sweep.kind,
+        "runs": list(map(vars, runs)),
+        "total": total,
+    }
     print_json(told) if as_json else print_plan(told)
 
 
@@ -70,30 +78,47 @@ def run(
     file: Annotated[Path, FILE],
     jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = 1,
     data: Annotated[Path | None, DATA] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the runs; runs/EXPERIMENT if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the runs; runs/EXPERIMENT if left out.")
+    ] = None,
     budget: Annotated[float | None, BUDGET] = None,
     hours: Annotated[float | None, HOURS] = None,
     points: Annotated[Path | None, POINTS] = None,
-    track: Annotated[bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local logs.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of progress.")] = False,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit one array; --jobs is its limit.")] = False,
+    track: Annotated[
+        bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local logs.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of progress.")
+    ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit one array; --jobs is its limit.")
+    ] = False,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Of an array's member.  [default: one per process, 0 without a cluster]", min=0)
+        int | None,
+        typer.Option(
+            help="Of an array's member.  [default: one per process, 0 without a cluster]", min=0
+        ),
     ] = None,
-    after: Annotated[str | None, typer.Option(help="A job that must have succeeded first: the data's.")] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Then `launch fit` the runs, in a job of its own.")] = False,
+    after: Annotated[
+        str | None, typer.Option(help="A job that must have succeeded first: the data's.")
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Then `launch fit` the runs, in a job of its own.")
+    ] = False,
 ) -> None:
     """Run what is missing of a sweep. Ctrl-C saves what runs; the same command again continues."""
-    from pipeline.scaling import publish
-    from pipeline.scaling import sweep as sweeping
+    from pipeline.sweep import publish
+    from pipeline.sweep import run as sweeping
 
     if not slurm and (after or fit or gpus_per_node is not None):
         raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
     if after:
-        from pipeline.scaling.plan import read
+        from pipeline.sweep.plan import read
 
         number, log = submit_later(read(file), after)
-        said = f"job {number} submits the sweep when job {after} has made its data; it speaks in {log}"
+        said = (
+            f"job {number} submits the sweep when job {after} has made its data; it speaks in {log}"
+        )
         print_json({"job": number, "log": str(log)}) if as_json else typer.echo(said)
         return
     sweep, runs = lay_out(file, budget, hours, points, data)
@@ -127,7 +152,15 @@ def run(
 
 
 def submit(
-    sweep: "Sweep", todo: "list[Member]", root: Path, jobs: int, gpus: int, *, track: bool, fit: bool, as_json: bool
+    sweep: "Sweep",
+    todo: "list[Member]",
+    root: Path,
+    jobs: int,
+    gpus: int,
+    *,
+    track: bool,
+    fit: bool,
+    as_json: bool,
 ) -> None:
     """What is missing as one array, refused as a whole if one of its runs is; branches follow when it has succeeded."""
     from launch.pretrain import as_job
@@ -137,7 +170,9 @@ def submit(
     there = {job for job, entry in queue.entries().items() if entry.living}
     todo = [member for member in todo if job_of(member.out) not in there]
     if not todo:
-        raise RunError(f"every run of {root} has finished or is in the queue; `launch status {root}` shows them")
+        raise RunError(
+            f"every run of {root} has finished or is in the queue; `launch status {root}` shows them"
+        )
     name, missing = sweep.experiment, {member.name for member in todo}
     branches = [member for member in todo if member.after in missing]
     todo = [member for member in todo if member not in branches]
@@ -157,13 +192,17 @@ def submit(
         submit_later(sweep, number)
     elif fit:
         arguments = ("fit", "--runs", str(root.absolute()))
-        told["fit"] = command(arguments, tidy(f"{name}-fit"), site, root.absolute() / "fit.log", number).submit()
+        told["fit"] = command(
+            arguments, tidy(f"{name}-fit"), site, root.absolute() / "fit.log", number
+        ).submit()
     if as_json:
         print_json(told)
     else:
         then = f"; job {told['fit']} fits them" if told["fit"] else ""
         then += f"; then {len(branches)} branches of them" if branches else ""
-        typer.echo(f"job {number}: {len(runs)} runs, {jobs} at a time{then}\nwatch them with: launch status {root}")
+        typer.echo(
+            f"job {number}: {len(runs)} runs, {jobs} at a time{then}\nwatch them with: launch status {root}"
+        )
 
 
 def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
@@ -183,11 +222,11 @@ def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
 
 def show_all(root: Path, *, track: bool = True) -> str | None:
     """What the sweep has shown, as files beside its runs and in MLflow; a line to print where that failed."""
+    from pipeline.atomic import replace
     from pipeline.dashboard.files import static_page
     from pipeline.dashboard.source import open_source
     from pipeline.dashboard.watch import Watcher
-    from pipeline.files import replace
-    from pipeline.scaling.publish import publish, write
+    from pipeline.sweep.publish import publish, write
 
     watcher = Watcher(open_source(root, None))
     watcher.refresh(strict=True)
@@ -206,7 +245,7 @@ def lay_out(
     mfu: float | None = None,
 ) -> "tuple[Sweep, list[Planned]]":
     """The sweep of a file within these limits, and its runs."""
-    from pipeline.scaling import plan as planning
+    from pipeline.sweep import plan as planning
 
     sweep = planning.read(file)
     if data is not None:
@@ -226,7 +265,9 @@ def known_best(points: Path) -> Callable[[float], float]:
 
     done = study(read_csv(points))
     if done.optimum(np.array([1.0])) is None:
-        raise ConfigError(f"points={points} do not determine N*(C); plan without them, about 20 tokens per parameter")
+        raise ConfigError(
+            f"points={points} do not determine N*(C); plan without them, about 20 tokens per parameter"
+        )
 
     def best(C: float) -> float:
         found = done.optimum(np.array([C]))

@@ -23,22 +23,31 @@ def register(app: typer.Typer) -> None:
 
 def sync(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR…", help="Run directories, such as runs/demo/*, or a sweep's.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR…", help="Run directories, such as runs/demo/*, or a sweep's."
+        ),
     ],
-    wait: Annotated[float, typer.Option(help="Seconds to go on trying a server that does not answer.")] = feed.WAIT_S,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to go on trying a server that does not answer.")
+    ] = feed.WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
     """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
     for folder in run_dirs:
         sweep = bool(describe.sweep(folder))
-        for run_dir in sorted(log.parent for log in folder.glob("*/log.jsonl")) if sweep else [folder]:
+        for run_dir in (
+            sorted(log.parent for log in folder.glob("*/log.jsonl")) if sweep else [folder]
+        ):
             fed = feed.sync(run_dir, wait)
             if as_json:
                 facts = {"run_dir": str(run_dir), "records": fed.records_sent}
                 print(json.dumps(facts | {"uri": fed.state.uri, "run_id": fed.state.run_id}))
             elif not quiet:
-                print(f"{run_dir} │ {fed.records_sent:,} records sent │ run {fed.state.run_id} at {fed.state.uri}")
+                print(
+                    f"{run_dir} │ {fed.records_sent:,} records sent │ run {fed.state.run_id} at {fed.state.uri}"
+                )
         if sweep:
             from launch.sweep import show_all
 

@@ -13,7 +13,7 @@ from launch.examples import examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from pipeline.train.verify import Outcome
+    from pipeline.bench.layouts import Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -29,9 +29,13 @@ def verify(
     size: Annotated[str, typer.Option(help="A row of configs/sizes.toml.")] = "tiny",
     arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "mla-moe",
     nproc: Annotated[int, typer.Option(min=1, help="Processes; on GPU nodes one per GPU.")] = 2,
-    chosen: Annotated[str, typer.Option("--layouts", help="all, or names as printed, by comma.")] = "all",
+    chosen: Annotated[
+        str, typer.Option("--layouts", help="all, or names as printed, by comma.")
+    ] = "all",
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    sets: Annotated[list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Run every layout for some steps beside one plain torch process and beside Accelerate's run, the referee; exit 1
@@ -41,20 +45,41 @@ def verify(
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     from torch.multiprocessing.spawn import ProcessException
 
+    from pipeline.bench.layouts import REFEREE, held, layouts
     from pipeline.config.load import load
-    from pipeline.recipe import resolve
-    from pipeline.train.plan import Devices
-    from pipeline.train.verify import REFEREE, held, layouts
+    from pipeline.planner.recipe import resolve
+    from pipeline.train.request import Devices
 
-    small = ["model.seq=64", "model.vocab=512", f"train.batch_tokens={nproc * 4 * 64}", "train.micro_batch=2"]
-    fixed = [f"train.dtype={dtype}", "train.steps=100", "train.compile=false", "optim.lr=0.001", "optim.clip=0.3"]
-    even = ["optim.optimizer.eps=0.001"]  # a smaller one makes whole steps of gradients that are nothing but rounding
+    small = [
+        "model.seq=64",
+        "model.vocab=512",
+        f"train.batch_tokens={nproc * 4 * 64}",
+        "train.micro_batch=2",
+    ]
+    fixed = [
+        f"train.dtype={dtype}",
+        "train.steps=100",
+        "train.compile=false",
+        "optim.lr=0.001",
+        "optim.clip=0.3",
+    ]
+    even = [
+        "optim.optimizer.eps=0.001"
+    ]  # a smaller one makes whole steps of gradients that are nothing but rounding
     if not (gpu := Devices.here().gpus > 0):
         os.environ["DS_ACCELERATOR"] = "cpu"
-    config = resolve(load(size=size, arch=arch, sets=[*small, *fixed, *even, *(sets or ())]), ranks=nproc, gpu=gpu)
+    config = resolve(
+        load(size=size, arch=arch, sets=[*small, *fixed, *even, *(sets or ())]),
+        ranks=nproc,
+        gpu=gpu,
+    )
     every = layouts(config, nproc)
     names = [name.strip() for name in chosen.split(",")]
-    asked = [each for each in every if chosen == "all" or each.name in names or each.control or each == REFEREE]
+    asked = [
+        each
+        for each in every
+        if chosen == "all" or each.name in names or each.control or each == REFEREE
+    ]
     if unknown := set(names) - {layout.name for layout in every} - {"all"}:
         known = ", ".join(layout.name for layout in every)
         raise ConfigError(f"--layouts {', '.join(sorted(unknown))} is not one of: {known}")
@@ -68,7 +93,9 @@ def verify(
                 if not as_json:
                     _print(outcome, first=len(judged) == 1)
         except ProcessException as error:
-            reason = next((line for line in reversed(str(error).splitlines()) if "Error" in line), str(error))
+            reason = next(
+                (line for line in reversed(str(error).splitlines()) if "Error" in line), str(error)
+            )
             layout = asked[len(judged)].name
             raise RunError(f"layout {layout!r} failed: {reason.strip()[:300]}") from None
     if as_json:
@@ -87,4 +114,7 @@ def _print(outcome: "Outcome", *, first: bool) -> None:
     by_group = " ".join(f"{difference:>9.1e}" for difference in outcome.gradients.values())
     referee = "" if outcome.referee is None else f"{outcome.referee:.1e}"
     said = f"{referee:>7}  {'same' if outcome.tokens else 'DIFFER':<6}  {verdict}"
-    print(f"{outcome.layout:<27} {outcome.loss:>7.1e} {outcome.grad_norm:>7.1e} {by_group}  {said}", flush=True)
+    print(
+        f"{outcome.layout:<27} {outcome.loss:>7.1e} {outcome.grad_norm:>7.1e} {by_group}  {said}",
+        flush=True,
+    )

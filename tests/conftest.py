@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: `make test` runs two of us side by side
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is there: `make test` runs two of us side by side
 LONGEST = ("cluster/test_jobs.py", "train/test_survive.py", "train/test_run.py")  # minutes each
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -32,7 +34,12 @@ def launch(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end and hold its exit code."""
     done = subprocess.run(
-        command(*arguments), capture_output=True, text=True, cwd=cwd, env=environment(**env), timeout=timeout
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**env),
+        timeout=timeout,
     )
     assert done.returncode == code, (
         f"exit {done.returncode}, wanted {code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -51,7 +58,9 @@ def worlds(jobs: list[dict], tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def inside(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def inside(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """The command line in this process, where importing torch or transformers anew would take longer than the command;
     gives back what it printed, of a refusal its one line."""
     from launch import __main__ as command_line

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import account
-from pipeline.choose import PROCESS_BYTES, Room, best, fit, plan, smaller
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.layout import ERROR, Estimate, Layout, estimate, memory, offloaded, traffic
-from pipeline.recipe import resolve
+from pipeline.planner import count as account
+from pipeline.planner.choose import PROCESS_BYTES, Room, best, fit, plan, smaller
+from pipeline.planner.recipe import resolve
+from pipeline.planner.speed import ERROR, Estimate, Layout, estimate, memory, offloaded, traffic
 from tests.published import OTHER, SAME, ladder_rows
 
 
@@ -52,12 +52,21 @@ def test_bytes_of_experts_by_hand():
     layout, micros = Layout(64, 1, ep=16, micro_batch=2), 3
     sent = traffic(model, layout, dtype="bf16", micros=micros)
     tokens = 3 * 2 * 4096
-    assert sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16  # there and home, forward and backward
-    assert traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros).tokens == sent.tokens * 3 // 2
+    assert (
+        sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16
+    )  # there and home, forward and backward
+    assert (
+        traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros).tokens
+        == sent.tokens * 3 // 2
+    )
     experts, total = 59 * 256 * 3 * 7168 * 2048, account.params(model).total
     assert account.params(model).experts == experts
     # ranks that hold the same experts are 64 / 16; the rest is shared by all 64
-    assert sent.gradients == 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4 == sent.weights
+    assert (
+        sent.gradients
+        == 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4
+        == sent.weights
+    )
 
 
 def test_bytes_of_shared_sequences_by_hand():
@@ -65,7 +74,9 @@ def test_bytes_of_shared_sequences_by_hand():
     model = load(size="7b", arch="llama3", sets=["model.seq=32768"]).model
     tokens = 3 * 2 * 32768 // 16  # of a rank
     sent = traffic(model, Layout(16, 1, micro_batch=2, sp=16), dtype="bf16", micros=3)
-    assert sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16  # forward and backward
+    assert (
+        sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16
+    )  # forward and backward
     assert traffic(model, Layout(16, 1, micro_batch=2), dtype="bf16", micros=3).heads == 0
 
 
@@ -94,7 +105,10 @@ MLA += "ffn.dense_layers=0"
     ],
 )
 def test_memory_is_what_was_measured(size, arch, model, micro, batch, zero, measured):
-    sets = [f"model.{pair}" for pair in model.split()] + ["model.vocab=32768", f"parallel.zero={zero}"]
+    sets = [f"model.{pair}" for pair in model.split()] + [
+        "model.vocab=32768",
+        f"parallel.zero={zero}",
+    ]
     sets += [f"train.micro_batch={micro}", f"train.batch_tokens={batch}"]
     c = resolve(load(size=size, arch=arch, sets=sets), ranks=1, gpu=True)
     error = 0.02 if batch > micro * c.model.seq else 0.04
@@ -115,7 +129,9 @@ def test_the_update_by_hand():
     for zero, bytes_ in whole.items():
         assert memory(c, Layout(4, zero)).update == pytest.approx(bytes_, abs=8)
     large = config("70b", "dense", 4, rows=64)
-    assert memory(large, Layout(4, 3)).update == 2 * account.params(large.model).total // 4 + 6 * 10**9
+    assert (
+        memory(large, Layout(4, 3)).update == 2 * account.params(large.model).total // 4 + 6 * 10**9
+    )
     once = memory(config("3b", "dense", 4, rows=4), Layout(4, 1))
     assert once.gradients == 0 < once.update
     away = config("3b", "dense", 4, rows=4, **{"parallel.offload.optimizer": "cpu"})
@@ -150,27 +166,38 @@ def test_more_of_anything_costs_what_it_should():
 
     slow = c.model_copy(
         update={
-            "cluster": c.cluster.model_copy(update={"rates": c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})})
+            "cluster": c.cluster.model_copy(
+                update={"rates": c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})}
+            )
         }
     )
     assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
-    assert at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s  # beyond the node, and none
+    assert (
+        at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s
+    )  # beyond the node, and none
     assert at(recompute=True).compute_s > 1.2 * at().compute_s
     assert at(recompute=True).memory.total < at().memory.total
     assert at(micro_batch=8).compute_s < at(micro_batch=1).compute_s
     stages = [at(zero=zero) for zero in range(4)]
-    assert [e.memory.total for e in stages] == sorted((e.memory.total for e in stages), reverse=True)
+    assert [e.memory.total for e in stages] == sorted(
+        (e.memory.total for e in stages), reverse=True
+    )
     assert [e.traffic.total for e in stages] == sorted(e.traffic.total for e in stages)
     away = config("7b", "moe", 64, rows=512, **{"parallel.offload.optimizer": "cpu"})
     assert at().memory.total - at(away).memory.total == at().memory.optimizer > 0
     shared = at(sp=4)
-    assert shared.memory.activations * 4 == at().memory.activations and shared.exchanges_s > at().exchanges_s
+    assert (
+        shared.memory.activations * 4 == at().memory.activations
+        and shared.exchanges_s > at().exchanges_s
+    )
 
 
 def test_the_plan_takes_the_fastest_that_fits():
     c = config("7b", "moe", 64, rows=512)
     rows = plan(c, 64)
-    assert [(e.layout.zero, e.layout.ep) for e in rows] == [(z, ep) for z in range(4) for ep in (1, 2, 4, 8, 16)]
+    assert [(e.layout.zero, e.layout.ep) for e in rows] == [
+        (z, ep) for z in range(4) for ep in (1, 2, 4, 8, 16)
+    ]
     take = best(rows)
     assert take.fits and all(take.step_s <= 1.01 * e.step_s for e in rows if e.fits)
     assert take.memory.total <= 0.92 * c.cluster.memory_bytes
@@ -195,14 +222,49 @@ GIB = 2**30
             ["parallel.ep=4 does not divide the 6 ranks; try --ep 2, or 8"],
         ),
         ("tiny", "moe", 3, None, {"parallel.ep": 2}, ["--ep 1, or 4 ranks"]),
-        ("1b", "moe", 8, None, {"parallel.ep": 3}, ["parallel.ep=3 does not divide the 8 ranks; try --ep 4"]),
-        ("1b", "moe", 6, None, {"parallel.ep": 3}, ["parallel.ep=3 does not divide experts=16; try --ep 2"]),
-        ("1b", "dense", 8, 28 * GIB, {}, ["needs about 26.3 GiB", "gives 25.8 GiB to each; try --zero 2"]),
+        (
+            "1b",
+            "moe",
+            8,
+            None,
+            {"parallel.ep": 3},
+            ["parallel.ep=3 does not divide the 8 ranks; try --ep 4"],
+        ),
+        (
+            "1b",
+            "moe",
+            6,
+            None,
+            {"parallel.ep": 3},
+            ["parallel.ep=3 does not divide experts=16; try --ep 2"],
+        ),
+        (
+            "1b",
+            "dense",
+            8,
+            28 * GIB,
+            {},
+            ["needs about 26.3 GiB", "gives 25.8 GiB to each; try --zero 2"],
+        ),
         ("1b", "dense", 8, 20 * GIB, {}, ["try --set train.micro_batch=4"]),
         ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["try --set train.micro_batch=3"]),
         ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),
-        ("7b", "dense", 8, 24 * GIB, {}, ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"]),
-        ("tiny", "moe", 3, None, {"parallel.sp": 2}, ["parallel.sp=2 does not divide the 3 ranks; try --sp 1, or 4"]),
+        (
+            "7b",
+            "dense",
+            8,
+            24 * GIB,
+            {},
+            ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"],
+        ),
+        (
+            "tiny",
+            "moe",
+            3,
+            None,
+            {"parallel.sp": 2},
+            ["parallel.sp=2 does not divide the 3 ranks; try --sp 1, or 4"],
+        ),
         (
             "tiny",
             "dense",
@@ -211,7 +273,14 @@ GIB = 2**30
             {"parallel.offload.params": "cpu"},
             ["needs the shards of ZeRO-3, not zero=1", "--zero 3"],
         ),
-        ("tiny", "dense", 2, None, {"parallel.offload.optimizer": "nvme"}, ["give --set parallel.offload.path=DIR"]),
+        (
+            "tiny",
+            "dense",
+            2,
+            None,
+            {"parallel.offload.optimizer": "nvme"},
+            ["give --set parallel.offload.path=DIR"],
+        ),
         (
             "1b",
             "dense",
@@ -221,7 +290,14 @@ GIB = 2**30
             ["try --sp 2 --set train.micro_batch=1 --set train.recompute=true"],
         ),
         ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
-        ("7b", "moe", 16, 20 * GIB, {"parallel.ep": 3}, ["does not divide", "; take 64 of them with --ep 4 --zero 3"]),
+        (
+            "7b",
+            "moe",
+            16,
+            20 * GIB,
+            {"parallel.ep": 3},
+            ["does not divide", "; take 64 of them with --ep 4 --zero 3"],
+        ),
         (
             "1b",
             "mla-moe",
@@ -230,7 +306,14 @@ GIB = 2**30
             {"parallel.ep": 3},
             ["does not divide the 2 ranks; size=1b needs", "; try --ep 2"],
         ),
-        ("7b", "dense", 2, 80 * GIB, {"parallel.engine": "accelerate"}, ["; take --size 3b --zero 0 --dtype fp32"]),
+        (
+            "7b",
+            "dense",
+            2,
+            80 * GIB,
+            {"parallel.engine": "accelerate"},
+            ["; take --size 3b --zero 0 --dtype fp32"],
+        ),
         ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 3"]),
         (
             "tiny",
@@ -241,14 +324,25 @@ GIB = 2**30
             [" on 100000 ranks and this H100 gives 22.0 GiB to all of ", "; try --nproc 16"],
         ),
         ("tiny", "dense", 8, 4 * GIB, {}, ["; try --nproc 2"]),
-        ("tiny", "dense", 2, GIB // 64, {}, ["nothing smaller fits either: take a machine with more memory"]),
+        (
+            "tiny",
+            "dense",
+            2,
+            GIB // 64,
+            {},
+            ["nothing smaller fits either: take a machine with more memory"],
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, ranks, memory, sets, words):
+def test_what_cannot_work_is_refused_with_the_nearest_that_does(
+    size, arch, ranks, memory, sets, words
+):
     def told(size: str, ranks: int, sets: dict[str, str | int]) -> None:
         def sized(size: str) -> RunConfig:
             fixed = {"model.vocab": 32768, "train.steps": 1, "train.loss_chunk": 2048, **sets}
-            return load(size=size, arch=arch, sets=[f"{key}={value}" for key, value in fixed.items()])
+            return load(
+                size=size, arch=arch, sets=[f"{key}={value}" for key, value in fixed.items()]
+            )
 
         fit(sized(size), ranks, Room(memory, "H100", shared=shared), resized=sized)
 
@@ -260,18 +354,33 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(size, arch, rank
     found = re.search(r"; (?:try|take) (?:(\d+) of them with )?(--.*?)(?:, or|$)", message)
     if found:  # and what it names does work
         named = dict(re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", found[2]))
-        tables = {"dtype": "train.", "size": "name.", "zero": "parallel.", "ep": "parallel.", "sp": "parallel."}
+        tables = {
+            "dtype": "train.",
+            "size": "name.",
+            "zero": "parallel.",
+            "ep": "parallel.",
+            "sp": "parallel.",
+        }
         named = {tables.get(key, "") + key: value for key, value in named.items()}
-        told(named.pop("name.size", size), int(found[1] or named.pop("nproc", ranks)), {**sets, **named})
+        told(
+            named.pop("name.size", size),
+            int(found[1] or named.pop("nproc", ranks)),
+            {**sets, **named},
+        )
 
 
 def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
-    here, away = config("tiny", "dense", 2), config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"})
+    here, away = (
+        config("tiny", "dense", 2),
+        config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"}),
+    )
     layout, cpu, gpu = Layout.of(here, 2), Room(None, shared=True), Room(None)
     each = memory(here, layout)
     assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
     copy = 12 * account.params(here.model).total
-    assert cpu.need(here, layout) == cpu.need(away, layout) == 2 * (each.total + PROCESS_BYTES) + copy
+    assert (
+        cpu.need(here, layout) == cpu.need(away, layout) == 2 * (each.total + PROCESS_BYTES) + copy
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
@@ -280,7 +389,10 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
     sets = {"parallel.zero": 3, "parallel.offload.path": "/"}
     here = config("tiny", "dense", 2, **sets)
     away = config(
-        "tiny", "dense", 2, **sets | {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params}
+        "tiny",
+        "dense",
+        2,
+        **sets | {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params},
     )
     layout, cpu = Layout.of(here, 2), Room(None, shared=True)
     each, copy = memory(here, layout), 12 * account.params(here.model).total
@@ -295,15 +407,27 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
 @pytest.mark.parametrize(
     ("shared", "gib", "first", "then"),
     [
-        (False, 139.8, 12, [8, 6, 4, 3, 2, 1]),  # account expects 110.9 GiB, of all 24 rows at once 168.3
+        (
+            False,
+            139.8,
+            12,
+            [8, 6, 4, 3, 2, 1],
+        ),  # account expects 110.9 GiB, of all 24 rows at once 168.3
         (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # which is within its error: a trial decides
         (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
     ],
 )
-def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(shared, gib, first, then):
-    c = load(size="3b", sets=["model.vocab=32768", f"train.batch_tokens={24 * 2048}", "train.auto_batch=true"])
+def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(
+    shared, gib, first, then
+):
+    c = load(
+        size="3b",
+        sets=["model.vocab=32768", f"train.batch_tokens={24 * 2048}", "train.auto_batch=true"],
+    )
     c, note = fit(c, 1, Room(int(gib * GIB), "H200", shared=shared))
-    assert c.train.micro_batch == first and note.startswith(f"micro-batch {first} of 24: account expects ")
+    assert c.train.micro_batch == first and note.startswith(
+        f"micro-batch {first} of 24: account expects "
+    )
     tried = []
     while lower := smaller(c, 1):
         tried.append((c := lower).train.micro_batch)
@@ -322,6 +446,10 @@ def test_published_runs_are_met_within_the_stated_error():
 
 def test_the_page_says_what_the_planner_says():
     """Every row of docs/SCALE.md, printed anew by `python -m tests.published`."""
-    page = (Path(__file__).parent.parent / "docs" / "SCALE.md").read_text(encoding="utf-8").splitlines()
+    page = (
+        (Path(__file__).parent.parent / "docs" / "SCALE.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [*ladder_rows(), *(run.row() for run in SAME + OTHER)]
     assert [row for row in rows if row not in page] == []

@@ -21,9 +21,9 @@ from pipeline.config.load import reload
 from pipeline.parallel.build import engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World, free_port, joining
-from pipeline.train.plan import Devices, Request, settle
+from pipeline.runs.directory import RunDir
+from pipeline.train.request import Devices, Request, settle
 from pipeline.train.run import run
-from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 
 
@@ -47,7 +47,7 @@ def fork(ranks: int, work: Callable[[World], object]) -> None:
 def launch(arguments: list[object]) -> None:
     """The command line, whose ranks are forked here and not started anew."""
     from launch import __main__ as command_line
-    from pipeline.train import start
+    from pipeline.train import supervisor as start
 
     def started(directory: RunDir, *, nproc: int, **_: object) -> tuple[str, None]:
         fork(nproc, lambda world: run(directory.path, world, Stop(), quiet=True))
@@ -69,8 +69,19 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     path = Path(out)
     resume = path.exists()
     size, arch = None if resume else "tiny", rest.get("arch", "dense")
-    request = Request(size, arch, Path(rest["data"]), path, nproc, sets=rest.get("sets", ()), over=over, resume=resume)
-    fork(1, lambda _: settle(request, Devices(0, 2**36, "CPU")).commit())  # it holds the directory while it lives
+    request = Request(
+        size,
+        arch,
+        Path(rest["data"]),
+        path,
+        nproc,
+        sets=rest.get("sets", ()),
+        over=over,
+        resume=resume,
+    )
+    fork(
+        1, lambda _: settle(request, Devices(0, 2**36, "CPU")).commit()
+    )  # it holds the directory while it lives
     fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
 
 
@@ -81,7 +92,9 @@ def cut(out: str, step: int) -> None:
         if int(checkpoint.name[5:]) > step:
             shutil.rmtree(checkpoint)
     log = path / "log.jsonl"
-    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"finish"' not in line))
+    log.write_text(
+        "".join(line for line in log.read_text().splitlines(True) if '"finish"' not in line)
+    )
 
 
 def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
@@ -120,7 +133,7 @@ if __name__ == "__main__":
     import pipeline.parallel.zero
 
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        {"launch": launch, "train": train, "cut": cut, "convert": convert, "copy": shutil.copytree}[job.pop("do")](
-            **job
-        )
+        {"launch": launch, "train": train, "cut": cut, "convert": convert, "copy": shutil.copytree}[
+            job.pop("do")
+        ](**job)
         print("done", job, flush=True)

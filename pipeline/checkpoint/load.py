@@ -5,11 +5,11 @@ from pathlib import Path
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import Checkpoint
 from pipeline.checkpoint.random import random_state, set_random_state
-from pipeline.checkpoint.steps import complete
 from pipeline.errors import RunError
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
+from pipeline.runs.steps import complete
 
 
 def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
@@ -23,7 +23,9 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, mine = None, ""
         try:
             checkpoint = manifest.read(path)
-            mine = manifest.fault(checkpoint, sorted(checkpoint.manifest.files)[world.rank :: world.size])
+            mine = manifest.fault(
+                checkpoint, sorted(checkpoint.manifest.files)[world.rank :: world.size]
+            )
         except ValueError as error:
             mine = str(error)
         fault = next((str(fault) for fault in world.gather(mine) if fault), None)
@@ -31,7 +33,9 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             return checkpoint, damaged
         damaged.append(f"checkpoint {path.name} is damaged ({fault})")
     if damaged:
-        raise RunError(f"{damaged[0]} and no older one in {root} is whole; restore it or take a new --out")
+        raise RunError(
+            f"{damaged[0]} and no older one in {root} is whole; restore it or take a new --out"
+        )
     return None, []
 
 

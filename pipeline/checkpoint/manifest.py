@@ -14,12 +14,12 @@ from typing import Any
 
 import xxhash
 
-from pipeline.checkpoint.steps import complete, named
+from pipeline.atomic import digest, replace, sync_directory
 from pipeline.checkpoint.store import Index
 from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.files import digest, replace, sync_directory
+from pipeline.runs.steps import complete, named
 
 VERSION = 2
 CONFIG = "config.toml"
@@ -70,7 +70,10 @@ def read(path: Path) -> Checkpoint:
             raise ValueError("not as it was written")
         manifest = Manifest(**content)
         stored = {chunk[2] for tensor in manifest.tensors.values() for chunk in tensor["chunks"]}
-        if any(Path(name).name != name for name in manifest.files) or not stored <= manifest.files.keys():
+        if (
+            any(Path(name).name != name for name in manifest.files)
+            or not stored <= manifest.files.keys()
+        ):
             raise ValueError("names files that are not its own")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"manifest: {error}") from None
@@ -88,7 +91,9 @@ def fault(checkpoint: Checkpoint, names: list[str]) -> str:
     return ""
 
 
-def prune(root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()) -> None:
+def prune(
+    root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()
+) -> None:
     """The newest few up to a step stay, every one whose step is a multiple, and those where branches begin; what is
     later than the step was rolled back."""
     by_step = complete(root)
@@ -120,7 +125,9 @@ def newest(path: Path) -> Checkpoint:
     try:
         checkpoint = read(path)
     except ValueError as error:
-        raise RunError(f"no checkpoint to read at {path}: {error}; give a run directory or a step of one") from None
+        raise RunError(
+            f"no checkpoint to read at {path}: {error}; give a run directory or a step of one"
+        ) from None
     if wrong := fault(checkpoint, sorted(checkpoint.manifest.files)):
         raise RunError(f"checkpoint {path} is damaged ({wrong}); restore it or give an older one")
     return checkpoint

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pipeline.account import checkpoint_bytes
+from pipeline.atomic import digest
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import Manifest
 from pipeline.checkpoint.random import random_state
-from pipeline.checkpoint.steps import complete
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.files import digest
 from pipeline.parallel import fragments
 from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import TIMEOUT, World
+from pipeline.planner.count import checkpoint_bytes
+from pipeline.runs.steps import complete
 
 T = TypeVar("T")
 _ALIGN = 64  # bytes: between the copies of two fragments
@@ -51,15 +51,21 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, float, Future[None]] | None = None
         self._blocked_s = 0.0  # by the save under way
-        self._copied = threading.Event()  # or, on a GPU, under way in a stream that the training's will wait for
+        self._copied = (
+            threading.Event()
+        )  # or, on a GPU, under way in a stream that the training's will wait for
         self._copied.set()
         self._stream: torch.cuda.Stream | None = None
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._live = engine.state(share=True)  # the same views throughout: to list them takes longer than to copy them
+        self._live = engine.state(
+            share=True
+        )  # the same views throughout: to list them takes longer than to copy them
         disk = config.parallel.offload.path if config.parallel.offload.nvme else None
         live = [*self._live, *random_state(world)]
-        self._host = self._thread.submit(_host_memory, live, disk, pinned=world.device.type == "cuda")
+        self._host = self._thread.submit(
+            _host_memory, live, disk, pinned=world.device.type == "cuda"
+        )
         engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def save(self, step: int) -> Saved | None:
@@ -107,7 +113,9 @@ class Saver:
             self._copied.set()
         if self._stream is not None:
             self._stream.synchronize()
-        return count, [Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)]
+        return count, [
+            Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)
+        ]
 
     def _write(self, step: int, live: list[Fragment]) -> None:
         aside = self._root / f".step-{step:08d}.tmp"
@@ -125,11 +133,17 @@ class Saver:
             if self._world.first:
                 files = {name: each for part, _ in parts for name, each in part.items()}
                 shapes = {key: shape for _, part in parts for key, shape in part.items()}
-                about = Manifest(manifest.VERSION, step, count, self._world.size, shapes, index, files)
+                about = Manifest(
+                    manifest.VERSION, step, count, self._world.size, shapes, index, files
+                )
                 manifest.commit(aside, self._config, about)
                 train = self._config.train
                 manifest.prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
-        except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as RuntimeError
+        except (
+            OSError,
+            RuntimeError,
+            CheckpointException,
+        ) as error:  # torch reports a full disk as RuntimeError
             fault = self._error(error, step)  # first: it looks how full the disk is
             shutil.rmtree(aside, ignore_errors=True)
             raise fault from error
@@ -145,12 +159,18 @@ class Saver:
             error = next(iter(error.failures.values()))[0]
         # torch says it in its own words, and another rank may already have cleared its part away
         short = "unexpected pos" in str(error) or "failed writing" in str(error)
-        full = short or getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(self._root).free < 1 << 20
+        full = (
+            short
+            or getattr(error, "errno", None) == errno.ENOSPC
+            or shutil.disk_usage(self._root).free < 1 << 20
+        )
         held = complete(self._root)
         last = f"{held[max(held)].name} is intact" if held else "there is no earlier one"
         what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         detail = f" ({error.args[1]})" if isinstance(error, OSError) and len(error.args) > 1 else ""
-        return RunError(f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume")
+        return RunError(
+            f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume"
+        )
 
 
 def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:

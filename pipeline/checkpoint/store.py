@@ -22,7 +22,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -31,18 +38,28 @@ from torch.distributed.checkpoint.storage import WriteResult
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import Fragment
 
-Index = dict[str, dict[str, Any]]  # key → dtype, numel and chunks of [offset, numel, file, first byte, bytes]
+Index = dict[
+    str, dict[str, Any]
+]  # key → dtype, numel and chunks of [offset, numel, file, first byte, bytes]
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where one process reads or writes alone
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # where one process reads or writes alone
 
 
 def write(directory: Path, fragments: Sequence[Fragment], group: dist.ProcessGroup | None) -> Index:
     """Every rank of the group calls it; returns where each number went, all ranks' together."""
     writer = _Writer(directory, per_thread_copy_ahead=0)  # the copies lie in host memory already
     alone = group is None
-    found = save({}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=alone)
+    found = save(
+        {}, storage_writer=writer, planner=_Save(fragments), process_group=group, no_dist=alone
+    )
     index: Index = {
-        key: {"dtype": str(entry.properties.dtype).removeprefix("torch."), "numel": entry.size.numel(), "chunks": []}
+        key: {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "numel": entry.size.numel(),
+            "chunks": [],
+        }
         for key, entry in found.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -91,7 +108,9 @@ class _Load(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata[fragment.key]
             assert isinstance(stored, TensorStorageMetadata)
             reads = create_read_items_for_chunk_list(fragment.key, stored, [_chunk(fragment)])
-            assert sum(item.lengths.numel() for item in reads) == len(fragment.data), f"{fragment.key} has a gap"
+            assert sum(item.lengths.numel() for item in reads) == len(fragment.data), (
+                f"{fragment.key} has a gap"
+            )
             items += reads
         return LoadPlan(items)
 
@@ -118,7 +137,9 @@ class _Reader(FileSystemReader):
             for number, (offset, numel, file, first, length) in enumerate(entry["chunks"]):
                 chunks.append(ChunkStorageMetadata(torch.Size([offset]), torch.Size([numel])))
                 places[MetadataIndex(key, [offset], number)] = _StorageInfo(file, first, length)
-            entries[key] = TensorStorageMetadata(TensorProperties(), torch.Size([entry["numel"]]), chunks)
+            entries[key] = TensorStorageMetadata(
+                TensorProperties(), torch.Size([entry["numel"]]), chunks
+            )
         return Metadata(entries, storage_data=places)
 
 

@@ -7,11 +7,11 @@ import torch
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 
+from pipeline.atomic import digest
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.files import digest
 from pipeline.model.build import build
 from pipeline.model.stack import Decoder
 from pipeline.parallel.fragments import WEIGHTS, Fragment, buffers, split
@@ -22,7 +22,11 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
         self._path, self._about, self._dtype = checkpoint.path, checkpoint.manifest, dtype
-        self._names = [key.removeprefix(f"{WEIGHTS}/") for key in self._about.tensors if key.startswith(f"{WEIGHTS}/")]
+        self._names = [
+            key.removeprefix(f"{WEIGHTS}/")
+            for key in self._about.tensors
+            if key.startswith(f"{WEIGHTS}/")
+        ]
 
     def __getitem__(self, name: str) -> Tensor:
         key = f"{WEIGHTS}/{name}"
@@ -30,7 +34,9 @@ class Weights(Mapping[str, Tensor]):
         stored: torch.dtype = getattr(torch, self._about.tensors[key]["dtype"])
         flat = torch.empty(self._about.tensors[key]["numel"], dtype=stored)
         store.read(self._path, self._about.tensors, [Fragment(key, shape, 0, flat)])
-        return flat.to(self._dtype if self._dtype and stored.is_floating_point else stored).view(shape)
+        return flat.to(self._dtype if self._dtype and stored.is_floating_point else stored).view(
+            shape
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -43,7 +49,9 @@ class Weights(Mapping[str, Tensor]):
         dtype = self._dtype if self._dtype and parameter.is_floating_point() else parameter.dtype
         whole = torch.empty(parameter.shape, dtype=dtype)
         run = whole.view(-1)
-        parts = split(f"{WEIGHTS}/{key}", tuple(parameter.shape), getattr(parameter, "expert", None), 0, run)
+        parts = split(
+            f"{WEIGHTS}/{key}", tuple(parameter.shape), getattr(parameter, "expert", None), 0, run
+        )
         store.read(self._path, self._about.tensors, list(parts))
         return whole
 

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from pipeline.config.schema import RunConfig
 
 Change = dict[str, int | str | bool]
-_TABLES = {"zero": "parallel", "ep": "parallel", "sp": "parallel", "engine": "parallel", "dtype": "train"}
+_TABLES = {
+    "zero": "parallel",
+    "ep": "parallel",
+    "sp": "parallel",
+    "engine": "parallel",
+    "dtype": "train",
+}
 
 
 def changed(config: RunConfig, change: Mapping[str, object]) -> RunConfig:
@@ -21,4 +27,6 @@ def flags(change: Change, *, short: bool = True) -> str:
     """As `launch pretrain` takes them; without its own options, as every command does."""
     long = {} if short else {key: f"{table}.{key}" for key, table in _TABLES.items()}
     spelled = ((long.get(key, key), str(value).lower()) for key, value in change.items())
-    return " ".join(f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in spelled)
+    return " ".join(
+        f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in spelled
+    )

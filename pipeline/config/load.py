@@ -19,7 +19,10 @@ from pipeline.errors import ConfigError
 
 T = TypeVar("T", bound=Frozen)
 _PACKAGE = Path(__file__).resolve().parent.parent
-CONFIGS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE / "configs")
+CONFIGS = next(
+    (p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()),
+    _PACKAGE / "configs",
+)
 
 
 def load(
@@ -76,7 +79,9 @@ def reload(
     config = validate(RunConfig, table, where=str(path))
     for key, value in flat(config).items():
         if value == "auto" or (key == "train.steps" and value is None):
-            raise ConfigError(f"{key}={value!r} in {path} is not a number; restore the file or start a new run")
+            raise ConfigError(
+                f"{key}={value!r} in {path} is not a number; restore the file or start a new run"
+            )
     return config
 
 
@@ -149,7 +154,11 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(low)
     for key, value in high.items():
         old = out.get(key)
-        if isinstance(value, Mapping) and isinstance(old, Mapping) and value.get("kind", k := old.get("kind")) == k:
+        if (
+            isinstance(value, Mapping)
+            and isinstance(old, Mapping)
+            and value.get("kind", k := old.get("kind")) == k
+        ):
             out[key] = merge(old, value)
         else:
             out[key] = value
@@ -194,9 +203,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] == "model_type" and inner:
-        text = (
-            f"has settings of its own; write {key}={{}} for their defaults, or {key}.{inner[0]}=… ({', '.join(inner)})"
-        )
+        text = f"has settings of its own; write {key}={{}} for their defaults, or {key}.{inner[0]}=… ({', '.join(inner)})"
     value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
 
@@ -214,7 +221,9 @@ def _follow(kind: type[BaseModel], path: Iterable[str]) -> tuple[list[str], list
             models = [model for f in found for model in _models(f)]
         else:
             tagged = [m for m in models if "kind" in m.model_fields]
-            models = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)] or models
+            models = [
+                m for m in tagged if part in get_args(m.model_fields["kind"].annotation)
+            ] or models
     return key, [name for m in models for name in m.model_fields]
 
 

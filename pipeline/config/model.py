@@ -62,7 +62,9 @@ class Design(Frozen):
     mtp: Count = 0  # further tokens predicted, each by a block of its own: DeepSeek-V3
     mtp_weight: Weight = 0.3
     init_std: Rate
-    scaled_embedding: bool = False  # the input embedding's first weights and rate × √width: arXiv 2312.16903
+    scaled_embedding: bool = (
+        False  # the input embedding's first weights and rate × √width: arXiv 2312.16903
+    )
     multipliers: Multipliers = Multipliers()
     parametrization: Literal["standard", "mup"] = "standard"
     mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
@@ -76,7 +78,9 @@ class Design(Frozen):
         if self.parallel_block and self.placement != "pre":
             raise ValueError(f'parallel_block needs placement="pre", got "{self.placement}"')
         if self.scaled_embedding and self.tied:
-            raise ValueError("scaled_embedding=true with tied=true would scale the head too; set one of them to false")
+            raise ValueError(
+                "scaled_embedding=true with tied=true would scale the head too; set one of them to false"
+            )
         return self
 
 
@@ -102,16 +106,28 @@ class Model(Design):
         a = self.attention
         if isinstance(self.position, RoPE) and a.rotary_dim % 2:
             key = "rope_dim" if isinstance(a, MLA) else "head_dim"
-            raise ValueError(f"attention.{key}={a.rotary_dim} is odd; rotary positions turn pairs of channels")
-        if isinstance(self.position, RoPE) and isinstance(self.position.scaling, NTK) and a.rotary_dim == 2:
-            raise ValueError("position.scaling is ntk, which spares the fastest pair, but one pair is all there is")
-        if self.nope_every is not None and not isinstance(self.position, RoPE | RelativeBias | ALiBi):
+            raise ValueError(
+                f"attention.{key}={a.rotary_dim} is odd; rotary positions turn pairs of channels"
+            )
+        if (
+            isinstance(self.position, RoPE)
+            and isinstance(self.position.scaling, NTK)
+            and a.rotary_dim == 2
+        ):
+            raise ValueError(
+                "position.scaling is ntk, which spares the fastest pair, but one pair is all there is"
+            )
+        if self.nope_every is not None and not isinstance(
+            self.position, RoPE | RelativeBias | ALiBi
+        ):
             raise ValueError(
                 f"nope_every={self.nope_every} leaves layers without a position, but position.kind="
                 f'"{self.position.kind}" is not given to layers; take rope, relative or alibi'
             )
         if isinstance(self.position, Sinusoidal) and self.width % 2:
-            raise ValueError(f"width={self.width} is odd; sinusoidal positions are pairs of sine and cosine")
+            raise ValueError(
+                f"width={self.width} is odd; sinusoidal positions are pairs of sine and cosine"
+            )
         if isinstance(a, MLA):
             for key in ("q_rank", "kv_rank"):
                 if (getattr(a, key) or 0) > self.width:
@@ -130,7 +146,11 @@ class Model(Design):
     def routed(self, layer: int) -> bool:
         """Whether a layer's feed-forward is routed."""
         f = self.ffn
-        return isinstance(f, MoE) and layer >= f.dense_layers and (layer - f.dense_layers) % f.every == f.every - 1
+        return (
+            isinstance(f, MoE)
+            and layer >= f.dense_layers
+            and (layer - f.dense_layers) % f.every == f.every - 1
+        )
 
     def degrees(self, ranks: int) -> list[int]:
         """Of expert parallelism: what divides experts and ranks."""
@@ -142,7 +162,9 @@ class Model(Design):
 
     def windowed(self, layer: int) -> bool:
         a = self.attention
-        return a.window is not None and not (a.global_every and layer % a.global_every == a.global_every - 1)
+        return a.window is not None and not (
+            a.global_every and layer % a.global_every == a.global_every - 1
+        )
 
     def placed(self, layer: int) -> bool:
         """Whether a layer knows positions."""
@@ -162,19 +184,28 @@ class Model(Design):
     def embedding_scale(self) -> float:
         """Of the input embedding's first weights and of its rate: so large a stream that what layers add to it at first
         does not drown it. Under muP the same at every width."""
-        return math.sqrt(self.mup.base_width if self.mup else self.width) if self.scaled_embedding else 1.0
+        return (
+            math.sqrt(self.mup.base_width if self.mup else self.width)
+            if self.scaled_embedding
+            else 1.0
+        )
 
     @property
     def score_scale(self) -> float:
         """Of q·k: 1/√d, and under muP ∝ 1/d."""
-        a, scaling = self.attention, self.position.scaling if isinstance(self.position, RoPE) else None
+        a, scaling = (
+            self.attention,
+            self.position.scaling if isinstance(self.position, RoPE) else None,
+        )
         factor = scaling.scores if isinstance(scaling, YaRN) else 1.0
         widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
         return factor / math.sqrt(a.score_dim * widened)
 
     @property
     def logit_scale(self) -> float:
-        return self.multipliers.logits * (1.0 if self.mup is None else self.mup.base_width / self.width)
+        return self.multipliers.logits * (
+            1.0 if self.mup is None else self.mup.base_width / self.width
+        )
 
 
 def _divisors(*of: int) -> list[int]:

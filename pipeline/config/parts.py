@@ -20,7 +20,9 @@ class Norm(Frozen):
     @model_validator(mode="after")
     def _has_bias(self) -> Self:
         if self.bias and self.kind == "rmsnorm":
-            raise ValueError('bias=true, but an rmsnorm has none; take kind="layernorm" or leave it out')
+            raise ValueError(
+                'bias=true, but an rmsnorm has none; take kind="layernorm" or leave it out'
+            )
         return self
 
 
@@ -66,7 +68,9 @@ class Llama3(Frozen):
     @model_validator(mode="after")
     def _ramps(self) -> Self:
         if self.high <= self.low:
-            raise ValueError(f"high={self.high} must exceed low={self.low}: what turns more often stays as it is")
+            raise ValueError(
+                f"high={self.high} must exceed low={self.low}: what turns more often stays as it is"
+            )
         return self
 
 
@@ -111,7 +115,9 @@ class NoPosition(Frozen):
     kind: Literal["none"] = "none"
 
 
-Position = Annotated[RoPE | Learned | Sinusoidal | RelativeBias | ALiBi | NoPosition, Field(discriminator="kind")]
+Position = Annotated[
+    RoPE | Learned | Sinusoidal | RelativeBias | ALiBi | NoPosition, Field(discriminator="kind")
+]
 
 
 # ── Attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +134,9 @@ class Scores(Frozen):
     @model_validator(mode="after")
     def _windowed(self) -> Self:
         if self.global_every is not None and self.window is None:
-            raise ValueError(f"global_every={self.global_every} needs a window; without one every layer is global")
+            raise ValueError(
+                f"global_every={self.global_every} needs a window; without one every layer is global"
+            )
         return self
 
 
@@ -245,7 +253,9 @@ class MoEKind(Frozen):
     scale: Rate = 1.0  # of the routed experts' sum
     groups: Positive = 1
     top_groups: Positive = 1  # groups that a token may choose experts from
-    capacity: Rate | None = None  # of an expert, over its even share; what exceeds it is dropped: Switch
+    capacity: Rate | None = (
+        None  # of an expert, over its even share; what exceeds it is dropped: Switch
+    )
     aux_loss: Weight = 0.0  # Switch's balance loss over the micro-batch
     seq_aux_loss: Weight = 0.0  # the same within each sequence
     z_loss: Weight = 0.0  # of the router's logits
@@ -260,9 +270,13 @@ class MoEKind(Frozen):
     @model_validator(mode="after")
     def _choosable(self) -> Self:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k={self.top_k} is above experts={self.experts}; a token cannot meet more than all")
+            raise ValueError(
+                f"top_k={self.top_k} is above experts={self.experts}; a token cannot meet more than all"
+            )
         if self.top_k == 1 and self.normalise:
-            raise ValueError("top_k=1 with normalise=true makes every weight 1, and the router learns nothing from it")
+            raise ValueError(
+                "top_k=1 with normalise=true makes every weight 1, and the router learns nothing from it"
+            )
         if self.experts % self.groups:
             raise ValueError(f"experts={self.experts} is not a multiple of groups={self.groups}")
         if self.top_groups > self.groups:
@@ -276,7 +290,9 @@ class MoEKind(Frozen):
 
 
 class ArchMoE(MoEKind):
-    expert_share: Rate = 1.0  # an expert's hidden width over the size's ffn, unless the size gives expert_ffn
+    expert_share: Rate = (
+        1.0  # an expert's hidden width over the size's ffn, unless the size gives expert_ffn
+    )
     ratio: Rate | None = None  # hidden width over width; left out, the size's own
 
 

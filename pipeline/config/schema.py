@@ -1,6 +1,6 @@
 """Every setting of a run as frozen, closed types: an unknown key is an error with the nearest name.
 
-A field that may be "auto" follows from the size and is filled in by pipeline.recipe before the run starts, so that a
+A field that may be "auto" follows from the size and is filled in by pipeline.planner.recipe before the run starts, so that a
 run directory's config.toml holds numbers only.
 """
 
@@ -8,10 +8,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.frozen import Auto, Count, Dtype, Frozen, Positive, Rate, Recompute, Share, Weight, Word
+from pipeline.config.frozen import (
+    Auto,
+    Count,
+    Dtype,
+    Frozen,
+    Positive,
+    Rate,
+    Recompute,
+    Share,
+    Weight,
+    Word,
+)
 from pipeline.config.model import Model
 
-VERSION: Literal[1] = 1  # of the schema: raised when an old config.toml would be read with another meaning
+VERSION: Literal[1] = (
+    1  # of the schema: raised when an old config.toml would be read with another meaning
+)
 
 
 class AdamW(Frozen):
@@ -57,7 +70,9 @@ class Train(Frozen):
     tokens_per_param: Rate
     batch_tokens: Positive | Auto
     micro_batch: Positive | Auto  # sequences per rank and forward pass
-    auto_batch: bool = False  # micro_batch "auto" is the largest that may fit, and is lowered where it does not
+    auto_batch: bool = (
+        False  # micro_batch "auto" is the largest that may fit, and is lowered where it does not
+    )
     dtype: Dtype | Auto
     fp8: bool = False  # the blocks' linear layers multiply in fp8
     recompute: Recompute  # run again in the backward pass instead of keeping the activations
@@ -68,11 +83,15 @@ class Train(Frozen):
     save_every: Positive | Auto
     keep_last: Positive
     keep_every: Positive | None = None  # besides, every checkpoint whose step is a multiple
-    keep_at: tuple[Positive, ...] = ()  # steps whose checkpoints are written and stay: where branches begin
+    keep_at: tuple[
+        Positive, ...
+    ] = ()  # steps whose checkpoints are written and stay: where branches begin
     log_every: Positive
     max_restarts: Count  # after a fault, until a new checkpoint is written
     check_every: Positive  # steps between comparisons of the ranks' copies
-    hang_s: Rate  # a step may last three times the p99 and this much more before it is taken for a hang
+    hang_s: (
+        Rate  # a step may last three times the p99 and this much more before it is taken for a hang
+    )
     first_s: Rate  # and the start, or the first of each phase
 
     @model_validator(mode="after")
@@ -118,8 +137,12 @@ class Parallel(Frozen):
 
 class Data(Frozen):
     dir: str | None = None
-    packing: Literal["concatenate", "best-fit"] = "concatenate"  # best-fit: no document crosses a row
-    documents: bool = False  # attention and positions start anew at each document; always when packed best-fit
+    packing: Literal["concatenate", "best-fit"] = (
+        "concatenate"  # best-fit: no document crosses a row
+    )
+    documents: bool = (
+        False  # attention and positions start anew at each document; always when packed best-fit
+    )
     hash: str | None = None  # of the manifest the run was started on: a resumed run refuses another
 
 
@@ -139,7 +162,9 @@ class Container(Frozen):
 
     kind: Literal["pyxis", "apptainer"]
     image: Word
-    mounts: tuple[Word, ...] = ()  # HOST:INSIDE; the run's and the data's folders must be among them
+    mounts: tuple[
+        Word, ...
+    ] = ()  # HOST:INSIDE; the run's and the data's folders must be among them
     python: Word = "python3"  # inside
 
 
@@ -151,7 +176,9 @@ class Slurm(Frozen):
     account: Word | None = None
     qos: Word | None = None
     constraint: Word | None = None
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = None  # left out, the partition's
+    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = (
+        None  # left out, the partition's
+    )
     cpus_per_task: Positive | None = None
     sbatch: tuple[Word, ...] = ()  # further arguments, such as "--exclusive"
     srun: tuple[Word, ...] = ()
@@ -159,7 +186,9 @@ class Slurm(Frozen):
     setup: Word | None = None  # a shell file that every job sources first
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Word] = Field(default_factory=dict)
     container: Container | None = None
-    scratch: Word | None = None  # a folder on each node's own disk, to which shards are copied first
+    scratch: Word | None = (
+        None  # a folder on each node's own disk, to which shards are copied first
+    )
     launcher: Literal["srun", "torchrun"] = "srun"
     grace_s: Positive = 300  # so long before the limit the run is asked to save
     max_restarts: Count = 100  # of one job, for whatever reason
@@ -171,7 +200,9 @@ class Slurm(Frozen):
         parts = [int(part) for part in clock.split(":") if part]
         if not days and len(parts) < 3:  # MINUTES or MINUTES:SECONDS
             parts.insert(0, 0)
-        seconds = 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False))
+        seconds = 86400 * int(days or 0) + sum(
+            n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False)
+        )
         if self.time is not None and seconds <= self.grace_s + 60:
             raise ValueError(
                 f"time={self.time} ({seconds} s) ends before it could train: it saves grace_s={self.grace_s} before; "
@@ -195,7 +226,9 @@ class Cluster(Frozen):
     @model_validator(mode="after")
     def _shares_of_something(self) -> Self:
         if self.rates is not None and self.peak_flops is None:
-            raise ValueError("rates are shares of peak_flops, which is missing; give it, or leave rates out")
+            raise ValueError(
+                "rates are shares of peak_flops, which is missing; give it, or leave rates out"
+            )
         return self
 
     def has(self, device: str) -> bool:

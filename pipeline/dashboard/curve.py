@@ -50,7 +50,9 @@ class Rows:
 
     def add(self, record: Mapping[str, Any], hours: float) -> None:
         get = record.get
-        self.rows.append((record["step"], get("tokens"), get("flops"), hours, *map(get, self._rest)))
+        self.rows.append(
+            (record["step"], get("tokens"), get("flops"), hours, *map(get, self._rest))
+        )
         if self.limit is not None and len(self.rows) > SLACK * self.limit:
             self.settle()
 
@@ -67,12 +69,17 @@ class Rows:
         """For drawing: at most about `limit` rows."""
         chosen = self._thinned(limit, log=log) if len(self.rows) > limit else range(len(self.rows))
         places = [self.keys.index(key) for key in keys]
-        return {k: [short(number(self.rows[i][p])) for i in chosen] for k, p in zip(keys, places, strict=True)}
+        return {
+            k: [short(number(self.rows[i][p])) for i in chosen]
+            for k, p in zip(keys, places, strict=True)
+        }
 
     def _thinned(self, limit: int, *, log: bool) -> list[int]:
         x = self.column("step")
         extremes = [self.column(key) for key in ("loss", "grad_norm") if key in self.keys]
-        return thin(np.log(np.maximum(x, 1)) if log else x, extremes, max(1, limit // (2 * len(extremes))))
+        return thin(
+            np.log(np.maximum(x, 1)) if log else x, extremes, max(1, limit // (2 * len(extremes)))
+        )
 
 
 @dataclass
@@ -84,7 +91,9 @@ class Folded:
     hours: float = 0.0  # device-hours spent training, evaluation and waiting left out
     events: list[Record] = field(default_factory=list)
     loads: list[Record] = field(default_factory=list)  # MoE: share of tokens by layer and expert
-    hashes: list[tuple[int, str]] = field(default_factory=list)  # of each step's tokens, where nothing is thinned
+    hashes: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # of each step's tokens, where nothing is thinned
 
     def __post_init__(self) -> None:
         self.steps, self.evals = Rows(STEP, self.limit), Rows(EVAL, self.limit)
@@ -95,8 +104,13 @@ class Folded:
         match record.get("kind"):
             case "step":
                 _, tokens, _, hours, *_ = self.steps.before(step)
-                trained, speed = number(record.get("tokens")) - number(tokens), number(record.get("tokens_per_s"))
-                self.hours = hours + (trained / speed / 3600 * self.world if trained > 0 and speed > 0 else 0)
+                trained, speed = (
+                    number(record.get("tokens")) - number(tokens),
+                    number(record.get("tokens_per_s")),
+                )
+                self.hours = hours + (
+                    trained / speed / 3600 * self.world if trained > 0 and speed > 0 else 0
+                )
                 self.steps.add(record, self.hours)
                 if self.limit is None and isinstance(record.get("hash"), str | float):
                     self.hashes.append((int(step), token_hash(record["hash"])))

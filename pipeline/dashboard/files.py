@@ -37,7 +37,12 @@ def served_page() -> bytes:
         return f"page/{name}?v={hashlib.sha256(part(name).encode()).hexdigest()[:12]}"
 
     scripts = "".join(f'<script defer src="{address(name)}"></script>\n' for name in SCRIPTS)
-    return _filled(policy="", style=f'<link rel="stylesheet" href="{address("page.css")}">', data="", scripts=scripts)
+    return _filled(
+        policy="",
+        style=f'<link rel="stylesheet" href="{address("page.css")}">',
+        data="",
+        scripts=scripts,
+    )
 
 
 def static_page(data: bytes) -> bytes:

@@ -79,7 +79,9 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
         valley = None
         if len(x) >= 4:
             fine = np.linspace(x[0], x[-1], 60)
-            depth = Akima1DInterpolator(x, np.bincount(index, weights=runs.loss) / np.bincount(index))(fine)
+            depth = Akima1DInterpolator(
+                x, np.bincount(index, weights=runs.loss) / np.bincount(index)
+            )(fine)
             valley = {"N": numbers(np.exp(fine)), "loss": numbers(depth)}
         found.append({
             **columns(runs), "budget": C, "valley": valley,
@@ -93,11 +95,19 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
 def grid(done: Study) -> dict[str, Any]:
     """Forecasts at every stop of the sliders, by the functions behind `launch forecast`: the page computes no loss."""
     top = math.log10(float(done.fit.points.C.max()))
-    C = 10.0 ** (np.round(np.arange(top - BEHIND, top + BEYOND, 1 / PER_DECADE) * PER_DECADE) / PER_DECADE)
+    C = 10.0 ** (
+        np.round(np.arange(top - BEHIND, top + BEYOND, 1 / PER_DECADE) * PER_DECADE) / PER_DECADE
+    )
     best = done.optimum(C)
     if best is None:  # the law knows compute alone
         loss, low, high = done.interval(at(done.fit.points, C, C * np.nan, C * np.nan))
-        return {"C": C.tolist(), "sizes": None, "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
+        return {
+            "C": C.tolist(),
+            "sizes": None,
+            "loss": loss.tolist(),
+            "low": low.tolist(),
+            "high": high.tolist(),
+        }
     each = flops_per_parameter_token(done.fit.points)
     N = np.outer(best.N, SIZES).ravel()
     D = np.repeat(C, len(SIZES)) / each / N
@@ -114,14 +124,18 @@ def clusters() -> list[dict[str, Any]]:
     paths = sorted((CONFIGS / "cluster").glob("*.toml"))
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     return [
-        {key: table.get(key) for key in ("name", "peak_flops", "usd_per_gpu_hour")} | {"mfu": foretell.MFU}
+        {key: table.get(key) for key in ("name", "peak_flops", "usd_per_gpu_hour")}
+        | {"mfu": foretell.MFU}
         for table in tables
         if table.get("peak_flops")
     ]
 
 
 def columns(points: Points) -> dict[str, list[Any]]:
-    return {"run": list(points.run), **{key: numbers(getattr(points, key)) for key in ("N", "D", "C", "loss")}}
+    return {
+        "run": list(points.run),
+        **{key: numbers(getattr(points, key)) for key in ("N", "D", "C", "loss")},
+    }
 
 
 def numbers(values: Array) -> list[float]:

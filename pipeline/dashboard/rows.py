@@ -18,7 +18,9 @@ def row(key: str, seen: Seen, now: float) -> dict[str, Any]:
     last, status = run.last, run.status(now)
     final = run.evals[-1] if run.evals else {}
     speed, steps = recent(folded, "tokens_per_s"), record.get("steps")
-    left = (steps - last["step"]) * last["tokens"] / last["step"] if steps and last["step"] else None
+    left = (
+        (steps - last["step"]) * last["tokens"] / last["step"] if steps and last["step"] else None
+    )
     happened = [event.get("event") for event in folded.events]
     return {
         "id": key, "name": run.name, "group": group(seen), "status": status, "link": seen.link,
@@ -68,8 +70,16 @@ def page(key: str, seen: Seen, now: float, limit: int) -> dict[str, Any]:
 def loads(folded: Folded) -> dict[str, Any] | None:
     """Each expert's share of its layer's tokens over the even share, by step, layer and expert."""
     kept = folded.loads[:: max(1, -(-len(folded.loads) // MOST_LOADS))]
-    even = [[[round(s * len(layer), 3) for s in layer] for layer in load["load"]] for load in kept if load.get("load")]
-    return {"step": [load["step"] for load in kept if load.get("load")], "load": even} if even else None
+    even = [
+        [[round(s * len(layer), 3) for s in layer] for layer in load["load"]]
+        for load in kept
+        if load.get("load")
+    ]
+    return (
+        {"step": [load["step"] for load in kept if load.get("load")], "load": even}
+        if even
+        else None
+    )
 
 
 def recent(folded: Folded, key: str) -> float | None:

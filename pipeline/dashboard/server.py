@@ -32,7 +32,10 @@ HEADERS = {
 LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 COOKIE = "isoflop-token"
 Answers = dict[int | str, dict[str, Any]]
-REFUSALS: Answers = {401: {"description": "no token"}, 403: {"description": "a foreign host or origin"}}
+REFUSALS: Answers = {
+    401: {"description": "no token"},
+    403: {"description": "a foreign host or origin"},
+}
 UNCHANGED: Answers = {304: {"description": "nothing has changed"}}
 
 
@@ -46,7 +49,12 @@ def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = N
         watcher.stop()
 
     app = FastAPI(
-        title="Isoflop", version="1", docs_url=None, redoc_url=None, openapi_url="/api/openapi.json", lifespan=lifespan
+        title="Isoflop",
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+        lifespan=lifespan,
     )
     parts = assets()
 
@@ -59,26 +67,42 @@ def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = N
         if name not in parts:
             return PlainTextResponse("no such part", 404)
         content, kind = parts[name]
-        return Response(content, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"})
+        return Response(
+            content, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"}
+        )
 
-    @app.get("/api/runs", responses={**answer("the runs that have changed", "object"), **UNCHANGED, **REFUSALS})
+    @app.get(
+        "/api/runs",
+        responses={**answer("the runs that have changed", "object"), **UNCHANGED, **REFUSALS},
+    )
     def runs(
-        since: Annotated[int, Query(ge=0, le=2**53, description="the revision that is already known")] = 0,
+        since: Annotated[
+            int, Query(ge=0, le=2**53, description="the revision that is already known")
+        ] = 0,
         if_none_match: Annotated[str | None, Header()] = None,
     ) -> Response:
         tag = f'"{watcher.boot}-{since}-{watcher.snapshot.revision}"'
         return tagged(tag, if_none_match, lambda: watcher.runs(since))
 
-    @app.get("/api/laws", responses={**answer("the law of each group of runs", "array"), **UNCHANGED, **REFUSALS})
+    @app.get(
+        "/api/laws",
+        responses={**answer("the law of each group of runs", "array"), **UNCHANGED, **REFUSALS},
+    )
     def laws(if_none_match: Annotated[str | None, Header()] = None) -> Response:
         now = watcher.snapshot
         return tagged(f'"{watcher.boot}-{now.laws_revision}"', if_none_match, lambda: now.laws)
 
     @app.get(
         "/api/runs/{key}",
-        responses={**answer("everything about one run", "object"), 404: {"description": "no such run"}, **REFUSALS},
+        responses={
+            **answer("everything about one run", "object"),
+            404: {"description": "no such run"},
+            **REFUSALS,
+        },
     )
-    def run(key: Annotated[str, Path(pattern="^[0-9a-f]{8,64}$", description="an id from /api/runs")]) -> Response:
+    def run(
+        key: Annotated[str, Path(pattern="^[0-9a-f]{8,64}$", description="an id from /api/runs")],
+    ) -> Response:
         found = watcher.page(key)
         if found is None:
             return JSONResponse({"detail": "no such run, or it cannot be read now"}, 404)
@@ -88,7 +112,12 @@ def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = N
 
 
 def answer(description: str, kind: str) -> Answers:
-    return {200: {"description": description, "content": {"application/json": {"schema": {"type": kind}}}}}
+    return {
+        200: {
+            "description": description,
+            "content": {"application/json": {"schema": {"type": kind}}},
+        }
+    }
 
 
 def tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Response:
@@ -130,16 +159,22 @@ class Guard:
             return PlainTextResponse("403: another page may not read this one", 403)
         if self.token is None:
             return None
-        if scope["path"] == "/" and (given := parse_qs(scope["query_string"].decode("latin-1")).get("token")):
+        if scope["path"] == "/" and (
+            given := parse_qs(scope["query_string"].decode("latin-1")).get("token")
+        ):
             if not self._matches(given[0]):
                 return PlainTextResponse("401: that is not the token", 401)
             home = RedirectResponse("/", 303)  # the address bar and the history need not know it
             home.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return home
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._matches(bearer) or self._matches(cookie_parser(headers.get("cookie", "")).get(COOKIE, "")):
+        if self._matches(bearer) or self._matches(
+            cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        ):
             return None
-        return PlainTextResponse("401: open the address that `launch dashboard` printed, token included", 401)
+        return PlainTextResponse(
+            "401: open the address that `launch dashboard` printed, token included", 401
+        )
 
     def _known(self, host: str) -> bool:
         """Names that a browser can only have from us: a foreign name that resolves to us is an attack."""
@@ -153,7 +188,9 @@ class Guard:
 
 
 def _plain(host: str) -> bool:
-    return all(c.isalnum() or c in ".-_:[]" for c in host) and host.count("[") == host.count("]") <= 1
+    return (
+        all(c.isalnum() or c in ".-_:[]" for c in host) and host.count("[") == host.count("]") <= 1
+    )
 
 
 def _is_address(name: str) -> bool:

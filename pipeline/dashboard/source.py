@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from pipeline.dashboard.curve import Folded, Rows, number
 from pipeline.errors import RunError
+from pipeline.runs.tail import Tail
 from pipeline.scaling import mlflow_runs
 from pipeline.scaling.mlflow_runs import FORECASTS
 from pipeline.scaling.register import registered
 from pipeline.scaling.runs import Record, Run, read_record, run_paths
 from pipeline.track import state, store
-from pipeline.track.tail import Tail
 
 KEPT_ROWS = 600  # per run and kind, in memory; more than a screen has pixels to tell apart
 CHUNK_RECORDS = 5000
@@ -39,7 +39,9 @@ class Seen:
 
 class Source(Protocol):
     title: str
-    options: str | None  # what makes other commands read the same runs, where it is not their experiment's name
+    options: (
+        str | None
+    )  # what makes other commands read the same runs, where it is not their experiment's name
 
     def scan(self) -> dict[str, Hashable]:
         """Every run's id, and a stamp that changes when the run does."""
@@ -64,9 +66,15 @@ class Directories:
         self._following: dict[str, tuple[Tail, Folded]] = {}
 
     def scan(self) -> dict[str, Hashable]:
-        found = {hashlib.sha256(str(path).encode()).hexdigest()[:12]: path for path in run_paths(self.root)}
+        found = {
+            hashlib.sha256(str(path).encode()).hexdigest()[:12]: path
+            for path in run_paths(self.root)
+        }
         self._paths = found
-        return {key: tuple(stamp(path / name) for name in ("run.json", "log.jsonl")) for key, path in found.items()}
+        return {
+            key: tuple(stamp(path / name) for name in ("run.json", "log.jsonl"))
+            for key, path in found.items()
+        }
 
     def read(self, key: str, *, whole: bool = False) -> Seen:
         path = self._paths[key]
@@ -112,22 +120,46 @@ class Store:
     def scan(self) -> dict[str, Hashable]:
         with mlflow_runs.asking(self.uri, self.experiment) as client:
             every = {
-                run.info.run_id: (name, run) for name, run in mlflow_runs.search(client, self.uri, self.experiment)
+                run.info.run_id: (name, run)
+                for name, run in mlflow_runs.search(client, self.uri, self.experiment)
             }
-        identity = {key: str(run.data.tags.get(store.ID_TAG, "")) for key, (_, run) in every.items()}
-        self._sweeps = {name: key for key, (name, _) in every.items() if identity[key].startswith(store.SWEEP)}
-        self._runs = {key: found for key, found in every.items() if mlflow_runs.record_of(found[1]) is not None}
-        return {key: (run.info.status, tuple(sorted(run.data.metrics.items()))) for key, (_, run) in self._runs.items()}
+        identity = {
+            key: str(run.data.tags.get(store.ID_TAG, "")) for key, (_, run) in every.items()
+        }
+        self._sweeps = {
+            name: key for key, (name, _) in every.items() if identity[key].startswith(store.SWEEP)
+        }
+        self._runs = {
+            key: found
+            for key, found in every.items()
+            if mlflow_runs.record_of(found[1]) is not None
+        }
+        return {
+            key: (run.info.status, tuple(sorted(run.data.metrics.items())))
+            for key, (_, run) in self._runs.items()
+        }
 
     def read(self, key: str, *, whole: bool = False) -> Seen:
         experiment, found = self._runs[key]
         with mlflow_runs.asking(self.uri, self.experiment) as client:
             run = mlflow_runs.read(client, found)
-            loads = mlflow_runs.loads(client, key) if whole and "moe/tokens" in found.data.metrics else []
+            loads = (
+                mlflow_runs.loads(client, key)
+                if whole and "moe/tokens" in found.data.metrics
+                else []
+            )
         assert run is not None
         folded = Folded(None if whole else KEPT_ROWS)
-        logged = [{**r, "kind": kind} for kind, rows in (("step", run.steps), ("eval", run.evals)) for r in rows]
-        for entry in (*run.events, *sorted(logged, key=lambda r: (r["step"], r["kind"] == "eval")), *loads):
+        logged = [
+            {**r, "kind": kind}
+            for kind, rows in (("step", run.steps), ("eval", run.evals))
+            for r in rows
+        ]
+        for entry in (
+            *run.events,
+            *sorted(logged, key=lambda r: (r["step"], r["kind"] == "eval")),
+            *loads,
+        ):
             folded.add(entry)
         linked = self.uri.startswith(("http://", "https://"))
         page = f"{store.public(self.uri).rstrip('/')}/#/experiments/{found.info.experiment_id}/runs/{key}"
@@ -138,8 +170,13 @@ class Store:
         if sweep is None:
             return []
         seen, contents = self._kept.get(sweep, ((), []))
-        with mlflow_runs.asking(self.uri, self.experiment) as client, tempfile.TemporaryDirectory() as folder:
-            now = tuple(sorted(artifact.path for artifact in client.list_artifacts(sweep, FORECASTS)))
+        with (
+            mlflow_runs.asking(self.uri, self.experiment) as client,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            now = tuple(
+                sorted(artifact.path for artifact in client.list_artifacts(sweep, FORECASTS))
+            )
             if now != seen:
                 for path in now:
                     client.download_artifacts(sweep, path, folder)
@@ -153,7 +190,9 @@ def open_source(runs: Path | None, experiment: str | None) -> Source:
     if runs is not None:
         root = runs / experiment if experiment else runs
         if not root.is_dir():
-            raise RunError(f"runs={root} is not a directory; give one that holds runs, such as runs/demo")
+            raise RunError(
+                f"runs={root} is not a directory; give one that holds runs, such as runs/demo"
+            )
         return Directories(root)
     uri = mlflow_runs.configured()
     if uri is not None:
@@ -172,5 +211,6 @@ def stamp(path: Path) -> Hashable:
 def records(rows: Rows, last: int = 0) -> tuple[Record, ...]:
     """What the fits read, in numbers."""
     return tuple(
-        {**{k: number(v) for k, v in zip(rows.keys, row, strict=True)}, "step": row[0]} for row in rows.rows[-last:]
+        {**{k: number(v) for k, v in zip(rows.keys, row, strict=True)}, "step": row[0]}
+        for row in rows.rows[-last:]
     )

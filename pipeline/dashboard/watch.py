@@ -22,7 +22,12 @@ EVERY_S = 2.0
 AT_REST = 4  # of the time that a look took: watching a large store must not become its load
 POINTS, LEAST, MOST = 40_000, 40, 512  # drawn on one chart in all, and per run
 PAGE_POINTS, STATIC_POINTS = 1200, 60_000  # on a run's own page, and on all of them in one file
-UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)  # what a record of another shape comes to
+UNREADABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)  # what a record of another shape comes to
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Snapshot:
     """What a request is answered from; never changed, only replaced."""
 
     revision: int = 0
-    runs: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # id → revision of its last change, row and curve
+    runs: dict[str, tuple[int, bytes]] = field(
+        default_factory=dict
+    )  # id → revision of its last change, row and curve
     laws: bytes = b"[]"
     laws_revision: int = 0
     notes: tuple[str, ...] = ()
@@ -42,10 +49,14 @@ class Watcher:
 
     def __init__(self, source: Source, law: str = "auto") -> None:
         self.source, self.law = source, law
-        self.boot = hashlib.sha256(str(time.time_ns()).encode()).hexdigest()[:8]  # revisions count within it
+        self.boot = hashlib.sha256(str(time.time_ns()).encode()).hexdigest()[
+            :8
+        ]  # revisions count within it
         self.snapshot = Snapshot(reading=(0, 0))
         self._seen: dict[str, tuple[Hashable, Seen]] = {}
-        self._told: dict[str, tuple[Hashable, bytes]] = {}  # id → what it was told for, row and curve
+        self._told: dict[
+            str, tuple[Hashable, bytes]
+        ] = {}  # id → what it was told for, row and curve
         self._fitted: dict[str, tuple[str, dict[str, Any]]] = {}
         self._stop = threading.Event()
 
@@ -62,7 +73,10 @@ class Watcher:
                 self.refresh()
             except Exception as error:  # a fault of ours: say so, and go on watching
                 logging.getLogger(__name__).exception("looking for changes failed")
-                self._publish([f"{type(error).__name__} while looking for changes: {error}"], self.snapshot.laws)
+                self._publish(
+                    [f"{type(error).__name__} while looking for changes: {error}"],
+                    self.snapshot.laws,
+                )
             self._stop.wait(max(EVERY_S, AT_REST * (time.monotonic() - began)))
 
     def refresh(self, *, strict: bool = False) -> None:
@@ -76,7 +90,11 @@ class Watcher:
             self._publish([str(error)], self.snapshot.laws)
             return
         self._seen = {key: seen for key, seen in self._seen.items() if key in there}
-        changed = [key for key, stamp in there.items() if key not in self._seen or self._seen[key][0] != stamp]
+        changed = [
+            key
+            for key, stamp in there.items()
+            if key not in self._seen or self._seen[key][0] != stamp
+        ]
         show_at = time.monotonic() + EVERY_S
         for done, key in enumerate(changed):
             try:
@@ -93,12 +111,18 @@ class Watcher:
                 show_at = time.monotonic() + max(EVERY_S, AT_REST * (time.monotonic() - began))
             if self._stop.is_set():
                 return
-        self._publish(notes, self.snapshot.laws, count=len(there))  # the curves do not wait for the fit
+        self._publish(
+            notes, self.snapshot.laws, count=len(there)
+        )  # the curves do not wait for the fit
         laws = self._laws(notes)
         self._publish(notes, laws, count=len(there))
 
     def _publish(
-        self, notes: list[str], laws: bytes, reading: tuple[int, int] | None = None, count: int | None = None
+        self,
+        notes: list[str],
+        laws: bytes,
+        reading: tuple[int, int] | None = None,
+        count: int | None = None,
     ) -> None:
         old, now = self.snapshot, time.time()
         limit = LEAST
@@ -114,8 +138,15 @@ class Watcher:
             before, text = old.runs.get(key), self._told[key][1]
             runs[key] = before if before and before[1] == text else (old.revision + 1, text)
         laws_revision = old.laws_revision + (laws != old.laws)
-        same = runs == old.runs and laws == old.laws and tuple(notes) == old.notes and reading == old.reading
-        self.snapshot = Snapshot(old.revision + (not same), runs, laws, laws_revision, tuple(notes), reading)
+        same = (
+            runs == old.runs
+            and laws == old.laws
+            and tuple(notes) == old.notes
+            and reading == old.reading
+        )
+        self.snapshot = Snapshot(
+            old.revision + (not same), runs, laws, laws_revision, tuple(notes), reading
+        )
 
     def _laws(self, notes: list[str]) -> bytes:
         groups: dict[str, dict[str, Seen]] = defaultdict(dict)
@@ -123,13 +154,17 @@ class Watcher:
             groups[rows.group(seen)][key] = seen
         found = []
         for key, members in sorted(groups.items(), key=lambda item: -len(item[1])):
-            runs = sorted((seen.run for seen in members.values()), key=lambda run: (run.N, run.name))
+            runs = sorted(
+                (seen.run for seen in members.values()), key=lambda run: (run.N, run.name)
+            )
             try:
                 scores = score(self.source.forecasts(members), runs)
             except UserError as error:
                 notes.append(str(error))
                 scores = []
-            told = json.dumps([[r.name, r.finished, r.N, *map(repr, r.evals[-1:])] for r in runs] + [repr(scores)])
+            told = json.dumps(
+                [[r.name, r.finished, r.N, *map(repr, r.evals[-1:])] for r in runs] + [repr(scores)]
+            )
             if self._fitted.get(key, ("",))[0] != told:
                 self._fitted[key] = told, law_data(runs, self.law, scores)
             record = next(iter(members.values())).record
@@ -164,7 +199,10 @@ class Watcher:
     def everything(self) -> bytes:
         """All answers in one: what the page needs where there is nobody to ask."""
         limit = max(LEAST, min(PAGE_POINTS, STATIC_POINTS // max(1, len(self.snapshot.runs))))
-        pages = b",".join(b'"%b":%b' % (key.encode(), self.page(key, limit) or b"null") for key in self.snapshot.runs)
+        pages = b",".join(
+            b'"%b":%b' % (key.encode(), self.page(key, limit) or b"null")
+            for key in self.snapshot.runs
+        )
         return b'{"runs":%b,"laws":%b,"pages":{%b}}' % (self.runs(), self.snapshot.laws, pages)
 
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic import TEMPORARY
 from pipeline.data.files import as_data_error, nameable, save
 from pipeline.data.shards import MANIFEST
 from pipeline.errors import DataError, UserError
-from pipeline.files import TEMPORARY
 
 RECIPE = "recipe.json"
 WORK = ".work"  # what is finished of an unfinished corpus
@@ -28,7 +28,9 @@ def finished(out: Path, arguments: dict[str, Any]) -> bool:
         before = json.loads((out / RECIPE).read_text())
         old, new = dict(before["recipe"]), json.loads(json.dumps(arguments["recipe"]))
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{out / RECIPE}: damaged; choose another --out or remove this one") from None
+        raise DataError(
+            f"{out / RECIPE}: damaged; choose another --out or remove this one"
+        ) from None
     for key in sorted(new, key=lambda key: key != "tokenizer"):  # the rest follows from it
         if old.get(key) != new[key]:
             raise DataError(
@@ -36,7 +38,9 @@ def finished(out: Path, arguments: dict[str, Any]) -> bool:
                 "choose another --out or remove this one"
             )
     if before.get("inputs") != arguments["inputs"]:
-        raise DataError(f"out={out}: its input files have changed since; choose another --out or remove this one")
+        raise DataError(
+            f"out={out}: its input files have changed since; choose another --out or remove this one"
+        )
     return True
 
 
@@ -48,7 +52,9 @@ def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator
         raise DataError(f"out={str(out)!r}: a name that is not UTF-8; choose another --out")
     try:
         if out.is_dir() and not work.exists() and any(out.iterdir()):
-            raise DataError(f"out={out}: not empty and not made by `launch data prepare`; choose another directory")
+            raise DataError(
+                f"out={out}: not empty and not made by `launch data prepare`; choose another directory"
+            )
         if out.exists() and not out.is_dir():
             raise DataError(f"out={out}: a file, and shards need a directory; choose another --out")
         made = not out.exists()
@@ -57,12 +63,16 @@ def claimed(out: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise DataError(f"out={out}: another `launch data prepare` is writing there; wait for it") from None
+                raise DataError(
+                    f"out={out}: another `launch data prepare` is writing there; wait for it"
+                ) from None
             mine = work / fingerprint
             mine.mkdir(exist_ok=True)
             for other in work.iterdir():
                 if other.is_dir() and other != mine:
-                    say(f"{other}: unfinished work of other arguments or inputs; it goes when this corpus is finished")
+                    say(
+                        f"{other}: unfinished work of other arguments or inputs; it goes when this corpus is finished"
+                    )
             for left in work.rglob(f"*{TEMPORARY}"):  # by killed writers
                 left.unlink(missing_ok=True)
             try:

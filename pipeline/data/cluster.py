@@ -26,14 +26,20 @@ OBJECT_STORE_BYTES = 128 * 2**20  # tasks pass file names and counts, never text
 def cluster(workers: int | None) -> Iterator[None]:
     """Join RAY_ADDRESS (`auto`: what `ray start` started here) or run a private instance while the block lasts."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave CUDA_VISIBLE_DEVICES alone, and be quiet
-    if not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules:  # read once, when ray is imported
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # leave CUDA_VISIBLE_DEVICES alone, and be quiet
+    if (
+        not os.environ.get("RAY_ADDRESS") and "ray" not in sys.modules
+    ):  # read once, when ray is imported
         # Ray listens on every interface whatever address it is given; without a token anyone who reaches it runs code.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if address := os.environ.get("RAY_ADDRESS"):
         _answers(address)
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # a wrong token fills the screen otherwise
+        os.environ.setdefault(
+            "RAY_BACKEND_LOG_LEVEL", "fatal"
+        )  # a wrong token fills the screen otherwise
     import ray
 
     if ray.is_initialized():  # a caller that holds a cluster keeps it
@@ -117,7 +123,9 @@ def run(
     try:
         with _interrupts() as interrupted:
             while True:
-                slots = max(1, int(ray.cluster_resources().get("CPU", 1)))  # asked anew: nodes come and go
+                slots = max(
+                    1, int(ray.cluster_resources().get("CPU", 1))
+                )  # asked anew: nodes come and go
                 ahead = min(workers or slots, slots)
                 if interrupted():
                     raise KeyboardInterrupt
@@ -134,7 +142,9 @@ def run(
         raise error.cause from error  # with the worker's traceback
     except ray.exceptions.RayError as error:
         first = str(error).strip().splitlines()[0]
-        raise DataError(f"Ray gave up on a task: {first}; the same command again does what is missing") from error
+        raise DataError(
+            f"Ray gave up on a task: {first}; the same command again does what is missing"
+        ) from error
     finally:
         if flying:
             time.sleep(0.1)  # until the last of them is with its worker

@@ -16,7 +16,9 @@ from pipeline.data.read import LINE_BYTES
 from pipeline.errors import DataError
 
 ROWS, ROWS_BYTES = 256, 128 * MB  # at a time, whichever is less
-PAGE_BYTES = 1024 * MB  # that a parquet page takes: pyarrow decodes it whole, and copies a row as long as it thrice
+PAGE_BYTES = (
+    1024 * MB
+)  # that a parquet page takes: pyarrow decodes it whole, and copies a row as long as it thrice
 
 
 def row_groups(path: Path) -> list[int]:
@@ -30,24 +32,36 @@ def row_groups(path: Path) -> list[int]:
 
 def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object, int]]:
     """Row number in the file, value of the text column and its bytes, for row groups start…stop-1."""
-    file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)  # else it reads whole row groups
+    file = pyarrow.parquet.ParquetFile(
+        path, buffer_size=MB, pre_buffer=False
+    )  # else it reads whole row groups
     _check_column(path, key, file.schema_arrow.names)
     row = sum(file.metadata.row_group(i).num_rows for i in range(start))
     for group in range(start, stop):
         try:
-            rows = max(1, min(ROWS, ROWS_BYTES // _largest_page(path, file.metadata.row_group(group), key)))
+            rows = max(
+                1, min(ROWS, ROWS_BYTES // _largest_page(path, file.metadata.row_group(group), key))
+            )
             for batch in file.iter_batches(rows, row_groups=[group], columns=[key]):
                 for value in batch.column(key):
                     yield row, *_python(value)
                     row += 1
         except (pyarrow.ArrowInvalid, LookupError) as error:
-            raise DataError(f"{path}: row group {group} is damaged ({error}); fetch the file again") from error
+            raise DataError(
+                f"{path}: row group {group} is damaged ({error}); fetch the file again"
+            ) from error
 
 
 def _largest_page(path: str, group: Any, key: str) -> int:
     """Bytes of the column's largest page, which no value exceeds; by the pages' heads, before any is read."""
-    columns = (c for c in map(group.column, range(group.num_columns)) if f"{c.path_in_schema}.".startswith(f"{key}."))
-    column = min(columns, key=lambda c: len(c.path_in_schema))  # a name may have a dot in it, as a list's has behind it
+    columns = (
+        c
+        for c in map(group.column, range(group.num_columns))
+        if f"{c.path_in_schema}.".startswith(f"{key}.")
+    )
+    column = min(
+        columns, key=lambda c: len(c.path_in_schema)
+    )  # a name may have a dot in it, as a list's has behind it
     at = column.dictionary_page_offset or column.data_page_offset
     end, largest = at + column.total_compressed_size, 1
     with Path(path).open("rb") as file:

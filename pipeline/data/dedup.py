@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.atomic import sync_directory
 from pipeline.data.cluster import run
 from pipeline.data.files import save
 from pipeline.data.recipe import Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.sketch import Sketched, part_of, similarity
 from pipeline.data.stages import Ledger
-from pipeline.files import sync_directory
 
 RANGE_ROWS = 4_000_000  # keys per range: some hundred megabytes while a range is worked on
 BLOCK = 2**16  # documents or pairs at once
@@ -30,10 +30,16 @@ SAME = "same"  # the file that says which documents are copies
 I64 = npt.NDArray[np.int64]
 
 
-def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Recipe) -> tuple[Stage, ...]:
+def deduplicate(
+    stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Recipe
+) -> tuple[Stage, ...]:
     """Write STEM.keep.npy for every task: for each item read, whether it stays. Returns the stage's books."""
     folder = stems[0].parent
-    parts = [part_of(stem, i) for stem, record in zip(stems, sketched, strict=True) for i in range(record.parts)]
+    parts = [
+        part_of(stem, i)
+        for stem, record in zip(stems, sketched, strict=True)
+        for i in range(record.parts)
+    ]
     starts = np.cumsum([0, *(_length(part, "items") for part in parts)])
     size = int(starts[-1])
     parents = np.asarray(np.memmap(folder / "parents", np.int64, "w+", shape=(size + 1,)))
@@ -52,7 +58,9 @@ def deduplicate(stems: Sequence[Path], sketched: Sequence[Sketched], recipe: Rec
     for stem, record in zip(stems, sketched, strict=True):
         keep = np.zeros(record.stages[0].documents_in if record.stages else 0, bool)
         for low, high, part in islice(stretches, record.parts):
-            items, sizes = (np.load(part.with_suffix(f".{suffix}.npy")) for suffix in ("items", "sizes"))
+            items, sizes = (
+                np.load(part.with_suffix(f".{suffix}.npy")) for suffix in ("items", "sizes")
+            )
             stays = parents[low:high] == np.arange(low, high)
             for reason, gone in (("exact", same[low:high]), ("near", ~stays & ~same[low:high])):
                 if gone.any():
@@ -90,34 +98,46 @@ def _pairs(
             yield np.array(found[low : low + BLOCK])
 
 
-def _exact_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe) -> None:
+def _exact_range(
+    out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe
+) -> None:
     rows, numbers = _rows("exact", part, ranges, stems, starts)
     order = np.lexsort((numbers, rows["check"], rows["key"]))
     first, again, _ = _groups(rows[["key", "check"]][order], numbers[order])
     save(out, np.stack((first, again), axis=1))
 
 
-def _near_range(out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe) -> None:
+def _near_range(
+    out: Path, part: int, ranges: int, stems: list[Path], starts: I64, recipe: Recipe
+) -> None:
     """Candidates share a band; each is compared with the first of its bucket and with its neighbour."""
     near = recipe.dedup.near
     assert near is not None
-    rows, numbers = _rows("bands", part, ranges, stems, starts, copies=False)  # they would only swell the buckets
+    rows, numbers = _rows(
+        "bands", part, ranges, stems, starts, copies=False
+    )  # they would only swell the buckets
     order = np.lexsort((numbers, rows["key"]))
     first, again, before = _groups(rows["key"][order], numbers[order])
-    pairs = np.unique(np.concatenate((np.stack((first, again), 1), np.stack((before, again), 1))), axis=0)
+    pairs = np.unique(
+        np.concatenate((np.stack((first, again), 1), np.stack((before, again), 1))), axis=0
+    )
     stretches = lru_cache(256)(Stretches)
 
     @lru_cache(4096)
     def bottom(number: int) -> npt.NDArray[Any]:
         at = int(np.searchsorted(starts, number, "right")) - 1
         document = number - int(starts[at])
-        start, stop = stretches(stems[at].with_suffix(".ends.npy"))[document : document + 2].tolist()
+        start, stop = stretches(stems[at].with_suffix(".ends.npy"))[
+            document : document + 2
+        ].tolist()
         return stretches(stems[at].with_suffix(".bottom.npy"))[start:stop]
 
     close = np.zeros(len(pairs), bool)
     for low in range(0, len(pairs), BLOCK):
         block = pairs[low : low + BLOCK].tolist()
-        close[low : low + BLOCK] = [similarity(bottom(a), bottom(b)) >= near.threshold for a, b in block]
+        close[low : low + BLOCK] = [
+            similarity(bottom(a), bottom(b)) >= near.threshold for a, b in block
+        ]
     save(out, pairs[close])
 
 
@@ -141,7 +161,9 @@ def _rows(
         stop = len(rows) if high == 2**64 else int(np.searchsorted(rows["key"], np.uint64(high)))
         mine = np.array(rows[start:stop])
         if not copies:
-            mine = mine[~np.fromfile(stem.parent / SAME, bool, end - begin, offset=begin)[mine["document"]]]
+            mine = mine[
+                ~np.fromfile(stem.parent / SAME, bool, end - begin, offset=begin)[mine["document"]]
+            ]
         found.append(mine)
         numbers.append(begin + mine["document"])
     return np.concatenate(found), np.concatenate(numbers)
@@ -162,5 +184,7 @@ class Stretches:
 
     def __getitem__(self, at: slice) -> npt.NDArray[Any]:
         size = self._dtype.itemsize
-        raw = os.pread(self._file.fileno(), (at.stop - at.start) * size, self._start + at.start * size)
+        raw = os.pread(
+            self._file.fileno(), (at.stop - at.start) * size, self._start + at.start * size
+        )
         return np.frombuffer(raw, self._dtype)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from pipeline import files
+from pipeline import atomic as files
 from pipeline.errors import DataError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -43,10 +43,16 @@ def unreadable(error: Exception, path: str | Path) -> DataError:
     if isinstance(error, OSError):
         return DataError(f"{path}: cannot be read ({error.strerror or error})")
     first = (str(error).strip().splitlines() or [""])[0]
-    return DataError(f"{path}: cannot be read ({type(error).__name__}: {first}); fetch the file again")
+    return DataError(
+        f"{path}: cannot be read ({type(error).__name__}: {first}); fetch the file again"
+    )
 
 
 def as_data_error(error: OSError, path: Path) -> DataError:
     if error.errno in _NO_ROOM:
-        return DataError(f"{path}: no room left while writing ({error.strerror}); free space or choose another --out")
-    return DataError(f"{path}: cannot be written ({error.strerror or error}); choose an --out you may write to")
+        return DataError(
+            f"{path}: no room left while writing ({error.strerror}); free space or choose another --out"
+        )
+    return DataError(
+        f"{path}: cannot be written ({error.strerror or error}); choose an --out you may write to"
+    )

@@ -70,13 +70,21 @@ def _c4(text: str, rule: C4) -> str | None:
 def _repetition(text: str, words: list[str], rule: Repetition) -> str | None:
     for name, parts, share, characters in (
         ("lines", text.split("\n"), rule.duplicate_lines, rule.duplicate_line_characters),
-        ("paragraphs", _PARAGRAPHS.split(text), rule.duplicate_paragraphs, rule.duplicate_paragraph_characters),
+        (
+            "paragraphs",
+            _PARAGRAPHS.split(text),
+            rule.duplicate_paragraphs,
+            rule.duplicate_paragraph_characters,
+        ),
     ):
         parts = [part for part in map(str.strip, parts) if part]
         repeated = Counter(parts)
         if parts and 1 - len(repeated) / len(parts) > share:
             return f"duplicate_{name}"
-        if sum(len(part) * (n - 1) for part, n in repeated.items()) / max(1, len(text)) > characters:
+        if (
+            sum(len(part) * (n - 1) for part, n in repeated.items()) / max(1, len(text))
+            > characters
+        ):
             return f"duplicate_{name[:-1]}_characters"
     # Python's own hash differs from process to process, but which n-grams are equal does not.
     hashes = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
@@ -93,11 +101,15 @@ def _repetition(text: str, words: list[str], rule: Repetition) -> str | None:
 def _ngrams(hashes: npt.NDArray[np.uint64], n: int) -> npt.NDArray[np.uint64]:
     grams = np.zeros(max(0, len(hashes) - n + 1), np.uint64)
     for k in range(n):
-        grams = (grams ^ (grams >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + hashes[k : k + len(grams)]
+        grams = (grams ^ (grams >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15) + hashes[
+            k : k + len(grams)
+        ]
     return grams
 
 
-def _top_share(hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int, characters: int) -> float:
+def _top_share(
+    hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int, characters: int
+) -> float:
     """Characters inside the most frequent n-gram, all its occurrences, as a share of the text."""
     grams = _ngrams(hashes, n)
     if not len(grams):
@@ -110,7 +122,9 @@ def _top_share(hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n
     return size * top / characters
 
 
-def _duplicate_share(hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int, characters: int) -> float:
+def _duplicate_share(
+    hashes: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64], n: int, characters: int
+) -> float:
     """Characters of words inside any n-gram that occurred before, each word once, as a share of the text."""
     grams = _ngrams(hashes, n)
     if not len(grams):
@@ -128,7 +142,9 @@ def _scored(text: str, rule: Score) -> str | None:
     try:
         return "score" if function(text) < rule.least else None
     except Exception as error:  # it is not ours
-        raise ConfigError(f"filters.score.function={rule.function!r} fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"filters.score.function={rule.function!r} fails: {type(error).__name__}: {error}"
+        ) from error
 
 
 @lru_cache
@@ -137,4 +153,6 @@ def _function(path: str) -> Callable[[str], float]:
     try:
         return cast("Callable[[str], float]", getattr(import_module(module), name))
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"filters.score.function={path!r}: {error}; give package.module:function") from error
+        raise ConfigError(
+            f"filters.score.function={path!r}: {error}; give package.module:function"
+        ) from error

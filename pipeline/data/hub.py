@@ -33,7 +33,10 @@ def files(source: str) -> list[str]:
 
 def _stamp(dataset: Any, paths: list[str]) -> int:
     """Of local files their sizes and times; a hub's address has the revision in it."""
-    stats = [path if "://" in path else (Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in paths]
+    stats = [
+        path if "://" in path else (Path(path).stat().st_size, Path(path).stat().st_mtime_ns)
+        for path in paths
+    ]
     return xxhash.xxh3_64_intdigest(repr((getattr(dataset, "_fingerprint", None), stats)).encode())
 
 
@@ -42,7 +45,9 @@ def rows(piece: Piece, key: str) -> Iterator[tuple[int, object, int]]:
     dataset, _ = _open(piece.source)
     names = dataset.column_names
     if names is not None and key not in names:
-        raise DataError(f"{piece.source}: text-key={key!r} is not a column; choose from {', '.join(names)}")
+        raise DataError(
+            f"{piece.source}: text-key={key!r} is not a column; choose from {', '.join(names)}"
+        )
     if _saved(piece.source):
         for row in range(piece.start, piece.stop):
             yield row, (value := dataset[row][key]), _bytes(value)
@@ -78,12 +83,16 @@ def _open(source: str) -> tuple[Any, list[str]]:
     try:
         if not _saved(source):
             builder = datasets.load_dataset_builder(name)
-            return builder.as_streaming_dataset(split), list((builder.config.data_files or {}).get(split, ()))
+            return builder.as_streaming_dataset(split), list(
+                (builder.config.data_files or {}).get(split, ())
+            )
         saved = datasets.load_from_disk(name)
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         if split not in splits:
             raise LookupError(f"no split {split!r}, there are {', '.join(splits)}")
         return splits[split], [file["filename"] for file in splits[split].cache_files]
-    except Exception as error:  # a dozen unrelated types for "not there", "no network", "no such split"
+    except (
+        Exception
+    ) as error:  # a dozen unrelated types for "not there", "no network", "no such split"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"source={source!r}: {reason}; check name, split and network") from error

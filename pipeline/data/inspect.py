@@ -21,7 +21,9 @@ def inspect(path: Path) -> dict[str, Any]:
         "hash": manifest.hash,
         "dtype": manifest.dtype,
         "tokenizer": manifest.tokenizer.model_dump(),
-        "splits": {name: _describe(corpus, split, tokenizer) for name, split in manifest.splits.items()},
+        "splits": {
+            name: _describe(corpus, split, tokenizer) for name, split in manifest.splits.items()
+        },
         "sources": [source.model_dump() for source in manifest.sources],
         "stages": [stage.model_dump(exclude_none=True) for stage in manifest.stages],
         "checksums": "ok",
@@ -53,6 +55,8 @@ def _describe(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> dict[str, A
             [tokenizer.sentencepiece.id_to_piece(int(i)), round(float(counts[i] / split.tokens), 4)]
             for i in np.argsort(-counts, kind="stable")[:10]
         ],
-        "sample": tokenizer.decode(corpus.tokens(first)[: min(SAMPLE_TOKENS, int(corpus.lengths(first)[0]) - 1)]),
+        "sample": tokenizer.decode(
+            corpus.tokens(first)[: min(SAMPLE_TOKENS, int(corpus.lengths(first)[0]) - 1)]
+        ),
     }
     return described

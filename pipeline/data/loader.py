@@ -39,12 +39,20 @@ class Loader:
         self.seq, self.rows, self.seed = seq, rows, seed
         self._eod, self._boundaries = corpus.manifest.tokenizer.eod, boundaries
         shards = corpus.split(split).shards
-        weighted = [source for source in corpus.manifest.sources if source.weight is not None and split == "train"]
-        groups = [[s for s in shards if s.source == source.name] for source in weighted] or [list(shards)]
+        weighted = [
+            source
+            for source in corpus.manifest.sources
+            if source.weight is not None and split == "train"
+        ]
+        groups = [[s for s in shards if s.source == source.name] for source in weighted] or [
+            list(shards)
+        ]
         self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
         packed = packing == "best-fit"
         self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
-        self._packed_streams = [PackedStream(corpus, group, seq) for group in groups] if packed else []
+        self._packed_streams = (
+            [PackedStream(corpus, group, seq) for group in groups] if packed else []
+        )
         both: list[Stream | PackedStream] = [*self._streams, *self._packed_streams]
         self._windows, self._orders = [s.windows for s in both], [s.order for s in both]
         if 0 in self._windows:
@@ -88,8 +96,15 @@ class Loader:
         for out, (row, stream, window) in zip(row_B3S, places, strict=True):
             self._packed_streams[stream].read(window, *out)
             digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
-        tokens_BS, targets_BS, documents_BS = (torch.from_numpy(row_B3S[:, i].copy()) for i in range(3))
-        return Batch(tokens_BS=tokens_BS, targets_BS=targets_BS, hash=digest % 2**64, documents_BS=documents_BS)
+        tokens_BS, targets_BS, documents_BS = (
+            torch.from_numpy(row_B3S[:, i].copy()) for i in range(3)
+        )
+        return Batch(
+            tokens_BS=tokens_BS,
+            targets_BS=targets_BS,
+            hash=digest % 2**64,
+            documents_BS=documents_BS,
+        )
 
     def _place(self, sample: int) -> tuple[int, int]:
         """Which window of which stream the sample-th draw is."""
@@ -106,13 +121,22 @@ class Loader:
         return streams.tolist(), numbers.tolist()
 
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
-        index: npt.NDArray[np.int64] = np.arange(block * BLOCK, min((block + 1) * BLOCK, self._windows[stream]))
+        index: npt.NDArray[np.int64] = np.arange(
+            block * BLOCK, min((block + 1) * BLOCK, self._windows[stream])
+        )
         order: list[int] = self._orders[stream](index, self.seed + stream, epoch).tolist()
         return order
 
 
 def prefetch(
-    loader: Loader, start: int, stop: int, rank: int, world: int, *, depth: int = 2, pin: bool = False
+    loader: Loader,
+    start: int,
+    stop: int,
+    rank: int,
+    world: int,
+    *,
+    depth: int = 2,
+    pin: bool = False,
 ) -> Generator[tuple[int, Batch], None, None]:
     """Batches of steps start…stop-1, made ahead by a thread, with `pin` in memory that a GPU copies from at once; its
     errors are raised here, and closing ends it."""

@@ -15,10 +15,20 @@ from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest, TokenizerInf
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 
-_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes; the floats are no token ids
+_DTYPES = {
+    1: "u1",
+    2: "i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}  # Megatron's codes; the floats are no token ids
 
 PIECE_BYTES = 4 * MB
-DOCUMENTS, SEQUENCES = 2**18, 2**20  # of an index that are looked at together: some tens of megabytes
+DOCUMENTS, SEQUENCES = (
+    2**18,
+    2**20,
+)  # of an index that are looked at together: some tens of megabytes
 BLOCK = 2**16  # ids that are Python's own at once
 TOKENS = LINE_BYTES  # a longer document is set aside, as a text is
 
@@ -45,12 +55,20 @@ class Index:
             raise DataError(f"{path}: {len(raw):,} bytes are too few for an index; copy it again")
         _, version, code, self.sequences, boundaries = HEADER.unpack(raw)
         if version != 1 or code not in _DTYPES:
-            raise DataError(f"{path}: version={version}, dtype code={code}; readable: version 1 with integer ids")
+            raise DataError(
+                f"{path}: version={version}, dtype code={code}; readable: version 1 with integer ids"
+            )
         if found < HEADER.size + 12 * self.sequences + 8 * boundaries:
-            raise DataError(f"{path}: {found:,} bytes are too few for {self.sequences:,} sequences; copy it again")
+            raise DataError(
+                f"{path}: {found:,} bytes are too few for {self.sequences:,} sequences; copy it again"
+            )
         self.dtype = np.dtype(_DTYPES[code])
         self.documents = boundaries - 1
-        if boundaries == 0 or self.ends(0, 0)[0] != 0 or self.ends(boundaries - 1, boundaries - 1)[0] != self.sequences:
+        if (
+            boundaries == 0
+            or self.ends(0, 0)[0] != 0
+            or self.ends(boundaries - 1, boundaries - 1)[0] != self.sequences
+        ):
             raise self._damaged()
 
     def ends(self, start: int, stop: int) -> I64:
@@ -73,7 +91,9 @@ class Index:
         if (lengths < 0).any() or (offsets < 0).any() or (offsets % self.dtype.itemsize).any():
             raise self._damaged()
         if (offsets > self.size - sizes).any():
-            raise DataError(f"{self.data}: {self.size:,} bytes are fewer than its index says; copy it again")
+            raise DataError(
+                f"{self.data}: {self.size:,} bytes are fewer than its index says; copy it again"
+            )
         some = ends[1:] > ends[:-1]
         starts = ends[:-1][some] - first
         follows = np.ones(len(offsets), bool)
@@ -93,7 +113,9 @@ class Index:
         return np.fromfile(self.path, kind, stop - start, offset=HEADER.size + at + start * size)
 
     def _damaged(self) -> DataError:
-        return DataError(f"{self.path}: lengths, offsets or document ends that cannot be: damaged; copy it again")
+        return DataError(
+            f"{self.path}: lengths, offsets or document ends that cannot be: damaged; copy it again"
+        )
 
 
 def pieces(source: str, path: Path) -> Iterator[Piece]:
@@ -107,7 +129,9 @@ def pieces(source: str, path: Path) -> Iterator[Piece]:
         while start < len(sizes):
             stop = max(start + 1, int(np.searchsorted(sizes, before + PIECE_BYTES, side="right")))
             size = int(sizes[stop - 1]) - before
-            yield Piece(source, "megatron", str(path), first + start, first + stop, size, index.stamp)
+            yield Piece(
+                source, "megatron", str(path), first + start, first + stop, size, index.stamp
+            )
             start, before = stop, int(sizes[stop - 1])
         first += len(sizes)
 
@@ -115,7 +139,9 @@ def pieces(source: str, path: Path) -> Iterator[Piece]:
 def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uint32] | Malformed]:
     """Ids of each document, its end included whether the corpus had one or not."""
     index, folder = Index(Path(piece.path)), Path(piece.path).parent
-    if (folder / MANIFEST).exists() and (info := _made_with(folder, piece.stamp)).fingerprint != tokenizer.fingerprint:
+    if (folder / MANIFEST).exists() and (
+        info := _made_with(folder, piece.stamp)
+    ).fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"{index.data}: made with the tokenizer {info.fingerprint}, and the one given is "
             f"{tokenizer.fingerprint}; give --tokenizer {folder / info.file}"
@@ -123,13 +149,17 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
     lengths, begins = index.places(index.ends(piece.start, piece.stop))
     left = piece.limit
     with index.data.open("rb", buffering=0) as file:
-        for number, tokens, at in zip(range(piece.start, piece.stop), lengths.tolist(), begins.tolist(), strict=True):
+        for number, tokens, at in zip(
+            range(piece.start, piece.stop), lengths.tolist(), begins.tolist(), strict=True
+        ):
             if at < 0 or (left is not None and left <= 0):
                 continue
             size = tokens * index.dtype.itemsize
             left = None if left is None else left - size
             if tokens > TOKENS:
-                yield Malformed(str(index.data), number, f"document longer than {TOKENS:,} tokens", size)
+                yield Malformed(
+                    str(index.data), number, f"document longer than {TOKENS:,} tokens", size
+                )
                 continue
             ids = np.frombuffer(os.pread(file.fileno(), size, at), index.dtype)
             if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab):
@@ -139,7 +169,11 @@ def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uin
                     f"{tokenizer.vocab - 1:,}; give the tokenizer that made these shards with --tokenizer"
                 )
             ids = ids.astype(np.uint32)
-            yield ids if len(ids) and ids[-1] == tokenizer.eod else np.append(ids, np.uint32(tokenizer.eod))
+            yield (
+                ids
+                if len(ids) and ids[-1] == tokenizer.eod
+                else np.append(ids, np.uint32(tokenizer.eod))
+            )
 
 
 @lru_cache(1)
@@ -158,6 +192,10 @@ def text_of(ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> bytes:
 def _piece_texts(tokenizer: Tokenizer) -> list[bytes]:
     model, silent = tokenizer.sentencepiece, set(tokenizer.controls.values())
     return [
-        b"" if i in silent else bytes.fromhex(piece[3:5]) if model.is_byte(i) else piece.replace(META, " ").encode()
+        b""
+        if i in silent
+        else bytes.fromhex(piece[3:5])
+        if model.is_byte(i)
+        else piece.replace(META, " ").encode()
         for i, piece in enumerate(map(model.id_to_piece, range(tokenizer.vocab)))
     ]

@@ -24,7 +24,9 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
     names = [source.name for source in sources]
     check(mixture, names)
     if empty := [source.name for source in sources if source.tokens == 0]:
-        raise ConfigError(f"mixture.weights: source={empty[0]!r} has no tokens left to draw; remove it or its filters")
+        raise ConfigError(
+            f"mixture.weights: source={empty[0]!r} has no tokens left to draw; remove it or its filters"
+        )
     weights = np.array([mixture.weights[name] for name in names])
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
@@ -34,7 +36,9 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
         counts = places(weights)
     shares = counts / BLOCK
     return tuple(
-        source.model_copy(update={"weight": float(share), "epochs": _epochs(source, float(share), mixture.tokens)})
+        source.model_copy(
+            update={"weight": float(share), "epochs": _epochs(source, float(share), mixture.tokens)}
+        )
         for source, share in zip(sources, shares, strict=True)
     )
 
@@ -48,7 +52,9 @@ def check(mixture: Mixture | None, names: Sequence[str]) -> None:
             f"mixture.weights: {', '.join(sorted(unknown))} without its match; give one weight per source"
         )
     if mixture.most_epochs is not None and mixture.tokens is None:
-        raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget")
+        raise ConfigError(
+            f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget"
+        )
     least = sum(mixture.weights.values()) / BLOCK
     for name, weight in mixture.weights.items():
         if weight < least / 2:
@@ -82,7 +88,9 @@ def _most(sources: Sequence[SourceShare], tokens: int, epochs: float) -> npt.NDA
     return most
 
 
-def capped(weights: npt.NDArray[np.float64], limits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def capped(
+    weights: npt.NDArray[np.float64], limits: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
     """Weights with none above its limit; what a capped source gives up goes to the rest in proportion."""
     fixed = np.zeros(len(weights), bool)
     while True:
@@ -126,5 +134,7 @@ class Schedule:
         slots = self._slots[Permutation(BLOCK, self._seed, number)(np.arange(BLOCK))]
         order = np.argsort(slots, kind="stable")
         within = np.empty(BLOCK, np.int64)
-        within[order] = np.arange(BLOCK) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
+        within[order] = np.arange(BLOCK) - np.repeat(
+            np.cumsum(self._counts) - self._counts, self._counts
+        )
         return slots, number * self._counts[slots] + within

@@ -5,9 +5,13 @@ import unicodedata
 
 from pipeline.data.recipe import Normalise
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")  # not \t \n \r, nor U+0085, a line end
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]"
+)  # not \t \n \r, nor U+0085, a line end
 _EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+\b")
-_IPV4 = re.compile(r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.])")
+_IPV4 = re.compile(
+    r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.])"
+)
 
 
 def normalise(text: str, rules: Normalise) -> str:

@@ -55,7 +55,9 @@ def count_bins(counts: I64, capacity: int) -> int:
         items = int(counts[size])
         while items:
             space = spaces[at := bisect_left(spaces, size)]
-            each = min(items, space // size)  # a bin that has taken one is the fullest that holds another
+            each = min(
+                items, space // size
+            )  # a bin that has taken one is the fullest that holds another
             bins = int(min(items // each, free[space]))
             items -= bins * each
             opened += bins if space == capacity else 0
@@ -76,7 +78,9 @@ def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
     """
     starts = np.cumsum(lengths) - lengths
     full, rest = np.divmod(lengths.astype(np.int64) - 1, seq)
-    whole = np.repeat(starts, full) + seq * (np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full))
+    whole = np.repeat(starts, full) + seq * (
+        np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
+    )
     rests = np.stack((starts + full * seq, rest), axis=1)[rest > 0]
     bins = best_fit(rests[:, 1].tolist(), seq)
     shared = rests[[i for group in bins for i in sorted(group)]]
@@ -90,7 +94,9 @@ class PackedStream:
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
         self._eod = corpus.manifest.tokenizer.eod
         self._seq = seq
-        self._packed = lru_cache(PACKED_SHARDS)(lambda index: pack(corpus.lengths(shards[index]), seq))
+        self._packed = lru_cache(PACKED_SHARDS)(
+            lambda index: pack(corpus.lengths(shards[index]), seq)
+        )
         self._map = lru_cache(PACKED_SHARDS)(lambda index: corpus.tokens(shards[index]))
         self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
         self._starts = np.cumsum([0, *self._rows.tolist()])
@@ -111,7 +117,9 @@ class PackedStream:
         for group in np.unique(groups).tolist():
             low = int(group_ends[group - 1]) if group else 0
             mine = groups == group
-            place = low + Permutation(int(group_ends[group]) - low, seed + group, epoch)(index[mine] - low)
+            place = low + Permutation(int(group_ends[group]) - low, seed + group, epoch)(
+                index[mine] - low
+            )
             shard = shards[at := np.searchsorted(ends, place, "right")]
             found[mine] = self._starts[shard] + place - (ends[at] - self._rows[shard])
         return found

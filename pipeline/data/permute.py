@@ -28,7 +28,9 @@ class Permutation:
         self._b = -(-n // self._a)
         state = np.array([seed & (2**64 - 1), epoch & (2**64 - 1)], np.uint64)
         base = mix(mix(state[:1] + np.uint64(0x9E3779B97F4A7C15)) + state[1:])
-        self._keys: U64 = mix(base + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        self._keys: U64 = mix(
+            base + np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        )
 
     def __call__(self, index: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         out = self._feistel(index.astype(np.uint64))

@@ -38,8 +38,12 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 
 ASIDE = "malformed.jsonl"
-MALFORMED_SHARE = 0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
-FEWEST_WORDS = 8  # of a held-out text, as in GPT-3's appendix C: fewer stand in many a document by chance
+MALFORMED_SHARE = (
+    0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
+)
+FEWEST_WORDS = (
+    8  # of a held-out text, as in GPT-3's appendix C: fewer stand in many a document by chance
+)
 
 Report = Callable[[str, int, int], None]  # what, bytes done, bytes in all
 Record = TypeVar("Record", bound=Frozen)
@@ -75,7 +79,12 @@ def prepare(
     if not tasks:
         raise _empty(recipe)
     check(recipe.mixture, recipe.sources)
-    if taken := [piece for task in tasks for piece in task if piece.kind == "megatron" and not recipe.as_it_is]:
+    if taken := [
+        piece
+        for task in tasks
+        for piece in task
+        if piece.kind == "megatron" and not recipe.as_it_is
+    ]:
         raise tokens_not_text(taken[0])
     against = _held_out_tasks(recipe, out, say)
     inputs = xxhash.xxh3_128_hexdigest(
@@ -87,7 +96,9 @@ def prepare(
         report("verify", 0, 1)
         manifest = Corpus.open(out, verify=True).manifest
         report("verify", 1, 1)
-        shutil.rmtree(out / WORK, ignore_errors=True)  # a kill between the manifest and this left it
+        shutil.rmtree(
+            out / WORK, ignore_errors=True
+        )  # a kill between the manifest and this left it
         return manifest, True
     with claimed(out, fingerprint, say) as work:
         job = Job(recipe, tasks, work, workers, report)
@@ -99,7 +110,12 @@ def prepare(
         stages = total([counted or (), *(d.stages for d in done)])
         _check_read(job, stages, [d.malformed for d in done], malformed_share)
         manifest = _manifest(job, done, stages, tokenizer, fingerprint)
-        shards = [f"{s.name}.{suffix}" for d in done for s in d.shards.values() for suffix in ("bin", "idx")]
+        shards = [
+            f"{s.name}.{suffix}"
+            for d in done
+            for s in d.shards.values()
+            for suffix in ("bin", "idx")
+        ]
         publish(work, out, [*shards, *_set_aside(job, done), MODEL], arguments)
         sealed = manifest.save(out)
         shutil.rmtree(out / WORK, ignore_errors=True)
@@ -117,7 +133,13 @@ def _held_out_tasks(recipe: Recipe, out: Path, say: Callable[[str], None]) -> li
     if recipe.decontaminate is None:
         return []
     try:
-        return plan(recipe.decontaminate.against, limit_bytes=None, seed=0, out=out, say=lambda line: say(named(line)))
+        return plan(
+            recipe.decontaminate.against,
+            limit_bytes=None,
+            seed=0,
+            out=out,
+            say=lambda line: say(named(line)),
+        )
     except DataError as error:
         raise DataError(named(str(error))) from error
 
@@ -145,9 +167,13 @@ def _held_out(job: Job, against: Sequence[Task], say: Callable[[str], None]) -> 
     if not path.exists():
         grams: dict[int, list[U64]] = {}
         texts = short = 0
-        for item in (item for task in against for piece in task for item in read(piece, job.recipe.text_key)):
+        for item in (
+            item for task in against for piece in task for item in read(piece, job.recipe.text_key)
+        ):
             if isinstance(item, Malformed):  # what is not read would be trained on
-                raise DataError(f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it")
+                raise DataError(
+                    f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it"
+                )
             words = word_hashes(normalise(item, job.recipe.normalise).encode())
             texts, k = texts + 1, min(n, len(words))
             if k < min(n, FEWEST_WORDS):
@@ -161,7 +187,11 @@ def _held_out(job: Job, against: Sequence[Task], say: Callable[[str], None]) -> 
                 raise DataError(f"{what}: nothing is left to look for; {remedy}")
             say(f"{what} and are not looked for; {remedy}")
         file = BytesIO()
-        np.savez(file, allow_pickle=False, **{str(k): np.unique(np.concatenate(found)) for k, found in grams.items()})
+        np.savez(
+            file,
+            allow_pickle=False,
+            **{str(k): np.unique(np.concatenate(found)) for k, found in grams.items()},
+        )
         save(path, file.getvalue())
     return path
 
@@ -175,7 +205,9 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
         return tuple(Stage.model_validate(stage) for stage in json.loads(books.read_text()))
     stems = [job.work / f"sketch-{name}" for name in job.names]
     calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
-    sketched = _finish(job, "sketch", sketch, calls, [stem.with_suffix(".done.json") for stem in stems], Sketched)
+    sketched = _finish(
+        job, "sketch", sketch, calls, [stem.with_suffix(".done.json") for stem in stems], Sketched
+    )
     stages = total(s.stages for s in sketched)
     _check_read(job, stages, [s.malformed for s in sketched], malformed_share)
     job.report("dedup", 0, 1)
@@ -191,7 +223,14 @@ def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Done]:
         (task, name, job.work, job.recipe, held_out, keep)
         for task, name, keep in zip(job.tasks, job.names, keeps, strict=True)
     ]
-    return _finish(job, "tokenize", tokenize, calls, [job.work / f"{name}.done.json" for name in job.names], Done)
+    return _finish(
+        job,
+        "tokenize",
+        tokenize,
+        calls,
+        [job.work / f"{name}.done.json" for name in job.names],
+        Done,
+    )
 
 
 def _finish(
@@ -203,7 +242,9 @@ def _finish(
     kind: type[Record],
 ) -> list[Record]:
     """One call per task, less those whose record is there."""
-    found = {i: kind.model_validate_json(r.read_bytes()) for i, r in enumerate(records) if r.exists()}
+    found = {
+        i: kind.model_validate_json(r.read_bytes()) for i, r in enumerate(records) if r.exists()
+    }
     sizes = [sum(piece.bytes for piece in task) for task in job.tasks]
     finished = sum(sizes[i] for i in found)
     missing = [i for i in range(len(calls)) if i not in found]
@@ -214,11 +255,15 @@ def _finish(
         finished += sizes[missing[index]]
         job.report(what, finished, sum(sizes))
 
-    found.update(zip(missing, run(function, [calls[i] for i in missing], note, job.workers), strict=True))
+    found.update(
+        zip(missing, run(function, [calls[i] for i in missing], note, job.workers), strict=True)
+    )
     return [found[i] for i in range(len(calls))]
 
 
-def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[Position | None], share: float) -> None:
+def _check_read(
+    job: Job, stages: Sequence[Stage], named: Sequence[Position | None], share: float
+) -> None:
     if not stages:
         shutil.rmtree(job.work)
         raise _empty(job.recipe)
@@ -233,7 +278,11 @@ def _check_read(job: Job, stages: Sequence[Stage], named: Sequence[Position | No
 
 def _set_aside(job: Job, done: Sequence[Done]) -> list[str]:
     """The file with the positions of what was malformed, for whoever wants to mend the input; if anything was."""
-    parts = [job.work / f"{name}.malformed" for name, d in zip(job.names, done, strict=True) if d.malformed]
+    parts = [
+        job.work / f"{name}.malformed"
+        for name, d in zip(job.names, done, strict=True)
+        if d.malformed
+    ]
     if parts:
         with replacing(job.work / ASIDE) as whole:
             for part in parts:
@@ -247,7 +296,9 @@ def _manifest(
 ) -> Manifest:
     if stages[-1].documents_kept == 0:
         shutil.rmtree(job.work)  # of no use to whoever mends it
-        reasons = ", ".join(f"{n:,} {why}" for stage in stages for why, (n, _) in stage.dropped.items())
+        reasons = ", ".join(
+            f"{n:,} {why}" for stage in stages for why, (n, _) in stage.dropped.items()
+        )
         raise DataError(
             f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} documents is left "
             f"({reasons}); check the text or loosen the filters"
@@ -268,7 +319,9 @@ def _manifest(
         plan=fingerprint,
         tokenizer=tokenizer.info(MODEL),
         dtype=dtype_for(tokenizer.vocab),
-        splits={name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in SPLITS},
+        splits={
+            name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in SPLITS
+        },
         sources=mixed([_share(name, done) for name in job.recipe.sources], job.recipe.mixture),
         stages=(*stages, encoded),
     )
@@ -276,7 +329,9 @@ def _manifest(
 
 def _share(source: str, done: Sequence[Done]) -> SourceShare:
     """What training can draw from the source; held-out documents are not in it."""
-    split = Split.of([d.shards["train"] for d in done if d.source == source and "train" in d.shards])
+    split = Split.of(
+        [d.shards["train"] for d in done if d.source == source and "train" in d.shards]
+    )
     language = synthetic.LANGUAGES.get(source)
     return SourceShare(
         name=source,

@@ -13,7 +13,9 @@ from pipeline.data.piece import MB, Piece
 from pipeline.data.sources import TEXT_DOCUMENT_BYTES
 from pipeline.errors import DataError
 
-LINE_BYTES = 16 * MB  # a longer line or row is set aside: what stages make of it would not fit a worker's memory
+LINE_BYTES = (
+    16 * MB
+)  # a longer line or row is set aside: what stages make of it would not fit a worker's memory
 SEEK_BYTES = 64 * 1024  # how far a cut looks for a line end before it settles for a character
 
 
@@ -61,7 +63,10 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 yield from _values(piece, hub.rows(piece, key), key)
             case "synthetic":
                 for batch in range(piece.start, piece.stop):
-                    seed, language = int(piece.path.removeprefix("seed=")), synthetic.LANGUAGES[piece.source]
+                    seed, language = (
+                        int(piece.path.removeprefix("seed=")),
+                        synthetic.LANGUAGES[piece.source],
+                    )
                     yield from synthetic.documents(seed, batch, language)
             case _:
                 assert_never(piece.kind)
@@ -74,7 +79,9 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
 def _text(piece: Piece) -> Iterator[str | Malformed]:
     with Path(piece.path).open("rb") as file:
         start = _cut(file, piece.start)
-        for target in range(piece.start + TEXT_DOCUMENT_BYTES, piece.stop + TEXT_DOCUMENT_BYTES, TEXT_DOCUMENT_BYTES):
+        for target in range(
+            piece.start + TEXT_DOCUMENT_BYTES, piece.stop + TEXT_DOCUMENT_BYTES, TEXT_DOCUMENT_BYTES
+        ):
             stop = _cut(file, min(target, piece.stop))
             file.seek(start)
             if raw := file.read(stop - start):
@@ -91,7 +98,9 @@ def _cut(file: BinaryIO, offset: int) -> int:
     if (line := near.find(b"\n")) >= 0:
         return offset + line
     ahead = 0
-    while 1 + ahead < len(near) and near[1 + ahead] & 0xC0 == 0x80:  # a byte inside a UTF-8 character
+    while (
+        1 + ahead < len(near) and near[1 + ahead] & 0xC0 == 0x80
+    ):  # a byte inside a UTF-8 character
         ahead += 1
     return offset + min(ahead, 3)
 
@@ -117,7 +126,9 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 return
             if len(line) > LINE_BYTES:
                 size = len(line) + (0 if line.endswith(b"\n") else _skip_line(file))
-                yield Malformed(piece.path, position, f"line longer than {LINE_BYTES // MB} MB", size)
+                yield Malformed(
+                    piece.path, position, f"line longer than {LINE_BYTES // MB} MB", size
+                )
                 position += size
                 continue
             if not line.isspace():
@@ -137,7 +148,9 @@ def _read_line(file: IO[bytes], piece: Piece) -> bytes:
     try:
         return file.readline(LINE_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{piece.path}: the compressed stream is broken ({error}); fetch the file again") from error
+        raise DataError(
+            f"{piece.path}: the compressed stream is broken ({error}); fetch the file again"
+        ) from error
 
 
 def _skip_line(file: IO[bytes], most: int = 2**63) -> int:
@@ -157,12 +170,20 @@ def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
     except (ValueError, RecursionError) as error:
         return Malformed(path, position, f"not JSON: {error}", len(line))
     if not isinstance(record, dict) or key not in record:
-        found = f"keys {', '.join(map(repr, list(record)[:9]))}" if isinstance(record, dict) else type(record).__name__
-        return Malformed(path, position, f"no text under {key!r} (--text-key), found {found}", len(line))
+        found = (
+            f"keys {', '.join(map(repr, list(record)[:9]))}"
+            if isinstance(record, dict)
+            else type(record).__name__
+        )
+        return Malformed(
+            path, position, f"no text under {key!r} (--text-key), found {found}", len(line)
+        )
     return _check(record[key], path, position, key, len(line))
 
 
-def _values(piece: Piece, values: Iterator[tuple[int, object, int]], key: str) -> Iterator[str | Malformed]:
+def _values(
+    piece: Piece, values: Iterator[tuple[int, object, int]], key: str
+) -> Iterator[str | Malformed]:
     for row, value, size in values:
         yield _check(value, piece.path, row, key, size)
 

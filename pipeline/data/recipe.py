@@ -54,7 +54,9 @@ class Repetition(Frozen):
     duplicate_paragraphs: Share = 0.3
     duplicate_paragraph_characters: Share = 0.2
     top_ngrams: Shares = Field(default_factory=lambda: {2: 0.20, 3: 0.18, 4: 0.16})
-    duplicate_ngrams: Shares = Field(default_factory=lambda: {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10})
+    duplicate_ngrams: Shares = Field(
+        default_factory=lambda: {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+    )
 
 
 class C4(Frozen):
@@ -83,7 +85,9 @@ class Filters(Frozen):
 class Near(Frozen):
     """MinHash-LSH. Bands × rows = 20 × 6 finds a pair of Jaccard similarity 0.8 with probability 0.998."""
 
-    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8  # Jaccard similarity of the sets of word n-grams
+    threshold: Annotated[float, Field(gt=0, le=1)] = (
+        0.8  # Jaccard similarity of the sets of word n-grams
+    )
     ngram: Annotated[int, Field(ge=1)] = 5
     bands: Annotated[int, Field(ge=1)] = 20
     rows: Annotated[int, Field(ge=1)] = 6
@@ -102,27 +106,37 @@ class Decontaminate(Frozen):
 class Mixture(Frozen):
     """How often each source is drawn, whatever its size."""
 
-    weights: dict[str, Annotated[float, Field(gt=0)]]  # by source; they are normalised to sum to one
+    weights: dict[
+        str, Annotated[float, Field(gt=0)]
+    ]  # by source; they are normalised to sum to one
     tokens: Annotated[int, Field(gt=0)] | None = None  # the training budget, for the epochs below
-    most_epochs: Annotated[float, Field(gt=0)] | None = None  # a source that would repeat more gives way to the others
+    most_epochs: Annotated[float, Field(gt=0)] | None = (
+        None  # a source that would repeat more gives way to the others
+    )
 
 
 def _control(piece: str) -> str:
     """Text produces others: sentencepiece's BPE looks up a lone character, whatever its kind, and U+2581 is a space."""
     if len(piece) < 2 or not piece.isprintable() or "\u2581" in piece:
-        raise ValueError("a control piece has two printable characters or more, none of them U+2581; try <name>")
+        raise ValueError(
+            "a control piece has two printable characters or more, none of them U+2581; try <name>"
+        )
     return piece
 
 
 class Train(Frozen):
     """How a tokenizer is trained, where none is given."""
 
-    kind: Literal["bpe", "unigram"] = "bpe"  # unigram is encoded by sentencepiece itself, several times slower
+    kind: Literal["bpe", "unigram"] = (
+        "bpe"  # unigram is encoded by sentencepiece itself, several times slower
+    )
     controls: tuple[Annotated[str, AfterValidator(_control)], ...] = (
         "<pad>",
         "<mask>",
     )  # beyond <unk>, <s>, </s>; what masked and denoising objectives need
-    sample_bytes: Annotated[int, Field(gt=0)] | None = None  # by default 2,500 per piece, within 8…256 MiB
+    sample_bytes: Annotated[int, Field(gt=0)] | None = (
+        None  # by default 2,500 per piece, within 8…256 MiB
+    )
 
 
 class Recipe(Frozen):
@@ -150,20 +164,28 @@ class Recipe(Frozen):
         return xxhash.xxh3_128_hexdigest("\n".join((self.model_dump_json(), *inputs)).encode())
 
 
-def load_recipe(config: str | None, settings: Mapping[str, Any], sets: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    config: str | None, settings: Mapping[str, Any], sets: Iterable[str] = ()
+) -> Recipe:
     """A shipped configs/data/NAME.toml or a file of one's own, over it the options, over them each --set a.b=c."""
     table: dict[str, Any] = {}
     if config is not None:
         path = CONFIGS / "data" / f"{config}.toml" if config in names("data") else Path(config)
         if not path.is_file():
-            raise ConfigError(f"config={config!r}: neither a file nor in configs/data{nearest(config, names('data'))}")
+            raise ConfigError(
+                f"config={config!r}: neither a file nor in configs/data{nearest(config, names('data'))}"
+            )
         table = read_toml(path)
     chosen = {text: parse_set(text) for text in sets}
     if any("tokenizer" in layer for layer in (table, *chosen.values())):
-        raise ConfigError("tokenizer is an option, not a setting of a recipe; give --tokenizer FILE.model")
+        raise ConfigError(
+            "tokenizer is an option, not a setting of a recipe; give --tokenizer FILE.model"
+        )
     for text, layer in chosen.items():
         if settings.get("tokenizer") and layer.keys() & {"train", "vocab_size"}:
-            raise ConfigError(f"--set {text} is for a tokenizer that is trained; take it or --tokenizer away")
+            raise ConfigError(
+                f"--set {text} is for a tokenizer that is trained; take it or --tokenizer away"
+            )
     for layer in ({k: v for k, v in settings.items() if v is not None}, *chosen.values()):
         table = merge(table, layer)
     if not table.get("sources"):

@@ -20,16 +20,23 @@ LEAST_BYTES, MOST_BYTES = 8 * MB, 256 * MB
 
 def train_on(tasks: Sequence[Task], recipe: Recipe) -> bytes:
     options = recipe.train
-    return train(sample(tasks, recipe), recipe.vocab_size, kind=options.kind, controls=options.controls)
+    return train(
+        sample(tasks, recipe), recipe.vocab_size, kind=options.kind, controls=options.controls
+    )
 
 
 def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
     """Train on the recipe's sources and write the model; an existing file is kept if it is the same, never replaced."""
     if out.is_dir():
         raise DataError(f"out={out}: a directory; name the .model file to write")
-    made = Tokenizer(train_on(plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed), recipe), str(out))
+    made = Tokenizer(
+        train_on(plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed), recipe),
+        str(out),
+    )
     if out.exists() and out.read_bytes() != made.model:
-        raise DataError(f"out={out}: another tokenizer is there; shards may depend on it, so choose another name")
+        raise DataError(
+            f"out={out}: another tokenizer is there; shards may depend on it, so choose another name"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,7 +47,9 @@ def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
 
 def sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
     """Documents from evenly spaced tasks, from each in an order that the seed decides; the same for any workers."""
-    budget = recipe.train.sample_bytes or min(max(LEAST_BYTES, BYTES_PER_PIECE * recipe.vocab_size), MOST_BYTES)
+    budget = recipe.train.sample_bytes or min(
+        max(LEAST_BYTES, BYTES_PER_PIECE * recipe.vocab_size), MOST_BYTES
+    )
     shares = _shares(tasks, recipe.mixture.weights if recipe.mixture else None)
     bad, some = None, False
     for source, share in shares.items():
@@ -61,7 +70,9 @@ def sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
                     break
     if bad and not some:
         first = f"{bad.path} at {bad.position:,}: {bad.reason}"
-        raise DataError(f"sources={', '.join(shares)}: no text to train a tokenizer on; the first is {first}")
+        raise DataError(
+            f"sources={', '.join(shares)}: no text to train a tokenizer on; the first is {first}"
+        )
 
 
 def _shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:

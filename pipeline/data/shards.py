@@ -15,10 +15,10 @@ import numpy.typing as npt
 import xxhash
 from pydantic import ValidationError
 
+from pipeline.atomic import digest
 from pipeline.config.frozen import Frozen
 from pipeline.data.files import replacing, save
 from pipeline.errors import DataError
-from pipeline.files import digest
 
 MANIFEST = "manifest.json"
 _AGAIN = "remove the directory and prepare it again"
@@ -117,7 +117,9 @@ class Manifest(Frozen):
             if directory.is_dir():
                 remedy = "finish `launch data prepare` with the same arguments"
                 within = (found.parent for found in directory.glob(f"[!.]*/{MANIFEST}"))
-                if corpora := sorted(str(each) for each in within if any(each.glob("*.idx"))):  # no checkpoints
+                if corpora := sorted(
+                    str(each) for each in within if any(each.glob("*.idx"))
+                ):  # no checkpoints
                     remedy = f"give {' or '.join(corpora[:3])}"
             raise DataError(f"{directory}: no {MANIFEST} there; {remedy}") from None
         except OSError as error:
@@ -131,9 +133,13 @@ class Manifest(Frozen):
                 f"{path}: not a manifest of version {VERSION} ({key}: {first['msg']}); prepare again"
             ) from None
         if manifest.version != VERSION:
-            raise DataError(f"{path}: version={manifest.version}, this program reads {VERSION}; prepare the data again")
+            raise DataError(
+                f"{path}: version={manifest.version}, this program reads {VERSION}; prepare the data again"
+            )
         if manifest.hash != _content_hash(json.loads(raw)):
-            raise DataError(f"{path}: hash={manifest.hash} does not fit its content: edited or damaged; prepare again")
+            raise DataError(
+                f"{path}: hash={manifest.hash} does not fit its content: edited or damaged; prepare again"
+            )
         return manifest
 
 
@@ -219,7 +225,9 @@ class Corpus:
             return self.manifest.splits[name]
         except KeyError:
             known = ", ".join(self.manifest.splits)
-            raise DataError(f"{self.path}: split={name!r} does not exist; choose one of {known}") from None
+            raise DataError(
+                f"{self.path}: split={name!r} does not exist; choose one of {known}"
+            ) from None
 
     def check(self, vocab: int, seq: int, *splits: str) -> None:
         """Whether a model of this vocabulary can take windows of this length from the splits."""
@@ -242,18 +250,24 @@ class Corpus:
 
     def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
         """The shard's ids, mapped, not read."""
-        mapped = np.memmap(self.path / f"{shard.name}.bin", self.manifest.dtype, "r", shape=(shard.tokens,))
+        mapped = np.memmap(
+            self.path / f"{shard.name}.bin", self.manifest.dtype, "r", shape=(shard.tokens,)
+        )
         return np.asarray(mapped)  # a plain view: slicing the subclass costs several times as much
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Tokens of each document of the shard, its end included."""
-        return np.fromfile(self.path / f"{shard.name}.idx", np.int32, shard.documents, offset=HEADER.size)
+        return np.fromfile(
+            self.path / f"{shard.name}.idx", np.int32, shard.documents, offset=HEADER.size
+        )
 
     def _check_tokenizer(self) -> None:
         info = self.manifest.tokenizer
         path = self.path / info.file
         if not path.is_file():
-            raise DataError(f"{path}: the tokenizer of these shards is missing; copy it back, or {_AGAIN}")
+            raise DataError(
+                f"{path}: the tokenizer of these shards is missing; copy it back, or {_AGAIN}"
+            )
         if (found := xxhash.xxh3_128_hexdigest(path.read_bytes())) != info.fingerprint:
             raise DataError(
                 f"{path}: fingerprint={found}, the shards were made with {info.fingerprint}; "
@@ -271,4 +285,6 @@ class Corpus:
                 state = "missing" if found < 0 else f"{found:,} bytes long instead of {size:,}"
                 raise DataError(f"{path}: shard file is {state}; copy it back, or {_AGAIN}")
             if verify and (actual := digest(path)) != known:
-                raise DataError(f"{path}: xxh3={actual}, the manifest says {known}: damaged; copy it back, or {_AGAIN}")
+                raise DataError(
+                    f"{path}: xxh3={actual}, the manifest says {known}: damaged; copy it back, or {_AGAIN}"
+                )

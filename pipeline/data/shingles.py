@@ -21,7 +21,11 @@ _STEP = np.uint64(0xD6E8FEB86659FD93)
 _WORD = np.zeros(256, bool)
 _WORD[[*range(0x30, 0x3A), *range(0x41, 0x5B), *range(0x61, 0x7B), 0x5F]] = True
 
-_BETWEEN, _INSIDE, _ALONE = 0, 1, 2  # what a character is: no part of a word, of one with its neighbours, a word
+_BETWEEN, _INSIDE, _ALONE = (
+    0,
+    1,
+    2,
+)  # what a character is: no part of a word, of one with its neighbours, a word
 _UNSPACED = (
     (0x0E00, 0x0F00),  # Thai, Lao
     (0x1000, 0x10A0),  # Myanmar
@@ -90,7 +94,9 @@ def _block_hashes(raw: bytes) -> U64:
 @lru_cache(1)
 def _kinds() -> npt.NDArray[np.uint8]:
     """By code point."""
-    kinds = np.array([unicodedata.category(chr(code))[0] in "LMN" for code in range(_IDEOGRAPHS + 1)], np.uint8)
+    kinds = np.array(
+        [unicodedata.category(chr(code))[0] in "LMN" for code in range(_IDEOGRAPHS + 1)], np.uint8
+    )
     kinds[ord("_")] = _INSIDE
     for start, stop in _UNSPACED:
         kinds[start:stop] *= _ALONE

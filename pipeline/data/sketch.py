@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.atomic import sync_directory
 from pipeline.config.frozen import Frozen
 from pipeline.data.files import save
 from pipeline.data.permute import U64, mix
@@ -19,7 +20,6 @@ from pipeline.data.recipe import Near, Recipe
 from pipeline.data.shards import Stage
 from pipeline.data.shingles import shingles
 from pipeline.data.stages import Document, Ledger, Position, before_dedup, unique
-from pipeline.files import sync_directory
 
 BOTTOM = 512  # smallest shingle hashes kept per document: exact Jaccard up to that many shingles, ±0.02 beyond
 PART_BYTES = 128 * MB  # of sketches in memory; as much again while they are sorted
@@ -83,11 +83,17 @@ class _Part:
         """As STEM.items, .sizes, .exact, .bands, .bottom and .ends."""
         exact = np.zeros(len(self.digests), EXACT)
         pairs = np.frombuffer(b"".join(self.digests), "<u8").reshape(-1, 2)
-        exact["key"], exact["check"], exact["document"] = pairs[:, 0], pairs[:, 1], np.arange(len(exact))
+        exact["key"], exact["check"], exact["document"] = (
+            pairs[:, 0],
+            pairs[:, 1],
+            np.arange(len(exact)),
+        )
         banded = np.zeros(sum(map(len, self._bands)), BAND)
         if len(banded):
             banded["key"] = np.concatenate(self._bands)
-            banded["document"] = np.repeat(np.arange(len(self._items)), [len(b) for b in self._bands])
+            banded["document"] = np.repeat(
+                np.arange(len(self._items)), [len(b) for b in self._bands]
+            )
         arrays: dict[str, npt.NDArray[Any]] = {
             "items": np.array(self._items, np.uint32),
             "sizes": np.array(self._sizes, np.uint64),
@@ -119,7 +125,11 @@ def band_keys(grams: U64, near: Near) -> U64:
 def _constants(bands: int, rows: int) -> tuple[U64, U64, U64]:
     size = bands * rows
     factor, offset = mix(np.arange(1, 2 * size + 1, dtype=np.uint64)).reshape(2, size)
-    return factor | np.uint64(1), offset, mix(np.arange(bands, dtype=np.uint64) + np.uint64(2 * size))
+    return (
+        factor | np.uint64(1),
+        offset,
+        mix(np.arange(bands, dtype=np.uint64) + np.uint64(2 * size)),
+    )
 
 
 def bottom(grams: U64) -> npt.NDArray[np.uint32]:

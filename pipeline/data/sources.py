@@ -15,7 +15,11 @@ from pipeline.errors import DataError
 
 BUILT_IN_BYTES = 32 * MB  # of a built-in corpus unless asked for more: about ten million tokens
 TEXT_DOCUMENT_BYTES = MB  # a longer .txt file becomes several documents, cut at line ends
-SMALLEST_TASK_BYTES, LARGEST_TASK_BYTES, TASKS = 4 * MB, 256 * MB, 64  # depend on the input alone, never on the workers
+SMALLEST_TASK_BYTES, LARGEST_TASK_BYTES, TASKS = (
+    4 * MB,
+    256 * MB,
+    64,
+)  # depend on the input alone, never on the workers
 
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text",
@@ -41,13 +45,19 @@ def plan(
     owner: dict[str, str] = {}
     for source in sources:
         if source in whole:
-            raise DataError(f"source={source!r} is given twice; name it once (a mixture weight repeats it)")
-        whole[source] = list(_limited(_inputs(source, limit_bytes, seed, out, say), source, limit_bytes))
+            raise DataError(
+                f"source={source!r} is given twice; name it once (a mixture weight repeats it)"
+            )
+        whole[source] = list(
+            _limited(_inputs(source, limit_bytes, seed, out, say), source, limit_bytes)
+        )
         named = {p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}
         for path in sorted(named) or (hub.files(source) if source.startswith("hf:") else ()):
             real = os.path.realpath(path)
             if real in owner:
-                raise DataError(f"{path}: reached twice, by source={owner[real]!r} and {source!r}; name it once")
+                raise DataError(
+                    f"{path}: reached twice, by source={owner[real]!r} and {source!r}; name it once"
+                )
             owner[real] = source
     total = sum(piece.bytes for pieces in whole.values() for piece in pieces)
     task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB
@@ -58,7 +68,9 @@ def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> I
     """Pieces up to the limit, the last one cut: a file of lines at the line it falls into, others at the document."""
     left = BUILT_IN_BYTES if limit_bytes is None and source == "python" else limit_bytes
     for piece in pieces:
-        if left is not None and piece.kind != "synthetic":  # its batches are made whole, as many as it takes
+        if (
+            left is not None and piece.kind != "synthetic"
+        ):  # its batches are made whole, as many as it takes
             if left <= 0:
                 return
             if piece.kind in ("text", "jsonl") and piece.stop > 0:
@@ -79,8 +91,14 @@ def _inputs(
         for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // size)):
             yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, size)
     elif source.startswith("hf:"):
-        if out and hub.folder(source).is_dir() and out.resolve().is_relative_to(hub.folder(source).resolve()):
-            raise DataError(f"out={out} lies in source={source!r}, which would read it; choose another --out")
+        if (
+            out
+            and hub.folder(source).is_dir()
+            and out.resolve().is_relative_to(hub.folder(source).resolve())
+        ):
+            raise DataError(
+                f"out={out} lies in source={source!r}, which would read it; choose another --out"
+            )
         yield from hub.pieces(source)
     else:
         for path in _files(source, out, say):
@@ -92,9 +110,13 @@ def _python(source: str) -> Iterator[Piece]:
     library, packages = (sysconfig.get_paths()[k] for k in ("stdlib", "purelib"))
     for root in (library, packages):
         for folder, subfolders, names in os.walk(root):
-            subfolders[:] = sorted(d for d in subfolders if d not in ("site-packages", "dist-packages", "__pycache__"))
+            subfolders[:] = sorted(
+                d for d in subfolders if d not in ("site-packages", "dist-packages", "__pycache__")
+            )
             for path in (Path(folder, name) for name in sorted(names)):
-                if path.suffix == ".py" and not path.is_symlink() and (size := path.stat().st_size):  # Debian has links
+                if (
+                    path.suffix == ".py" and not path.is_symlink() and (size := path.stat().st_size)
+                ):  # Debian has links
                     yield Piece(source, "text", str(path), 0, size, size, path.stat().st_mtime_ns)
 
 
@@ -106,7 +128,9 @@ def _files(source: str, out: Path | None, say: Callable[[str], None]) -> list[Pa
         every = sorted(p for p in _below(path) if not ours or p.suffix == ".idx")
         found = [p for p in every if _kind(p) and p.is_file()]
         if not found:
-            raise DataError(f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path")
+            raise DataError(
+                f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path"
+            )
     else:
         every = [path] if path.is_file() else sorted(map(Path, glob.glob(source, recursive=True)))  # noqa: PTH207  # absolute too
         found = [p for p in every if p.is_file()]
@@ -117,10 +141,15 @@ def _files(source: str, out: Path | None, say: Callable[[str], None]) -> list[Pa
             )
     if out:
         inside = out.resolve()
-        every, found = ([p for p in paths if inside not in p.resolve().parents] for paths in (every, found))
+        every, found = (
+            [p for p in paths if inside not in p.resolve().parents] for paths in (every, found)
+        )
         if not found:
             raise DataError(f"source={source!r} lies in out={out}; choose another --out")
-    taken = {*found, *(p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in found)}
+    taken = {
+        *found,
+        *(p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in found),
+    }
     left = [p for p in every if p not in taken]
     for what, some in (
         ("files of another kind", [p for p in left if p.is_file()]),
@@ -137,13 +166,19 @@ def _below(root: Path) -> Iterator[Path]:
     seen = set()
     for folder, subfolders, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and real not in seen)
-        yield from (Path(folder, name) for name in names if not name.startswith(".") and real not in seen)
+        subfolders[:] = sorted(
+            name for name in subfolders if not name.startswith(".") and real not in seen
+        )
+        yield from (
+            Path(folder, name) for name in names if not name.startswith(".") and real not in seen
+        )
         seen.add(real)
 
 
 def _kind(path: Path) -> Kind | None:
-    return next((kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None)
+    return next(
+        (kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None
+    )
 
 
 def _file(source: str, path: Path) -> Iterator[Piece]:
@@ -165,7 +200,9 @@ def _file(source: str, path: Path) -> Iterator[Piece]:
 
             yield from megatron.pieces(source, path)
         elif path.suffix.lower() in (".gz", ".zst"):
-            yield Piece(source, kind, str(path), 0, -1, size * 4, stamp)  # one stream; text packs about fourfold
+            yield Piece(
+                source, kind, str(path), 0, -1, size * 4, stamp
+            )  # one stream; text packs about fourfold
         elif size:
             yield Piece(source, kind, str(path), 0, size, size, stamp)
     except DataError:
@@ -187,11 +224,15 @@ def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
 
 
 def _split(piece: Piece, task_bytes: int) -> Iterator[Piece]:
-    count = round(piece.bytes / task_bytes) if piece.kind in ("text", "jsonl") and piece.stop > 0 else 1
+    count = (
+        round(piece.bytes / task_bytes) if piece.kind in ("text", "jsonl") and piece.stop > 0 else 1
+    )
     if count <= 1:
         yield piece
         return
-    step = -(-piece.stop // count // MB) * MB  # whole documents of a long .txt, and no scrap at the end
+    step = (
+        -(-piece.stop // count // MB) * MB
+    )  # whole documents of a long .txt, and no scrap at the end
     for start in range(0, piece.stop, step):
         stop = min(start + step, piece.stop)
         yield replace(piece, start=start, stop=stop, bytes=stop - start)

@@ -38,7 +38,9 @@ class Ledger:
     """Documents and bytes into a stage, kept and dropped, with the reasons; what is malformed is listed in a file."""
 
     def __init__(self, aside: BinaryIO | None = None) -> None:
-        self._books: dict[str, dict[str, list[int]]] = {}  # stage → reason ("": kept) → documents, bytes in, bytes on
+        self._books: dict[
+            str, dict[str, list[int]]
+        ] = {}  # stage → reason ("": kept) → documents, bytes in, bytes on
         self._aside = aside
         self.malformed: Position | None = None  # the first
 
@@ -79,7 +81,9 @@ class Ledger:
                 bytes_in=sum(size for _, size, _ in book.values()),
                 documents_kept=book[""][0],
                 bytes_kept=book[""][2],
-                dropped={reason: (count[0], count[1]) for reason, count in sorted(book.items()) if reason},
+                dropped={
+                    reason: (count[0], count[1]) for reason, count in sorted(book.items()) if reason
+                },
             )
             for name, book in self._books.items()
         )
@@ -105,10 +109,14 @@ def before_dedup(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
         yield filtered(normalised(batch, recipe.normalise, ledger), recipe.filters, ledger)
 
 
-def after_dedup(task: Task, recipe: Recipe, keep: npt.NDArray[np.bool_], ledger: Ledger) -> Iterator[Batch]:
+def after_dedup(
+    task: Task, recipe: Recipe, keep: npt.NDArray[np.bool_], ledger: Ledger
+) -> Iterator[Batch]:
     """The documents that an earlier pass, which judged and counted them, has left."""
     for batch in batches(task, recipe.text_key, ledger):
-        yield normalised([document for document in batch if keep[document.item]], recipe.normalise, ledger)
+        yield normalised(
+            [document for document in batch if keep[document.item]], recipe.normalise, ledger
+        )
 
 
 def batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
@@ -167,7 +175,9 @@ def unique(batch: Batch, seen: dict[bytes, None], ledger: Ledger) -> Batch:
 
 
 def decontaminated(batch: Batch, held_out: Mapping[int, U64], ledger: Ledger) -> Batch:
-    return ledger.sift("decontaminate", batch, lambda d: "overlap" if shares_ngram(d.raw, held_out) else None)
+    return ledger.sift(
+        "decontaminate", batch, lambda d: "overlap" if shares_ngram(d.raw, held_out) else None
+    )
 
 
 def shares_ngram(raw: bytes, held_out: Mapping[int, U64]) -> bool:

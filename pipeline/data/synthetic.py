@@ -27,14 +27,20 @@ from pipeline.data.permute import U64, mix
 
 @dataclass(frozen=True)
 class Language:
-    classes: tuple[int, ...]  # words per class, powers of two: the permutations are arithmetic modulo them
+    classes: tuple[
+        int, ...
+    ]  # words per class, powers of two: the permutations are arithmetic modulo them
     lengths: tuple[int, ...]  # bytes per word: frequent words are short
     weights: tuple[float, ...]  # a word of class c is 3–5 times as frequent as one of class c + 1
-    farther: bool = True  # every other class also depends on the class of the word before the previous one
+    farther: bool = (
+        True  # every other class also depends on the class of the word before the previous one
+    )
 
 
 LANGUAGES = {
-    "synthetic": Language((16, 64, 256, 1024, 4096), (2, 4, 4, 6, 6), (0.32, 0.24, 0.18, 0.14, 0.12)),
+    "synthetic": Language(
+        (16, 64, 256, 1024, 4096), (2, 4, 4, 6, 6), (0.32, 0.24, 0.18, 0.14, 0.12)
+    ),
     # Few enough words that CPU-minutes come near the entropy and a ladder of them can find it. Looking farther back
     # would be worth 0.13 nats per token and is learned late: such a ladder would see little else (docs/LOG.md).
     "synthetic:small": Language((8, 32, 128), (2, 4, 4), (0.5, 0.3, 0.2), farther=False),
@@ -68,8 +74,12 @@ def documents(seed: int, batch: int, language: Language = FULL) -> list[str]:
     """The batch-th group of documents of the corpus with this seed: a pure function of both."""
     random = np.random.Generator(np.random.Philox(key=[seed, batch]))
     # Uniform draws alone, inverted here: numpy keeps only their stream fixed across its releases.
-    lengths = 1 + np.floor(np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)).astype(np.int64)
-    drawn_class = np.searchsorted(np.cumsum(language.weights)[:-1], random.random(int(lengths.sum())), side="right")
+    lengths = 1 + np.floor(np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)).astype(
+        np.int64
+    )
+    drawn_class = np.searchsorted(
+        np.cumsum(language.weights)[:-1], random.random(int(lengths.sum())), side="right"
+    )
     uniform = random.random(len(drawn_class))
     drawn_rank = np.empty(len(drawn_class), np.uint64)
     for c, size in enumerate(language.classes):
@@ -93,7 +103,9 @@ def _chain(
     first = np.concatenate(([0], np.cumsum(language.classes)[:-1])).astype(np.uint64)
     words = np.zeros((len(lengths), int(lengths.max())), np.int64)
     rows = np.argsort(-lengths, kind="stable")
-    previous = np.full(len(rows), sum(language.classes), np.uint64)  # the start of a document is a context of its own
+    previous = np.full(
+        len(rows), sum(language.classes), np.uint64
+    )  # the start of a document is a context of its own
     before = np.zeros(len(rows), np.uint64)
     salt = np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     done = 0
@@ -135,5 +147,7 @@ def _spelling(seed: int, language: Language) -> tuple[str, ...]:
     for size, length in zip(language.classes, language.lengths, strict=True):
         target = len(words) + size
         while len(words) < target:
-            words["".join(syllables[i] for i in random.integers(0, len(syllables), length // 2))] = None
+            words[
+                "".join(syllables[i] for i in random.integers(0, len(syllables), length // 2))
+            ] = None
     return tuple(words)

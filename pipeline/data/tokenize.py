@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from pipeline.atomic import sync_directory
 from pipeline.config.frozen import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing, save
@@ -22,7 +23,6 @@ from pipeline.data.recipe import Recipe
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for
 from pipeline.data.stages import Batch, Ledger, Position, after_dedup, before_dedup, decontaminated
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.files import sync_directory
 
 SPLITS = ("train", "valid")
 MODEL = "tokenizer.model"
@@ -38,7 +38,9 @@ class Done(Frozen):
     malformed: Position | None  # the first; all are in NAME.malformed
 
 
-def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path | None, keep: Path | None) -> Done:
+def tokenize(
+    task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path | None, keep: Path | None
+) -> Done:
     """Same task, same bytes, whatever else happens; the record is written when the shards are safe."""
     tokenizer = _tokenizer(folder)
     dtype = dtype_for(tokenizer.vocab)
@@ -47,7 +49,11 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
     with replacing(folder / f"{name}.malformed", flush_name=False) as aside:
         earlier = Ledger(aside)
         ledger = earlier if keep is None else Ledger()  # what comes before dedup was counted then
-        texts = after_dedup(text, recipe, np.load(keep), earlier) if keep else before_dedup(text, recipe, earlier)
+        texts = (
+            after_dedup(text, recipe, np.load(keep), earlier)
+            if keep
+            else before_dedup(text, recipe, earlier)
+        )
         if held_out:
             grams = {int(n): known for n, known in np.load(held_out).items()}
             texts = (decontaminated(batch, grams, ledger) for batch in texts)
@@ -55,7 +61,9 @@ def tokenize(task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path
         tokens = chain(_already_encoded(taken, tokenizer, ledger), encodings)
         shards = write(tokens, name, task[0].source, folder, recipe.valid_share, dtype)
     sync_directory(folder)
-    done = Done(source=task[0].source, shards=shards, stages=ledger.stages(), malformed=earlier.malformed)
+    done = Done(
+        source=task[0].source, shards=shards, stages=ledger.stages(), malformed=earlier.malformed
+    )
     # Should a power cut take its name, the task runs again.
     save(folder / f"{name}.done.json", done.model_dump_json().encode(), flush_name=False)
     return done
@@ -87,7 +95,12 @@ def _already_encoded(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterat
 
 
 def write(
-    batches: Iterable[list[Encoded]], name: str, source: str, folder: Path, valid_share: float, dtype: DType
+    batches: Iterable[list[Encoded]],
+    name: str,
+    source: str,
+    folder: Path,
+    valid_share: float,
+    dtype: DType,
 ) -> dict[str, Shard]:
     """One shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}

@@ -28,7 +28,10 @@ META = "\u2581"
 EOD = "</s>"
 FIXED = 3 + 256  # <unk>, <s>, </s> and one piece per byte
 SENTENCE_CHARACTERS = 4096  # documents are handed to the trainer in cuts of this length: its work per cut is not linear
-CACHE_BYTES, CACHE_CHECK = 256 * MB, 4 * MB  # gigatoken 0.10 forgets no word it ever saw; looked at every so much text
+CACHE_BYTES, CACHE_CHECK = (
+    256 * MB,
+    4 * MB,
+)  # gigatoken 0.10 forgets no word it ever saw; looked at every so much text
 
 
 class Tokenizer:
@@ -40,16 +43,24 @@ class Tokenizer:
         try:
             self._spec.ParseFromString(model)
             self.sentencepiece = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except Exception as error:  # protobuf's DecodeError and sentencepiece's RuntimeError share no base
-            raise DataError(f"{name}: not a SentencePiece model; give another, or --vocab-size to train one") from error
+        except (
+            Exception
+        ) as error:  # protobuf's DecodeError and sentencepiece's RuntimeError share no base
+            raise DataError(
+                f"{name}: not a SentencePiece model; give another, or --vocab-size to train one"
+            ) from error
         self.fingerprint = xxhash.xxh3_128_hexdigest(model)
         self._unchecked = self._resident = 0
         self.vocab: int = self.sentencepiece.get_piece_size()
         self.eod: int = self.sentencepiece.eos_id()
         if self.eod < 0:
-            raise DataError(f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece")
+            raise DataError(
+                f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece"
+            )
         if reached := next(filter(self._reached, self.controls), None):
-            raise DataError(f"{name}: text with {reached!r} in it would become that control piece; give another model")
+            raise DataError(
+                f"{name}: text with {reached!r} in it would become that control piece; give another model"
+            )
 
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
@@ -60,7 +71,11 @@ class Tokenizer:
 
     def info(self, file: str) -> TokenizerInfo:
         return TokenizerInfo(
-            file=file, fingerprint=self.fingerprint, vocab=self.vocab, eod=self.eod, controls=self.controls
+            file=file,
+            fingerprint=self.fingerprint,
+            vocab=self.vocab,
+            eod=self.eod,
+            controls=self.controls,
         )
 
     @cached_property
@@ -71,7 +86,9 @@ class Tokenizer:
 
     def _reached(self, control: str) -> bool:
         """BPE and character models look up a lone character whatever its kind, word models the first word."""
-        alone = len(control) == 1 and self._spec.trainer_spec.model_type != proto.TrainerSpec.UNIGRAM
+        alone = (
+            len(control) == 1 and self._spec.trainer_spec.model_type != proto.TrainerSpec.UNIGRAM
+        )
         return self.controls[control] != self.sentencepiece.unk_id() and (
             alone or self.controls[control] in self.sentencepiece.encode(control)
         )
@@ -80,7 +97,9 @@ class Tokenizer:
     def lossless(self) -> bool:
         """Whether decode gives back every text: identity normalization, all spaces, bytes for unknown characters."""
         spec, trainer = self._spec.normalizer_spec, self._spec.trainer_spec
-        plain = spec.name == "identity" and not spec.precompiled_charsmap and spec.escape_whitespaces
+        plain = (
+            spec.name == "identity" and not spec.precompiled_charsmap and spec.escape_whitespaces
+        )
         return bool(
             plain
             and not spec.remove_extra_whitespaces
@@ -95,7 +114,12 @@ class Tokenizer:
         own = any(p.type == proto.ModelProto.SentencePiece.USER_DEFINED for p in self._spec.pieces)
         words = (p.piece.lstrip(f"{META} ") for p in self._spec.pieces)
         across = any(META in word or " " in word for word in words)  # encode cuts there
-        return self.lossless and not own and not across and self._spec.trainer_spec.model_type == proto.TrainerSpec.BPE
+        return (
+            self.lossless
+            and not own
+            and not across
+            and self._spec.trainer_spec.model_type == proto.TrainerSpec.BPE
+        )
 
     def encode(self, text: str) -> Ids:
         """Words with a special string in them go through sentencepiece, all others through gigatoken where it is safe.
@@ -128,7 +152,9 @@ class Tokenizer:
     def _special(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Where gigatoken differs: it takes a control piece that is spelt out in the text for the piece itself."""
         controls = "|".join(map(re.escape, self.controls))
-        return re.compile(controls), re.compile(f"{controls}|{META}")  # the first is found eight times as fast
+        return re.compile(controls), re.compile(
+            f"{controls}|{META}"
+        )  # the first is found eight times as fast
 
     @cached_property
     def converted(self) -> str:
@@ -136,12 +162,30 @@ class Tokenizer:
         from gigatoken._load.sentencepiece import _generate_merges
 
         vocab = {piece.piece: i for i, piece in enumerate(self._spec.pieces)}
-        kinds = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        kinds = {
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         control = proto.ModelProto.SentencePiece.CONTROL
-        added = [{"id": vocab[p.piece], "content": p.piece} | kinds for p in self._spec.pieces if p.type == control]
+        added = [
+            {"id": vocab[p.piece], "content": p.piece} | kinds
+            for p in self._spec.pieces
+            if p.type == control
+        ]
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": META}
-        bpe = {"type": "BPE", "unk_token": self._spec.trainer_spec.unk_piece, "fuse_unk": True, "byte_fallback": True}
-        bpe |= {"vocab": vocab, "merges": _generate_merges(vocab, {p.piece: p.score for p in self._spec.pieces})}
+        bpe = {
+            "type": "BPE",
+            "unk_token": self._spec.trainer_spec.unk_piece,
+            "fuse_unk": True,
+            "byte_fallback": True,
+        }
+        bpe |= {
+            "vocab": vocab,
+            "merges": _generate_merges(vocab, {p.piece: p.score for p in self._spec.pieces}),
+        }
         normalizer = {"type": "Sequence", "normalizers": [spaces]}
         made = {"version": "1.0", "added_tokens": added, "normalizer": normalizer, "model": bpe}
         return json.dumps(made, ensure_ascii=False)
@@ -167,11 +211,15 @@ class Tokenizer:
         return np.asarray(first, np.uint32)
 
 
-def train(texts: Iterable[str], vocab: int, *, kind: str = "bpe", controls: Sequence[str] = ()) -> bytes:
+def train(
+    texts: Iterable[str], vocab: int, *, kind: str = "bpe", controls: Sequence[str] = ()
+) -> bytes:
     """Train a lossless model: same texts, same bytes out, whatever the number of threads."""
     smallest = FIXED + len(controls) + 1
     if vocab < smallest:
-        raise DataError(f"vocab-size={vocab:,} is below {smallest}, the bytes and control pieces alone; try 4096")
+        raise DataError(
+            f"vocab-size={vocab:,} is below {smallest}, the bytes and control pieces alone; try 4096"
+        )
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

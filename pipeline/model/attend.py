@@ -12,9 +12,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
-Mask = Tensor | BlockMask | None  # True where a query sees a key, (B or 1, 1, Q, K); None is plain causal
+Mask = (
+    Tensor | BlockMask | None
+)  # True where a query sees a key, (B or 1, 1, Q, K); None is plain causal
 
 
 class Scoring(NamedTuple):
@@ -41,7 +48,13 @@ def make_mask(
     """Who sees whom, when the last query is the last key. A query always sees itself, also one that is padding."""
     if window is not None and window >= keys:
         window = None
-    if not flex and window is None and documents_BK is None and padding_B is None and queries in (keys, 1):
+    if (
+        not flex
+        and window is None
+        and documents_BK is None
+        and padding_B is None
+        and queries in (keys, 1)
+    ):
         return None
     past = keys - queries
 
@@ -57,7 +70,9 @@ def make_mask(
 
     rows = next((len(t) for t in (documents_BK, padding_B) if t is not None), 1)
     if flex:
-        return create_block_mask(sees, rows if rows > 1 else None, None, queries, keys, device=str(device))
+        return create_block_mask(
+            sees, rows if rows > 1 else None, None, queries, keys, device=str(device)
+        )
     b, q, k = (torch.arange(n, device=device) for n in (rows, queries, keys))
     zero = torch.zeros((), dtype=torch.long, device=device)
     return sees(b[:, None, None, None], zero, q[:, None], k).expand(rows, 1, queries, keys)
@@ -114,13 +129,25 @@ def _added(q: Tensor, k: Tensor, mask: Tensor | None, bias_HQK: Tensor | None) -
     """Mask and bias as one term of the scores."""
     if mask is None:
         queries, keys = q.shape[2], k.shape[2]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[None, None]
-    bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias_HQK is None else bias_HQK[None].type_as(q)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[
+            None, None
+        ]
+    bias = (
+        torch.zeros((), dtype=q.dtype, device=q.device)
+        if bias_HQK is None
+        else bias_HQK[None].type_as(q)
+    )
     return torch.where(mask, bias, torch.tensor(float("-inf"), dtype=q.dtype, device=q.device))
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask, bias_HQK: Tensor | None, sinks_H: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    mask: BlockMask,
+    bias_HQK: Tensor | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     cap = scoring.softcap
 
@@ -133,7 +160,9 @@ def _flex(
     grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:
         return flex_attention(q, k, v, shaped, mask, scoring.scale, grouped)
-    out, aux = flex_attention(q, k, v, shaped, mask, scoring.scale, grouped, return_aux=AuxRequest(lse=True))
+    out, aux = flex_attention(
+        q, k, v, shaped, mask, scoring.scale, grouped, return_aux=AuxRequest(lse=True)
+    )
     assert aux.lse is not None
     # a sink adds e^sink to the softmax's denominator
     return out * torch.sigmoid(aux.lse - sinks_H.float()[:, None]).unsqueeze(-1).type_as(out)

@@ -26,7 +26,11 @@ class Context(NamedTuple):
     far: Mask = None
 
     def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
-        return self.near if windowed else self.far, self.bias_HQK if placed else None, self.rotary if placed else None
+        return (
+            self.near if windowed else self.far,
+            self.bias_HQK if placed else None,
+            self.rotary if placed else None,
+        )
 
 
 class GroupedAttention(nn.Module):
@@ -36,7 +40,9 @@ class GroupedAttention(nn.Module):
         super().__init__()
         self.cfg, self.windowed, self.placed, self.eps = cfg, windowed, placed, model.norm.eps
         self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
-        self.qkv = nn.Linear(model.width, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim, bias=cfg.bias)
+        self.qkv = nn.Linear(
+            model.width, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim, bias=cfg.bias
+        )
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
         self.q_norm = norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
         self.k_norm = norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
@@ -56,10 +62,18 @@ class GroupedAttention(nn.Module):
     def _place(self, qkv_BSHD: Tensor, table: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normed and turned, and the values."""
         c, q_norm, k_norm = self.cfg, self.q_norm, self.k_norm
-        if qkv_BSHD.is_cuda and c.head_dim & (c.head_dim - 1) == 0 and not isinstance(q_norm, LayerNorm):
+        if (
+            qkv_BSHD.is_cuda
+            and c.head_dim & (c.head_dim - 1) == 0
+            and not isinstance(q_norm, LayerNorm)
+        ):
             from pipeline.model.kernels import turn  # Triton comes with torch where there is a GPU
 
-            gains = (q_norm.gain, k_norm.gain) if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) else None
+            gains = (
+                (q_norm.gain, k_norm.gain)
+                if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
+                else None
+            )
             return turn(qkv_BSHD, c.heads, gains, self.eps, table)
         q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSHD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
         return rotate(q_norm(q_BSHD), table), rotate(k_norm(k_BSGD), table), v_BSGD
@@ -81,7 +95,9 @@ class LatentAttention(nn.Module):
         self.q_up = nn.Linear(cfg.q_rank or width, q, bias=False)
         self.kv_down = nn.Linear(width, cfg.kv_rank + cfg.rope_dim, bias=False)
         self.kv_norm = norm(cfg.kv_rank, model.norm)
-        self.kv_up = nn.Linear(cfg.kv_rank, cfg.heads * (cfg.nope_dim + cfg.v_dim), bias=False)  # per head: key, value
+        self.kv_up = nn.Linear(
+            cfg.kv_rank, cfg.heads * (cfg.nope_dim + cfg.v_dim), bias=False
+        )  # per head: key, value
         self.out = nn.Linear(cfg.heads * cfg.v_dim, width, bias=False)
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
 

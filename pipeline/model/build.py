@@ -33,17 +33,28 @@ def build(
     others."""
 
     def block(layer: int) -> Block:
-        return Block(cfg, _attention(cfg, layer), _ffn(cfg, layer, experts), recompute=recompute == "selective")
+        return Block(
+            cfg,
+            _attention(cfg, layer),
+            _ffn(cfg, layer, experts),
+            recompute=recompute == "selective",
+        )
 
     with _Undrawn():
-        return Decoder(cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True)
+        return Decoder(
+            cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True
+        )
 
 
 class _Undrawn(TorchFunctionMode):
     """torch's own first weights, a third of the time of ours, are left out."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -94,8 +105,12 @@ def draw(model: nn.Module, cfg: Model, seed: int) -> None:
         for each in drawn:
             each.result()
     for name, parameter in model.named_parameters():
-        if cfg.placement == "deepnorm" and name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
-            _values(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))  # as outputs and FFN are, not q and k
+        if cfg.placement == "deepnorm" and name.endswith(
+            ("attention.qkv.weight", "attention.kv_up.weight")
+        ):
+            _values(parameter, cfg.attention).mul_(
+                deepnorm_beta(cfg.layers)
+            )  # as outputs and FFN are, not q and k
 
 
 def _std(name: str, cfg: Model) -> float:
@@ -106,7 +121,11 @@ def _std(name: str, cfg: Model) -> float:
         return cfg.init_std * cfg.embedding_scale
     std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
     if cfg.placement == "deepnorm":
-        return std * deepnorm_beta(cfg.layers) if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up")) else std
+        return (
+            std * deepnorm_beta(cfg.layers)
+            if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))
+            else std
+        )
     return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
 
 

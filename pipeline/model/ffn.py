@@ -23,7 +23,9 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return F.silu(x)
         case "swiglu":
             if x.is_cuda:
-                from pipeline.model.kernels import swiglu  # Triton comes with torch where there is a GPU
+                from pipeline.model.kernels import (
+                    swiglu,  # Triton comes with torch where there is a GPU
+                )
 
                 return swiglu(x)
             gate, up = x.chunk(2, dim=-1)
@@ -39,10 +41,14 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, width: int, hidden: int, activation: Activation, *, bias: bool = False) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Activation, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(width, hidden * (2 if activation.endswith("glu") else 1), bias=bias)  # gated: gate first
+        self.up = nn.Linear(
+            width, hidden * (2 if activation.endswith("glu") else 1), bias=bias
+        )  # gated: gate first
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

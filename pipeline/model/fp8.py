@@ -34,7 +34,9 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        return _product(_round(x_TI, torch.float8_e4m3fn), _round(weight_OI, torch.float8_e4m3fn), x_TI.dtype)
+        return _product(
+            _round(x_TI, torch.float8_e4m3fn), _round(weight_OI, torch.float8_e4m3fn), x_TI.dtype
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +45,9 @@ class _Multiply(torch.autograd.Function):
         x, x_scale = _round(x_TI, torch.float8_e4m3fn)
         weight, weight_scale = _round(weight_OI, torch.float8_e4m3fn)
         dx_TI = _product((grad, scale), (weight.t().contiguous(), weight_scale), x_TI.dtype)
-        dw_OI = _product((grad.t().contiguous(), scale), (x.t().contiguous(), x_scale), weight_OI.dtype)
+        dw_OI = _product(
+            (grad.t().contiguous(), scale), (x.t().contiguous(), x_scale), weight_OI.dtype
+        )
         return dx_TI, dw_OI
 
 

@@ -41,7 +41,10 @@ def stream(
     rows = [[0] * (longest - len(p)) + list(p) for p in prompts]
     tokens_BS = torch.tensor(rows, device=device)
     cache = Cache(len(model.blocks), longest + most, padding if padding.any() else None)
-    draws = [torch.Generator().manual_seed(sampling.seed + 0x9E3779B9 * row) for row in range(len(prompts))]
+    draws = [
+        torch.Generator().manual_seed(sampling.seed + 0x9E3779B9 * row)
+        for row in range(len(prompts))
+    ]
     ended = [False] * len(prompts)
     for _ in range(most):
         next_B = pick(_step(model, tokens_BS, cache), sampling, draws)
@@ -82,13 +85,18 @@ def pick(logits_BV: Tensor, sampling: Sampling, draws: Sequence[torch.Generator]
     chance = torch.where(chance.cumsum(-1) - chance < sampling.top_p, chance, 0.0)
     chance[:, 0] = chance[:, 0].clamp(min=1e-30)
     reached = chance.cumsum(-1)
-    throws = torch.stack([torch.rand((), generator=each) for each in draws]).unsqueeze(1) * reached[:, -1:]
+    throws = (
+        torch.stack([torch.rand((), generator=each) for each in draws]).unsqueeze(1)
+        * reached[:, -1:]
+    )
     place = torch.searchsorted(reached, throws, right=True).clamp(max=int(chance.shape[1]) - 1)
     return order.gather(1, place).squeeze(1)
 
 
 @torch.inference_mode()
-def beam_search(model: Decoder, prompt: Sequence[int], most: int, end: int | None, width: int) -> list[Beam]:
+def beam_search(
+    model: Decoder, prompt: Sequence[int], most: int, end: int | None, width: int
+) -> list[Beam]:
     """The likeliest continuations found by keeping `width` of them, best first."""
     device = model.embedding.weight.device
     cache = Cache(len(model.blocks), _room(model, [prompt], most) + most)
@@ -108,7 +116,9 @@ def beam_search(model: Decoder, prompt: Sequence[int], most: int, end: int | Non
                 live.append(beam)
                 rows.append(row)
         done = sorted(done, reverse=True)[:width]
-        if not live or (len(done) == width and done[-1].score >= live[0].score):  # likelihood only falls
+        if not live or (
+            len(done) == width and done[-1].score >= live[0].score
+        ):  # likelihood only falls
             break
         cache.reorder(torch.tensor(rows, device=device))
         tokens_BS = torch.tensor([beam.tokens[-1:] for beam in live], device=device)

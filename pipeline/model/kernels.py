@@ -113,7 +113,9 @@ def _added(x: Tensor, y: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tens
     total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, y.dtype))
     out, (rows, sizes) = torch.empty_like(total), _rows(x, eps)
     grid = (triton.cdiv(rows, sizes["ROWS"]),)
-    library.wrap_triton(_add_norm)[grid](x, y, total, out, gain, rows, x.shape[-1], ADD=True, **sizes)
+    library.wrap_triton(_add_norm)[grid](
+        x, y, total, out, gain, rows, x.shape[-1], ADD=True, **sizes
+    )
     return total, out
 
 
@@ -126,20 +128,38 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 @library.triton_op("isoflop::norm_backward", mutates_args={})
-def _normed_backward(x: Tensor, g: Tensor, beside: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normed_backward(
+    x: Tensor, g: Tensor, beside: Tensor | None, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     dx, (rows, sizes), width = torch.empty_like(x), _rows(x, eps), x.shape[-1]
     per = triton.cdiv(triton.cdiv(rows, _PROGRAMS), sizes["ROWS"]) * sizes["ROWS"]
-    programs, stages = triton.cdiv(rows, per), 3 if width <= 4096 else 1  # what they hold has to fit a core's memory
+    programs, stages = (
+        triton.cdiv(rows, per),
+        3 if width <= 4096 else 1,
+    )  # what they hold has to fit a core's memory
     d_gain = x.new_empty(programs, width, dtype=torch.float32)
     library.wrap_triton(_norm_backward)[(programs,)](
-        x, g, _or(x, beside), dx, gain, d_gain, rows, width, per, BESIDE=beside is not None, STAGES=stages, **sizes
+        x,
+        g,
+        _or(x, beside),
+        dx,
+        gain,
+        d_gain,
+        rows,
+        width,
+        per,
+        BESIDE=beside is not None,
+        STAGES=stages,
+        **sizes,
     )
     return dx, d_gain.sum(0)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor | None, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total, out = (x.view_as(x), _normed(x, gain, eps)) if y is None else _added(x, y, gain, eps)
         ctx.save_for_backward(total, gain)
         ctx.eps, ctx.alone = eps, y is None
@@ -196,7 +216,10 @@ def _turn(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,  # type: ignore[no
             b = b * scale * tl.load(gain + HALF + pair).to(tl.float32)
         if ROPE:
             place = (row % places)[:, None] * HALF + pair
-            c, s = tl.load(cos + place, mask=inside, other=0.0), tl.load(sin + place, mask=inside, other=0.0)
+            c, s = (
+                tl.load(cos + place, mask=inside, other=0.0),
+                tl.load(sin + place, mask=inside, other=0.0),
+            )
             a, b = a * c - b * s, b * c + a * s
     if NORM:  # without the values
         at = (row.to(tl.int64) * (H + G) + first + head)[:, None] * (2 * HALF) + pair
@@ -225,7 +248,10 @@ def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, se
     if part < 2:
         if ROPE:
             turned = (row % places)[:, None] * HALF + pair
-            c, s = tl.load(cos + turned, mask=inside, other=0.0), tl.load(sin + turned, mask=inside, other=0.0)
+            c, s = (
+                tl.load(cos + turned, mask=inside, other=0.0),
+                tl.load(sin + turned, mask=inside, other=0.0),
+            )
             da, db = da * c + db * s, db * c - da * s
         if NORM:
             gain = q_gain if part == 0 else k_gain
@@ -236,7 +262,10 @@ def _turn_backward(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin, rows, se
             sums = d_gain + tl.program_id(0) * (2 * HALF) + tl.arange(0, HALF)
             tl.store(sums, tl.sum(da * a, 0))
             tl.store(sums + HALF, tl.sum(db * b, 0))
-            da, db = da * tl.load(gain + pair).to(tl.float32), db * tl.load(gain + HALF + pair).to(tl.float32)
+            da, db = (
+                da * tl.load(gain + pair).to(tl.float32),
+                db * tl.load(gain + HALF + pair).to(tl.float32),
+            )
             along = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
             da, db = scale * (da - a * along), scale * (db - b * along)
     tl.store(dx + at, da, mask=inside)
@@ -279,7 +308,21 @@ def _turned_backward(
     places = 1 if cos is None else cos.numel() // cos.shape[-1]
     strides = (step for t in (dq, dk, dv) for step in t.stride()[:3])
     library.wrap_triton(_turn_backward)[(sum(blocks),)](
-        _or(dx, x), dq, dk, dv, dx, *gains, d_gain, *table, batch * seq, seq, places, H, G, *strides, **sizes
+        _or(dx, x),
+        dq,
+        dk,
+        dv,
+        dx,
+        *gains,
+        d_gain,
+        *table,
+        batch * seq,
+        seq,
+        places,
+        H,
+        G,
+        *strides,
+        **sizes,
     )
     return dx, d_gain[: blocks[0]].sum(0), d_gain[blocks[0] :].sum(0)
 
@@ -288,7 +331,10 @@ def _laid(
     x: Tensor, H: int, G: int, gain: Tensor | None, cos: Tensor | None, eps: float
 ) -> tuple[tuple[int, int, int], dict[str, float]]:
     """How many programs queries, keys and values take."""
-    rows, sizes = 64, {"HALF": x.shape[-1] // 2, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps}
+    rows, sizes = (
+        64,
+        {"HALF": x.shape[-1] // 2, "NORM": gain is not None, "ROPE": cos is not None, "EPS": eps},
+    )
     sizes |= {"ROWS": rows, "num_warps": max(1, x.shape[-1] // 32)}
     queries, keys = (triton.cdiv(x.shape[0] * x.shape[1] * heads, rows) for heads in (H, G))
     return (queries, keys, keys), sizes
@@ -329,9 +375,15 @@ class _Turn(torch.autograd.Function):
 
 
 def turn(
-    qkv_BSAD: Tensor, heads: int, gains: tuple[Tensor, Tensor] | None, eps: float, table: tuple[Tensor, Tensor] | None
+    qkv_BSAD: Tensor,
+    heads: int,
+    gains: tuple[Tensor, Tensor] | None,
+    eps: float,
+    table: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normed and rotated, values as they are: one pass over the projection's output, and one back. The
     compiler makes four of it, and a fifth that lays the three gradients side by side."""
-    q, k, v = _Turn.apply(qkv_BSAD.contiguous(), *(gains or (None, None)), *(table or (None, None)), heads, eps)  # type: ignore[no-untyped-call]
+    q, k, v = _Turn.apply(
+        qkv_BSAD.contiguous(), *(gains or (None, None)), *(table or (None, None)), heads, eps
+    )  # type: ignore[no-untyped-call]
     return q, k, v

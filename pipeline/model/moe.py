@@ -29,8 +29,12 @@ class Choice(NamedTuple):
     experts_TK: Tensor
     weights_TK: Tensor
     load_E: Tensor
-    room: int | None = None  # the most rows of these tokens that one expert takes: where they have a capacity
-    slots_TK: Tensor | None = None  # expert · room + the place there, or experts · room where there is none left
+    room: int | None = (
+        None  # the most rows of these tokens that one expert takes: where they have a capacity
+    )
+    slots_TK: Tensor | None = (
+        None  # expert · room + the place there, or experts · room where there is none left
+    )
 
 
 Run = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, rows per expert → rows
@@ -40,10 +44,14 @@ class Dispatch(Protocol):
     """Carry every token to its experts, run them, bring the answers home and sum them by weight. `beside` is work that
     needs no expert and can run while rows travel; its result is added."""
 
-    def __call__(self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor: ...
+    def __call__(
+        self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+    ) -> Tensor: ...
 
 
-def local_dispatch(x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor:
+def local_dispatch(
+    x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+) -> Tensor:
     extra_TW = None if beside is None else beside()
     order_N, home_N = sort(choice.experts_TK)
     rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
@@ -54,7 +62,9 @@ def local_dispatch(x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], 
 def sort(experts: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts the T·K rows by expert, tokens in order within each, and its inverse."""
     order_N = experts.flatten().argsort(stable=True)
-    home_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
+    home_N = torch.empty_like(order_N).scatter_(
+        0, order_N, torch.arange(len(order_N), device=order_N.device)
+    )
     return order_N, home_N
 
 
@@ -127,7 +137,9 @@ def _best(scores_BSE: Tensor, top_k: int) -> Tensor:
     first = scores_BSE.argmax(-1, keepdim=True)
     if top_k == 1:
         return first
-    return torch.cat((first, scores_BSE.scatter(-1, first, float("-inf")).argmax(-1, keepdim=True)), dim=-1)
+    return torch.cat(
+        (first, scores_BSE.scatter(-1, first, float("-inf")).argmax(-1, keepdim=True)), dim=-1
+    )
 
 
 class Router(nn.Module):
@@ -136,7 +148,9 @@ class Router(nn.Module):
         self.cfg, self.weight = cfg, nn.Parameter(torch.empty(cfg.experts, width))
         self.sequence = Sequence()
         # the balancing bias as a whole number of steps: exact, and no cast to bf16 can blur it
-        self.register_buffer("steps", torch.zeros(cfg.experts, dtype=torch.int32) if cfg.bias_step else None)
+        self.register_buffer(
+            "steps", torch.zeros(cfg.experts, dtype=torch.int32) if cfg.bias_step else None
+        )
         self.steps: Tensor | None
 
     def forward(self, x_BSW: Tensor) -> tuple[Choice, Routing]:
@@ -149,17 +163,25 @@ class Router(nn.Module):
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         experts_BN = experts_BSK.flatten(1)
         load_BE = scores_BSE.new_zeros(len(experts_BN), c.experts)
-        load_BE = load_BE.scatter_add(1, experts_BN, torch.ones_like(experts_BN, dtype=load_BE.dtype))
-        choice = Choice(experts_BSK.flatten(0, 1), weights_BSK.flatten(0, 1) * c.scale, load_BE.sum(0))
+        load_BE = load_BE.scatter_add(
+            1, experts_BN, torch.ones_like(experts_BN, dtype=load_BE.dtype)
+        )
+        choice = Choice(
+            experts_BSK.flatten(0, 1), weights_BSK.flatten(0, 1) * c.scale, load_BE.sum(0)
+        )
         before_BE, whole_BE = self.sequence.counts(load_BE)
         dropped = logits_BSE.new_zeros(())
         if c.capacity is not None:
             room, slots_TK = self._slots(experts_BN, load_BE, before_BE, c.capacity)
             slots_TK = slots_TK.view_as(choice.experts_TK)
             kept_TK = slots_TK < c.experts * room
-            choice = choice._replace(weights_TK=choice.weights_TK * kept_TK, room=room, slots_TK=slots_TK)
+            choice = choice._replace(
+                weights_TK=choice.weights_TK * kept_TK, room=room, slots_TK=slots_TK
+            )
             dropped = 1 - kept_TK.float().mean()
-        probability_BSE = scores_BSE if c.router == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        probability_BSE = (
+            scores_BSE if c.router == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        )
         with torch.no_grad():
             entropy = -(probability_BSE * probability_BSE.clamp(min=1e-20).log()).sum(-1).mean()
         loss = self._loss(logits_BSE, probability_BSE, whole_BE)
@@ -171,15 +193,23 @@ class Router(nn.Module):
         c = self.cfg
         if self.steps is not None:
             steps = self.steps.float()
-            scores_BSE = scores_BSE + c.bias_step * (steps - steps.mean())  # zero-mean: it ranks, it does not add
+            scores_BSE = scores_BSE + c.bias_step * (
+                steps - steps.mean()
+            )  # zero-mean: it ranks, it does not add
         if c.groups == 1:
             return scores_BSE
         grouped = scores_BSE.view(*scores_BSE.shape[:2], c.groups, -1)
-        best = grouped.topk(min(2 if c.router == "sigmoid" else 1, grouped.shape[-1]), dim=-1).values.sum(-1)
-        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(c.top_groups, dim=-1).indices, True)
+        best = grouped.topk(
+            min(2 if c.router == "sigmoid" else 1, grouped.shape[-1]), dim=-1
+        ).values.sum(-1)
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            -1, best.topk(c.top_groups, dim=-1).indices, True
+        )
         return grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _slots(self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float) -> tuple[int, Tensor]:
+    def _slots(
+        self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float
+    ) -> tuple[int, Tensor]:
         """What an expert has room for: the first rows of each sequence, so that no layout changes what is dropped."""
         (batch, rows), experts, device = experts_BN.shape, self.cfg.experts, experts_BN.device
         most = math.ceil(capacity * rows * self.sequence.parts / experts)
@@ -235,8 +265,12 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(width, cfg)
         self.experts = Experts(width, cfg, experts.start, len(experts))
-        self.shared = FeedForward(width, cfg.shared * cfg.hidden, cfg.activation) if cfg.shared else None
-        self.dispatch: Dispatch = local_dispatch  # parallel/expert.py swaps in one that crosses ranks
+        self.shared = (
+            FeedForward(width, cfg.shared * cfg.hidden, cfg.activation) if cfg.shared else None
+        )
+        self.dispatch: Dispatch = (
+            local_dispatch  # parallel/expert.py swaps in one that crosses ranks
+        )
 
     def forward(self, x_BSW: Tensor) -> tuple[Tensor, Routing]:
         choice, routing = self.router(x_BSW)

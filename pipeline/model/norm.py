@@ -26,7 +26,9 @@ class StreamNorm(nn.Module):
 
     def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.is_cuda:
-            from pipeline.model.kernels import add_norm  # Triton comes with torch where there is a GPU
+            from pipeline.model.kernels import (
+                add_norm,  # Triton comes with torch where there is a GPU
+            )
 
             return add_norm(x, given, self.gain, self.eps)
         x = x if given is None else x + given

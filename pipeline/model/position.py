@@ -48,14 +48,24 @@ def _turns(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
             return turns * (keep + (1 - keep) / scaling.factor), 1.0
         case YaRN():
 
-            def pair(rounds: float) -> float:  # the pair that turns so often in the original sequence
-                return dim * math.log(scaling.original_seq / (rounds * 2 * math.pi)) / (2 * math.log(cfg.theta))
+            def pair(
+                rounds: float,
+            ) -> float:  # the pair that turns so often in the original sequence
+                return (
+                    dim
+                    * math.log(scaling.original_seq / (rounds * 2 * math.pi))
+                    / (2 * math.log(cfg.theta))
+                )
 
             low = max(math.floor(pair(scaling.beta_fast)), 0)
             high = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
             ramp = (torch.arange(dim // 2, device=device) - low) / max(high - low, 0.001)
             keep = 1 - ramp.clamp(0, 1)
-            factor = 0.1 * math.log(scaling.factor) + 1 if scaling.attention is None else scaling.attention
+            factor = (
+                0.1 * math.log(scaling.factor) + 1
+                if scaling.attention is None
+                else scaling.attention
+            )
             return turns * (keep + (1 - keep) / scaling.factor), factor
         case _:
             assert_never(scaling)
@@ -63,7 +73,9 @@ def _turns(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
 
 def sinusoidal(positions: Tensor, width: int) -> Tensor:
     """Sines in even channels, cosines in odd ones (arXiv 1706.03762)."""
-    angle = positions.float()[..., None] * 10000 ** (-torch.arange(0, width, 2, device=positions.device) / width)
+    angle = positions.float()[..., None] * 10000 ** (
+        -torch.arange(0, width, 2, device=positions.device) / width
+    )
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 

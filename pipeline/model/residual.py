@@ -30,7 +30,9 @@ class Residual(nn.Module):
         super().__init__()
         place = PLACEMENTS[cfg.placement]
         self.before = reading(cfg.width, cfg.norm) if place.before else nn.Identity()
-        self.inside, self.after = (norm(cfg.width, cfg.norm) if on else nn.Identity() for on in place[1:])
+        self.inside, self.after = (
+            norm(cfg.width, cfg.norm) if on else nn.Identity() for on in place[1:]
+        )
         self.add = cfg.multipliers.residual
         self.keep = deepnorm_alpha(cfg.layers) if cfg.placement == "deepnorm" else 1.0
 

@@ -36,7 +36,9 @@ class Sequence:
         q, k, v = self.to_heads(q_BHQD, k_BGKD, v_BGKE)
         return self.to_tokens(attend(q, k, v, scoring, mask, bias, sinks))
 
-    def to_heads(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(
+        self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """All tokens of this process's share of the heads."""
         return q_BHQD, k_BGKD, v_BGKE
 

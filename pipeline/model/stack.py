@@ -30,27 +30,41 @@ class Losses(NamedTuple):
 
 
 T = TypeVar("T")
-Fed = tuple[Tensor, Tensor | None, Routing | None]  # the stream, and what is still to be added to it
+Fed = tuple[
+    Tensor, Tensor | None, Routing | None
+]  # the stream, and what is still to be added to it
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: Model, attention: nn.Module, ffn: nn.Module, *, recompute: bool = False) -> None:
+    def __init__(
+        self, cfg: Model, attention: nn.Module, ffn: nn.Module, *, recompute: bool = False
+    ) -> None:
         super().__init__()
-        self.attention, self.ffn, self.recompute = attention, ffn, recompute  # of the feed-forward alone
+        self.attention, self.ffn, self.recompute = (
+            attention,
+            ffn,
+            recompute,
+        )  # of the feed-forward alone
         self.at_attention = Residual(cfg)
         self.at_ffn = None if cfg.parallel_block else Residual(cfg)
 
-    def forward(self, x_BSW: Tensor, given: Tensor | None, context: Context, cache: LayerCache | None = None) -> Fed:
+    def forward(
+        self, x_BSW: Tensor, given: Tensor | None, context: Context, cache: LayerCache | None = None
+    ) -> Fed:
         x_BSW, normed = self.at_attention.leave(x_BSW, given)
         seen = self.attention(normed, context, cache)
         on = self.recompute and self.training
         if self.at_ffn is None:  # both read the same input
             fed, routing = again(self._feed, normed, on=on)
             return *self.at_attention.join(x_BSW, seen + fed), routing
-        x_BSW, fed, routing = again(self._read, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on)
+        x_BSW, fed, routing = again(
+            self._read, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on
+        )
         return *self.at_ffn.join(x_BSW, fed), routing
 
-    def _read(self, at: Residual, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Routing | None]:
+    def _read(
+        self, at: Residual, x: Tensor, given: Tensor | None
+    ) -> tuple[Tensor, Tensor, Routing | None]:
         x, normed = at.leave(x, given)
         return x, *self._feed(normed)
 
@@ -60,7 +74,11 @@ class Block(nn.Module):
 
 def again(part: Callable[..., T], *inputs: object, on: bool) -> T:
     """What a part of the model gives; if `on`, keeping its inputs alone, it runs once more in the backward pass."""
-    out: T = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False) if on else part(*inputs)
+    out: T = (
+        torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False)
+        if on
+        else part(*inputs)
+    )
     return out
 
 
@@ -71,11 +89,15 @@ class Head(nn.Module):
         super().__init__()
         self.weight, self.scale, self.sequence = weight_VW, scale, Sequence()
 
-    def forward(self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int) -> Tensor | Losses:
+    def forward(
+        self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int
+    ) -> Tensor | Losses:
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             return h_BSW @ self.weight.T
-        count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts  # the mean over the parts is that of all
+        count = (targets_BS >= 0).sum().clamp(
+            min=1
+        ) / self.sequence.parts  # the mean over the parts is that of all
         h_TW, targets_T = h_BSW.flatten(0, 1), self.sequence.cut(targets_BS, 1).flatten()
         scored = next_token_loss(h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk)
         return Losses(*scored)
@@ -113,7 +135,9 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
-        self.norm = reading(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
+        self.norm = (
+            reading(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
+        )
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
         self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
         self.tie()
@@ -140,7 +164,12 @@ class Decoder(nn.Module):
             if recompute and given is not None:
                 x_BSW, given = x_BSW + given, None  # half as much to keep
             x_BSW, given, routing = again(
-                block, x_BSW, given, context, None if cache is None else cache.layers[layer], on=recompute
+                block,
+                x_BSW,
+                given,
+                context,
+                None if cache is None else cache.layers[layer],
+                on=recompute,
             )
             routings.append(routing)
         if cache is not None:  # what follows is asked for, and none of the logits before it
@@ -155,7 +184,9 @@ class Decoder(nn.Module):
                 # the next token is known and the one after it is asked for; the last place, and a document's, has none
                 embedded = self._embed(targets_BS.clamp(min=0), places)
                 x_BSW, given, routing = again(ahead, x_BSW, embedded, context, on=recompute)
-                further = torch.cat((targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1)
+                further = torch.cat(
+                    (targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1
+                )
                 targets_BS = torch.where(targets_BS < 0, -100, further)
                 x_BSW, h_BSW = read(cast(nn.Module, ahead.norm), x_BSW, given)
                 losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
@@ -184,7 +215,9 @@ class Decoder(nn.Module):
                 pass
         return x_BSW
 
-    def _context(self, tokens_BS: Tensor, documents_BS: Tensor | None, cache: Cache | None) -> tuple[Tensor, Context]:
+    def _context(
+        self, tokens_BS: Tensor, documents_BS: Tensor | None, cache: Cache | None
+    ) -> tuple[Tensor, Context]:
         """The tokens' places, (S) or (B, S), and what the layers share."""
         cfg, device, queries = self.cfg, tokens_BS.device, tokens_BS.shape[1]
         past = 0 if cache is None else cache.length
@@ -210,7 +243,11 @@ class Decoder(nn.Module):
 
         def mask(window: int | None) -> Mask:
             hides = documents_BS is not None or (window is not None and window < queries)
-            flex = device.type == "cuda" and cache is None and (hides or a.softcap is not None or a.sinks)
+            flex = (
+                device.type == "cuda"
+                and cache is None
+                and (hides or a.softcap is not None or a.sinks)
+            )
             return make_mask(
                 queries,
                 past + queries,

@@ -15,15 +15,23 @@ def _cross_entropy(logits, targets, shares, nll, z, V, z_loss, BLOCK: tl.constex
     picked = tl.load(logits + row * V + target).to(tl.float32)
     top = -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, V, BLOCK):  # the largest so far, and lane by lane the sum over e^(logit - largest)
-        x = tl.load(logits + row * V + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32)
+    for start in range(
+        0, V, BLOCK
+    ):  # the largest so far, and lane by lane the sum over e^(logit - largest)
+        x = tl.load(logits + row * V + start + at, mask=start + at < V, other=-float("inf")).to(
+            tl.float32
+        )
         above = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - above) + tl.exp(x - above)
         top = above
     lse = top + tl.log(tl.sum(total, 0))
     for start in range(0, V, BLOCK):  # again, from the cache
-        x = tl.load(logits + row * V + start + at, mask=start + at < V, other=-float("inf")).to(tl.float32)
-        grad = tl.exp(x - lse) * (share * (1 + 2 * z_loss * lse)) - tl.where(start + at == target, share, 0.0)
+        x = tl.load(logits + row * V + start + at, mask=start + at < V, other=-float("inf")).to(
+            tl.float32
+        )
+        grad = tl.exp(x - lse) * (share * (1 + 2 * z_loss * lse)) - tl.where(
+            start + at == target, share, 0.0
+        )
         tl.store(logits + row * V + start + at, grad, mask=start + at < V)
     tl.store(nll + row, (lse - picked) * share)
     tl.store(z + row, lse * lse * share)

@@ -10,7 +10,12 @@ from pipeline.config.model import Model
 from pipeline.config.schema import RunConfig
 
 # torch's optimizers import the compiler, a tenth of a process's start, only to stay out of it
-for _kept_out in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict):
+for _kept_out in (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+):
     _kept_out.__wrapped__.__dynamo_disable = _kept_out.__wrapped__  # type: ignore[union-attr]
 
 
@@ -25,7 +30,13 @@ def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]
     found: dict[tuple[str, bool, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         kept = parameter.ndim < 2 or name.startswith(("embedding.", "position."))
-        scale = model.embedding_scale if name.startswith("embedding.") else 1.0 if kept else model.narrower(name)
+        scale = (
+            model.embedding_scale
+            if name.startswith("embedding.")
+            else 1.0
+            if kept
+            else model.narrower(name)
+        )
         shared = getattr(parameter, "group_name", "")
         # AdamW takes rate × decay off the weights: the same at every width, as in the authors' own optimizer
         group = {"params": [], "weight_decay": 0.0 if kept else decay / scale, "lr_scale": scale}
@@ -38,7 +49,9 @@ def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg, lr = config.optim.optimizer, config.optim.lr
     assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     rows = groups(model, cfg.decay, config.model)
-    built = AdamW(rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True)
+    built = AdamW(
+        rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True
+    )
     set_rate(built, lr)
     return built
 

@@ -24,6 +24,8 @@ def rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
             return peak * (cfg.final_share + (1 - cfg.final_share) * (1 - math.sqrt(done)))
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)
-            return peak * (cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
+            return peak * (
+                cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+            )
         case _:
             assert_never(cfg)

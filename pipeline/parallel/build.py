@@ -59,7 +59,9 @@ def _model(config: RunConfig, world: World) -> Decoder:
     if train.fp8:
         if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
             name = torch.cuda.get_device_name(world.device)
-            raise ConfigError(f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false")
+            raise ConfigError(
+                f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false"
+            )
         if not sum(map(convert, blocks)):
             raise ConfigError(
                 f"train.fp8=true: no layer of width {config.model.width} has two sides that 16 divides; take a model "

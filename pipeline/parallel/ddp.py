@@ -25,12 +25,16 @@ class DDPEngine:
             cpu=world.device.type == "cpu",
             kwargs_handlers=[InitProcessGroupKwargs(backend=world.backend, timeout=TIMEOUT)],
         )
-        assert self._accelerator.num_processes == world.size, "Accelerate did not join the process group"
+        assert self._accelerator.num_processes == world.size, (
+            "Accelerate did not join the process group"
+        )
         self._clip, self._world = config.optim.clip, world
         self.clock: Clock = untimed
         optimizer = adamw(model.to(world.device), config)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        assert world.size == 1 or isinstance(self._model, DistributedDataParallel), "Accelerate did not wrap the model"
+        assert world.size == 1 or isinstance(self._model, DistributedDataParallel), (
+            "Accelerate did not wrap the model"
+        )
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
         set_rate(self._optimizer, lr)
@@ -72,13 +76,25 @@ class DDPEngine:
 
     def held(self) -> Held:
         parameters = list(self._model.parameters())
-        return Held([*self._model.buffers(), *parameters], [], [p.grad for p in parameters if p.grad is not None])
+        return Held(
+            [*self._model.buffers(), *parameters],
+            [],
+            [p.grad for p in parameters if p.grad is not None],
+        )
 
     def state(self, *, share: bool = False) -> list[Fragment]:
-        module, replica = self._accelerator.unwrap_model(self._model), (self._world.rank, self._world.size)
-        pieces = [Piece(name, p, p, 0, 0, p.numel(), replica) for name, p in module.named_parameters()]
+        module, replica = (
+            self._accelerator.unwrap_model(self._model),
+            (self._world.rank, self._world.size),
+        )
+        pieces = [
+            Piece(name, p, p, 0, 0, p.numel(), replica) for name, p in module.named_parameters()
+        ]
         fragments.ready(pieces, self.optimizer)
-        return [*fragments.state(pieces, self.optimizer, share=share), *fragments.buffers(module, replica, share=share)]
+        return [
+            *fragments.state(pieces, self.optimizer, share=share),
+            *fragments.buffers(module, replica, share=share),
+        ]
 
     def adopt(self) -> None:
         pass  # the weights are their own masters

@@ -15,7 +15,9 @@ def on_disk(like: Tensor, folder: str) -> Tensor:
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, max(1, like.nbytes))
-            return torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+            return torch.from_file(
+                file.name, shared=True, size=like.numel(), dtype=like.dtype
+            ).view(like.shape)
     except OSError as error:
         raise ConfigError(
             f"parallel.offload.path={folder}: {error.strerror} ({like.nbytes:,} bytes); give a directory with room on "

@@ -99,5 +99,7 @@ def balance(
     loss, load, dropped, entropy = torch.split(rows, [1, rows.shape[1] - 3, 1, 1], dim=1)
     for router, load_E in zip(model.routers(), load, strict=True):
         router.balance(load_E * taken)  # nothing is balance
-    loss, dropped, entropy = (part.squeeze(1) / (len(routed) * world.size) for part in (loss, dropped, entropy))
+    loss, dropped, entropy = (
+        part.squeeze(1) / (len(routed) * world.size) for part in (loss, dropped, entropy)
+    )
     return Routing(loss, load, dropped, entropy)

@@ -27,9 +27,13 @@ class AllToAll:
         self._group, self._ranks, self._experts = group, group.size(), experts
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None) -> Tensor:
+    def __call__(
+        self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+    ) -> Tensor:
         if choice.room is not None and choice.slots_TK is not None:
-            return self._padded(x_TW, choice.weights_TK, choice.slots_TK.flatten(), choice.room, run, beside)
+            return self._padded(
+                x_TW, choice.weights_TK, choice.slots_TK.flatten(), choice.room, run, beside
+            )
         order_N, home_N = sort(choice.experts_TK)
         rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
         load_E = choice.load_E.long()
@@ -42,7 +46,9 @@ class AllToAll:
         rows_MW = wait(rows_MW)
         # they lie by sender and then by expert; the experts want them by expert
         local = torch.arange(load_PE.shape[1], device=x_TW.device).repeat(self._ranks)
-        by_expert, by_sender = sort(local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving)))
+        by_expert, by_sender = sort(
+            local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving))
+        )
         done_MW = run(permute(rows_MW, by_expert, by_sender), load_PE.sum(0))
         back_NW, wait = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
         y_TW = gather(wait(back_NW), order_N, home_N, choice.weights_TK)
@@ -61,7 +67,9 @@ class AllToAll:
         tokens, top_k = weights_TK.shape
         slots, share = self._experts * room, self._experts // self._ranks
         rows_S = slots_N.new_full((slots + 1,), tokens * top_k)
-        rows_S = rows_S.scatter_(0, slots_N, torch.arange(tokens * top_k, device=x_TW.device))[:slots]
+        rows_S = rows_S.scatter_(0, slots_N, torch.arange(tokens * top_k, device=x_TW.device))[
+            :slots
+        ]
         rows_NW = x_TW[:, None].expand(-1, top_k, -1).flatten(0, 1)
         sizes = [slots // self._ranks] * self._ranks
         there_SW, wait = _travel(move(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
@@ -128,7 +136,11 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.home.begin(grads[0])
-        return grads[0], None, None  # in place of those that begin to arrive: autograd wants as many
+        return (
+            grads[0],
+            None,
+            None,
+        )  # in place of those that begin to arrive: autograd wants as many
 
 
 class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[misc]
@@ -138,16 +150,23 @@ class _Announced(MixtureOfExperts, announced.AutoEPMoELayer):  # type: ignore[mi
     def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:
         if self.ep_group_name not in groups._get_expert_parallel_group_dict():
             groups._create_expert_and_data_parallel(self.ep_size)
-        self.dispatch = AllToAll(groups._get_expert_parallel_group(self.ep_group_name), self.router.cfg.experts)
+        self.dispatch = AllToAll(
+            groups._get_expert_parallel_group(self.ep_group_name), self.router.cfg.experts
+        )
 
 
 def announce(model: nn.Module, ep: int) -> None:
     """Present the routed layers of a model, built with this rank's experts, to DeepSpeed (internals of 0.19.8)."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, MixtureOfExperts)
+    ]
     name = f"ep_size_{ep}"
     for layer in layers:
         layer.__class__ = _Announced
         layer.num_experts, layer.ep_size, layer.ep_group_name = layer.router.cfg.experts, ep, name
         for stack in layer.experts.parameters():
             stack.allreduce, stack.group_name = False, name
-            stack.ds_zero_placement_family, stack.ds_zero_partition_group_name = "autoep_expert", name
+            stack.ds_zero_placement_family, stack.ds_zero_partition_group_name = (
+                "autoep_expert",
+                name,
+            )

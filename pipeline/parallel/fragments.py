@@ -37,17 +37,27 @@ class Piece:
     start: int  # in the master laid flat
     offset: int  # in the parameter laid flat
     numel: int
-    replica: tuple[int, int] = (0, 1)  # this rank and how many hold the same run; each saves its share
+    replica: tuple[int, int] = (
+        0,
+        1,
+    )  # this rank and how many hold the same run; each saves its share
 
 
-def state(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer, *, share: bool) -> Iterator[Fragment]:
+def state(
+    pieces: Iterable[Piece], optimizer: torch.optim.Optimizer, *, share: bool
+) -> Iterator[Fragment]:
     """Every fragment of this rank; with `share`, those of them that it saves."""
     for piece in pieces:
         low, high = _share(piece.numel, piece.replica) if share else (0, piece.numel)
         moments = optimizer.state[piece.master]
-        for kind, whole in ((WEIGHTS, piece.master), *((moment, moments[moment]) for moment in MOMENTS)):
+        for kind, whole in (
+            (WEIGHTS, piece.master),
+            *((moment, moments[moment]) for moment in MOMENTS),
+        ):
             run = whole.detach().view(-1)[piece.start + low : piece.start + high]
-            shape = tuple(getattr(piece.parameter, "ds_shape", piece.parameter.shape))  # ZeRO-3 empties the parameter
+            shape = tuple(
+                getattr(piece.parameter, "ds_shape", piece.parameter.shape)
+            )  # ZeRO-3 empties the parameter
             expert = getattr(piece.parameter, "expert", None)
             yield from split(f"{kind}/{piece.name}", shape, expert, piece.offset + low, run)
 
@@ -74,11 +84,18 @@ def split(
     unit, end = math.prod(shape[1:]), offset + len(run)
     for local in range(offset // unit, -(-end // unit)):
         low, high = max(offset, local * unit), min(end, (local + 1) * unit)
-        yield Fragment(f"{key}.{expert[0] + local}", shape[1:], low - local * unit, run[low - offset : high - offset])
+        yield Fragment(
+            f"{key}.{expert[0] + local}",
+            shape[1:],
+            low - local * unit,
+            run[low - offset : high - offset],
+        )
 
 
 def ready(
-    pieces: Iterable[Piece], optimizer: torch.optim.Optimizer, room: Callable[[Tensor], Tensor] = torch.zeros_like
+    pieces: Iterable[Piece],
+    optimizer: torch.optim.Optimizer,
+    room: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> None:
     """Adam's moments exist from its first step on; a run that is loaded needs them before."""
     for piece in pieces:
@@ -91,7 +108,9 @@ def ready(
 def steps(optimizer: torch.optim.Optimizer) -> int:
     """How often Adam has stepped, which its bias correction depends on."""
     counts = {int(moments["step"]) for moments in optimizer.state.values()}
-    assert len(counts) == 1, f"parameters of one model took different numbers of steps: {sorted(counts)}"
+    assert len(counts) == 1, (
+        f"parameters of one model took different numbers of steps: {sorted(counts)}"
+    )
     return counts.pop()
 
 

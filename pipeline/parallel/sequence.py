@@ -25,10 +25,16 @@ class Part(Sequence):
         dist.all_gather_into_tensor(counts.flatten(0, 1), count.contiguous(), self._group)
         return counts[: self.rank].sum(0), counts.sum(0)
 
-    def to_heads(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(
+        self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k_BGKD.shape[1]
-        copies = math.lcm(kv_heads, self.parts) // kv_heads  # fewer key/value heads than ranks: some get the same
-        k_BGKD, v_BGKE = (t.repeat_interleave(copies, 1) if copies > 1 else t for t in (k_BGKD, v_BGKE))
+        copies = (
+            math.lcm(kv_heads, self.parts) // kv_heads
+        )  # fewer key/value heads than ranks: some get the same
+        k_BGKD, v_BGKE = (
+            t.repeat_interleave(copies, 1) if copies > 1 else t for t in (k_BGKD, v_BGKE)
+        )
         q, k, v = (self._swap(t, give=1, take=2) for t in (q_BHQD, k_BGKD, v_BGKE))
         return q, k, v
 

@@ -65,7 +65,11 @@ class World:
     def put(self, values: Sequence[float]) -> Tensor:
         """On the device, in fp64; nothing here waits for it."""
         here = torch.tensor(values, dtype=torch.float64)
-        return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
+        return (
+            here.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else here
+        )
 
     def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
         """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, still being computed on the device, is put
@@ -85,7 +89,9 @@ class World:
         """Where the integers of every so-manieth rank are not all the same, on every rank; nothing here waits for the
         device."""
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
-        both[self.rank % every] = torch.cat((values, ~values))  # the largest complement is that of the smallest
+        both[self.rank % every] = torch.cat(
+            (values, ~values)
+        )  # the largest complement is that of the smallest
         if self.size > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
         top, bottom = both.chunk(2, dim=1)

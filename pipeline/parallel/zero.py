@@ -50,10 +50,14 @@ class ZeroEngine:
         self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
         self.clock: Clock = untimed
         self._clip = config.optim.clip
-        self._home = torch.device("cpu") if config.parallel.offload.optimizer else world.device  # where Adam works
+        self._home = (
+            torch.device("cpu") if config.parallel.offload.optimizer else world.device
+        )  # where Adam works
         self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
         if self._zero == 3:
-            set_z3_leaf_modules(model, [Block])  # gathered as one: no hook, and no break of the graph, inside a block
+            set_z3_leaf_modules(
+                model, [Block]
+            )  # gathered as one: no hook, and no break of the graph, inside a block
         optimizer = adamw(model.to(world.device), config)
         set_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -61,7 +65,9 @@ class ZeroEngine:
         )
         if self._zero == 0 and not self._unsharded:
             self.optimizer.state.clear()  # DeepSpeed has taken a step with gradients of zero, at the rate of zero
-        assert self._engine.has_moe_layers == (self._ep > 1), "DeepSpeed did not recognise the routed layers"
+        assert self._engine.has_moe_layers == (self._ep > 1), (
+            "DeepSpeed did not recognise the routed layers"
+        )
         self._ask_before_stepping()
         if config.parallel.offload.nvme:
             self._move_to_disk(config.parallel.offload)
@@ -71,7 +77,9 @@ class ZeroEngine:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
-        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(torch.stack(nlls).mean(), norm)
+        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(
+            torch.stack(nlls).mean(), norm
+        )
         for micro in micros:
             with self.clock("forward"):
                 losses: Losses = self._engine(*micro)
@@ -125,7 +133,10 @@ class ZeroEngine:
             wrapper.unscale_and_clip_grads = lambda _norm: self._clip_copies(masters)
         elif self._zero in (1, 2):
             norm_of, wrapper.get_grad_norm_direct = wrapper.scaled_global_norm, self._norm_of_parts
-            wrapper.check_grad_overflow, wrapper.scaled_global_norm = False, lambda: self._ask(norm_of())
+            wrapper.check_grad_overflow, wrapper.scaled_global_norm = (
+                False,
+                lambda: self._ask(norm_of()),
+            )
         elif self._zero == 3:
             norms_of, wrapper.get_grad_norm_direct = wrapper._get_norm_groups, self._norm_of_parts
             wrapper._get_norm_groups = lambda: [self._ask(combine_grad_norm_groups(norms_of()))]
@@ -142,7 +153,10 @@ class ZeroEngine:
     def _norm_of_copies(self) -> Tensor:
         """Shared experts are counted where they lie, once."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        own, shared = ([p.grad for p in parameters if hasattr(p, "group_name") == kind] for kind in (False, True))
+        own, shared = (
+            [p.grad for p in parameters if hasattr(p, "group_name") == kind]
+            for kind in (False, True)
+        )
         squares = _norm(own).square()
         if self._ep > 1:
             squares += self._world.reduce(_norm(shared).square()) * self._ep / self._world.size
@@ -172,18 +186,26 @@ class ZeroEngine:
         module, wrapper = self._engine.module, self._optimizer
         buffers = list(module.buffers())
         if self._zero == 3:  # no rank has a copy of another's weights
-            return Held(buffers, [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None], [])
+            return Held(
+                buffers,
+                [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None],
+                [],
+            )
         if self._zero:
             experts = map(wrapper.is_moe_group, wrapper.optimizer.param_groups)
             flats = list(zip(wrapper.bit16_groups_flat, experts, strict=True))
-            weights, shared = ([t for t, expert in flats if expert == kind] for kind in (False, True))
+            weights, shared = (
+                [t for t, expert in flats if expert == kind] for kind in (False, True)
+            )
             return Held([*buffers, *weights], [], [], shared)
         copies: list[Tensor] = []
         own: list[Tensor] = []
         for parameter in module.parameters():
             (own if hasattr(parameter, "group_name") else copies).append(parameter)
         gradients, others = ([p.grad for p in some if p.grad is not None] for some in (copies, own))
-        masters = [] if self._unsharded else [master for group in wrapper.fp32_groups for master in group]
+        masters = (
+            [] if self._unsharded else [master for group in wrapper.fp32_groups for master in group]
+        )
         return Held([*buffers, *copies], masters, gradients, own, others)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
@@ -212,13 +234,21 @@ class ZeroEngine:
                     yield Piece(name, p, master, at.start, run.start, at.numel)
             else:
                 group, start, numel = wrapper.grad_position[wrapper.get_param_id(p)]
-                offset = dist.get_rank(p.ds_process_group) * numel  # the last partitions end in padding
+                offset = (
+                    dist.get_rank(p.ds_process_group) * numel
+                )  # the last partitions end in padding
                 held = max(0, min(numel, p.ds_numel - offset))
-                yield Piece(name, p, wrapper.fp32_partitioned_groups_flat[group], start, offset, held)
+                yield Piece(
+                    name, p, wrapper.fp32_partitioned_groups_flat[group], start, offset, held
+                )
 
     def _replica(self, p: torch.nn.Parameter) -> tuple[int, int]:
-        if (name := getattr(p, "group_name", None)) is not None:  # an expert: its copies are in another group
-            return groups._get_expert_data_parallel_rank(name), groups._get_expert_data_parallel_world_size(name)
+        if (
+            name := getattr(p, "group_name", None)
+        ) is not None:  # an expert: its copies are in another group
+            return groups._get_expert_data_parallel_rank(
+                name
+            ), groups._get_expert_data_parallel_world_size(name)
         return self._world.rank, self._world.size
 
     @torch.no_grad()
@@ -239,7 +269,9 @@ class ZeroEngine:
 
 def _norm(tensors: list[Tensor]) -> Tensor:
     """As torch's own clipping has it, but not in bf16."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
+    )
     return norm
 
 
@@ -259,7 +291,9 @@ def _config(config: RunConfig, world: World) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers, on a CPU too
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
-        "timers": {"throughput": {"enabled": False}},  # they wait for the device twice in every micro-batch
+        "timers": {
+            "throughput": {"enabled": False}
+        },  # they wait for the device twice in every micro-batch
     }
 
 

@@ -35,7 +35,9 @@ class Backtest:
     @property
     def score(self) -> float:
         """Mean absolute error, scaled like the interval, later cuts counting more."""
-        return float(np.average(np.abs(self.errors) / growth(self.ratio, self.excess), weights=self.cut))
+        return float(
+            np.average(np.abs(self.errors) / growth(self.ratio, self.excess), weights=self.cut)
+        )
 
     def half_width(self, ratio: Array, excess: Array) -> Array:
         """Half the 95% interval of log loss: the 95th percentile of scaled errors, later cuts counting more."""
@@ -72,7 +74,11 @@ def focus(points: Points, law: Law) -> Array:
 def waste(fit: Fit, points: Points, loss: Array) -> Array:
     """How badly N and D are split, as the law sees it: log of the predicted loss over the best for that compute."""
     best = optimum(fit, points.C, points.experts)
-    return np.zeros(len(points)) if best is None else np.nan_to_num(np.maximum(np.log(loss / best.loss), 0))
+    return (
+        np.zeros(len(points))
+        if best is None
+        else np.nan_to_num(np.maximum(np.log(loss / best.loss), 0))
+    )
 
 
 def backtest(points: Points, law: Law) -> Backtest | None:
@@ -96,15 +102,32 @@ def backtest(points: Points, law: Law) -> Backtest | None:
     if not edges:
         return None
     theta, value = descend(
-        points, law, x, np.concatenate(starts), np.concatenate(weights), tempered=True, tolerance=ROUGH
+        points,
+        law,
+        x,
+        np.concatenate(starts),
+        np.concatenate(weights),
+        tempered=True,
+        tolerance=ROUGH,
     )
     bounds = np.cumsum([len(tried) for tried in starts])[:-1]
-    found = [t[np.argmin(v)] for t, v in zip(np.split(theta, bounds), np.split(value, bounds), strict=True)]
-    tests = [forward(Fit(law, best, x, points, 0.0, 0.0), edge) for best, edge in zip(found, edges, strict=True)]
+    found = [
+        t[np.argmin(v)]
+        for t, v in zip(np.split(theta, bounds), np.split(value, bounds), strict=True)
+    ]
+    tests = [
+        forward(Fit(law, best, x, points, 0.0, 0.0), edge)
+        for best, edge in zip(found, edges, strict=True)
+    ]
     return Backtest(law, *map(np.concatenate, zip(*tests, strict=True)))
 
 
 def forward(fit: Fit, edge: float) -> tuple[Array, Array, Array, Array]:
     above = fit.points.take(edge < fit.points.C)
     loss = fit.predict(above)
-    return np.log(above.loss / loss), above.C / edge, waste(fit, above, loss), np.full(len(above), edge)
+    return (
+        np.log(above.loss / loss),
+        above.C / edge,
+        waste(fit, above, loss),
+        np.full(len(above), edge),
+    )

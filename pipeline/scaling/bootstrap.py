@@ -13,7 +13,9 @@ def bootstrap(fit: Fit, count: int, seed: int = 0, show: Show = silent) -> Array
     A run's rows are drawn together: they share its seed and its data order, so apart they would count twice.
     """
     names, cluster = np.unique(np.array(fit.points.run), return_inverse=True)
-    draws = np.random.default_rng(seed).multinomial(len(names), np.full(len(names), 1 / len(names)), count)
+    draws = np.random.default_rng(seed).multinomial(
+        len(names), np.full(len(names), 1 / len(names)), count
+    )
     weights = draws.astype(float)[:, cluster] * (1.0 if fit.weights is None else fit.weights)
     if fit.law == LAW:
         return refit(fit, weights)

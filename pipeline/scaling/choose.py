@@ -10,7 +10,15 @@ from pipeline.scaling.points import Points
 from pipeline.scaling.repeats import DataConstrained
 from pipeline.scaling.routed import Routed
 
-_ALL: tuple[Law, ...] = (Chinchilla(), Gamma(), Kaplan(), Routed(), DataConstrained(), Compute(), Power())
+_ALL: tuple[Law, ...] = (
+    Chinchilla(),
+    Gamma(),
+    Kaplan(),
+    Routed(),
+    DataConstrained(),
+    Compute(),
+    Power(),
+)
 LAWS: dict[str, Law] = {law.name: law for law in _ALL}
 SPARE = 2  # points beyond the parameters before a law is trusted to be determined at all
 ACROSS = 0.15  # spread of log D about its trend in log N, below which N and D cannot be told apart
@@ -51,11 +59,19 @@ def check_law(points: Points, law: Law) -> None:
         )
     for key in ("N", "D") if law.name not in ("compute", "power") else ():
         if len(values := np.unique(getattr(points, key))) < 2:
-            raise DataError(f"law={law.name}: all runs have {key} = {count(values[0])}; train {runs_across(points)}")
+            raise DataError(
+                f"law={law.name}: all runs have {key} = {count(values[0])}; train {runs_across(points)}"
+            )
     if law == LAWS["moe"] and (points.experts is None or len(np.unique(points.experts)) < 2):
-        raise DataError("law=moe needs a column `experts` with at least two values (1 for dense runs)")
-    if law == LAWS["data-constrained"] and (points.unique is None or not (1.5 * points.unique < points.D).any()):
-        raise DataError("law=data-constrained needs a column `unique` (distinct tokens) and runs that repeat data")
+        raise DataError(
+            "law=moe needs a column `experts` with at least two values (1 for dense runs)"
+        )
+    if law == LAWS["data-constrained"] and (
+        points.unique is None or not (1.5 * points.unique < points.D).any()
+    ):
+        raise DataError(
+            "law=data-constrained needs a column `unique` (distinct tokens) and runs that repeat data"
+        )
 
 
 def tangled(points: Points) -> bool:
@@ -83,7 +99,9 @@ def choose(points: Points) -> tuple[Law, Backtest | None, list[str]]:
         why = "N and D grow together in these runs, so their effects cannot be told apart"
     notes = []
     if sizes > 1 and points.D.max() < 1.1 * points.D.min():
-        notes = [f"All runs saw the same {count(points.D[0])} tokens: this law is about size alone, at that length."]
+        notes = [
+            f"All runs saw the same {count(points.D[0])} tokens: this law is about size alone, at that length."
+        ]
     if runs >= 3 + SPARE:
         said = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more(points)}"
         return LAWS["compute"], backtest(points, LAWS["compute"]), [said, *notes]
@@ -101,19 +119,31 @@ def by_backtest(points: Points) -> tuple[Law, Backtest | None, list[str]]:
         names = ["moe"]
     elif points.unique is not None and (1.5 * points.unique < points.D).any():
         names = ["chinchilla", "data-constrained"]
-    tests = [test for name in names if (test := backtest(points, LAWS[name])) and len(test.errors) >= ENOUGH]
+    tests = [
+        test
+        for name in names
+        if (test := backtest(points, LAWS[name])) and len(test.errors) >= ENOUGH
+    ]
     if not tests:
-        law = LAWS[names[0]] if len(points) >= len(LAWS[names[0]].parameters) + SPARE else LAWS["chinchilla"]
-        return law, None, [f"Too few runs to test {law.name} against held-out larger ones: its interval is a guess."]
+        law = (
+            LAWS[names[0]]
+            if len(points) >= len(LAWS[names[0]].parameters) + SPARE
+            else LAWS["chinchilla"]
+        )
+        return (
+            law,
+            None,
+            [
+                f"Too few runs to test {law.name} against held-out larger ones: its interval is a guess."
+            ],
+        )
     best = min(tests, key=lambda test: max(test.score, EXACT))
     return best.law, best, []
 
 
 def more(points: Points) -> str:
     """How many runs would determine more, and which."""
-    return (
-        f"{max(2, 5 + SPARE - len(points))} more runs would, off this line and at equal compute: {runs_across(points)}."
-    )
+    return f"{max(2, 5 + SPARE - len(points))} more runs would, off this line and at equal compute: {runs_across(points)}."
 
 
 def runs_across(points: Points) -> str:

@@ -36,7 +36,9 @@ class Fit:
     @property
     def residuals(self) -> Array:
         """log(measured loss) − log(law's loss)."""
-        gap: Array = np.log(self.points.loss) - self.law.log_loss(self.theta[None], self.inputs)[0][0]
+        gap: Array = (
+            np.log(self.points.loss) - self.law.log_loss(self.theta[None], self.inputs)[0][0]
+        )
         return gap
 
     def predict(self, points: Points) -> Array:
@@ -56,7 +58,9 @@ def fit(
     """The best of many descents; `full_grid` uses Hoffmann's 4500 starts, otherwise the best screened ones."""
     x = Inputs.of(points)
     starts = (
-        hoffmann_grid(x) if full_grid and type(law) is Chinchilla else screened(points, law, x, KEPT_STARTS, weights)
+        hoffmann_grid(x)
+        if full_grid and type(law) is Chinchilla
+        else screened(points, law, x, KEPT_STARTS, weights)
     )
     theta, value = descend(points, law, x, starts, weights, tempered=weights is not None, show=show)
     best = int(np.argmin(value))
@@ -86,7 +90,10 @@ def descend(
         residual = value - target
         clipped = np.clip(residual, -DELTA, DELTA) * weight[rows]
         # Huber = ½c² + |c|(|r| − |c|) with c the clipped residual: both branches in one expression. Divided by δ.
-        total = np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA)) / DELTA
+        total = (
+            np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA))
+            / DELTA
+        )
         gradient = np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
         if tempered:
             steep = steepness(law, theta)

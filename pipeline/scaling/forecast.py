@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.account import flops_per_token, params
 from pipeline.config.load import load, load_cluster
 from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
-from pipeline.recipe import resolve, rule
+from pipeline.planner.count import flops_per_token, params
+from pipeline.planner.recipe import resolve, rule
 from pipeline.scaling.figures import count
 from pipeline.scaling.frontier import at, flops_per_parameter_token
 from pipeline.scaling.points import FIGURES, Points, column, read_table
@@ -50,7 +50,11 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 def read_targets(path: Path) -> dict[str, Any]:
     """Columns N, D and, if there, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
-    found = {key: column(path, rows, key) for key in FIGURES if key != "loss" and any(row.get(key) for row in rows)}
+    found = {
+        key: column(path, rows, key)
+        for key in FIGURES
+        if key != "loss" and any(row.get(key) for row in rows)
+    }
     for key, values in found.items():
         if not ((values > 0) & np.isfinite(values)).all():
             raise ConfigError(f"targets={path}: every {key} must be a number above zero")
@@ -101,7 +105,9 @@ def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:
 def forecast(study: Study, targets: Points) -> list[Forecast]:
     """Each target's loss and 95% interval."""
     if study.name == "moe" and targets.experts is None:
-        raise ConfigError("law=moe forecasts need the number of experts; give --targets with a column `experts`")
+        raise ConfigError(
+            "law=moe forecasts need the number of experts; give --targets with a column `experts`"
+        )
     loss, low, high = study.interval(targets)
     best = study.optimum(targets.C, targets.experts)
     largest = float(study.fit.points.C.max())
@@ -131,7 +137,9 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
             f"lean towards exponents known from larger ladders. Believe the interval, and runs nearer to the target."
         )
     if study.name == "data-constrained" and targets.unique is None:
-        said.append("Every token is taken to be new; where some repeat, give --targets with a column `unique`.")
+        said.append(
+            "Every token is taken to be new; where some repeat, give --targets with a column `unique`."
+        )
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
         points = study.fit.points
         low, high = (float(np.quantile(points.D / points.N, q)) for q in (0, 1))
@@ -147,7 +155,9 @@ def priced(cluster: str) -> Cluster:
     """A cluster whose speed is known."""
     found = load_cluster(cluster)
     if found.peak_flops is None:
-        raise ConfigError(f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml")
+        raise ConfigError(
+            f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml"
+        )
     return found
 
 
@@ -156,4 +166,11 @@ def cost(C: float, site: Cluster, gpus: int) -> dict[str, Any]:
     assert site.peak_flops is not None
     hours = C / (site.peak_flops * MFU) / 3600
     usd = {} if site.usd_per_gpu_hour is None else {"usd": hours * site.usd_per_gpu_hour}
-    return {"cluster": site.name, "gpus": gpus, "mfu": MFU, "gpu_hours": hours, "hours": hours / gpus, **usd}
+    return {
+        "cluster": site.name,
+        "gpus": gpus,
+        "mfu": MFU,
+        "gpu_hours": hours,
+        "hours": hours / gpus,
+        **usd,
+    }

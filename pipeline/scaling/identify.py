@@ -23,7 +23,11 @@ class Profile:
 
     def beside(self, other: "Profile | None") -> "Profile":
         """This one, where the other's values are possible too."""
-        return self if other is None else replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+        return (
+            self
+            if other is None
+            else replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+        )
 
 
 def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
@@ -53,7 +57,10 @@ def held_at(fit: Fit, values: Array) -> Array:
     """The objective with E held at each value and everything else refitted."""
     starts = np.repeat(fit.theta[None], len(values), axis=0)
     starts[:, 0] = np.log(values)
-    return descend(fit.points, fit.law, fit.inputs, starts, fit.weights, frozen=0, tolerance=1e-8)[1] * DELTA
+    return (
+        descend(fit.points, fit.law, fit.inputs, starts, fit.weights, frozen=0, tolerance=1e-8)[1]
+        * DELTA
+    )
 
 
 def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
@@ -63,20 +70,32 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     most = {letter: float(getattr(fit.points, letter).max()) for letter in "NDC"}
     nearer = f"Runs nearer to it would tell, such as N = {count(4 * most['N'])} on {count(4 * most['D'])} tokens."
     if spread.freedom <= 0:
-        said.append("As many parameters as points: nothing is left over to say how wrong the law is.")
+        said.append(
+            "As many parameters as points: nothing is left over to say how wrong the law is."
+        )
     elif spread.freedom <= 2:
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         said.append(f"Only {spare} to spare: the interval is wide because little is known.")
     if "E" in values:
         if values["E"] < 1e-2 * fit.points.loss.min():
-            said.append(f"E ran to zero: the floor is not determined by these points. Do not quote it. {nearer}")
+            said.append(
+                f"E ran to zero: the floor is not determined by these points. Do not quote it. {nearer}"
+            )
         elif of_e is not None and of_e.low == 0:
             said.append(
                 f"E = {values['E']:.3g}, but zero fits as well: the floor is not determined. Do not quote it. {nearer}"
             )
-    for name, letter in {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}.items():
+    for name, letter in {
+        "alpha": "N",
+        "beta": "D",
+        "g": "C",
+        "alpha_N": "N",
+        "alpha_D": "D",
+    }.items():
         if name in values and values[name] <= 0:
-            said.append(f"{name} = {values[name]:.3g} is not above zero: loss does not fall that way in these points.")
+            said.append(
+                f"{name} = {values[name]:.3g} is not above zero: loss does not fall that way in these points."
+            )
         elif name in values and values[name] > 2:
             said.append(
                 f"{name} = {values[name]:.3g} is steeper than any known law: its term is hardly seen here. Runs with "
@@ -95,5 +114,7 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
         )
     if fit.agreement < 0.2:
         share = f"{fit.agreement:.0%}"
-        said.append(f"Only {share} of the starts reached this optimum: there may be a better one (--full-grid).")
+        said.append(
+            f"Only {share} of the starts reached this optimum: there may be a better one (--full-grid)."
+        )
     return said

@@ -34,7 +34,9 @@ class Scatter:
         """Of the natural parameters, by the delta method."""
         law, x = self.fit.law, self.fit.inputs
         step = 1e-5
-        nudges = self.fit.theta + step * np.concatenate([np.eye(len(self.fit.theta)), -np.eye(len(self.fit.theta))])
+        nudges = self.fit.theta + step * np.concatenate(
+            [np.eye(len(self.fit.theta)), -np.eye(len(self.fit.theta))]
+        )
         up, down = np.split(law.natural(nudges, x), 2)
         jacobian = (up - down).T / (2 * step)
         return np.sqrt(np.maximum(np.diag(jacobian @ self.covariance @ jacobian.T), 0))
@@ -64,7 +66,11 @@ def scatter(fit: Fit) -> Scatter:
     weights = np.ones(len(fit.points)) if fit.weights is None else fit.weights
     # Kish's effective number of points: weighting gives some of them away.
     effective = float(weights.sum() ** 2 / (weights**2).sum())
-    freedom = len(fit.points) - len(fit.theta) if fit.weights is None else max(effective - len(fit.theta), 1.0)
+    freedom = (
+        len(fit.points) - len(fit.theta)
+        if fit.weights is None
+        else max(effective - len(fit.theta), 1.0)
+    )
     mean_square = float(np.average(fit.residuals**2, weights=weights))
     sigma = float(np.sqrt(mean_square * effective / freedom)) if freedom > 0 else float("nan")
     normal = (jacobian * weights) @ jacobian.T

@@ -12,7 +12,10 @@ import numpy as np
 
 from pipeline.scaling.points import Array, Points
 
-KNOWN = (0.35, 0.1)  # α·γ and β·γ of laws fitted over many decades (arXiv 2404.10102 and others), and their spread
+KNOWN = (
+    0.35,
+    0.1,
+)  # α·γ and β·γ of laws fitted over many decades (arXiv 2404.10102 and others), and their spread
 OFF = 0.01  # relative; the losses of runs as small as forecasts are made from lie about so far off any law
 
 
@@ -28,11 +31,18 @@ class Inputs:
     centre: tuple[float, float, float, float]
 
     @classmethod
-    def of(cls, points: Points, centre: tuple[float, float, float, float] | None = None) -> "Inputs":
+    def of(
+        cls, points: Points, centre: tuple[float, float, float, float] | None = None
+    ) -> "Inputs":
         n, d, c = np.log(points.N), np.log(points.D), np.log(points.C)
         m = np.zeros_like(n) if points.experts is None else np.log(points.experts)
         u = d if points.unique is None else np.minimum(np.log(points.unique), d)
-        n0, d0, c0, m0 = centre or (float(n.mean()), float(d.mean()), float(c.mean()), float(m.mean()))
+        n0, d0, c0, m0 = centre or (
+            float(n.mean()),
+            float(d.mean()),
+            float(c.mean()),
+            float(m.mean()),
+        )
         return cls(n - n0, d - d0, c - c0, m - m0, u - d0, (n0, d0, c0, m0))
 
 
@@ -50,7 +60,9 @@ class Law:
         """Parameters as people write them (E, A, α …), uncentred; same shape as theta."""
         raise NotImplementedError
 
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+    def balance(
+        self, values: dict[str, float], experts: float
+    ) -> tuple[float, float, float, float] | None:
         """log A, α, log B, β of the terms A·N^−α and B·D^−β that compute is split between; None where there are none.
 
         Logarithms, because a bad fit's coefficients overflow."""
@@ -82,11 +94,25 @@ class Chinchilla(Law):
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, b, beta = theta.T
         return np.stack(
-            [np.exp(e), np.exp(a + alpha * x.centre[0]), alpha, np.exp(b + beta * x.centre[1]), beta], axis=1
+            [
+                np.exp(e),
+                np.exp(a + alpha * x.centre[0]),
+                alpha,
+                np.exp(b + beta * x.centre[1]),
+                beta,
+            ],
+            axis=1,
         )
 
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
-        return float(np.log(values["A"])), values["alpha"], float(np.log(values["B"])), values["beta"]
+    def balance(
+        self, values: dict[str, float], experts: float
+    ) -> tuple[float, float, float, float] | None:
+        return (
+            float(np.log(values["A"])),
+            values["alpha"],
+            float(np.log(values["B"])),
+            values["beta"],
+        )
 
 
 class Gamma(Chinchilla):
@@ -103,7 +129,9 @@ class Gamma(Chinchilla):
         value, share = mix(e, gamma * inner)
         outer = share[1] * gamma
         first, second = outer * part[0], outer * part[1]
-        return value, np.stack([share[0], first, -first * x.n, second, -second * x.d, outer * inner])
+        return value, np.stack(
+            [share[0], first, -first * x.n, second, -second * x.d, outer * inner]
+        )
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         return np.concatenate([super().natural(theta[:, :5], x), np.exp(theta[:, 5:])], axis=1)
@@ -140,9 +168,14 @@ class Kaplan(Law):
     def natural(self, theta: Array, x: Inputs) -> Array:
         a, ratio, b, log_gamma = theta.T
         alpha_d = np.exp(log_gamma)
-        return np.stack([np.exp(a / ratio + x.centre[0]), ratio * alpha_d, np.exp(b + x.centre[1]), alpha_d], axis=1)
+        return np.stack(
+            [np.exp(a / ratio + x.centre[0]), ratio * alpha_d, np.exp(b + x.centre[1]), alpha_d],
+            axis=1,
+        )
 
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+    def balance(
+        self, values: dict[str, float], experts: float
+    ) -> tuple[float, float, float, float] | None:
         ratio = values["alpha_N"] / values["alpha_D"]
         return ratio * float(np.log(values["Nc"])), ratio, float(np.log(values["Dc"])), 1.0
 

@@ -12,7 +12,9 @@ import numpy.typing as npt
 from pipeline.scaling.points import Array
 
 Rows = npt.NDArray[np.intp]  # which of all problems these are
-Objective = Callable[[Array, Rows], tuple[Array, Array]]  # theta (R, P) and rows (R,) → value (R,), gradient (R, P)
+Objective = Callable[
+    [Array, Rows], tuple[Array, Array]
+]  # theta (R, P) and rows (R,) → value (R,), gradient (R, P)
 Metric = Callable[[Array, Rows], Array]
 
 
@@ -47,7 +49,10 @@ def minimize(
         theta[at] += s
         best[at], gradient[at] = value, new_g
         curved = np.einsum("ri,ri->r", s, y)
-        ok = curved > 1e-12 * np.sqrt(np.einsum("ri,ri->r", s, s) * np.einsum("ri,ri->r", y, y)) + 1e-300
+        ok = (
+            curved
+            > 1e-12 * np.sqrt(np.einsum("ri,ri->r", s, s) * np.einsum("ri,ri->r", y, y)) + 1e-300
+        )
         rho = np.where(ok, 1 / np.where(ok, curved, 1), 0)
         left = np.eye(size) - rho[:, None, None] * s[:, :, None] * y[:, None, :]
         h = left @ h @ left.transpose(0, 2, 1) + rho[:, None, None] * s[:, :, None] * s[:, None, :]
@@ -64,7 +69,9 @@ def _backtrack(
     objective: Objective, theta: Array, value: Array, gradient: Array, step: Array, slope: Array, rows: Rows
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Armijo's rule per row: halve until the value falls; a row that never falls stays where it is."""
-    scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))  # logs: a longer step is a blind one
+    scale = np.minimum(
+        1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300)
+    )  # logs: a longer step is a blind one
     taken, best, best_g = np.zeros_like(step), value.copy(), gradient.copy()
     open_ = np.arange(len(rows))
     for _ in range(25):

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RunError
+from pipeline.runs import log
 from pipeline.scaling.runs import Record, Run
-from pipeline.track import describe, log, store
+from pipeline.track import describe, store
 
-FORECASTS = "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
+FORECASTS = (
+    "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
+)
 EVENT = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
 NUMBERS = {"total", "active", "non_embedding", "scaling", "steps", "bytes_per_token", "flops_per_token", "version",
            "batch_tokens"}  # fmt: skip
@@ -21,7 +24,9 @@ def read_experiment(name: str) -> list[Run]:
     """Every run of an experiment in the configured store (MLFLOW_TRACKING_URI, or the local database)."""
     uri = configured()
     if uri is None:
-        raise RunError(f"experiment={name}: no runs/{name} here and no MLflow store; set MLFLOW_TRACKING_URI")
+        raise RunError(
+            f"experiment={name}: no runs/{name} here and no MLflow store; set MLFLOW_TRACKING_URI"
+        )
     with asking(uri, name) as client:
         runs = [read(client, run) for _, run in search(client, uri, name)]
     ours = [run for run in runs if run is not None]
@@ -43,7 +48,9 @@ def asking(uri: str, name: str | None) -> Iterator[Any]:
     try:
         yield MlflowClient(tracking_uri=uri)
     except MlflowException as error:
-        raise RunError(f"experiment={name}: {store.public(uri)}: {store.reason(error)}; give --runs DIR") from None
+        raise RunError(
+            f"experiment={name}: {store.public(uri)}: {store.reason(error)}; give --runs DIR"
+        ) from None
 
 
 def search(client: Any, uri: str, name: str | None) -> Iterator[tuple[str, Any]]:
@@ -52,7 +59,9 @@ def search(client: Any, uri: str, name: str | None) -> Iterator[tuple[str, Any]]
     ids = [key for key, known_name in known.items() if name in (None, known_name)]
     if name is not None and not ids:
         others = ", ".join(sorted(n for n in known.values() if n != "Default")[:20])
-        raise RunError(f"experiment={name} is not in {store.public(uri)}; it has {others or 'none'}")
+        raise RunError(
+            f"experiment={name} is not in {store.public(uri)}; it has {others or 'none'}"
+        )
     token = None
     while ids:
         page = client.search_runs(ids, max_results=1000, page_token=token)
@@ -67,10 +76,16 @@ def configured() -> str | None:
     store.quicken()
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table it looks at
     uri = store.resolve("")
-    return None if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists() else uri
+    return (
+        None
+        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+        else uri
+    )
 
 
-def keep(experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any) -> str | None:
+def keep(
+    experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any
+) -> str | None:
     """Copy files to the sweep's parent run, and what it is; a line where that failed: the files are the record."""
     uri = configured()
     if uri is None:
@@ -91,7 +106,10 @@ def keep(experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] 
 
 def record_of(run: Any) -> Record | None:
     """What the run is; None for one that another program logged."""
-    record: Record = {"name": run.info.run_name, "convention": run.data.tags.get("convention", "unknown")}
+    record: Record = {
+        "name": run.info.run_name,
+        "convention": run.data.tags.get("convention", "unknown"),
+    }
     for key, text in run.data.params.items():
         if key.startswith("run."):
             *path, last = key.removeprefix("run.").split(".")
@@ -128,14 +146,18 @@ def events(client: Any, run: Any) -> tuple[Record, ...]:
     for key in run.data.metrics:
         if key.startswith("event/") and key != "event/world":
             for metric in client.get_metric_history(run.info.run_id, key):
-                found.append({"step": metric.step, "time": metric.timestamp / 1000, "event": key[6:]})
+                found.append(
+                    {"step": metric.step, "time": metric.timestamp / 1000, "event": key[6:]}
+                )
     if not found:
         found.append({"time": run.info.start_time / 1000, "step": 0, "event": "start"})
     told = [e for e in found if e["event"] not in EVENT.values()]
     if event := EVENT.get(run.info.status):
         told.append({"time": (run.info.end_time or 0) / 1000, "step": 0, "event": event})
     world = run.data.metrics.get("event/world")
-    return tuple({"kind": "event", "world": world, **e} for e in sorted(told, key=lambda e: float(e["time"])))
+    return tuple(
+        {"kind": "event", "world": world, **e} for e in sorted(told, key=lambda e: float(e["time"]))
+    )
 
 
 def history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:
@@ -143,6 +165,8 @@ def history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:
     for key in run.data.metrics:
         if key.startswith(f"{prefix}/"):
             for metric in client.get_metric_history(run.info.run_id, key):
-                row = rows.setdefault(metric.step, {"step": metric.step, "time": metric.timestamp / 1000})
+                row = rows.setdefault(
+                    metric.step, {"step": metric.step, "time": metric.timestamp / 1000}
+                )
                 row[key.removeprefix(f"{prefix}/")] = metric.value
     return tuple(rows[step] for step in sorted(rows) if {"tokens", "flops"} <= rows[step].keys())

@@ -12,7 +12,9 @@ from pipeline.errors import DataError
 
 Array = npt.NDArray[np.float64]
 
-SIX_ND = "C = 6·N·D"  # what Hoffmann et al. (arXiv 2203.15556) use, and what a file without C must mean
+SIX_ND = (
+    "C = 6·N·D"  # what Hoffmann et al. (arXiv 2203.15556) use, and what a file without C must mean
+)
 FIGURES = ("N", "D", "C", "loss", "experts", "unique")
 UNLIKE = 10.0  # attention and the head make a small model's C / (N·D) some times a large one's, not ten times
 
@@ -37,7 +39,9 @@ class Points:
 
     def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Points":
         index = np.arange(len(self))[rows]
-        columns = {key: values[index] for key in FIGURES if (values := getattr(self, key)) is not None}
+        columns = {
+            key: values[index] for key in FIGURES if (values := getattr(self, key)) is not None
+        }
         return replace(self, run=tuple(self.run[i] for i in index), **columns)
 
     def drop_highest(self, count: int) -> "Points":
@@ -45,7 +49,10 @@ class Points:
         if count <= 0:
             return self
         order = np.argsort(self.loss)
-        gone = tuple(f"{self.run[i]}: among the {count} largest losses ({self.loss[i]:.4g})" for i in order[-count:])
+        gone = tuple(
+            f"{self.run[i]}: among the {count} largest losses ({self.loss[i]:.4g})"
+            for i in order[-count:]
+        )
         kept = self.take(np.sort(order[:-count]))
         return replace(kept, dropped=self.dropped + gone)
 
@@ -74,12 +81,17 @@ def read_csv(path: Path) -> Points:
     rows = read_table(path, ("N", "D", "loss"))
     for key, remedy in (
         ("convention", "they count N and C in different ways; fit one at a time, or recount"),
-        ("vocab", "nats per token compare within one vocabulary only: fit each apart, or convert to bits per byte"),
+        (
+            "vocab",
+            "nats per token compare within one vocabulary only: fit each apart, or convert to bits per byte",
+        ),
     ):
         if len(kinds := sorted({row.get(key) or "none given" for row in rows})) > 1:
             raise DataError(f"{path}: {key}={', '.join(kinds)} are mixed; {remedy}")
     found = {key: column(path, rows, key) for key in FIGURES if any(row.get(key) for row in rows)}
-    counted = rows[0].get("convention") or ("N, D and C as the file gives them" if "C" in found else SIX_ND)
+    counted = rows[0].get("convention") or (
+        "N, D and C as the file gives them" if "C" in found else SIX_ND
+    )
     found.setdefault("C", 6 * found["N"] * found["D"])
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
     N, D, C, loss = (found[key] for key in FIGURES[:4])
@@ -103,7 +115,9 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
                 for row in csv.DictReader(file, names)
             ]
     except OSError as error:
-        raise DataError(f"points={path} cannot be read ({error.strerror}); give a CSV file") from None
+        raise DataError(
+            f"points={path} cannot be read ({error.strerror}); give a CSV file"
+        ) from None
     except (UnicodeDecodeError, csv.Error):
         raise DataError(f"points={path} is not a CSV text file") from None
     if missing := [key for key in required if key not in names]:
@@ -124,5 +138,7 @@ def column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
         try:
             values.append(float(text))
         except ValueError:
-            raise DataError(f"{path}:{line}: {key}={text!r} is not a number; write it as 1e6 or 1000000") from None
+            raise DataError(
+                f"{path}:{line}: {key}={text!r} is not a number; write it as 1e6 or 1000000"
+            ) from None
     return np.array(values)

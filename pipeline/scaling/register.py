@@ -18,12 +18,16 @@ VERSION = 1
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
 
 
-def register(folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, now: float) -> list[Path]:
+def register(
+    folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, now: float
+) -> list[Path]:
     """Write forecasts where none of their targets has one, all or nothing; the digest inside shows later changes."""
     contents: dict[Path, str] = {}
     for one in made:
         if not (one.N > 0 and one.D > 0):
-            raise RunError("a registered forecast names one run; give --size, or --params and --tokens")
+            raise RunError(
+                "a registered forecast names one run; give --size, or --params and --tokens"
+            )
         if not (math.isfinite(one.low) and math.isfinite(one.high)):
             raise RunError(
                 f"forecast {one.loss:.4g} has no interval to be scored by: too few runs; add a size and fit again"
@@ -49,7 +53,9 @@ def register(folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, n
                 told = f"{taken} is already registered; a forecast is made once, and scored with `launch score`"
                 raise RunError(told) from None
             case OSError():
-                raise RunError(f"forecasts={folder} cannot be written: {error.strerror}; choose --forecasts") from None
+                raise RunError(
+                    f"forecasts={folder} cannot be written: {error.strerror}; choose --forecasts"
+                ) from None
         raise
     return whole
 
@@ -66,9 +72,13 @@ def registered(folder: Path) -> list[dict[str, Any]]:
             content = json.loads(path.read_text(encoding="utf-8"))
             claimed = content.pop("sha256")
         except (ValueError, KeyError, AttributeError):
-            raise RunError(f"{path} is not a registered forecast; move it out of {folder}") from None
+            raise RunError(
+                f"{path} is not a registered forecast; move it out of {folder}"
+            ) from None
         if digest(content) != claimed:
-            raise RunError(f"{path} was changed after it was registered; restore it, or take it out of the score")
+            raise RunError(
+                f"{path} was changed after it was registered; restore it, or take it out of the score"
+            )
         found.append(content)
     return sorted(found, key=lambda content: float(content["time"]))
 
@@ -95,7 +105,9 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
     scores = []
     for content in forecasts:
         f, landed = content["forecast"], {}
-        run = next((run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])), None)
+        run = next(
+            (run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])), None
+        )
         if run is not None:
             measured = float(run.evals[-1]["loss"])
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)

@@ -47,4 +47,8 @@ def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Arr
     repeats = np.expm1(np.clip(used - distinct, 0, 50))
     left = np.exp(-repeats / half)
     worth = 1 + half * (1 - left)
-    return distinct + np.log(worth), 1 - left * (repeats + 1) / worth, (half * (1 - left) - repeats * left) / worth
+    return (
+        distinct + np.log(worth),
+        1 - left * (repeats + 1) / worth,
+        (half * (1 - left) - repeats * left) / worth,
+    )

@@ -16,7 +16,9 @@ class Routed(Law):
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = (column[:, None] for column in theta.T)
         value, share = mix(
-            e, a + delta * x.m - (alpha + gamma * x.m) * x.n, b + omega * x.m - (beta + zeta * x.m) * x.d
+            e,
+            a + delta * x.m - (alpha + gamma * x.m) * x.n,
+            b + omega * x.m - (beta + zeta * x.m) * x.d,
         )
         first, second = share[1], share[2]
         return value, np.stack(
@@ -33,7 +35,9 @@ class Routed(Law):
              np.exp(b - omega * m0 + beta * d0 - zeta * m0 * d0), beta - zeta * m0, omega + zeta * d0, zeta], axis=1
         )  # fmt: skip
 
-    def balance(self, values: dict[str, float], experts: float) -> tuple[float, float, float, float] | None:
+    def balance(
+        self, values: dict[str, float], experts: float
+    ) -> tuple[float, float, float, float] | None:
         m = float(np.log(experts))
         v = values
         return (

@@ -40,11 +40,17 @@ class Run:
     def last(self) -> Record:
         """The newest figures of any kind."""
         logged = (*self.steps[-1:], *self.evals[-1:])
-        return max(logged, key=lambda r: int(r["step"]), default={"step": 0, "tokens": 0, "flops": 0.0})
+        return max(
+            logged, key=lambda r: int(r["step"]), default={"step": 0, "tokens": 0, "flops": 0.0}
+        )
 
     def status(self, now: float) -> str:
         """finished, interrupted, failed, running or stale."""
-        told = [END.get(e["event"], "") for e in self.events if e["event"] in (*END, "start", "resume", "restart")]
+        told = [
+            END.get(e["event"], "")
+            for e in self.events
+            if e["event"] in (*END, "start", "resume", "restart")
+        ]
         if told and told[-1]:
             return told[-1]
         newest = (*self.steps[-1:], *self.evals[-1:], *self.events[-1:])
@@ -61,15 +67,23 @@ def read_record(path: Path) -> Record:
     try:
         record = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except OSError as error:
-        raise RunError(f"run={path}: run.json cannot be read ({error.strerror}); is this a run directory?") from None
+        raise RunError(
+            f"run={path}: run.json cannot be read ({error.strerror}); is this a run directory?"
+        ) from None
     except ValueError:
-        raise RunError(f"run={path}: run.json is not JSON; copy it again or train the run again") from None
+        raise RunError(
+            f"run={path}: run.json is not JSON; copy it again or train the run again"
+        ) from None
     if not isinstance(record, dict) or record.get("version") != VERSION:
         found = record.get("version") if isinstance(record, dict) else None
-        raise RunError(f"{path}/run.json: version={found!r}, this release reads {VERSION}; use the one that wrote it")
+        raise RunError(
+            f"{path}/run.json: version={found!r}, this release reads {VERSION}; use the one that wrote it"
+        )
     for key in ("name", "params", "convention", "tokenizer"):
         if key not in record:
-            raise RunError(f"{path}/run.json: {key} is missing; train the run again with this release")
+            raise RunError(
+                f"{path}/run.json: {key} is missing; train the run again with this release"
+            )
     return record
 
 
@@ -89,7 +103,9 @@ def read_run(path: Path) -> Run:
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 continue  # the run was cut off while writing it
-            raise RunError(f"{log}:{number} is not a log record; move the file away and resume the run") from None
+            raise RunError(
+                f"{log}:{number} is not a log record; move the file away and resume the run"
+            ) from None
         if kind == "event":
             events.append(entry)
         elif kind in kinds:
@@ -100,16 +116,24 @@ def read_run(path: Path) -> Run:
 
 def run_paths(root: Path) -> list[Path]:
     """Every run directory in `root`, itself included."""
-    return [file.parent for pattern in ("run.json", "*/run.json", "*/*/run.json") for file in root.glob(pattern)]
+    return [
+        file.parent
+        for pattern in ("run.json", "*/run.json", "*/*/run.json")
+        for file in root.glob(pattern)
+    ]
 
 
 def read_runs(root: Path) -> list[Run]:
     """Every run in `root`, itself included, by size and then name."""
     if not root.is_dir():
-        raise RunError(f"runs={root} is not a directory; give one that holds runs, such as runs/demo")
+        raise RunError(
+            f"runs={root} is not a directory; give one that holds runs, such as runs/demo"
+        )
     found = run_paths(root)
     if not found:
-        raise RunError(f"runs={root} holds no run (no run.json below it); train one with `launch pretrain`")
+        raise RunError(
+            f"runs={root} holds no run (no run.json below it); train one with `launch pretrain`"
+        )
     return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))
 
 
@@ -121,7 +145,9 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
         if curves:
             used += [(run, entry) for entry in run.evals if entry.get("loss") is not None]
         elif not run.finished:
-            dropped.append(f"{run.name}: not finished (step {run.last['step']} of {run.record.get('steps', '?')})")
+            dropped.append(
+                f"{run.name}: not finished (step {run.last['step']} of {run.record.get('steps', '?')})"
+            )
         elif not run.evals:
             dropped.append(f"{run.name}: finished without a held-out loss")
         else:
@@ -137,12 +163,18 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
     ):
         kinds = sorted({str(run.record.get(key)) for run, _ in used})
         if len(kinds) > 1:
-            raise DataError(f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} of them; {remedy}")
+            raise DataError(
+                f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} of them; {remedy}"
+            )
     corpora = len({run.record.get("data") for run, _ in used})
-    mixed = f"The runs were held out on {corpora} different corpora: their losses compare only roughly."
+    mixed = (
+        f"The runs were held out on {corpora} different corpora: their losses compare only roughly."
+    )
 
     def figures(key: str) -> Array:
-        return np.array([entry.get(key) for _, entry in used], dtype=float)  # not a number where it was not finite
+        return np.array(
+            [entry.get(key) for _, entry in used], dtype=float
+        )  # not a number where it was not finite
 
     return clean(
         Points(

@@ -31,10 +31,14 @@ def raw(points: Points, law: Law, x: Inputs) -> Array:
             return np.column_stack([linear, GRID])
         case Routed():
             base = two_terms(points, x)
-            return np.column_stack([base[:, :3], np.zeros((len(base), 2)), base[:, 3:], np.zeros((len(base), 2))])
+            return np.column_stack(
+                [base[:, :3], np.zeros((len(base), 2)), base[:, 3:], np.zeros((len(base), 2))]
+            )
         case DataConstrained():  # arXiv 2305.16264 found R* of 15 for tokens and 5 for parameters
             base = two_terms(points, x)
-            return np.concatenate([np.column_stack([base, np.full((len(base), 2), np.log(r))]) for r in (3, 10, 30)])
+            return np.concatenate(
+                [np.column_stack([base, np.full((len(base), 2), np.log(r))]) for r in (3, 10, 30)]
+            )
         case Gamma():
             base = two_terms(points, x)
             # With exponents and coefficients divided by γ, each term alone keeps its size.
@@ -46,8 +50,12 @@ def raw(points: Points, law: Law, x: Inputs) -> Array:
             )
         case Kaplan():
             level = np.log(points.loss).mean()
-            choices = itertools.product((0.04, 0.07, 0.1, 0.15, 0.25), (0.4, 0.7, 1, 1.5), (-3, 0, 3))
-            return np.array([[level / g + lean, r, level / g - lean, np.log(g)] for g, r, lean in choices])
+            choices = itertools.product(
+                (0.04, 0.07, 0.1, 0.15, 0.25), (0.4, 0.7, 1, 1.5), (-3, 0, 3)
+            )
+            return np.array(
+                [[level / g + lean, r, level / g - lean, np.log(g)] for g, r, lean in choices]
+            )
         case Chinchilla():
             return two_terms(points, x)
         case _:
@@ -57,7 +65,9 @@ def raw(points: Points, law: Law, x: Inputs) -> Array:
 def two_terms(points: Points, x: Inputs) -> Array:
     exponents = np.array(list(itertools.product(GRID, GRID)))
     linear = project(np.exp(-exponents[:, :, None] * np.stack([x.n, x.d])), points.loss)
-    return np.stack([linear[:, 0], linear[:, 1], exponents[:, 0], linear[:, 2], exponents[:, 1]], axis=1)
+    return np.stack(
+        [linear[:, 0], linear[:, 1], exponents[:, 0], linear[:, 2], exponents[:, 1]], axis=1
+    )
 
 
 def project(basis: Array, loss: Array) -> Array:

@@ -20,7 +20,9 @@ from pipeline.scaling.vpnls import vpnls
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 
 
-quiet = np.errstate(over="ignore", divide="ignore", invalid="ignore")  # a fit that makes no sense is told in words
+quiet = np.errstate(
+    over="ignore", divide="ignore", invalid="ignore"
+)  # a fit that makes no sense is told in words
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class Study:
 
     def band(self, C: Array) -> dict[str, Array]:
         """The law against compute, on the frontier where one is known."""
-        return {"C": C, **dict(zip(("loss", "low", "high"), self.interval(self.frontier(C)), strict=True))}
+        return {
+            "C": C,
+            **dict(zip(("loss", "low", "high"), self.interval(self.frontier(C)), strict=True)),
+        }
 
     def to_json(self) -> dict[str, Any]:
         split = (self.minima.a, self.minima.b) if self.minima else exponents(self.fit)
@@ -96,7 +101,12 @@ class Study:
             low, high = np.percentile(self.draws, [2.5, 97.5], axis=0)
             errors = self.draws.std(axis=0, ddof=1)
             return {
-                name: {"value": value, "se": float(errors[i]), "low": float(low[i]), "high": float(high[i])}
+                name: {
+                    "value": value,
+                    "se": float(errors[i]),
+                    "low": float(low[i]),
+                    "high": float(high[i]),
+                }
                 for i, (name, value) in enumerate(values.items())
             }
         even = scatter(self.fit)
@@ -138,7 +148,11 @@ def study(
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     notes, minima, test = list(points.warnings), None, None
     if law in ("isoflop", "parabola", "envelope"):
-        minima = envelope(points) if law == "envelope" else isoflop(points, "akima" if law == "isoflop" else "parabola")
+        minima = (
+            envelope(points)
+            if law == "envelope"
+            else isoflop(points, "akima" if law == "isoflop" else "parabola")
+        )
         notes += minima.notes
         points = minima.points
         chosen = LAWS["compute" if len(points) >= 4 else "power"]
@@ -148,7 +162,9 @@ def study(
     else:
         chosen = LAWS["chinchilla" if law == "vpnls" else law]
     check_law(points, chosen)
-    result = vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid, show=show)
+    result = (
+        vpnls(points) if law == "vpnls" else fit(points, chosen, full_grid=full_grid, show=show)
+    )
     near = result
     if law == "auto" if focused is None else focused:
         test = test or backtest(points, chosen)
@@ -157,7 +173,12 @@ def study(
             minima, why = valleys_instead(result)
             notes += why
     of_e = None if law == "vpnls" else profile(result, scatter(result))
-    if law == "auto" and chosen.name == "chinchilla" and of_e and len(points) >= len(LAWS["gamma"].parameters) + SPARE:
+    if (
+        law == "auto"
+        and chosen.name == "chinchilla"
+        and of_e
+        and len(points) >= len(LAWS["gamma"].parameters) + SPARE
+    ):
         of_e = of_e.beside(floor(points))
     draws = None
     # Of a handful of runs most resamples hold one twice and lack another: then the scatter is the better witness.

@@ -88,7 +88,11 @@ def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | s
 def envelope(points: Points, steps: int = 60) -> Minima:
     """Approach 1: at each compute the lowest of all training curves. Rows that share `run` are one curve."""
     names = np.array(points.run)
-    curves = [points.take(names == name) for name in dict.fromkeys(points.run) if (names == name).sum() >= 3]
+    curves = [
+        points.take(names == name)
+        for name in dict.fromkeys(points.run)
+        if (names == name).sum() >= 3
+    ]
     if len({float(curve.N[0]) for curve in curves}) < 3:
         raise DataError(
             f"law=envelope needs curves (three rows or more with one `run`) of three sizes and found {len(curves)}; "
@@ -96,7 +100,12 @@ def envelope(points: Points, steps: int = 60) -> Minima:
         )
     curves = [curve.take(np.argsort(curve.C)) for curve in curves]
     grid = np.geomspace(points.C.min(), points.C.max(), steps)
-    losses = np.array([np.interp(np.log(grid), np.log(c.C), np.log(c.loss), left=np.inf, right=np.inf) for c in curves])
+    losses = np.array(
+        [
+            np.interp(np.log(grid), np.log(c.C), np.log(c.loss), left=np.inf, right=np.inf)
+            for c in curves
+        ]
+    )
     rows: list[tuple[float, float, float, float]] = []
     for column, C in enumerate(grid):
         best = int(np.argmin(losses[:, column]))
@@ -110,17 +119,30 @@ def envelope(points: Points, steps: int = 60) -> Minima:
     notes = ["Curves along a run are not annealed: finished runs do better than their envelope."]
     if len({row[0] for row in inner}) < 3:
         inner = rows
-        notes.append("Too few sizes to leave out the edges of the envelope: its exponents lean on the grid of sizes.")
+        notes.append(
+            "Too few sizes to leave out the edges of the envelope: its exponents lean on the grid of sizes."
+        )
     if len(inner) < 5:
-        raise DataError("law=envelope: the curves hardly overlap in compute; train sizes whose budgets overlap")
+        raise DataError(
+            "law=envelope: the curves hardly overlap in compute; train sizes whose budgets overlap"
+        )
     return through(points, inner, notes)
 
 
-def through(points: Points, rows: list[tuple[float, float, float, float]], notes: list[str]) -> Minima:
+def through(
+    points: Points, rows: list[tuple[float, float, float, float]], notes: list[str]
+) -> Minima:
     N, D, C, loss = np.array(rows).T
     a, n0 = np.polyfit(np.log(C), np.log(N), 1)
     b, d0 = np.polyfit(np.log(C), np.log(D), 1)
     minima = replace(
-        points, N=N, D=D, C=C, loss=loss, run=tuple(f"minimum at {c:.3g}" for c in C), experts=None, unique=None
+        points,
+        N=N,
+        D=D,
+        C=C,
+        loss=loss,
+        run=tuple(f"minimum at {c:.3g}" for c in C),
+        experts=None,
+        unique=None,
     )
     return Minima(minima, float(a), float(b), (float(n0), float(d0)), tuple(notes))

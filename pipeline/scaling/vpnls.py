@@ -57,7 +57,10 @@ def vpnls(points: Points) -> Fit:
     def error(pair: Array) -> float:
         return solve(*pair)[1]
 
-    found = [optimize.minimize(error, list(start), method="Nelder-Mead", tol=1e-13) for start in ranked[:4]]
+    found = [
+        optimize.minimize(error, list(start), method="Nelder-Mead", tol=1e-13)
+        for start in ranked[:4]
+    ]
     best = min(found, key=lambda result: float(result.fun))
     alpha, beta = map(float, best.x)
     linear, norm = solve(alpha, beta)

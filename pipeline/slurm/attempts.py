@@ -6,13 +6,15 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from pipeline.track.log import Record, read
-from pipeline.train import faults
-from pipeline.train.rundir import RunDir
+from pipeline.runs import faults
+from pipeline.runs.directory import RunDir
+from pipeline.runs.log import Record, read
 from pipeline.train.stop import STOPPED
 
 FILE = "attempts.jsonl"
-_DIED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)  # the first to end is the cause
+_DIED = re.compile(
+    r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE
+)  # the first to end is the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +41,30 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
     again = f"launch pretrain --resume --slurm --out {quote(str(run))}"
     if end.finished:
         return Verdict("done", f"finished at step {end.step}")
-    if end.asked == "SIGTERM":  # by `launch cancel`, scancel or SLURM itself: whoever sent it has decided
-        return Verdict("stop", f"told to end; {'saved' if end.saved else 'was'} at step {end.step}", STOPPED)
+    if (
+        end.asked == "SIGTERM"
+    ):  # by `launch cancel`, scancel or SLURM itself: whoever sent it has decided
+        return Verdict(
+            "stop", f"told to end; {'saved' if end.saved else 'was'} at step {end.step}", STOPPED
+        )
     if end.fault is not None and end.hopeless is not None:
-        return Verdict("stop", f"{end.hopeless}; see {run}/logs, then {again}", 2 if end.fault["user"] else 1)
+        return Verdict(
+            "stop", f"{end.hopeless}; see {run}/logs, then {again}", 2 if end.fault["user"] else 1
+        )
     if end.fault is not None:
         reason = f"{faults.line(end.fault)} at step {end.step}"
     else:  # or asked before it could listen: nothing is wrong
-        reason = f"saved at step {end.step} as asked" if end.saved else f"asked to stop at step {end.step}"
+        reason = (
+            f"saved at step {end.step} as asked"
+            if end.saved
+            else f"asked to stop at step {end.step}"
+        )
     if restarts >= most:
-        return Verdict("stop", f"{reason}; restarts={restarts} reach cluster.slurm.max_restarts={most}; {again}", 1)
+        return Verdict(
+            "stop",
+            f"{reason}; restarts={restarts} reach cluster.slurm.max_restarts={most}; {again}",
+            1,
+        )
     return Verdict("requeue", reason, STOPPED)
 
 
@@ -56,7 +72,9 @@ def past(run: Path) -> list[Record]:
     return list(read(run / FILE))
 
 
-def ending(run: RunDir, job: str, began: float, code: int, asked: str | None, said: str, max_restarts: int) -> Ending:
+def ending(
+    run: RunDir, job: str, began: float, code: int, asked: str | None, said: str, max_restarts: int
+) -> Ending:
     """From the run's log, its faults since the job began, and what srun said."""
     records = list(read(run.log))
     step = max((int(r["step"]) for r in records if r.get("kind") == "step"), default=0)

@@ -21,13 +21,15 @@ from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.process import speak_in
+from pipeline.runs.directory import RunDir
+from pipeline.runs.log import Log
 from pipeline.slurm import attempts, queue
 from pipeline.slurm.submit import step
 from pipeline.track import feed
-from pipeline.track.log import Log
-from pipeline.train.rundir import RunDir
 
-_UNLAUNCHED = "srun: error: Application launch failed"  # a node was slow to answer, or back but a moment ago
+_UNLAUNCHED = (
+    "srun: error: Application launch failed"  # a node was slow to answer, or back but a moment ago
+)
 _STUCK_S = 15.0  # after one rank has said why it failed, and srun ends the others
 _PORTS = range(15000, 30000)  # below those that the kernel hands out
 
@@ -84,16 +86,42 @@ class Batch:
         run, here, began = self.run, self.here, time.time()
         log = Log(run.path / attempts.FILE)
         about = {"kind": "attempt", "job": here.job, "restart": here.restarts}
-        log.append({**about, "event": "begin", "time": began, "nodes": here.nodelist, "world": here.nodes * here.tasks})
-        logging.info("job %s, start %s, %s nodes of %s", here.job, here.restarts + 1, here.nodes, here.nodelist)
+        log.append(
+            {
+                **about,
+                "event": "begin",
+                "time": began,
+                "nodes": here.nodelist,
+                "world": here.nodes * here.tasks,
+            }
+        )
+        logging.info(
+            "job %s, start %s, %s nodes of %s",
+            here.job,
+            here.restarts + 1,
+            here.nodes,
+            here.nodelist,
+        )
         code, said, most = 0, "", self.site.max_restarts
         if here.restarts > most:  # by SLURM itself, after lost nodes or preemptions
-            run.fail(RunError(f"restarts={here.restarts} are more than cluster.slurm.max_restarts={most}"))
+            run.fail(
+                RunError(
+                    f"restarts={here.restarts} are more than cluster.slurm.max_restarts={most}"
+                )
+            )
         elif not run.finished:
             code, said = self._train()
         end = attempts.ending(run, here.job, began, code, self.asked, said, self.max_restarts)
         verdict = attempts.decide(end, restarts=here.restarts, most=most, run=run.path)
-        log.append({**about, "event": verdict.action, "time": time.time(), "step": end.step, "reason": verdict.reason})
+        log.append(
+            {
+                **about,
+                "event": verdict.action,
+                "time": time.time(),
+                "step": end.step,
+                "reason": verdict.reason,
+            }
+        )
         log.close()
         logging.info("%s: %s", verdict.action, verdict.reason)
         if verdict.action == "requeue":
@@ -133,7 +161,9 @@ class Batch:
                 code = srun.wait(timeout=0.5)
                 return code if code >= 0 else 128 - code
             if self.asked and not told:
-                srun.send_signal(signal.SIGUSR1)  # srun hands this one on; at SIGTERM it would end the tasks itself
+                srun.send_signal(
+                    signal.SIGUSR1
+                )  # srun hands this one on; at SIGTERM it would end the tasks itself
                 told = True
             if failed == float("inf") and self.run.fault() is not None:
                 failed = time.monotonic()
@@ -156,7 +186,11 @@ class Batch:
     def _environment(self) -> dict[str, str]:
         """Where the ranks meet: on the first node, at a port that the job's number gives and that is free there."""
         first = queue.hosts(self.here.nodelist)[0]
-        env = {**os.environ, "MASTER_ADDR": first, "MASTER_PORT": str(_port(int(self.here.job), self.here.restarts))}
+        env = {
+            **os.environ,
+            "MASTER_ADDR": first,
+            "MASTER_PORT": str(_port(int(self.here.job), self.here.restarts)),
+        }
         env.setdefault("OMP_NUM_THREADS", str(self.here.cpus or 1))
         env["ISOFLOP_TASKS"] = str(self.here.tasks)
         if not self.here.gpus:
@@ -165,13 +199,17 @@ class Batch:
 
 
 def _port(job: int, restarts: int) -> int:
-    at = (job + 97 * restarts) % len(_PORTS)  # not the port of the start before, which may still be closing
+    at = (job + 97 * restarts) % len(
+        _PORTS
+    )  # not the port of the start before, which may still be closing
     port: int
     for port in (*_PORTS[at:], *_PORTS[:at]):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise RunError(f"no port of {_PORTS.start} to {_PORTS.stop} is free on this node; see `ss -ltn`")
+    raise RunError(
+        f"no port of {_PORTS.start} to {_PORTS.stop} is free on this node; see `ss -ltn`"
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -61,8 +61,12 @@ def _call(*command: str) -> "subprocess.CompletedProcess[str]":
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not here; this needs SLURM, on a login node") from None
     except subprocess.TimeoutExpired:
-        raise RunError(f"{command[0]} does not answer; is the controller up? see `scontrol ping`") from None
+        raise RunError(
+            f"{command[0]} does not answer; is the controller up? see `scontrol ping`"
+        ) from None
     if done.returncode > 0:  # less than 0: killed together with the job that it requeues
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RunError(f"{' '.join(command[:2])} failed: {said[-1].removeprefix(f'{command[0]}: ')}")
+        raise RunError(
+            f"{' '.join(command[:2])} failed: {said[-1].removeprefix(f'{command[0]}: ')}"
+        )
     return done

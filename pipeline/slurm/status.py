@@ -8,10 +8,10 @@ from pathlib import Path
 
 from pipeline.config.load import read_toml
 from pipeline.errors import RunError
+from pipeline.runs.directory import RunDir
+from pipeline.runs.log import Record, decode
 from pipeline.slurm import attempts, queue
 from pipeline.slurm.submit import job_of
-from pipeline.track.log import Record, decode
-from pipeline.train.rundir import RunDir
 
 _TAIL_BYTES = 65536  # of a log: its last hundred steps or more
 _SILENT_S = 600.0  # a local run that has written nothing for so long has died
@@ -51,7 +51,10 @@ def statuses(paths: Iterable[Path]) -> list[Status]:
             there = queue.entries()
         except RunError as error:  # the directories still say how far it has got
             silence = str(error)
-    return [_status(path, job, there.get(job or ""), silence if job else "") for path, job in jobs.items()]
+    return [
+        _status(path, job, there.get(job or ""), silence if job else "")
+        for path, job in jobs.items()
+    ]
 
 
 def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str) -> Status:
@@ -61,7 +64,11 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
     last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
     ended = next((r for r in reversed(tries) if r["event"] != "begin"), {})
     total = int(read_toml(run.config).get("train", {}).get("steps", 0))
-    state = entry.state if entry and entry.living else _settled(last, ended, records, over=entry is not None)
+    state = (
+        entry.state
+        if entry and entry.living
+        else _settled(last, ended, records, over=entry is not None)
+    )
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=str(path),
@@ -87,7 +94,9 @@ def _settled(last: Record, ended: Record, records: list[Record], *, over: bool) 
         case None:
             return "NEW" if ended.get("event") != "stop" else "FAILED"
         case _:
-            over |= time.time() - float(records[-1]["time"]) > _SILENT_S or ended.get("event") == "stop"
+            over |= (
+                time.time() - float(records[-1]["time"]) > _SILENT_S or ended.get("event") == "stop"
+            )
             return "FAILED" if over else "RUNNING"
 
 

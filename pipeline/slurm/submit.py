@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.atomic import replace
 from pipeline.config.schema import Container, Slurm
 from pipeline.errors import ConfigError, RunError
-from pipeline.files import replace
 
 _PACKAGE = Path(__file__).resolve().parent
 # a checkout reads the top-level folder, an installed wheel its copy
-TEMPLATES = _PACKAGE / "templates" if (_PACKAGE / "templates").is_dir() else _PACKAGE.parents[1] / "slurm"
+TEMPLATES = (
+    _PACKAGE / "templates" if (_PACKAGE / "templates").is_dir() else _PACKAGE.parents[1] / "slurm"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,9 @@ class Nodes:
         found = re.fullmatch(r"([1-9]\d{0,4})(?:-([1-9]\d{0,4}))?", text)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if least > most:
-            raise ConfigError(f"--nodes {text!r} is not a number of nodes or LEAST-MOST; try --nodes 4 or --nodes 2-4")
+            raise ConfigError(
+                f"--nodes {text!r} is not a number of nodes or LEAST-MOST; try --nodes 4 or --nodes 2-4"
+            )
         return cls(least, most, tasks, gpus)
 
     @property
@@ -98,7 +102,9 @@ class Submission:
 
     def shown(self) -> str:
         """As a person would type it, and the script it submits."""
-        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in self.variables().items())
+        variables = " ".join(
+            f"{key}={shlex.quote(value)}" for key, value in self.variables().items()
+        )
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n# {self.script.name}\n{self.script.read_text()}"
 
     def test(self) -> str:
@@ -111,15 +117,26 @@ class Submission:
 
     def _call(self, *first: str) -> "subprocess.CompletedProcess[str]":
         if shutil.which("sbatch") is None:
-            raise ConfigError("--slurm needs sbatch, which is not here; submit from a login node, or see --dry-run")
+            raise ConfigError(
+                "--slurm needs sbatch, which is not here; submit from a login node, or see --dry-run"
+            )
         # what SLURM told the job or shell we are in is not for the new one
-        outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+        outer = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith("SLURM_") or key == "SLURM_CONF"
+        }
         env = outer | self.variables()
         done = subprocess.run(self.command(*first), capture_output=True, text=True, env=env)
         if done.returncode:
             said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
             reason = (said or [f"exit code {done.returncode}"])[-1]
-            for prefix in ("sbatch: ", "error: ", "allocation failure: ", "Batch job submission failed: "):
+            for prefix in (
+                "sbatch: ",
+                "error: ",
+                "allocation failure: ",
+                "Batch job submission failed: ",
+            ):
                 reason = reason.removeprefix(prefix)
             raise RunError(
                 f"sbatch refuses {self._asked()}: {reason}; `sinfo` shows what there is, --cluster what is asked"
@@ -128,13 +145,20 @@ class Submission:
 
     def _asked(self) -> str:
         wanted = ("partition", "account", "qos", "constraint", "time", "nodes", "gpus-per-node")
-        return " ".join(a for a in self.command() if a.startswith(tuple(f"--{key}=" for key in wanted))) or "the job"
+        return (
+            " ".join(
+                a for a in self.command() if a.startswith(tuple(f"--{key}=" for key in wanted))
+            )
+            or "the job"
+        )
 
 
 def pattern(path: Path) -> str:
     """A path in which SLURM expands nothing; write %j or %t behind it."""
     if "\\" in str(path):
-        raise ConfigError(f"path={str(path)!r} has a backslash, at which SLURM stops reading; choose another --out")
+        raise ConfigError(
+            f"path={str(path)!r} has a backslash, at which SLURM stops reading; choose another --out"
+        )
     return str(path).replace("%", "%%")
 
 
@@ -142,8 +166,19 @@ def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> li
     """What the batch step starts: one process per task, or one torchrun per node, in the site's container."""
     agents = site.launcher == "torchrun"
     each, log = (1, "agent") if agents else (tasks, "rank")
-    srun = ["srun", "--kill-on-bad-exit=1", "--input=none", "--open-mode=append", "--relative=0", f"--nodes={nodes}"]
-    srun += [f"--ntasks={nodes * each}", f"--ntasks-per-node={each}", f"--output={pattern(run)}/logs/{log}-%t.log"]
+    srun = [
+        "srun",
+        "--kill-on-bad-exit=1",
+        "--input=none",
+        "--open-mode=append",
+        "--relative=0",
+        f"--nodes={nodes}",
+    ]
+    srun += [
+        f"--ntasks={nodes * each}",
+        f"--ntasks-per-node={each}",
+        f"--output={pattern(run)}/logs/{log}-%t.log",
+    ]
     if cpus is not None:  # srun does not take it over from sbatch
         srun += [f"--cpus-per-task={cpus * (tasks // each)}"]
     around, python = _container(site.container)
@@ -156,7 +191,9 @@ def _container(container: Container | None) -> tuple[list[str], str]:
         case None:
             return [], sys.executable
         case Container(kind="pyxis"):
-            mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+            mounts = (
+                [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+            )
             return [f"--container-image={container.image}", *mounts], container.python
         case _:
             binds = [f"--bind={mount}" for mount in container.mounts]
@@ -170,7 +207,10 @@ def tidy(name: str) -> str:
 
 def remember(run: Path, job: str, nodes: Nodes) -> None:
     """Which job trains a run, for status, logs and cancel."""
-    replace(run / "slurm.json", json.dumps({"job": job, "nodes": str(nodes), "tasks_per_node": nodes.tasks}).encode())
+    replace(
+        run / "slurm.json",
+        json.dumps({"job": job, "nodes": str(nodes), "tasks_per_node": nodes.tasks}).encode(),
+    )
 
 
 def job_of(run: Path) -> str | None:
@@ -181,10 +221,14 @@ def job_of(run: Path) -> str | None:
 
 
 def train(run: Path, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Submission:
-    return Submission("pretrain", name, site, pattern(run / "logs" / "job.log"), _worker(run, track), nodes)
+    return Submission(
+        "pretrain", name, site, pattern(run / "logs" / "job.log"), _worker(run, track), nodes
+    )
 
 
-def array(members: Path, count: int, jobs: int, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Submission:
+def array(
+    members: Path, count: int, jobs: int, name: str, site: Slurm, nodes: Nodes, *, track: bool
+) -> Submission:
     """One job per name in a file, `jobs` at a time."""
     log, which = f"{pattern(members)}.%a.log", f"0-{count - 1}%{jobs}"
     return Submission("sweep", name, site, log, _worker(members, track), nodes, array=which)

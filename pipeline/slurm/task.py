@@ -12,12 +12,17 @@ from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent
-from pipeline.train.faults import HangError
-from pipeline.train.rundir import RunDir
-from pipeline.train.start import WORKER, attend, listening
+from pipeline.runs.directory import RunDir
+from pipeline.runs.faults import HangError
+from pipeline.train.supervisor import WORKER, attend, listening
 
 # MASTER_ADDR and MASTER_PORT come from the batch step
-_RANK = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID", "LOCAL_WORLD_SIZE": "NTASKS_PER_NODE"}
+_RANK = {
+    "RANK": "PROCID",
+    "WORLD_SIZE": "NTASKS",
+    "LOCAL_RANK": "LOCALID",
+    "LOCAL_WORLD_SIZE": "NTASKS_PER_NODE",
+}
 # a signal to the step reaches torchrun too, which would die of it before its workers have saved
 _AGENT = (
     "import runpy, signal; signal.signal(signal.SIGUSR1, lambda *_: None); "
@@ -70,7 +75,9 @@ def main(arguments: list[str]) -> int:
     else:
         command = [sys.executable, *torchrun(env), *worker, "--to-file"]
     with listening(once=True) as wishes:  # SLURM itself ends what takes too long to save
-        agent = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=end_with_parent)
+        agent = subprocess.Popen(
+            command, env=env, start_new_session=True, preexec_fn=end_with_parent
+        )
         code = attend(run, agent, wishes)
     if code < 0 and (run.fault() or {}).get("kind") != HangError.__name__:
         os.kill(os.getpid(), -code)  # srun says how it died

@@ -16,7 +16,9 @@ class Console:
     def __init__(self, total_steps: int, quiet: bool = False) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self._pace: deque[tuple[int, float]] = deque(maxlen=32)  # (step, time): the ETA's moving average
+        self._pace: deque[tuple[int, float]] = deque(
+            maxlen=32
+        )  # (step, time): the ETA's moving average
         self._bar: Any = None if quiet or not sys.stdout.isatty() else _bar(total_steps)
 
     def record(self, record: Mapping[str, object]) -> None:
@@ -33,7 +35,9 @@ class Console:
             _plain(line)
             return
         self._bar.start()  # idempotent; here, so that a run that dies early leaves no empty bar
-        if isinstance(step, int) and record.get("event") != "save":  # which is told behind later steps
+        if (
+            isinstance(step, int) and record.get("event") != "save"
+        ):  # which is told behind later steps
             self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -48,7 +52,9 @@ class Console:
         return max(0.0, (now - began) / (last - first) * (self.total_steps - last))
 
 
-def format_record(record: Mapping[str, object], total_steps: int, eta_s: float | None = None) -> str:
+def format_record(
+    record: Mapping[str, object], total_steps: int, eta_s: float | None = None
+) -> str:
     """One record as one line."""
     kind = record.get("kind")
     steps = f"{record.get('step', 0):>{len(str(total_steps))}}/{total_steps}"
@@ -63,21 +69,43 @@ def format_record(record: Mapping[str, object], total_steps: int, eta_s: float |
             f"eta {span(eta_s)}",
         ]
     elif kind == "eval":
-        columns = [f"eval {steps}", f"loss {_number(record.get('loss'), 6)}", f"bpb {_number(record.get('bpb'), 6)}"]
+        columns = [
+            f"eval {steps}",
+            f"loss {_number(record.get('loss'), 6)}",
+            f"bpb {_number(record.get('bpb'), 6)}",
+        ]
     else:
         # tokens and FLOPs follow from the step; an empty note is no note, and what has a number per layer no line
-        rest = {k: v for k, v in record.items() if k not in _IMPLIED and v not in ("", None) and type(v) is not list}
-        said = (f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in rest.items())
+        rest = {
+            k: v
+            for k, v in record.items()
+            if k not in _IMPLIED and v not in ("", None) and type(v) is not list
+        }
+        said = (
+            f"{key} {f'{value:.3g}' if isinstance(value, float) else value}"
+            for key, value in rest.items()
+        )
         columns = [f"note {steps}", str(record.get("event", kind)), *said]
     return " │ ".join(columns)
 
 
 def _bar(total_steps: int) -> Any:
     try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskProgressColumn,
+            TimeElapsedColumn,
+        )
     except ImportError:  # the lines alone say everything
         return None
-    columns = (BarColumn(bar_width=None), TaskProgressColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     bar = Progress(
         *columns, refresh_per_second=2, redirect_stdout=False, redirect_stderr=False
     )  # its thread shares the processor with training
@@ -89,7 +117,10 @@ def _plain(line: str) -> None:
     try:
         print(line, flush=True)
     except UnicodeEncodeError:  # a terminal that knows no │
-        print(line.replace("│", "|").replace(UNKNOWN, "-").encode("ascii", "replace").decode(), flush=True)
+        print(
+            line.replace("│", "|").replace(UNKNOWN, "-").encode("ascii", "replace").decode(),
+            flush=True,
+        )
     except BrokenPipeError:  # `launch … | head` closes our output; the run is not about its output
         return
 

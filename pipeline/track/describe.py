@@ -70,7 +70,10 @@ def tags(run_dir: Path) -> dict[str, str]:
         "git_commit": about.get("git_commit") or env.get("commit"),
         "host": env.get("host"),
         "python": env.get("python"),
-        **{f"version.{package}": packages.get(package) for package in ("isoflop", "torch", "deepspeed", "mlflow")},
+        **{
+            f"version.{package}": packages.get(package)
+            for package in ("isoflop", "torch", "deepspeed", "mlflow")
+        },
     }
     return {key: clip(str(value), VALUE_CHARACTERS) for key, value in found.items() if value}
 
@@ -86,7 +89,9 @@ def metrics(record: Mapping[str, object]) -> dict[str, float]:
         if key not in NOT_METRICS and isinstance(value, int | float)
     }
     if isinstance(tokens := record.get("hash"), str):
-        found[f"{prefix}/hash"] = float(int(tokens[:13], 16))  # 52 bits: what a double holds exactly
+        found[f"{prefix}/hash"] = float(
+            int(tokens[:13], 16)
+        )  # 52 bits: what a double holds exactly
     return found
 
 
@@ -101,7 +106,11 @@ def _event_metrics(record: Mapping[str, object]) -> dict[str, float]:
 def event_tag(record: Mapping[str, object]) -> tuple[str, str]:
     """The latest event of each sort: `event.save` = `step 1200 at 2026-11-15T01:36:00+00:00`."""
     when = record.get("time")
-    moment = datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds") if isinstance(when, int | float) else "?"
+    moment = (
+        datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds")
+        if isinstance(when, int | float)
+        else "?"
+    )
     return name(f"event.{record.get('event')}"), f"step {record.get('step')} at {moment}"
 
 

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-from pipeline.files import replace
+from pipeline.atomic import replace
 
 FILE = "env.json"
 
@@ -25,7 +25,9 @@ def describe() -> dict[str, object]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "host": platform.node(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "devices": _devices(),
         "commit": commit(),
         "torch": packages.get("torch"),
@@ -38,11 +40,18 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    return _say("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
+    return (
+        _say(
+            "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        )
+        or None
+    )
 
 
 def _devices() -> list[str]:
-    query = _say("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    query = _say(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
     return query.splitlines()
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.errors import RunError
+from pipeline.runs.lock import hold
 from pipeline.track import environment
 from pipeline.track.feeder import Feeder
-from pipeline.track.lock import hold
 from pipeline.track.store import UnusableError, public, quicken, reason
 
 WAIT_S = 20.0  # for a server that is away when training has ended
@@ -71,7 +71,9 @@ def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
     return feeder
 
 
-def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
+def follow(
+    feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]
+) -> str:
     """Feed until training has ended and all is sent, or the wait after its end for MLflow is over: then the reason."""
     deadline, pause_s, fault = float("inf"), POLL_S, ""
     while True:
@@ -86,7 +88,9 @@ def follow(feeder: Feeder, ended: Callable[[], bool], wait_s: float, told_to_sto
             if done and (over or (told_to_stop() and feeder.settled)):
                 return ""
             if not done and over:
-                deadline = time.monotonic() + wait_s  # the wait is for a server that is away, not for one at work
+                deadline = (
+                    time.monotonic() + wait_s
+                )  # the wait is for a server that is away, not for one at work
             if not done and time.monotonic() < deadline:
                 continue
         except UnusableError as error:
@@ -131,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = "Feed MLflow from a run's log until standard input closes."
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=what)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--wait", type=float, default=WAIT_S, help="seconds to wait then for a server that is away")
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_S, help="seconds to wait then for a server that is away"
+    )
     options = parser.parse_args(arguments)
 
     stopping = False
@@ -155,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _attend(run_dir: Path, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]) -> str:
+def _attend(
+    run_dir: Path, ended: Callable[[], bool], wait_s: float, told_to_stop: Callable[[], bool]
+) -> str:
     try:
         while True:
             # The sidecar of the interrupted run may still be delivering, or somebody runs `launch sync`.

@@ -8,15 +8,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.runs.log import Record, encode, read
+from pipeline.runs.tail import Tail
 from pipeline.track import describe, state
-from pipeline.track.log import Record, encode, read
 from pipeline.track.store import BATCH_METRICS, Store, public, resolve
-from pipeline.track.tail import Tail
 
 CHUNK_RECORDS = 500
 LEAST_METRICS = 50
 LOADS_EVERY_S = 60.0
-ALWAYS_THERE = {"step": ("train/tokens", "train/loss"), "eval": ("eval/tokens", "eval/loss"), "moe": ("moe/tokens",)}
+ALWAYS_THERE = {
+    "step": ("train/tokens", "train/loss"),
+    "eval": ("eval/tokens", "eval/loss"),
+    "moe": ("moe/tokens",),
+}
 
 
 class Feeder:
@@ -32,7 +36,10 @@ class Feeder:
         self._batch: list[Record] = []  # taken from the log and not yet acknowledged
         self._phase: Record | None = None  # the last event that says what the run is doing
         self._metrics_at_once = BATCH_METRICS
-        self._routed, self._loads_at = True, 0.0  # whether the log may have loads that MLflow has not, and when to look
+        self._routed, self._loads_at = (
+            True,
+            0.0,
+        )  # whether the log may have loads that MLflow has not, and when to look
 
     def pump(self, over: bool = False) -> bool:
         """Send one batch, or when none is left whatever else changed; True when MLflow has everything."""
@@ -65,13 +72,19 @@ class Feeder:
             return self._store
         store = Store(self.uri)
         if self.state.uri != public(self.uri) or not store.has(self.state.run_id):
-            self.state = state.State(id=self.state.id, uri=public(self.uri))  # another store: all of it again
+            self.state = state.State(
+                id=self.state.id, uri=public(self.uri)
+            )  # another store: all of it again
         if not self.state.run_id:
-            state.save(self.run_dir, self.state)  # the identity first: it finds a run whose creation we never heard of
+            state.save(
+                self.run_dir, self.state
+            )  # the identity first: it finds a run whose creation we never heard of
             about = describe.run(self.run_dir)
             self.state.experiment = str(about.get("experiment") or "isoflop")
             name = str(about.get("name") or self.run_dir.resolve().name)
-            first = next(iter(Tail(self._tail.path).take(1)), {})  # a replay may come days after the run began
+            first = next(
+                iter(Tail(self._tail.path).take(1)), {}
+            )  # a replay may come days after the run began
             opened = store.open(self.state.experiment, name, self.state.id, _time_ms(first))
             self.state.run_id, self.state.sending = opened
         if describe.sweep(self.run_dir.resolve().parent):
@@ -80,7 +93,9 @@ class Feeder:
             self._ask_how_far(store)
         state.save(self.run_dir, self.state)
         self._store = store
-        self._describe(store, files=False)  # params before the first point: a curve without them says little
+        self._describe(
+            store, files=False
+        )  # params before the first point: a curve without them says little
         return store
 
     def _ask_how_far(self, store: Store) -> None:
@@ -148,9 +163,13 @@ class Feeder:
         digest = describe.digest(self.run_dir)
         if digest == self.state.described:
             return
-        store.describe(self.state.run_id, describe.params(self.run_dir), describe.tags(self.run_dir))
+        store.describe(
+            self.state.run_id, describe.params(self.run_dir), describe.tags(self.run_dir)
+        )
         if files:
-            there = [self.run_dir / name for name in describe.FILES if (self.run_dir / name).exists()]
+            there = [
+                self.run_dir / name for name in describe.FILES if (self.run_dir / name).exists()
+            ]
             store.upload(self.state.run_id, there)
             self.state.described = digest
             state.save(self.run_dir, self.state)
@@ -171,7 +190,9 @@ class Feeder:
         if over and status == "RUNNING":
             status = "FAILED"  # it ended without a word
         if status != self.state.status:
-            store.set_status(self.state.run_id, status, _time_ms(self._phase) if self.settled else None)
+            store.set_status(
+                self.state.run_id, status, _time_ms(self._phase) if self.settled else None
+            )
             self.state.status = status
             state.save(self.run_dir, self.state)
 

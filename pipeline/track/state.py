@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from pipeline.files import replace
+from pipeline.atomic import replace
 
 FILE = "mlflow.json"
 
 
 @dataclass
 class State:
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # the run's tag there: found again if run_id is lost
+    id: str = field(
+        default_factory=lambda: uuid.uuid4().hex
+    )  # the run's tag there: found again if run_id is lost
     uri: str = ""  # without user or password
     experiment: str = ""
     run_id: str = ""

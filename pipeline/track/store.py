@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from pipeline.track.lock import hold
+from pipeline.runs.lock import hold
 
 DEFAULT = "sqlite:///mlflow.db"  # what a plain `mlflow ui` in the same folder opens
 BATCH_METRICS = 1000  # MLflow's limits per request
@@ -43,7 +43,11 @@ def resolve(stored: str) -> str:
 def public(uri: str) -> str:
     """Without user and password: the form that may be written down."""
     parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+    return (
+        urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        if "@" in parts.netloc
+        else uri
+    )
 
 
 class Store:
@@ -55,7 +59,9 @@ class Store:
             from mlflow import MlflowClient
             from mlflow.tracking.registry import UnsupportedModelRegistryStoreURIException
         except ImportError as error:
-            raise UnusableError(f"MLflow is not installed ({error}); pip install mlflow, then replay") from None
+            raise UnusableError(
+                f"MLflow is not installed ({error}); pip install mlflow, then replay"
+            ) from None
         try:
             if uri.startswith("sqlite:///"):
                 folder = Path(uri.removeprefix("sqlite:///")).parent
@@ -87,12 +93,17 @@ class Store:
             )
         return True
 
-    def open(self, experiment: str, name: str, identity: str, began_ms: int | None) -> tuple[str, bool]:
+    def open(
+        self, experiment: str, name: str, identity: str, began_ms: int | None
+    ) -> tuple[str, bool]:
         """The run's MLflow id, and whether it was there already."""
         experiment_id = self._experiment(experiment)
         # A create whose answer was lost did happen: look before making a second one.
         found = self.client.search_runs(
-            [experiment_id], f"tags.`{ID_TAG}` = '{identity}'", max_results=1, order_by=["attributes.start_time ASC"]
+            [experiment_id],
+            f"tags.`{ID_TAG}` = '{identity}'",
+            max_results=1,
+            order_by=["attributes.start_time ASC"],
         )
         if found:
             return found[0].info.run_id, True
@@ -119,7 +130,9 @@ class Store:
         try:
             return str(self.client.create_experiment(name))
         except MlflowException:
-            found = self.client.get_experiment_by_name(name)  # another run of the same sweep was faster
+            found = self.client.get_experiment_by_name(
+                name
+            )  # another run of the same sweep was faster
             if found is None:
                 raise
             return str(found.experiment_id)
@@ -139,8 +152,12 @@ class Store:
         there = self.client.get_run(run_id).data.params
         new = [Param(key, value) for key, value in params.items() if key not in there]
         for start in range(0, len(new), BATCH_PARAMS):
-            self.client.log_batch(run_id, params=new[start : start + BATCH_PARAMS], synchronous=True)
-        self.client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True)
+            self.client.log_batch(
+                run_id, params=new[start : start + BATCH_PARAMS], synchronous=True
+            )
+        self.client.log_batch(
+            run_id, tags=[RunTag(key, value) for key, value in tags.items()], synchronous=True
+        )
 
     def upload(self, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
         for path in paths:
@@ -149,7 +166,9 @@ class Store:
     def put(self, run_id: str, text: str, name: str) -> None:
         self.client.log_text(run_id, text, name)
 
-    def send(self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]) -> None:
+    def send(
+        self, run_id: str, points: Sequence[tuple[str, float, int, int]], tags: Mapping[str, str]
+    ) -> None:
         """Points are (name, value, time in ms, step). Sending the same ones twice stores them once: all four are the
         key of MLflow's table, which is why the time is the record's and never now."""
         from mlflow.entities import Metric, RunTag

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pipeline.track.log import Log
+from pipeline.runs.log import Log
 
 
 class Tracker(Protocol):

@@ -57,7 +57,9 @@ class Guard:
 
     def limits(self, step: int) -> list[float]:
         """What a step's loss and gradient norm may be at most; what is not finite is below none."""
-        return [math.exp(mean + _SIGMAS * sigma) for _, mean, sigma in self._usual(step)] or [sys.float_info.max] * 2
+        return [math.exp(mean + _SIGMAS * sigma) for _, mean, sigma in self._usual(step)] or [
+            sys.float_info.max
+        ] * 2
 
     def reason(self, step: int, loss: float, grad_norm: float) -> str:
         """What spoke against a step that was not taken."""
@@ -66,14 +68,18 @@ class Guard:
             if not math.isfinite(value):
                 return f"{name} is {value}"
         usual = self._usual(step)
-        off, name, mean = max(((_log(said[name]) - mean) / sigma, name, mean) for name, mean, sigma in usual)
+        off, name, mean = max(
+            ((_log(said[name]) - mean) / sigma, name, mean) for name, mean, sigma in usual
+        )
         return f"{name} {said[name]:.4g} is {off:.1f}σ above the usual {math.exp(mean):.4g}"
 
     def _usual(self, step: int) -> Iterator[tuple[str, float, float]]:
         """Mean and σ of the logarithms, of what was known when the step was launched; nothing if that is too little."""
         window = [values for at, values in self._window if at < step - 1][-_WINDOW:]
         if len(window) >= _WINDOW // 2:
-            for (name, floor), before in zip(_FLOOR.items(), zip(*window, strict=True), strict=True):
+            for (name, floor), before in zip(
+                _FLOOR.items(), zip(*window, strict=True), strict=True
+            ):
                 mean = sum(before) / len(before)  # not statistics.stdev: 13 times slower
                 sigma = math.sqrt(sum((x - mean) ** 2 for x in before) / (len(before) - 1))
                 yield name, mean, max(sigma, floor)
@@ -98,5 +104,9 @@ def _log(value: float) -> float:
 def relevant(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """What of a log a guard is made from."""
     records = list(records)
-    steps = [{k: r[k] for k in ("kind", "step", "loss", "grad_norm")} for r in records if r["kind"] == "step"]
+    steps = [
+        {k: r[k] for k in ("kind", "step", "loss", "grad_norm")}
+        for r in records
+        if r["kind"] == "step"
+    ]
     return [*steps[-_WINDOW - 1 :], *(r for r in records if r.get("event") in _HEARD)]

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.account import flops_per_token
 from pipeline.checkpoint.save import Saved, Saver
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
@@ -18,17 +17,18 @@ from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import rate
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
-from pipeline.track.log import read
+from pipeline.planner.count import flops_per_token
+from pipeline.runs.directory import RunDir
+from pipeline.runs.goodput import goodput
+from pipeline.runs.log import read
 from pipeline.track.tracker import Tracker
-from pipeline.train.evaluate import Evaluator, cut
-from pipeline.train.goodput import goodput
+from pipeline.train.evaluation import Evaluator, cut
 from pipeline.train.guard import Guard
 from pipeline.train.meter import Meter, peak_flops
 from pipeline.train.reading import Moment, Reading
 from pipeline.train.replicas import Look, Replicas
-from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
-from pipeline.train.watch import Watch
+from pipeline.train.watchdog import Watch
 
 _SHIFTS = (0, 16, 32, 48)
 
@@ -58,7 +58,13 @@ class Loop:
         saver: Saver,
     ) -> None:
         assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
-        self.config, self.run, self.engine, self.world, self.tracker = config, run, engine, world, tracker
+        self.config, self.run, self.engine, self.world, self.tracker = (
+            config,
+            run,
+            engine,
+            world,
+            tracker,
+        )
         self.steps, self.batch_tokens = config.train.steps, config.train.batch_tokens
         self.flops = flops_per_token(config.model).model
         peak = peak_flops(config.cluster, world.device)
@@ -79,7 +85,10 @@ class Loop:
         self.watch.enter("first step", start + 1)  # may compile
         asked = time.perf_counter()
         reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
-        with closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches, self._last_word():
+        with (
+            closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches,
+            self._last_word(),
+        ):
             for step, batch in batches:
                 self.step(step, batch, time.perf_counter() - asked)
                 done = step + 1
@@ -98,7 +107,9 @@ class Loop:
                 if evaluate or save:
                     self.meter.restart(Moment(self.world.device))
                 if self.stopping and done < self.steps:
-                    self._end(done, event="interrupt", reason=self.stop.reason or "another rank's signal")
+                    self._end(
+                        done, event="interrupt", reason=self.stop.reason or "another rank's signal"
+                    )
                     return False
                 if done > start + 1 or self._last is None:  # else the device may be at the first
                     self.watch.enter("step", done + 1)
@@ -115,9 +126,15 @@ class Loop:
             return
         assert isinstance(self.config.optim.lr, float)
         lr = rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
-        update = self.engine.update(cut(batch, self.config, self.world), lr, partial(self._accept, done, batch))
+        update = self.engine.update(
+            cut(batch, self.config, self.world), lr, partial(self._accept, done, batch)
+        )
         self.replicas.remember((done + 1) % self.config.train.check_every == 0)
-        routed = [_figures(update.routing)] if update.routing and self._due(done, self._routing_every) else []
+        routed = (
+            [_figures(update.routing)]
+            if update.routing and self._due(done, self._routing_every)
+            else []
+        )
         launched = _Launched(done, lr, wait_s, began, self._look, Reading(*self._told, *routed))
         self.settle()
         self._last = launched
@@ -145,17 +162,28 @@ class Loop:
         if last.look is not None and any(wrong):
             raise self.replicas.blame(last.look, done)
         self.stopping |= stop > 0
-        loss, norm, speed = loss / self.world.size, norm / self.world.size, self.meter.step(last.began, last.reading.at)
+        loss, norm, speed = (
+            loss / self.world.size,
+            norm / self.world.size,
+            self.meter.step(last.began, last.reading.at),
+        )
         sp = self.config.parallel.sp  # each row was read, and its hash told, by so many ranks
-        digest = sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True)) % 2**64
+        digest = (
+            sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True))
+            % 2**64
+        )
         values = {"loss": loss, "grad_norm": norm, "lr": last.lr, "hash": f"{digest:016x}"}
         if not taken:
             reason = self.guard.reason(done, loss, norm)
-            self._record("event", done, event="skip", reason=reason, **values, seconds=self.meter.took_s)
+            self._record(
+                "event", done, event="skip", reason=reason, **values, seconds=self.meter.took_s
+            )
             self.guard.escalate(done, reason)
             return
         if self._due(done, self.config.train.log_every):
-            self._record("step", done, **values, **speed, wait_s=min(last.wait_s, self.meter.idle_s))
+            self._record(
+                "step", done, **values, **speed, wait_s=min(last.wait_s, self.meter.idle_s)
+            )
         if routed:
             self._record("moe", done, **_routed(*routed))
 
@@ -185,7 +213,14 @@ class Loop:
         as the log up to there."""
         if saved is not None:
             seconds, blocked_s = saved.seconds, saved.blocked_s
-            self._record("event", saved.step, event="save", saved=saved.step, seconds=seconds, blocked_s=blocked_s)
+            self._record(
+                "event",
+                saved.step,
+                event="save",
+                saved=saved.step,
+                seconds=seconds,
+                blocked_s=blocked_s,
+            )
 
     def _end(self, done: int, **values: Any) -> None:
         lost = goodput(read(self.run.log)) if self.world.first else {}
@@ -193,7 +228,13 @@ class Loop:
 
     def _record(self, kind: str, done: int, **values: Any) -> None:
         tokens = done * self.batch_tokens
-        record = {"kind": kind, "time": time.time(), "step": done, "tokens": tokens, "flops": tokens * self.flops}
+        record = {
+            "kind": kind,
+            "time": time.time(),
+            "step": done,
+            "tokens": tokens,
+            "flops": tokens * self.flops,
+        }
         self.tracker.record({**record, **values})
         self.guard.hear({**record, **values})
 
@@ -205,7 +246,10 @@ def _figures(routing: Routing) -> Tensor:
 
 def _routed(layers: list[list[float]]) -> dict[str, Any]:
     """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
-    shares, (dropped, entropy, losses) = [layer[:-3] for layer in layers], zip(*(x[-3:] for x in layers), strict=True)
+    shares, (dropped, entropy, losses) = (
+        [layer[:-3] for layer in layers],
+        zip(*(x[-3:] for x in layers), strict=True),
+    )
     imbalance = [max(share) * len(share) for share in shares]
     return {
         "load": [[round(share, 5) for share in layer] for layer in shares],

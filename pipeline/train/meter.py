@@ -54,7 +54,11 @@ class Meter:
     def step(self, began: Moment, now: Moment) -> dict[str, float | None]:
         """One that was launched and done then, by the device's clock: the host sees that a step is done when it has
         launched the next, and of the last before an evaluation at once."""
-        self.idle_s, self.took_s, self._last = began.since(self._last), max(now.since(self._last), 1e-9), now
+        self.idle_s, self.took_s, self._last = (
+            began.since(self._last),
+            max(now.since(self._last), 1e-9),
+            now,
+        )
         speed = self.tokens_per_step / self.took_s
         mfu = None if self.peak_flops is None else speed * self.flops_per_token / self.peak_flops
         return {"tokens_per_s": speed, "mfu": mfu, "memory_bytes": peak_memory_bytes()}

@@ -29,7 +29,9 @@ class Moment:
 
 class Reading:
     def __init__(self, *numbers: Tensor) -> None:
-        self._host = [each.to("cpu", non_blocking=True) for each in numbers]  # torch pins what it copies so
+        self._host = [
+            each.to("cpu", non_blocking=True) for each in numbers
+        ]  # torch pins what it copies so
         self.at = Moment(numbers[0].device)
 
     def get(self) -> list[Any]:

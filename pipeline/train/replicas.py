@@ -53,28 +53,40 @@ class Replicas:
         """Which rank, and what of it; every rank calls it with a look that found something."""
         seen = self._world.gather((bool(look.flags[1]), look.copies.tolist()))
         if restless := [rank for rank, (changed, _) in enumerate(seen) if changed]:
-            return DivergenceError(f"step {step}: the weights of {_ranks(restless)} changed while none was to write")
+            return DivergenceError(
+                f"step {step}: the weights of {_ranks(restless)} changed while none was to write"
+            )
         for at, what in enumerate(_WHAT):
             every = 1 if at < 2 else self._ep
             for first in range(every):
                 ranks = range(first, len(seen), every)
-                (common, count), *others = Counter(seen[rank][1][at] for rank in ranks).most_common()
+                (common, count), *others = Counter(
+                    seen[rank][1][at] for rank in ranks
+                ).most_common()
                 if others and count > len(ranks) / 2:
                     odd = [rank for rank in ranks if seen[rank][1][at] != common]
-                    return DivergenceError(f"step {step}: the {what} of {_ranks(odd)} differ from those of all others")
+                    return DivergenceError(
+                        f"step {step}: the {what} of {_ranks(odd)} differ from those of all others"
+                    )
                 if others:
-                    whose = f"the {what} of {_ranks(list(ranks))} differ, and no majority says whose"
+                    whose = (
+                        f"the {what} of {_ranks(list(ranks))} differ, and no majority says whose"
+                    )
                     return DivergenceError(f"step {step}: {whose} are right")
         raise AssertionError("nothing is wrong")
 
     def _weights(self) -> Tensor:
         held = self._engine.held()
-        return torch.stack([self._hash(held.everywhere), self._hash(held.experts), self._hash(held.here)])
+        return torch.stack(
+            [self._hash(held.everywhere), self._hash(held.experts), self._hash(held.here)]
+        )
 
     def _hash(self, tensors: Sequence[Tensor]) -> Tensor:
         if not tensors:
             return torch.zeros((), dtype=torch.int64, device=self._world.device)
-        return fingerprint(tensors).to(self._world.device)  # from the host, where what was offloaded lies
+        return fingerprint(tensors).to(
+            self._world.device
+        )  # from the host, where what was offloaded lies
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:

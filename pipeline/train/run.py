@@ -15,21 +15,23 @@ from pipeline.errors import RunError
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
+from pipeline.runs import faults
+from pipeline.runs.directory import RunDir
+from pipeline.runs.goodput import beginning, goodput
+from pipeline.runs.log import Log, read
 from pipeline.track.console import Console
-from pipeline.track.log import Log, read
 from pipeline.track.tracker import Fan, LocalLog, Tracker
-from pipeline.train import faults
-from pipeline.train.evaluate import Evaluator, loader
-from pipeline.train.goodput import beginning, goodput
+from pipeline.train.evaluation import Evaluator, loader
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
-from pipeline.train.plan import same_data
-from pipeline.train.rundir import RunDir
+from pipeline.train.request import same_data
 from pipeline.train.stop import Stop
-from pipeline.train.watch import Watch
+from pipeline.train.watchdog import Watch
 
 
-def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path | None = None) -> bool:
+def run(
+    path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path | None = None
+) -> bool:
     """Train the run in a directory from where it stands; whether it reached its end. `data`: a nearer copy of it."""
     directory = RunDir(path)
     if world.first:
@@ -40,7 +42,10 @@ def run(path: Path, world: World, stop: Stop, *, quiet: bool = False, data: Path
     batches = loader(config, corpus, "train")
     with closing(Watch(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker, back = engine(config, world), None
-        evaluator, saver = Evaluator(config, corpus, world), Saver(worker, config, directory.checkpoints, world)
+        evaluator, saver = (
+            Evaluator(config, corpus, world),
+            Saver(worker, config, directory.checkpoints, world),
+        )
         while True:
             start, notes = _resume(worker, directory, world, config.init, back)
             tracker = _tracker(directory, config, world, start, notes, back, quiet=quiet)
@@ -65,11 +70,17 @@ def _corpus(config: RunConfig) -> Corpus:
 
 
 def _resume(
-    worker: Engine, directory: RunDir, world: World, init: str | None, back: RollbackError | None = None
+    worker: Engine,
+    directory: RunDir,
+    world: World,
+    init: str | None,
+    back: RollbackError | None = None,
 ) -> tuple[int, list[str]]:
     found, notes = find(directory.checkpoints, world)
     if found is None and back is not None:
-        raise RunError(f"{back}, and there is no checkpoint to go back to; lower optim.lr or train.save_every")
+        raise RunError(
+            f"{back}, and there is no checkpoint to go back to; lower optim.lr or train.save_every"
+        )
     if found is None:
         saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"]
         if saved:

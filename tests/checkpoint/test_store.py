@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
-from pipeline.checkpoint.steps import complete
 from pipeline.checkpoint.weights import load_weights
 from pipeline.config.load import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World
+from pipeline.runs.steps import complete
 from tests.checkpoint.plain import Plain
 from tests.conftest import environment
 
@@ -44,7 +44,9 @@ def saved(tmp_path):
 def test_a_step_waits_for_the_copy_and_nothing_else_does(tmp_path):
     """The writing thread kept busy: `save` returns, random numbers are drawn, and the next step waits its turn."""
     engine, free = Plain([(5, 3)]), threading.Event()
-    saver = Saver(engine, settings(size="tiny", arch="dense", sets=["model.vocab=64"]), tmp_path, ALONE)
+    saver = Saver(
+        engine, settings(size="tiny", arch="dense", sets=["model.vocab=64"]), tmp_path, ALONE
+    )
     engine.stamp(1)
     saver._thread.submit(free.wait)
     drawn_before = torch.get_rng_state()
@@ -74,7 +76,9 @@ def test_a_stack_of_experts_is_cut_into_global_ones(experts, width, first, cuts)
     for low, high in pairwise(bounds):
         for fragment in split("up", (experts, width), (first, 64), low, whole[low:high]):
             assert fragment.shape == (width,)
-            found[fragment.key][fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
+            found[fragment.key][fragment.offset : fragment.offset + len(fragment.data)] = (
+                fragment.data
+            )
             count += len(fragment.data)
     assert count == len(whole) and torch.equal(torch.cat(list(found.values())), whole)
 
@@ -130,7 +134,12 @@ def test_a_manifest_cannot_point_elsewhere(saved):
 
 @pytest.mark.parametrize(
     ("last", "every", "kept"),
-    [(2, None, [90, 100]), (1, 50, [50, 100]), (3, 30, [30, 60, 80, 90, 100]), (99, 7, list(range(10, 101, 10)))],
+    [
+        (2, None, [90, 100]),
+        (1, 50, [50, 100]),
+        (3, 30, [30, 60, 80, 90, 100]),
+        (99, 7, list(range(10, 101, 10))),
+    ],
 )
 def test_which_are_kept(tmp_path, last, every, kept):
     (tmp_path / "step-00000100.bak").mkdir()
@@ -138,7 +147,9 @@ def test_which_are_kept(tmp_path, last, every, kept):
         (tmp_path / f"step-{step:08d}").mkdir()
         manifest.prune(tmp_path, step, last, every)
     assert list(complete(tmp_path)) == kept and (tmp_path / "step-00000100.bak").exists()
-    (tmp_path / "step-00000095").mkdir()  # of a run that went back and on: 100 is not its own any more
+    (
+        tmp_path / "step-00000095"
+    ).mkdir()  # of a run that went back and on: 100 is not its own any more
     manifest.prune(tmp_path, 95, last, every)
     assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
 
@@ -148,4 +159,6 @@ def test_killed_a_hundred_times_while_saving(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout)
-    assert seen["during"] >= 30 and seen["last"] >= 20  # deaths in the middle of a save, and saves between deaths
+    assert (
+        seen["during"] >= 30 and seen["last"] >= 20
+    )  # deaths in the middle of a save, and saves between deaths

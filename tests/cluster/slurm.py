@@ -85,15 +85,25 @@ class Slurm:
         self.state.chmod(0o755)
         self._claim()
         host, port = socket.gethostname().partition(".")[0], self._port
-        about = {"state": self.state, "host": host, "net": self._net, "timeout": self.timeout, "port": port}
-        (self.state / "slurm.conf").write_text(CONFIG.format(**about, first=port + 1, last=port + 2))
+        about = {
+            "state": self.state,
+            "host": host,
+            "net": self._net,
+            "timeout": self.timeout,
+            "port": port,
+        }
+        (self.state / "slurm.conf").write_text(
+            CONFIG.format(**about, first=port + 1, last=port + 2)
+        )
         (self.state / "hosts").write_text(HOSTS.format(**about))
         self.run("ip", "addr", "add", f"{self._net}.254/24", "dev", self._bridge)
         self.run("ip", "link", "set", self._bridge, "up")
         (self.state / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for number in range(4):  # gres.conf wants character devices: more of /dev/null
             os.mknod(self.state / f"dev/nvidia{number}", 0o666 | 0o020000, os.makedev(1, 3))
-        (self.state / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={self.state}/dev/nvidia[0-3]\n")
+        (self.state / "gres.conf").write_text(
+            f"AutoDetect=off\nName=gpu File={self.state}/dev/nvidia[0-3]\n"
+        )
         self._munge()
         self.run("slurmctld")
         for node in ("node1", "node2"):
@@ -104,7 +114,16 @@ class Slurm:
         for number in range(250):
             self._number, self._net, self._bridge = number, f"10.87.{number}", f"slurm{number}"
             self._port = 21000 + 3 * number
-            add = ["ip", "link", "add", self._bridge, "address", _mac(number, 254), "type", "bridge"]
+            add = [
+                "ip",
+                "link",
+                "add",
+                self._bridge,
+                "address",
+                _mac(number, 254),
+                "type",
+                "bridge",
+            ]
             if subprocess.run(add, capture_output=True).returncode == 0:
                 return
         raise AssertionError("no free bridge of slurm0 to slurm249; see `ip link`")
@@ -116,21 +135,40 @@ class Slurm:
         key.chmod(0o400)
         shutil.chown(folder, "munge", "munge")
         shutil.chown(key, "munge", "munge")
-        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        munged = ["munged", "--force", *(f"--{option}={folder}/{name}" for option, name in options.items())]
+        options = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        munged = [
+            "munged",
+            "--force",
+            *(f"--{option}={folder}/{name}" for option, name in options.items()),
+        ]
         self.run("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", *munged)
 
     def power_on(self, node: str) -> None:
         log = (self.state / f"{node}.out").open("ab")
         number, plug = node[-1], f"{self._bridge}{node[-1]}"
-        inside = INSIDE.format(state=self.state, node=node, link=f"{plug}i", net=self._net, number=number)
+        inside = INSIDE.format(
+            state=self.state, node=node, link=f"{plug}i", net=self._net, number=number
+        )
         spaces = ("--uts", "--pid", "--mount", "--net", "--fork", "--kill-child", "--mount-proc")
         process = self._nodes[node] = subprocess.Popen(
             ["unshare", *spaces, "bash", "-c", inside], env={**os.environ, **self.env},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         self.until(lambda: _child(process.pid))
-        peer = ("name", f"{plug}i", "address", _mac(self._number, int(number)), "netns", _child(process.pid))
+        peer = (
+            "name",
+            f"{plug}i",
+            "address",
+            _mac(self._number, int(number)),
+            "netns",
+            _child(process.pid),
+        )
         self.run("ip", "link", "add", plug, "type", "veth", "peer", *peer)
         self.run("ip", "link", "set", plug, "master", self._bridge, "up")
         self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
@@ -154,13 +192,19 @@ class Slurm:
 
     def run(self, *command: object) -> str:
         done = subprocess.run(
-            list(map(str, command)), env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
+            list(map(str, command)),
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def field(self, job: str, name: str) -> str:
-        return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={name}:100")
+        return self.run(
+            "squeue", "--noheader", "--states=all", f"--jobs={job}", f"--Format={name}:100"
+        )
 
     def ends(self, job: str, state: str = "COMPLETED") -> None:
         """Waits for that end; another one is told at once, with the job's last words."""
@@ -181,14 +225,18 @@ class Slurm:
     def _state(self, node: str) -> str | None:
         """Of a node; None while the controller does not answer yet."""
         ask = ["sinfo", "-hN", "-n", node, "-p", "main", "-o", "%t"]
-        done = subprocess.run(ask, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ask, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
+        )
         return None if done.returncode else done.stdout.strip()
 
     def inside(self, node: str, pattern: str) -> list[int]:
         """Processes of a node by their command line, as this host numbers them."""
         space = _child(self._nodes[node].pid)
         pids = subprocess.run(
-            ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern], capture_output=True, text=True
+            ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern],
+            capture_output=True,
+            text=True,
         ).stdout.split()
         return [int(pid) for pid in pids]
 
@@ -202,13 +250,17 @@ class Slurm:
             time.sleep(0.1)
 
     def _said(self) -> str:
-        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.state.glob("*.log")))
+        return "\n".join(
+            f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.state.glob("*.log"))
+        )
 
 
 def absent() -> str | None:
     """Why a SLURM cannot be started here."""
     missing = [
-        name for name in ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip") if shutil.which(name) is None
+        name
+        for name in ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip")
+        if shutil.which(name) is None
     ]
     if missing:
         return f"no {', '.join(missing)}; `make system` installs SLURM from Debian's packages"

@@ -31,7 +31,13 @@ def test_two_nodes_make_the_same_bytes(slurm, corpus, tmp_path):
     asked = [part for file in files for part in ("--source", file)]
     asked += ["--tokenizer", corpus / "tokenizer.model", "--set", "dedup.near={}", "--quiet"]
     log = tmp_path / "log"
-    submit = ("sbatch", "--parsable", "--nodes=2", f"--output={log}", f"--export=ALL,ISOFLOP_PYTHON={driver}")
+    submit = (
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        f"--output={log}",
+        f"--export=ALL,ISOFLOP_PYTHON={driver}",
+    )
     job = slurm.run(*submit, TEMPLATES / "data.sbatch", *asked, "--out", tmp_path / "cluster")
 
     def ended() -> bool:

@@ -12,12 +12,12 @@ import pytest
 from pipeline.config.dump import to_toml
 from pipeline.config.load import load, validate
 from pipeline.config.schema import RunConfig
-from pipeline.recipe import resolve
+from pipeline.planner.recipe import resolve
+from pipeline.runs.directory import RunDir
+from pipeline.runs.faults import line
 from pipeline.slurm.attempts import Ending, decide, ending
 from pipeline.slurm.job import Allocation, whole
 from pipeline.slurm.submit import TEMPLATES
-from pipeline.train.faults import line
-from pipeline.train.rundir import RunDir
 from tests.cluster.test_jobs import submit, verdicts
 from tests.conftest import environment, launch
 from tests.train.test_run import TINY
@@ -33,38 +33,83 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
         'modules = ["cuda/12.8"]\nenv = { NCCL_DEBUG = "WARN; touch pwned" }\ncpus_per_task = 3\n'
         '[cluster.slurm.container]\nkind = "pyxis"\nimage = "/images/a.sqsh"\nmounts = ["/home:/home", "/data:/data"]\n'
     )
-    asked = ("pretrain", *TINY, "--data", corpus, "--out", out, "--cluster", site, "--slurm", "--nodes", 2, "--dry-run")
+    asked = (
+        "pretrain",
+        *TINY,
+        "--data",
+        corpus,
+        "--out",
+        out,
+        "--cluster",
+        site,
+        "--slurm",
+        "--nodes",
+        2,
+        "--dry-run",
+    )
     said = launch(*asked, **slurm.env).stdout
-    for word in ("--partition=high", "--nodes=2", "--gpus-per-node=2", "--ntasks-per-node=2", "--time=1:00:00"):
+    for word in (
+        "--partition=high",
+        "--nodes=2",
+        "--gpus-per-node=2",
+        "--ntasks-per-node=2",
+        "--time=1:00:00",
+    ):
         assert word in said
     assert "50%% done/logs/job.log" in said and "NCCL_DEBUG='WARN; touch pwned'" in said
     assert (TEMPLATES / "pretrain.sbatch").read_text() in said
     around = "--container-image=/images/a.sqsh --container-mounts=/home:/home,/data:/data"
-    assert f"50%% done/logs/rank-%t.log' --cpus-per-task=3 {around} python3 -m pipeline.slurm.task" in said
+    assert (
+        f"50%% done/logs/rank-%t.log' --cpus-per-task=3 {around} python3 -m pipeline.slurm.task"
+        in said
+    )
     assert "to start at" in said.splitlines()[-1]  # sbatch --test-only
     assert not out.exists()
     bare = launch(*asked, PATH=str(tmp_path))  # a machine without SLURM
     assert "not validated" in bare.stdout.splitlines()[-1]
-    assert "needs sbatch" in launch(*asked[:-1], code=2, PATH=str(tmp_path)).stderr and not out.exists()
+    assert (
+        "needs sbatch" in launch(*asked[:-1], code=2, PATH=str(tmp_path)).stderr
+        and not out.exists()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--nodes", 4), ("--nodes=4", "node configuration is not available")),
-        (("--nodes", 2, "--set", "cluster.slurm.partition=gpu"), ("--partition=gpu", "Invalid partition")),
+        (
+            ("--nodes", 2, "--set", "cluster.slurm.partition=gpu"),
+            ("--partition=gpu", "Invalid partition"),
+        ),
         (("--nodes", "4-2"), ("--nodes '4-2'",)),
         (("--nodes", 2, "--time", "soon"), ("cluster.slurm.time='soon'",)),
         (("--nodes", 2, "--time", "0-0:06"), ("time=0-0:06 (360 s)", "grace_s=300", "grace_s=150")),
         (("--nodes", 1, "--set", "name=a\ntouch pwned"), ("name='a\\ntouch pwned'",)),
-        (("--nodes", 1, "--set", 'cluster.slurm.account="a\\nb"'), ("cluster.slurm.account='a\\nb'",)),
-        (("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1), ("size=7b", "this A100")),
+        (
+            ("--nodes", 1, "--set", 'cluster.slurm.account="a\\nb"'),
+            ("cluster.slurm.account='a\\nb'",),
+        ),
+        (
+            ("--nodes", 1, "--size", "7b", "--cluster", "a100", "--gpus-per-node", 1),
+            ("size=7b", "this A100"),
+        ),
     ],
 )
 def test_refused_in_one_line(slurm, corpus, tmp_path, monkeypatch, inside, arguments, words):
     out = tmp_path / "run"
     monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
-    wanted = ("pretrain", *TINY, "--data", corpus, "--out", out, "--slurm", "--gpus-per-node", 0, *arguments)
+    wanted = (
+        "pretrain",
+        *TINY,
+        "--data",
+        corpus,
+        "--out",
+        out,
+        "--slurm",
+        "--gpus-per-node",
+        0,
+        *arguments,
+    )
     said = inside(*wanted, code=2)
     assert all(word in said for word in words), said
     assert not out.exists()
@@ -73,7 +118,10 @@ def test_refused_in_one_line(slurm, corpus, tmp_path, monkeypatch, inside, argum
 def test_the_example_site_is_one():
     config = resolve(load(size="tiny", cluster="example"), ranks=8, gpu=True)
     assert validate(RunConfig, tomllib.loads(to_toml(config))) == config
-    assert config.cluster.slurm.container is not None and config.cluster.slurm.env["NCCL_IB_HCA"] == "mlx5"
+    assert (
+        config.cluster.slurm.container is not None
+        and config.cluster.slurm.env["NCCL_IB_HCA"] == "mlx5"
+    )
 
 
 def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
@@ -82,9 +130,13 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     job = submit(slurm, *TINY, "--data", corpus, "--out", out, "--nproc", 1, *HELD)
     assert (out / "slurm.json").exists()
     slurm.run("scontrol", "write", "batch_script", job, tmp_path / "script")
-    assert (tmp_path / "script").read_bytes().rstrip(b"\0") == (TEMPLATES / "pretrain.sbatch").read_bytes()
+    assert (tmp_path / "script").read_bytes().rstrip(b"\0") == (
+        TEMPLATES / "pretrain.sbatch"
+    ).read_bytes()
     assert slurm.field(job, "numnodes") == "1"
-    again = launch("pretrain", "--resume", "--slurm", "--out", out, "--gpus-per-node", 0, code=2, **slurm.env)
+    again = launch(
+        "pretrain", "--resume", "--slurm", "--out", out, "--gpus-per-node", 0, code=2, **slurm.env
+    )
     assert f"in the queue as job {job} (PENDING)" in again.stderr
     assert "cancelled" in launch("cancel", out, **slurm.env).stdout
     assert slurm.field(job, "state") == "CANCELLED"
@@ -95,7 +147,9 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     batch = [sys.executable, "-m", "pipeline.slurm.job", str(out)]
     env = environment(**slurm.env, **there, SLURM_RESTART_COUNT="101")
     assert subprocess.run(batch, env=env).returncode == 2
-    assert [event for event, _ in verdicts(out)] == ["stop"] and "max_restarts=100" in verdicts(out)[0][1]
+    assert [event for event, _ in verdicts(out)] == ["stop"] and "max_restarts=100" in verdicts(
+        out
+    )[0][1]
     assert verdicts(out)[0][1] in launch("logs", out).stdout
     assert not list(tmp_path.rglob("pwned"))
 
@@ -122,7 +176,7 @@ def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
         from launch import pretrain
         from launch.__main__ import main
         from pipeline.slurm import queue, submit
-        from pipeline.train import plan
+        from pipeline.train import request as plan
         children = []
         for number in range(50):  # forked: one import for all of them
             if (child := os.fork()) == 0:
@@ -134,7 +188,11 @@ def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
     )
     program = f"import sys; sys.argv = {list(map(str, wanted))!r}\n{program}"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment(**slurm.env), capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(**slurm.env),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     told = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(50)]
@@ -169,12 +227,23 @@ FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
         ({"fault": FAULT}, "requeue", "RuntimeError: out of luck at step 7"),
         ({"fault": FAULT, "restarts": 100}, "stop", "max_restarts=100"),
         ({"fault": FAULT, "hopeless": "failed twice"}, "stop", "failed twice; see runs/x/logs"),
-        ({"fault": {**FAULT, "user": True}, "hopeless": "disk full"}, "stop", "disk full; see runs/x/logs"),
+        (
+            {"fault": {**FAULT, "user": True}, "hopeless": "disk full"},
+            "stop",
+            "disk full; see runs/x/logs",
+        ),
     ],
 )
 def test_whether_to_come_back(change, action, words):
     restarts = change.pop("restarts", 0)
-    plain = {"step": 7, "finished": False, "saved": False, "asked": None, "fault": None, "hopeless": None}
+    plain = {
+        "step": 7,
+        "finished": False,
+        "saved": False,
+        "asked": None,
+        "fault": None,
+        "hopeless": None,
+    }
     verdict = decide(Ending(**plain | change), restarts=restarts, most=100, run=Path("runs/x"))
     assert verdict.action == action and words in verdict.reason
     assert (verdict.code == 0) == (action == "done")
@@ -183,7 +252,10 @@ def test_whether_to_come_back(change, action, words):
 @pytest.mark.parametrize(
     ("known", "reason"),
     [
-        (None, "ChildProcessError: rank 1 on node2: Exited with exit code 1"),  # it ended before it could say why
+        (
+            None,
+            "ChildProcessError: rank 1 on node2: Exited with exit code 1",
+        ),  # it ended before it could say why
         (ValueError("why"), "ValueError: why"),
     ],
 )
@@ -191,6 +263,8 @@ def test_the_first_to_end_is_the_cause(tmp_path, known, reason):
     run = RunDir(tmp_path)
     if known:
         run.fail(known)
-    said = "srun: error: node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
+    said = (
+        "srun: error: node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
+    )
     fault = ending(run, "1", 0.0, 137, None, said, max_restarts=3).fault
     assert fault is not None and line(fault) == reason

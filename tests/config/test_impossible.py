@@ -6,7 +6,11 @@ import pytest
 @pytest.mark.parametrize(
     ("arch", "sets", "said"),
     [
-        ("dense", ["attention.heads=3", "attention.kv_heads=2"], "heads=3 is not a multiple of kv_heads=2"),
+        (
+            "dense",
+            ["attention.heads=3", "attention.kv_heads=2"],
+            "heads=3 is not a multiple of kv_heads=2",
+        ),
         ("dense", ["attention.head_dim=7"], "head_dim=7 is odd"),
         ("mla", ["attention.rope_dim=5"], "rope_dim=5 is odd"),
         ("mla", ["attention.kv_rank=100"], "kv_rank=100 is above width=64"),
@@ -21,13 +25,33 @@ import pytest
         ("mixtral", ["ffn.top_k=1"], "the router learns nothing"),
         ("gpt2", ["nope_every=2"], 'position.kind="learned" is not given to layers'),
         ("dense", ["position.theta=1.0"], "position.theta=1.0"),
-        ("dense", ['position.scaling={kind="llama3", factor=8.0, original_seq=64, low=4.0}'], "must exceed low=4.0"),
-        ("dense", ['position.scaling={kind="yarn", factor=8.0, original_seq=64, beta_fast=1.0}'], "beta_slow=1.0"),
-        ("mla", ["attention.rope_dim=2", 'position.scaling={kind="ntk", factor=8.0}'], "one pair is all there is"),
+        (
+            "dense",
+            ['position.scaling={kind="llama3", factor=8.0, original_seq=64, low=4.0}'],
+            "must exceed low=4.0",
+        ),
+        (
+            "dense",
+            ['position.scaling={kind="yarn", factor=8.0, original_seq=64, beta_fast=1.0}'],
+            "beta_slow=1.0",
+        ),
+        (
+            "mla",
+            ["attention.rope_dim=2", 'position.scaling={kind="ntk", factor=8.0}'],
+            "one pair is all there is",
+        ),
         ("dense", ["norm.bias=true"], "an rmsnorm has none"),
-        ("dense", ["parallel_block=true", 'placement="post"'], 'parallel_block needs placement="pre"'),
+        (
+            "dense",
+            ["parallel_block=true", 'placement="post"'],
+            'parallel_block needs placement="pre"',
+        ),
         ("dense", ["attention.global_every=2"], "global_every=2 needs a window"),
-        ("dense", ['position={kind="relative", buckets=32, max_distance=16}'], "max_distance=16 must exceed half"),
+        (
+            "dense",
+            ['position={kind="relative", buckets=32, max_distance=16}'],
+            "max_distance=16 must exceed half",
+        ),
         ("dense", ['position={kind="sinusoidal"}', "width=63"], "width=63 is odd"),
         ("dense", ["mtp=2048"], "mtp=2048 predicts beyond seq=2048"),
         ("dense", ['ffn.activation="swish"'], "ffn.activation='swish'"),

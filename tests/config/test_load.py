@@ -8,14 +8,20 @@ from pipeline.config.dump import differences, to_toml
 from pipeline.config.load import load, merge, names, parse_set, reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.recipe import resolve
+from pipeline.planner.recipe import resolve
 
 
 def test_later_layers_win(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("seed = 7\n[optim]\nclip = 0.5\n[train]\nkeep_last = 9\n")
-    config = load(size="1b", cluster="h100", file=file, sets=["optim.clip=0.25"], over={"experiment": "mine"})
-    assert (config.seed, config.optim.clip, config.train.keep_last) == (7, 0.25, 9)  # file < --set, file > base
+    config = load(
+        size="1b", cluster="h100", file=file, sets=["optim.clip=0.25"], over={"experiment": "mine"}
+    )
+    assert (config.seed, config.optim.clip, config.train.keep_last) == (
+        7,
+        0.25,
+        9,
+    )  # file < --set, file > base
     assert (config.cluster.name, config.experiment, config.model.width) == ("h100", "mine", 2048)
 
 
@@ -52,7 +58,9 @@ def test_bad_settings_are_one_line_with_a_remedy(arguments, parts):
 def test_a_kind_that_changes_replaces_its_table():
     cosine = load(size="tiny", sets=["optim.schedule.kind=cosine"]).optim.schedule
     assert cosine.kind == "cosine" and not hasattr(cosine, "decay_share")
-    assert merge({"a": {"kind": "x", "b": 1}}, {"a": {"c": 2}}) == {"a": {"kind": "x", "b": 1, "c": 2}}
+    assert merge({"a": {"kind": "x", "b": 1}}, {"a": {"c": 2}}) == {
+        "a": {"kind": "x", "b": 1, "c": 2}
+    }
 
 
 def test_set_values_are_toml_or_strings():
@@ -62,7 +70,8 @@ def test_set_values_are_toml_or_strings():
 
 
 @pytest.mark.parametrize(
-    ("size", "arch"), [*((s, "dense") for s in names("size")), *(("tiny", a) for a in names("arch"))]
+    ("size", "arch"),
+    [*((s, "dense") for s in names("size")), *(("tiny", a) for a in names("arch"))],
 )
 def test_resolved_config_survives_the_disk(size, arch, tmp_path):
     config = resolve(load(size=size, arch=arch), ranks=2, gpu=False)
@@ -73,9 +82,17 @@ def test_resolved_config_survives_the_disk(size, arch, tmp_path):
 
 
 def test_a_config_from_before_a_setting_has_its_default(tmp_path):
-    config = resolve(load(size="tiny", sets=["train.check_every=5", "optim.schedule.kind=cosine"]), ranks=2, gpu=False)
+    config = resolve(
+        load(size="tiny", sets=["train.check_every=5", "optim.schedule.kind=cosine"]),
+        ranks=2,
+        gpu=False,
+    )
     path = tmp_path / "config.toml"
-    path.write_text("".join(line for line in to_toml(config).splitlines(True) if not line.startswith("check_every")))
+    path.write_text(
+        "".join(
+            line for line in to_toml(config).splitlines(True) if not line.startswith("check_every")
+        )
+    )
     assert differences(config, reload(path)) == {"train.check_every": (5, 1)}
 
 

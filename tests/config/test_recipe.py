@@ -9,25 +9,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.account import flops_per_token, params
-from pipeline.choose import Room, fit
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.recipe import resolve
-from pipeline.train.plan import Devices, Request, settle
+from pipeline.planner.choose import Room, fit
+from pipeline.planner.count import flops_per_token, params
+from pipeline.planner.recipe import resolve
+from pipeline.train.request import Devices, Request, settle
 
 
 def test_rate_and_batch_follow_the_published_ladder():
     config = resolve(load(size="125m", sets=["train.tokens_per_param=20"]), ranks=8, gpu=True)
     n = params(config.model).non_embedding
     assert config.optim.lr == pytest.approx(0.5 * 0.0047 * (n / 108e6) ** (-1 / 3), rel=5e-3)
-    assert config.train.batch_tokens == pytest.approx(2048 * 160 * (n / 108e6) ** (2 / 3), rel=0.25)  # snapped
+    assert config.train.batch_tokens == pytest.approx(
+        2048 * 160 * (n / 108e6) ** (2 / 3), rel=0.25
+    )  # snapped
     assert config.optim.optimizer.beta2 == 0.99  # below 524,288 tokens
 
 
 def test_longer_runs_take_a_smaller_rate():
-    short, long = (resolve(load(size="1b", sets=[f"train.tokens_per_param={t}"]), ranks=8, gpu=True) for t in (20, 80))
+    short, long = (
+        resolve(load(size="1b", sets=[f"train.tokens_per_param={t}"]), ranks=8, gpu=True)
+        for t in (20, 80)
+    )
     assert long.optim.lr == pytest.approx(short.optim.lr / 2, rel=1e-2)
 
 
@@ -61,7 +66,11 @@ def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro
 
 @pytest.mark.parametrize("length", ["train.steps=17", "train.tokens=1000000", "train.flops=1e15"])
 def test_length_in_steps_tokens_or_flops(length):
-    config = resolve(load(size="tiny", sets=["model.seq=128", "train.batch_tokens=2048", length]), ranks=2, gpu=False)
+    config = resolve(
+        load(size="tiny", sets=["model.seq=128", "train.batch_tokens=2048", length]),
+        ranks=2,
+        gpu=False,
+    )
     tokens = config.train.steps * 2048
     want = {"steps": 17 * 2048, "tokens": 1e6, "flops": 1e15 / flops_per_token(config.model).model}
     assert tokens == pytest.approx(want[length.split(".")[1].split("=")[0]], abs=2048)
@@ -75,7 +84,10 @@ def test_length_in_steps_tokens_or_flops(length):
     gpu=st.booleans(),
     keep=st.booleans(),
     parallel=st.fixed_dictionaries(
-        {"zero": st.integers(0, 3), "engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"])},
+        {
+            "zero": st.integers(0, 3),
+            "engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"]),
+        },
         optional={
             "ep": st.integers(1, 20),
             "sp": st.integers(1, 12),
@@ -94,10 +106,16 @@ def test_length_in_steps_tokens_or_flops(length):
     ),
 )
 @settings(deadline=None, max_examples=200)
-def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, memory, gpu, keep, parallel, train):
+def test_what_a_refusal_names_is_accepted_at_once(
+    corpus, size, arch, ranks, memory, gpu, keep, parallel, train
+):
     """Whatever stands against a layout, and however much of it: the settings named in the one line work, all of them
     and as they are, in the memory there is."""
-    asked = {"size": size, "nproc": ranks, **{f"parallel.{key}": value for key, value in parallel.items()}}
+    asked = {
+        "size": size,
+        "nproc": ranks,
+        **{f"parallel.{key}": value for key, value in parallel.items()},
+    }
     if not memory or "micro_batch" in train:
         train.pop("auto_batch", None)
     asked |= {f"train.{key}": value for key, value in train.items()}
@@ -109,7 +127,9 @@ def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, mem
         if keep:
             config = load(size=asked["size"], arch=arch, sets=sets)
             return fit(config, int(asked["nproc"]), Room(memory, shared=not gpu), keep=True)[0]
-        request = Request(asked["size"], arch, corpus, corpus / "none", int(asked["nproc"]), sets=sets)
+        request = Request(
+            asked["size"], arch, corpus, corpus / "none", int(asked["nproc"]), sets=sets
+        )
         with patch("shutil.disk_usage", return_value=Mock(free=2**60)):
             return settle(request, Devices(8 * gpu, memory, "device")).config
 
@@ -127,7 +147,9 @@ def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, mem
         settled({**asked, "nproc": more.removesuffix(" ranks")})
     remedy = re.sub(r"^(\d+) of them with", r"--nproc \1", remedy)
     for key, value in re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", remedy):
-        table = {"dtype": "train.", "size": "", "nproc": ""}.get(key, "" if "." in key else "parallel.")
+        table = {"dtype": "train.", "size": "", "nproc": ""}.get(
+            key, "" if "." in key else "parallel."
+        )
         asked[table + key] = value
     config = settled(asked)
     readers = int(asked["nproc"]) // config.parallel.sp
@@ -140,8 +162,18 @@ def test_what_a_refusal_names_is_accepted_at_once(corpus, size, arch, ranks, mem
 @pytest.mark.parametrize(
     ("to", "host", "free", "said"),
     [
-        ("cpu", 2**28, 2**40, r"offload to the CPU needs about .* 256.0 MiB are free; offload to nvme"),
-        ("nvme", 2**28, 2**28, r"offload.path=.* has 256.0 MiB free, the run needs .* there; give another disk"),
+        (
+            "cpu",
+            2**28,
+            2**40,
+            r"offload to the CPU needs about .* 256.0 MiB are free; offload to nvme",
+        ),
+        (
+            "nvme",
+            2**28,
+            2**28,
+            r"offload.path=.* has 256.0 MiB free, the run needs .* there; give another disk",
+        ),
         ("nvme", 2**28, 2**40, None),
         ("cpu", 2**36, 2**28, None),
         ("cpu", None, 2**28, None),  # a host that is not known
@@ -151,10 +183,15 @@ def test_what_leaves_a_gpu_needs_room_elsewhere(corpus, tmp_path, to, host, free
     (disk := tmp_path / "disk").mkdir()
     sets = ["parallel.zero=3", f"parallel.offload.optimizer={to}", f"parallel.offload.path={disk}"]
     wish = Request("125m", "dense", corpus, tmp_path / "run", 2, sets=sets)
-    with patch("shutil.disk_usage", side_effect=lambda at: Mock(free=free if at == disk else 2**60)):
+    with patch(
+        "shutil.disk_usage", side_effect=lambda at: Mock(free=free if at == disk else 2**60)
+    ):
         if said is None:
             settle(wish, Devices(2, 2**36, "GPU", host))
-            settle(replace(wish, sets=[*sets, "parallel.offload.path=/nowhere"], fewest=2), Devices(2, 2**36, "GPU"))
+            settle(
+                replace(wish, sets=[*sets, "parallel.offload.path=/nowhere"], fewest=2),
+                Devices(2, 2**36, "GPU"),
+            )
         else:
             with pytest.raises(UserError, match=said):
                 settle(wish, Devices(2, 2**36, "GPU", host))

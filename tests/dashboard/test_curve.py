@@ -9,8 +9,18 @@ from pipeline.dashboard.curve import SLACK, Folded, thin
 
 
 def step(number: int, **more: object) -> dict[str, object]:
-    at = {"kind": "step", "time": float(number), "step": number, "tokens": 100 * number, "flops": 1e6 * number}
-    return at | {"loss": 3.0, "grad_norm": 0.5, "tokens_per_s": 1000.0, "hash": f"{number:016x}"} | more
+    at = {
+        "kind": "step",
+        "time": float(number),
+        "step": number,
+        "tokens": 100 * number,
+        "flops": 1e6 * number,
+    }
+    return (
+        at
+        | {"loss": 3.0, "grad_norm": 0.5, "tokens_per_s": 1000.0, "hash": f"{number:016x}"}
+        | more
+    )
 
 
 def test_thinning_keeps_the_extremes() -> None:

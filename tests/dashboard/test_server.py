@@ -29,9 +29,13 @@ def local(runs: Path) -> Iterator[tuple[int, Watcher]]:
         yield served
 
 
-def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    port: int, path: str, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    link.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    link.request(
+        method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     answer = link.getresponse()
     return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
 
@@ -48,7 +52,11 @@ def test_only_its_own_host_and_origin_are_served(local) -> None:
         "[::1",
     ):
         assert ask(port, "/api/runs", Host=host)[0] in (400, 403), host
-    for host in (f"localhost:{port}", "127.0.0.1:9999", "[::1]:80"):  # a tunnel may have another port
+    for host in (
+        f"localhost:{port}",
+        "127.0.0.1:9999",
+        "[::1]:80",
+    ):  # a tunnel may have another port
         assert ask(port, "/api/runs", Host=host)[0] == 200, host
     assert ask(port, "/", Origin="http://evil.example")[0] == 403
     assert ask(port, "/api/runs", Origin="null")[0] == 403
@@ -57,7 +65,14 @@ def test_only_its_own_host_and_origin_are_served(local) -> None:
 
 def test_every_answer_carries_the_policy_and_nothing_is_written(local) -> None:
     port, _ = local
-    for path in ("/", "/page/app.js", "/api/runs", "/api/laws", "/nothing", "/api/runs/ffffffffffff"):
+    for path in (
+        "/",
+        "/page/app.js",
+        "/api/runs",
+        "/api/laws",
+        "/nothing",
+        "/api/runs/ffffffffffff",
+    ):
         _, headers, _ = ask(port, path)
         assert "script-src 'self';" in headers["content-security-policy"], path
         assert headers["x-content-type-options"] == "nosniff"
@@ -86,12 +101,16 @@ def test_elsewhere_it_asks_for_the_token(runs: Path) -> None:
         assert ask(port, "/")[0] == ask(port, "/api/runs")[0] == ask(port, "/page/app.js")[0] == 401
         assert ask(port, "/", Host="evil.example")[0] == 403
         assert ask(port, "/?token=wrong")[0] == 401
-        assert ask(port, "/api/runs?token=" + TOKEN)[0] == 401  # the address bar is for the page alone
+        assert (
+            ask(port, "/api/runs?token=" + TOKEN)[0] == 401
+        )  # the address bar is for the page alone
         status, headers, _ = ask(port, "/?token=" + TOKEN)
         assert status == 303 and headers["location"] == "/"
         assert "HttpOnly" in headers["set-cookie"] and "SameSite=strict" in headers["set-cookie"]
         assert ask(port, "/api/runs", Cookie=headers["set-cookie"].split(";")[0])[0] == 200
-        assert ask(port, "/api/runs", Authorization=f"Bearer {TOKEN}", Host="10.0.0.7:8080")[0] == 200
+        assert (
+            ask(port, "/api/runs", Authorization=f"Bearer {TOKEN}", Host="10.0.0.7:8080")[0] == 200
+        )
         assert ask(port, "/api/runs", Cookie="isoflop-token=\x7f; ;=;")[0] == 401
 
 
@@ -107,7 +126,9 @@ def test_only_what_changed_is_sent_again(tmp_path: Path) -> None:
         (root / "damaged").mkdir()
         (root / "damaged" / "run.json").write_text("{")
         watcher.refresh()
-        _, headers, body = ask(port, f"/api/runs?since={first['revision']}", If_None_Match=headers["etag"])
+        _, headers, body = ask(
+            port, f"/api/runs?since={first['revision']}", If_None_Match=headers["etag"]
+        )
         news = json.loads(body)
         assert [run["row"]["name"] for run in news["runs"]] == ["late"]
         assert len(news["ids"]) == 3 and "run.json is not JSON" in news["notes"][0]
@@ -124,7 +145,10 @@ def test_a_log_of_another_shape_costs_its_own_row_alone(tmp_path: Path) -> None:
     watcher = Watcher(Directories(root))
     watcher.refresh()
     names = [json.loads(text)["row"]["name"] for _, text in watcher.snapshot.runs.values()]
-    assert set(names) == {"tiny-20x", "mini-20x"} and "is not as our runs are" in watcher.snapshot.notes[0]
+    assert (
+        set(names) == {"tiny-20x", "mini-20x"}
+        and "is not as our runs are" in watcher.snapshot.notes[0]
+    )
     for key in watcher.snapshot.runs:
         assert watcher.page(key)
 
@@ -149,8 +173,16 @@ def test_a_live_log_is_read_on_and_a_rewritten_one_again(tmp_path: Path) -> None
 def test_nothing_that_schemathesis_thinks_of_breaks_it(local, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     port, _ = local
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/api/openapi.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"http://127.0.0.1:{port}/api/openapi.json",
+    ]
     command += ["--checks", "all", "--max-examples", "15", "--seed", "1"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)  # it leaves a cache
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, cwd=tmp_path
+    )  # it leaves a cache
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     assert "Tested: 3" in found.stdout

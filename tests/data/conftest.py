@@ -67,7 +67,10 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def corpus(
-    ray_cluster: None, tokenizer: Tokenizer, texts: list[str], tmp_path_factory: pytest.TempPathFactory
+    ray_cluster: None,
+    tokenizer: Tokenizer,
+    texts: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(3):

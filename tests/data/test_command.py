@@ -40,7 +40,9 @@ def test_prepare_then_inspect(tmp_path: Path) -> None:
     assert made["reused"] is False and made["tokenizer"]["vocab"] == 500
     again = runner.invoke(app, arguments, catch_exceptions=False)
     assert again.exit_code == 0 and "already there" in again.stdout
-    looked = runner.invoke(app, ["inspect", str(tmp_path / "out"), "--json"], catch_exceptions=False)
+    looked = runner.invoke(
+        app, ["inspect", str(tmp_path / "out"), "--json"], catch_exceptions=False
+    )
     found = json.loads(looked.stdout)
     assert found["hash"] == made["hash"] and found["checksums"] == "ok"
     assert found["splits"]["train"]["tokens"] == made["splits"]["train"]["tokens"]
@@ -54,7 +56,17 @@ def test_tokenizer_on_a_weighted_sample(tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{text} {word * 3}" for text in some_texts(300)])
     sources = [part for name in "ab" for part in ("--source", str(tmp_path / f"{name}.jsonl"))]
     out = tmp_path / "deep" / "t.model"
-    arguments = ["tokenizer", *sources, "--vocab-size", "500", "--special", "<sep>", "--out", str(out), "--json"]
+    arguments = [
+        "tokenizer",
+        *sources,
+        "--vocab-size",
+        "500",
+        "--special",
+        "<sep>",
+        "--out",
+        str(out),
+        "--json",
+    ]
     made = json.loads(runner.invoke(app, arguments, catch_exceptions=False).stdout)
     assert made["controls"] == {"<unk>": 0, "<s>": 1, "</s>": 2, "<sep>": 3} and made["gigatoken"]
     assert Tokenizer.open(out).fingerprint == made["fingerprint"]
@@ -86,7 +98,9 @@ def test_a_tokenizer_that_cannot_be(tmp_path: Path) -> None:
         error = runner.invoke(
             app, ["tokenizer", "--source", str(source), "--vocab-size", "300", "--out", str(out)]
         ).exception
-        assert isinstance(error, DataError) and re.search(says, str(error)) and "\n" not in str(error)
+        assert (
+            isinstance(error, DataError) and re.search(says, str(error)) and "\n" not in str(error)
+        )
 
 
 def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +108,10 @@ def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", address := f"127.0.0.1:{free.getsockname()[1]}")
-        with pytest.raises(DataError, match=f"RAY_ADDRESS={address}: nothing answers there"), cluster(1):
+        with (
+            pytest.raises(DataError, match=f"RAY_ADDRESS={address}: nothing answers there"),
+            cluster(1),
+        ):
             pass
 
 
@@ -106,7 +123,9 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     raw[100] ^= 4
     shard.write_bytes(raw)
     assert isinstance(runner.invoke(app, ["inspect", str(tmp_path / "copy")]).exception, DataError)
-    assert "give the directory it is in" in str(runner.invoke(app, ["inspect", str(shard)]).exception)
+    assert "give the directory it is in" in str(
+        runner.invoke(app, ["inspect", str(shard)]).exception
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,12 +133,22 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     [
         (["--set", "tokenizer=t.model"], "tokenizer is an option.*give --tokenizer FILE.model"),
         (["--config", "recipe.toml"], "tokenizer is an option.*give --tokenizer FILE.model"),
-        (["--tokenizer", "t.model", "--set", "train.kind=unigram"], "--set train.kind=unigram is for a tokenizer that"),
-        (["--tokenizer", "t.model", "--set", "vocab_size=9"], "--set vocab_size=9 is for a tokenizer that"),
+        (
+            ["--tokenizer", "t.model", "--set", "train.kind=unigram"],
+            "--set train.kind=unigram is for a tokenizer that",
+        ),
+        (
+            ["--tokenizer", "t.model", "--set", "vocab_size=9"],
+            "--set vocab_size=9 is for a tokenizer that",
+        ),
     ],
 )
 def test_what_says_nothing_of_a_tokenizer_is_refused(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, more: list[str], says: str
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.model").write_bytes(tokenizer.model)
@@ -160,4 +189,7 @@ def test_help_is_quick() -> None:
     """It must not import what takes seconds."""
     slow = "('torch', 'ray', 'datasets', 'pyarrow', 'numpy')"
     code = f"import sys, launch.data; print([m for m in {slow} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )

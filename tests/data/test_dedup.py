@@ -28,7 +28,17 @@ from tests.data.conftest import some_texts, write_jsonl
 VOCABULARY = [f"w{i}" for i in range(4000)]
 
 
-UNSPACED = ("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+UNSPACED = (
+    "CJK",
+    "IDEOGRAPHIC",
+    "HIRAGANA",
+    "KATAKANA",
+    "HALFWIDTH KATAKANA",
+    "THAI",
+    "LAO",
+    "KHMER",
+    "MYANMAR",
+)
 
 
 def words_of(text: str) -> list[str]:
@@ -84,9 +94,13 @@ def planted(families: int, seed: int) -> list[str]:
 def test_word_hashes_are_equal_exactly_where_words_are(text: str) -> None:
     found, expected = word_hashes(text.encode()).tolist(), words_of(text)
     assert len(found) == len(expected)
-    assert [[a == b for b in found] for a in found] == [[a == b for b in expected] for a in expected]
+    assert [[a == b for b in found] for a in found] == [
+        [a == b for b in expected] for a in expected
+    ]
     for word, code in zip(expected, found, strict=True):
-        assert word_hashes(word.encode()).tolist() == [code], "a word of ASCII differs beside other characters"
+        assert word_hashes(word.encode()).tolist() == [code], (
+            "a word of ASCII differs beside other characters"
+        )
 
 
 def test_word_hashes_of_ascii_are_those_they_were() -> None:
@@ -100,7 +114,9 @@ def test_word_hashes_of_ascii_are_those_they_were() -> None:
 
 
 def test_shingles_depend_on_no_place() -> None:
-    assert word_hashes(b"a b")[1] == word_hashes(b"xxxxxxxxxx b")[1], "a word's hash depends on its place"
+    assert word_hashes(b"a b")[1] == word_hashes(b"xxxxxxxxxx b")[1], (
+        "a word's hash depends on its place"
+    )
     assert len(shingles(b"", 5)) == 0 and len(shingles(b"one two", 5)) == 1
 
 
@@ -110,7 +126,9 @@ def test_word_hashes_of_a_long_document_are_those_of_its_words() -> None:
         text = separator.join(random.Random(5).choices(VOCABULARY, k=40_000))
         assert len(text) > 2 * BLOCK
         words = {word: int(word_hashes(word.encode())[0]) for word in VOCABULARY}
-        assert word_hashes(text.encode()).tolist() == [words[word] for word in text.split(separator)]
+        assert word_hashes(text.encode()).tolist() == [
+            words[word] for word in text.split(separator)
+        ]
     assert len(word_hashes(b"x" * (2 * BLOCK + 1))) == 3
     assert len(word_hashes("。東".encode() * BLOCK)) == BLOCK  # cut between characters
 
@@ -118,10 +136,17 @@ def test_word_hashes_of_a_long_document_are_those_of_its_words() -> None:
 def test_near_duplicates_of_a_script_without_spaces() -> None:
     source, near = random.Random(7), Near()
     texts = ["".join(chr(source.randrange(0x4E00, 0x5600)) for _ in range(600)) for _ in range(20)]
-    grams = [shingles(t.encode(), near.ngram) for text in texts for t in (text, f"{text[:300]}，新{text[301:]}")]
+    grams = [
+        shingles(t.encode(), near.ngram)
+        for text in texts
+        for t in (text, f"{text[:300]}，新{text[301:]}")
+    ]
     keys = [set(band_keys(g, near).tolist()) for g in grams]
     for i, j in combinations(range(len(grams)), 2):
-        alike = bool(keys[i] & keys[j]) and similarity(bottom(grams[i]), bottom(grams[j])) >= near.threshold
+        alike = (
+            bool(keys[i] & keys[j])
+            and similarity(bottom(grams[i]), bottom(grams[j])) >= near.threshold
+        )
         assert alike == (i // 2 == j // 2)
 
 
@@ -138,14 +163,18 @@ def test_similarity_of_long_documents_of_different_length() -> None:
     text = " ".join(random.Random(6).choices(VOCABULARY, k=6000))
     for share in (0.25, 0.5, 0.8):
         part = text[: int(len(text) * share)]
-        estimate = similarity(bottom(shingles(text.encode(), 5)), bottom(shingles(part.encode(), 5)))
+        estimate = similarity(
+            bottom(shingles(text.encode(), 5)), bottom(shingles(part.encode(), 5))
+        )
         assert abs(estimate - jaccard(text, part)) < 0.08
 
 
 def test_recall_and_precision_against_every_pair() -> None:
     near = Near()
     texts = planted(120, seed=2)
-    truth = {(i, j) for i, j in combinations(range(len(texts)), 2) if jaccard(texts[i], texts[j]) >= 0.8}
+    truth = {
+        (i, j) for i, j in combinations(range(len(texts)), 2) if jaccard(texts[i], texts[j]) >= 0.8
+    }
     grams = [shingles(t.encode(), near.ngram) for t in texts]
     bottoms = [bottom(g) for g in grams]
     keys = [set(band_keys(g, near).tolist()) for g in grams]
@@ -189,7 +218,9 @@ def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
     np.save(tmp_path / "exact-0of1.npy", pairs)
     parents = np.arange(documents)
     tracemalloc.start()
-    for block in _pairs(_exact_range, "exact", [stem], np.array([0, documents]), Recipe(sources=())):
+    for block in _pairs(
+        _exact_range, "exact", [stem], np.array([0, documents]), Recipe(sources=())
+    ):
         join(parents, block)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -198,7 +229,9 @@ def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sketch_in_parts_is_the_same_sketch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sketch_in_parts_is_the_same_sketch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A compressed file is one task however long it is: its sketch goes to the disk when it has grown."""
     texts = [text for text in planted(1000, seed=5) for _ in range(2)]
     packed = tmp_path / "a.jsonl.gz"
@@ -216,7 +249,14 @@ def test_a_sketch_in_parts_is_the_same_sketch(tmp_path: Path, monkeypatch: pytes
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         books = deduplicate([stem], [record], recipe)
-        seen.append((record.parts, peak, np.load(stem.with_suffix(".keep.npy")), stages.total([record.stages, books])))
+        seen.append(
+            (
+                record.parts,
+                peak,
+                np.load(stem.with_suffix(".keep.npy")),
+                stages.total([record.stages, books]),
+            )
+        )
     (whole, all_of_it, keep, counted), (parts, most, keep_again, counted_again) = seen
     assert whole == 1 and parts > 30 and most < all_of_it / 3
     assert 800 < keep.sum() < len(texts) / 2 and np.array_equal(keep, keep_again)
@@ -231,7 +271,9 @@ def test_a_corpus_with_duplicates_across_files(
     monkeypatch.setattr(deduplicating, "RANGE_ROWS", 500)  # several ranges, several blocks
     monkeypatch.setattr(deduplicating, "BLOCK", 16)
     texts = planted(60, seed=3)
-    files = [write_jsonl(tmp_path / f"{i}.jsonl", [*texts[i::3], "short", *texts[:3]]) for i in range(3)]
+    files = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [*texts[i::3], "short", *texts[:3]]) for i in range(3)
+    ]
     order = [t for i in range(3) for t in [*texts[i::3], "short", *texts[:3]]]
     kept: list[str] = []
     for text in order:
@@ -256,7 +298,12 @@ def test_a_corpus_with_duplicates_across_files(
     # Greedy brute force and clusters differ only where similarity is not transitive, and a pair may be missed.
     assert len(set(found) ^ set(kept)) <= 0.05 * len(kept)
     read, filtered, dedup, encoded = manifest.stages
-    assert (read.name, filtered.name, dedup.name, encoded.name) == ("read", "filter", "dedup", "tokenize")
+    assert (read.name, filtered.name, dedup.name, encoded.name) == (
+        "read",
+        "filter",
+        "dedup",
+        "tokenize",
+    )
     assert encoded.documents_in == dedup.documents_kept == encoded.documents_kept
     assert encoded.bytes_in == dedup.bytes_kept == encoded.bytes_kept
     assert encoded.tokens == sum(split.tokens for split in manifest.splits.values())
@@ -273,7 +320,9 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = some_texts(60)
     secret = " ".join(f"q{i}" for i in range(30))
     texts[7] += f"\nAnswer: {secret.upper()}!"
-    texts[9] += " ".join(secret.split()[:12])  # twelve words in common are below the limit of thirteen
+    texts[9] += " ".join(
+        secret.split()[:12]
+    )  # twelve words in common are below the limit of thirteen
     (tmp_path / "eval.txt").write_text(f"Question one.\n{secret}\n")
     recipe = Recipe(
         sources=(str(write_jsonl(tmp_path / "a.jsonl", texts)),),
@@ -301,18 +350,26 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     short = recipe.model_copy(
         update={
             "sources": (str(write_jsonl(tmp_path / "c.jsonl", tainted)),),
-            "decontaminate": Decontaminate(against=(str(write_jsonl(tmp_path / "asked.jsonl", asked)),)),
+            "decontaminate": Decontaminate(
+                against=(str(write_jsonl(tmp_path / "asked.jsonl", asked)),)
+            ),
         }
     )
     manifest, _ = prepare(short, tmp_path / "short", model=tokenizer.model, say=said.append)
-    assert manifest.stages[-2].dropped == {"overlap": (2, sum(len(t.encode()) for t in tainted[:2]))}
+    assert manifest.stages[-2].dropped == {
+        "overlap": (2, sum(len(t.encode()) for t in tainted[:2]))
+    }
     assert len(said) == 1 and "1 of 3 texts have fewer than 8 words" in said[0]
     write_jsonl(tmp_path / "asked.jsonl", asked[2:])
-    with pytest.raises(DataError, match="1 of 1 texts have fewer than 8 words: nothing is left to look for"):
+    with pytest.raises(
+        DataError, match="1 of 1 texts have fewer than 8 words: nothing is left to look for"
+    ):
         prepare(short, tmp_path / "none", model=tokenizer.model)
 
     # Behind dedup: of a tainted text and its copies one comes so far, and every stage counts what it drops itself.
-    composed = " ".join(f"é{i}" for i in range(30))  # and decomposed in the held-out file: both are normalised
+    composed = " ".join(
+        f"é{i}" for i in range(30)
+    )  # and decomposed in the held-out file: both are normalised
     copies = [texts[7], texts[7], texts[0], f"{texts[7]} nearly", "\a\a", "two words", composed]
     (tmp_path / "more.txt").write_text(unicodedata.normalize("NFD", composed))
     again = recipe.model_copy(
@@ -320,16 +377,34 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
             "sources": (*recipe.sources, str(write_jsonl(tmp_path / "b.jsonl", copies))),
             "normalise": Normalise(controls=True, unicode="NFC"),
             "filters": Filters(
-                quality=Quality(words=(3, 10**6), mean_word_length=(0, 99), alphabetic_words=0, stop_words=0)
+                quality=Quality(
+                    words=(3, 10**6), mean_word_length=(0, 99), alphabetic_words=0, stop_words=0
+                )
             ),
             "dedup": Dedup(exact=True, near=Near()),
-            "decontaminate": Decontaminate(against=(str(tmp_path / "eval.txt"), str(tmp_path / "more.txt"))),
+            "decontaminate": Decontaminate(
+                against=(str(tmp_path / "eval.txt"), str(tmp_path / "more.txt"))
+            ),
         }
     )
     books = prepare(again, tmp_path / "again", model=tokenizer.model)[0].stages
-    assert [stage.name for stage in books] == ["read", "normalise", "filter", "dedup", "decontaminate", "tokenize"]
-    assert [before.documents_kept for before in books[:-1]] == [after.documents_in for after in books[1:]]
+    assert [stage.name for stage in books] == [
+        "read",
+        "normalise",
+        "filter",
+        "dedup",
+        "decontaminate",
+        "tokenize",
+    ]
+    assert [before.documents_kept for before in books[:-1]] == [
+        after.documents_in for after in books[1:]
+    ]
     assert [before.bytes_kept for before in books[:-1]] == [after.bytes_in for after in books[1:]]
-    dropped = [{reason: documents for reason, (documents, _) in stage.dropped.items()} for stage in books]
+    dropped = [
+        {reason: documents for reason, (documents, _) in stage.dropped.items()} for stage in books
+    ]
     assert dropped == [{}, {"empty": 1}, {"words": 1}, {"exact": 3, "near": 1}, {"overlap": 2}, {}]
-    assert Corpus.open(tmp_path / "again", verify=True).split("train").documents == books[-1].documents_kept
+    assert (
+        Corpus.open(tmp_path / "again", verify=True).split("train").documents
+        == books[-1].documents_kept
+    )

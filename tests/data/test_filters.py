@@ -38,11 +38,17 @@ def test_no_rules_keep_everything() -> None:
         ("a b c d e f the of " * 40, "mean_word_length"),
         ("incomprehensibilities " * 20 + PROSE.replace(" ", ""), "words"),
         (" ".join(["incomprehensibilities", "internationalization"] * 40), "mean_word_length"),
-        (PROSE.replace(" the ", " # the ").replace(" to ", " ... to ").replace(" a", " # a"), "symbol_ratio"),
+        (
+            PROSE.replace(" the ", " # the ").replace(" to ", " ... to ").replace(" a", " # a"),
+            "symbol_ratio",
+        ),
         ("\n".join(f"- {line}" for line in PROSE.splitlines() if line), "bullet_lines"),
         ("\n".join(line[:-1] + "..." for line in PROSE.splitlines() if line), "ellipsis_lines"),
         ("\n\n".join(f"- {line}" for line in PROSE.splitlines() if line), "bullet_lines"),
-        ("\n\n \n".join(line[:-1] + "..." for line in PROSE.splitlines()[3:] * 2), "ellipsis_lines"),
+        (
+            "\n\n \n".join(line[:-1] + "..." for line in PROSE.splitlines()[3:] * 2),
+            "ellipsis_lines",
+        ),
         ("12345 67890 the of " * 40, "alphabetic_words"),
         ("Gestern wurde beschlossen dass niemand mehr kommen darf " * 12, "stop_words"),
     ],
@@ -70,7 +76,10 @@ def test_c4_drops(text: str, reason: str) -> None:
     ("text", "reason"),
     [
         ("same line\n" * 5 + PROSE, "duplicate_lines"),
-        ("\n".join(f"line {i}" for i in range(40)) + "\n" + ("x" * 300 + "\n") * 3, "duplicate_line_characters"),
+        (
+            "\n".join(f"line {i}" for i in range(40)) + "\n" + ("x" * 300 + "\n") * 3,
+            "duplicate_line_characters",
+        ),
         (("a paragraph of its own\n\n" * 4 + PROSE).replace("\n\n", "\n \n\n"), "duplicate_lines"),
         ("buy now " * 30 + PROSE, "top_2grams"),
         (PROSE.replace("\n", " ") * 2, "duplicate_5grams"),
@@ -82,7 +91,9 @@ def test_repetition_drops(text: str, reason: str) -> None:
 
 def test_repeated_paragraphs_drop() -> None:
     text = "\n\n".join([f"para {i % 2}\nline {i}a {i}\nline {i}b {i}" for i in range(2)] * 2)
-    only = Repetition(duplicate_lines=1, duplicate_line_characters=1, duplicate_paragraph_characters=1)
+    only = Repetition(
+        duplicate_lines=1, duplicate_line_characters=1, duplicate_paragraph_characters=1
+    )
     assert reason_to_drop(text, Filters(repetition=only)) == "duplicate_paragraphs"
 
 
@@ -98,13 +109,20 @@ def test_ngram_shares_against_plain_loops(parts: list[str], n: int) -> None:
     grams = [tuple(parts[i : i + n]) for i in range(len(parts) - n + 1)]
     counts = Counter(grams)
     top = max(counts.values(), default=0)
-    expected_top = max((sum(map(len, g)) * top for g, c in counts.items() if c == top), default=0) if top > 1 else 0
+    expected_top = (
+        max((sum(map(len, g)) * top for g, c in counts.items() if c == top), default=0)
+        if top > 1
+        else 0
+    )
     assert _top_share(hashes, lengths, n, characters) == expected_top / characters
     covered: set[int] = set()
     for i, gram in enumerate(grams):
         if gram in grams[:i]:
             covered.update(range(i, i + n))
-    assert _duplicate_share(hashes, lengths, n, characters) == sum(len(parts[i]) for i in covered) / characters
+    assert (
+        _duplicate_share(hashes, lengths, n, characters)
+        == sum(len(parts[i]) for i in covered) / characters
+    )
 
 
 def vowels(text: str) -> float:
@@ -160,5 +178,9 @@ def test_normalise() -> None:
     assert normalise(text, Normalise(unicode="NFC")).startswith("café\r\nﬁne")
     assert normalise(text, Normalise(unicode="NFKC")).startswith("café\r\nfine")
     assert normalise(text, Normalise(newlines=True)).count("\n") == 2
-    assert "\x07" not in normalise(text, Normalise(controls=True)) and "\t" in normalise(text, Normalise(controls=True))
-    assert normalise(text, Normalise(pii=True)).endswith("mail name@example.com from 192.0.2.1 v1.2.3.4.5")
+    assert "\x07" not in normalise(text, Normalise(controls=True)) and "\t" in normalise(
+        text, Normalise(controls=True)
+    )
+    assert normalise(text, Normalise(pii=True)).endswith(
+        "mail name@example.com from 192.0.2.1 v1.2.3.4.5"
+    )

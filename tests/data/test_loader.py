@@ -44,7 +44,9 @@ def test_permutation_any_slice_of_a_huge_one() -> None:
 def test_permutation_looks_random() -> None:
     """Neighbours land far apart, places are even, and epochs and seeds differ."""
     n = 10_000
-    first, other_epoch, other_seed = (Permutation(n, s, e)(np.arange(n)) for s, e in ((1, 0), (1, 1), (2, 0)))
+    first, other_epoch, other_seed = (
+        Permutation(n, s, e)(np.arange(n)) for s, e in ((1, 0), (1, 1), (2, 0))
+    )
     for order in (first, other_epoch, other_seed):
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
         assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.05
@@ -52,7 +54,9 @@ def test_permutation_looks_random() -> None:
 
 
 def test_an_epoch_is_every_window_once(loader: Loader, stream: np.ndarray) -> None:
-    expected = sorted(tuple(stream[i * SEQ : i * SEQ + SEQ + 1].tolist()) for i in range(loader.windows))
+    expected = sorted(
+        tuple(stream[i * SEQ : i * SEQ + SEQ + 1].tolist()) for i in range(loader.windows)
+    )
     rows = []
     for step in range(-(-loader.windows // ROWS)):
         batch = loader.batch(step)
@@ -76,7 +80,10 @@ def test_ranks_cut_the_same_batch(corpus: Corpus, loader: Loader, world: int) ->
 def test_hash_is_what_it_says(loader: Loader) -> None:
     batch = loader.batch(5)
     windows = torch.cat([batch.tokens_BS, batch.targets_BS[:, -1:]], 1).numpy().astype(np.uint16)
-    expected = sum(xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(windows)) % 2**64
+    expected = (
+        sum(xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(windows))
+        % 2**64
+    )
     assert batch.hash == expected
     assert batch.hash != loader.batch(6).hash
     assert batch.tokens_BS.dtype == batch.targets_BS.dtype == torch.int64

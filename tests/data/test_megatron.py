@@ -23,21 +23,33 @@ from tests.data.test_shards import megatron_documents
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-def write_megatron(stem: Path, documents: list[list[list[int]]], code: int = 4, dtype: str = "<i4") -> Path:
+def write_megatron(
+    stem: Path, documents: list[list[list[int]]], code: int = 4, dtype: str = "<i4"
+) -> Path:
     """By the published layout, with documents of several sequences, as Megatron's own writer allows."""
     stem.parent.mkdir(exist_ok=True)
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(s) for s in sequences], np.int32)
-    offsets = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * np.dtype(dtype).itemsize))
+    offsets = np.concatenate(
+        ([0], np.cumsum(lengths[:-1], dtype=np.int64) * np.dtype(dtype).itemsize)
+    )
     ends = np.cumsum([0] + [len(d) for d in documents], dtype=np.int64)
-    stem.with_suffix(".bin").write_bytes(np.concatenate([np.array(s, dtype) for s in sequences]).tobytes())
+    stem.with_suffix(".bin").write_bytes(
+        np.concatenate([np.array(s, dtype) for s in sequences]).tobytes()
+    )
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(ends))
-    stem.with_suffix(".idx").write_bytes(head + lengths.tobytes() + offsets.astype(np.int64).tobytes() + ends.tobytes())
+    stem.with_suffix(".idx").write_bytes(
+        head + lengths.tobytes() + offsets.astype(np.int64).tobytes() + ends.tobytes()
+    )
     return stem.with_suffix(".idx")
 
 
 def recipe(source: Path, tokenizer: Tokenizer, **settings: object) -> Recipe:
-    given = {"sources": (str(source),), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
+    given = {
+        "sources": (str(source),),
+        "vocab_size": tokenizer.vocab,
+        "tokenizer": tokenizer.fingerprint,
+    }
     return Recipe.model_validate(given | settings)
 
 
@@ -45,7 +57,9 @@ def recipe(source: Path, tokenizer: Tokenizer, **settings: object) -> Recipe:
 def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype: str) -> None:
     texts = some_texts(40)
     encoded = [tokenizer.encode(text).tolist() for text in texts]
-    documents = [[ids[:5], [*ids[5:], tokenizer.eod]] if i % 2 else [ids] for i, ids in enumerate(encoded)]
+    documents = [
+        [ids[:5], [*ids[5:], tokenizer.eod]] if i % 2 else [ids] for i, ids in enumerate(encoded)
+    ]
     source = write_megatron(tmp_path / "in" / "theirs", documents, code, dtype)
     if code == 8:
         source = source.rename(source.with_suffix(".IDX"))
@@ -75,15 +89,26 @@ def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: To
     for source in (few, many):
         out = tmp_path / f"out-{source.stem}"
         prepare(recipe(source, tokenizer, valid_share=0.3), out, model=tokenizer.model)
-        held[source] = [d for s in Corpus.open(out).split("valid").shards for d in megatron_documents(out / s.name)]
+        held[source] = [
+            d
+            for s in Corpus.open(out).split("valid").shards
+            for d in megatron_documents(out / s.name)
+        ]
     added = [[*ids, tokenizer.eod] for ids in encoded[30:]]
     assert held[few] == [ids for ids in held[many] if ids not in added]
     assert 0 < len(held[few]) < len(held[many]) < 40
 
 
-@pytest.mark.parametrize(("documents", "sequences", "most"), [(1, 3, 40), (3, 4, 8), (7, 100, 2**20)])
+@pytest.mark.parametrize(
+    ("documents", "sequences", "most"), [(1, 3, 40), (3, 4, 8), (7, 100, 2**20)]
+)
 def test_an_index_in_stretches(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, documents: int, sequences: int, most: int
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    documents: int,
+    sequences: int,
+    most: int,
 ) -> None:
     """Whatever is looked at together, every document comes once; one without a sequence is none."""
     given: list[list[list[int]]] = [
@@ -134,12 +159,16 @@ def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: T
     shutil.copytree(corpus.path, tmp_path / "ours")
     (tmp_path / "ours" / "malformed.jsonl").write_text("{}\n")  # is no text of it
     assert len(plan([str(tmp_path / "ours")], limit_bytes=None, seed=0)[0]) == 6
-    again, _ = prepare(recipe(corpus.path, tokenizer, valid_share=0), tmp_path / "out", model=tokenizer.model)
+    again, _ = prepare(
+        recipe(corpus.path, tokenizer, valid_share=0), tmp_path / "out", model=tokenizer.model
+    )
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
     assert again.splits["train"].bytes == sum(s.bytes for s in splits)
     # Split as they were: no document that was held out is trained on.
-    prepare(recipe(corpus.path, tokenizer, valid_share=0.1), tmp_path / "split", model=tokenizer.model)
+    prepare(
+        recipe(corpus.path, tokenizer, valid_share=0.1), tmp_path / "split", model=tokenizer.model
+    )
     before, after = (
         sorted(d for s in c.split("valid").shards for d in megatron_documents(c.path / s.name))
         for c in (corpus, Corpus.open(tmp_path / "split"))
@@ -153,20 +182,31 @@ def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: T
 def test_text_behind_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "BLOCK", 50)
     for text in some_texts(20, seed=8):
-        assert text_of(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)), tokenizer) == text.encode()
+        assert (
+            text_of(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)), tokenizer)
+            == text.encode()
+        )
 
 
 def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    def fails(says: str, source: Path, model: bytes | None = tokenizer.model, **settings: object) -> None:
+    def fails(
+        says: str, source: Path, model: bytes | None = tokenizer.model, **settings: object
+    ) -> None:
         with pytest.raises(DataError, match=says):
             prepare(recipe(source, tokenizer, **settings), tmp_path / "out", model=model)
         assert not (tmp_path / "out" / "manifest.json").exists()
 
-    fails(f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]]))
+    fails(
+        f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]])
+    )
     fails("has id -6, but .* 0 to 511; give", write_megatron(tmp_path / "below", [[[5, -6, 7]]]))
     good = write_megatron(tmp_path / "good", [[[5, 6, 7]], [[8, 9]]])
     fails("holds tokens, not text", good, model=None)
-    for stage in ({"dedup": {"exact": True}}, {"normalise": {"pii": True}}, {"filters": {"quality": {}}}):
+    for stage in (
+        {"dedup": {"exact": True}},
+        {"normalise": {"pii": True}},
+        {"filters": {"quality": {}}},
+    ):
         fails("holds tokens, not text", good, **stage)
     # Each number of the index in turn: lengths 3 2 1 at 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
     three = write_megatron(tmp_path / "three", [[[5, 6, 7], [8, 9]], [[4]]])

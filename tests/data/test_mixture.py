@@ -35,7 +35,8 @@ def test_gpt3s_table() -> None:
     }
     weights = {name: weight for name, (_, weight, _) in table.items()}
     result = mixed(
-        [source(n, b * 10**9) for n, (b, _, _) in table.items()], Mixture(weights=weights, tokens=300 * 10**9)
+        [source(n, b * 10**9) for n, (b, _, _) in table.items()],
+        Mixture(weights=weights, tokens=300 * 10**9),
     )
     for share in result:
         assert share.epochs == pytest.approx(
@@ -65,14 +66,20 @@ def test_schedule_numbers_every_draw_of_a_source() -> None:
 
 
 def test_caps_give_way_to_the_rest() -> None:
-    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 9, 9])) == pytest.approx([0.1, 0.54, 0.36])
-    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.5, 9])) == pytest.approx([0.1, 0.5, 0.4])
+    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 9, 9])) == pytest.approx(
+        [0.1, 0.54, 0.36]
+    )
+    assert capped(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.5, 9])) == pytest.approx(
+        [0.1, 0.5, 0.4]
+    )
     sources = [source("a", 143_500), source("b", 9_000_000)]
     few = mixed(sources, Mixture(weights={"a": 0.3, "b": 0.7}, tokens=3_000_000, most_epochs=4))
     assert few[0].epochs is not None and 3.99 < few[0].epochs <= 4
     assert sum(share.weight or 0 for share in few) == 1
     tiny = [source("a", 10**10), source("b", 10**5)]
-    with pytest.raises(ConfigError, match=r"source='b', 100,000 tokens, would pass it .* to 819,200,000"):
+    with pytest.raises(
+        ConfigError, match=r"source='b', 100,000 tokens, would pass it .* to 819,200,000"
+    ):
         mixed(tiny, Mixture(weights={"a": 0.5, "b": 0.5}, tokens=10**10, most_epochs=2))
 
 
@@ -133,10 +140,16 @@ def test_a_mixed_corpus_through_the_loader(tmp_path: Path, tokenizer: Tokenizer)
     )
     manifest, _ = prepare(recipe, tmp_path / "out", model=tokenizer.model)
     assert [s.weight for s in manifest.sources] == pytest.approx([0.75, 0.25], abs=1e-3)
-    assert manifest.sources[0].epochs == pytest.approx(750_000 / manifest.sources[0].tokens, rel=1e-2)
+    assert manifest.sources[0].epochs == pytest.approx(
+        750_000 / manifest.sources[0].tokens, rel=1e-2
+    )
     corpus = Corpus.open(tmp_path / "out")
     loader = Loader(corpus, "train", seq=32, rows=64, seed=0)
-    counts = Counter(stream for step in range(128) for stream, _ in (loader._place(step * 64 + i) for i in range(64)))
+    counts = Counter(
+        stream
+        for step in range(128)
+        for stream, _ in (loader._place(step * 64 + i) for i in range(64))
+    )
     assert counts[0] == round(manifest.sources[0].weight * BLOCK) * 2
     alpha = set(tokenizer.encode("alpha " * 3).tolist()) | {tokenizer.eod}
     for step in (0, 70):

@@ -33,7 +33,9 @@ def test_best_fit_holds_everything_once_and_tightly(sizes: list[int]) -> None:
 def test_every_target_is_there_once(lengths: list[int], seq: int) -> None:
     parts, ends = pack(np.array(lengths, np.int32), seq)
     rows = [parts[a:b].tolist() for a, b in pairwise(ends)]
-    predicted = sorted(place + 1 for row in rows for start, count in row for place in range(start, start + count))
+    predicted = sorted(
+        place + 1 for row in rows for start, count in row for place in range(start, start + count)
+    )
     starts = np.cumsum([0, *lengths])
     assert predicted == sorted(set(range(starts[-1])) - set(starts[:-1].tolist()))
     assert all(sum(count for _, count in row) <= seq for row in rows)
@@ -55,7 +57,10 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
         batch = loader.batch(step)
         assert batch.documents_BS is not None
         for tokens, targets, numbers in zip(
-            batch.tokens_BS.tolist(), batch.targets_BS.tolist(), batch.documents_BS.tolist(), strict=True
+            batch.tokens_BS.tolist(),
+            batch.targets_BS.tolist(),
+            batch.documents_BS.tolist(),
+            strict=True,
         ):
             assert numbers == sorted(numbers)
             for number in set(numbers):
@@ -70,11 +75,15 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
     assert padding / (loader.windows * SEQ) < 0.02
 
 
-def test_shards_are_packed_late_and_a_few_at_a_time(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_packed_late_and_a_few_at_a_time(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An epoch draws every row once and packs every shard once, though only two packings are ever at hand."""
     monkeypatch.setattr(packing, "PACKED_SHARDS", 2)
     packed: list[int] = []
-    monkeypatch.setattr(packing, "pack", lambda lengths, seq: packed.append(len(lengths)) or pack(lengths, seq))
+    monkeypatch.setattr(
+        packing, "pack", lambda lengths, seq: packed.append(len(lengths)) or pack(lengths, seq)
+    )
     shards = (corpus.split("train").shards + corpus.split("valid").shards) * 3
     stream = PackedStream(corpus, shards, 8 * SEQ)
     assert not packed and len(shards) > 6
@@ -94,11 +103,15 @@ def test_shards_are_packed_late_and_a_few_at_a_time(corpus: Corpus, monkeypatch:
 def test_packed_batches_are_the_same_on_any_world(corpus: Corpus) -> None:
     for world in (2, 4, 7):
         for step in (0, 5, 10**5):
-            whole = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=1, packing="best-fit").batch(step)
+            whole = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=1, packing="best-fit").batch(
+                step
+            )
             fresh = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=1, packing="best-fit")
             parts = [fresh.batch(step, rank, world) for rank in range(world)]
             for name in ("tokens_BS", "targets_BS", "documents_BS"):
-                assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))
+                assert torch.equal(
+                    torch.cat([getattr(p, name) for p in parts]), getattr(whole, name)
+                )
             assert sum(p.hash for p in parts) % 2**64 == whole.hash
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.bench import _peak_bytes
+from pipeline.bench.data_stage import _peak_bytes
 from pipeline.data.claim import claimed
 from pipeline.data.prepare import prepare
 from pipeline.data.recipe import Recipe
@@ -25,11 +25,17 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def with_tokenizer(sources: list[Path], tokenizer: Tokenizer, **settings: object) -> Recipe:
-    given = {"sources": tuple(map(str, sources)), "vocab_size": tokenizer.vocab, "tokenizer": tokenizer.fingerprint}
+    given = {
+        "sources": tuple(map(str, sources)),
+        "vocab_size": tokenizer.vocab,
+        "tokenizer": tokenizer.fingerprint,
+    }
     return Recipe.model_validate(given | settings)
 
 
@@ -37,7 +43,9 @@ def make(sources: list[Path], out: Path, tokenizer: Tokenizer, **settings: objec
     return prepare(with_tokenizer(sources, tokenizer, **settings), out, model=tokenizer.model)[0]
 
 
-def fails(says: str, sources: list[Path], out: Path, tokenizer: Tokenizer, **settings: object) -> None:
+def fails(
+    says: str, sources: list[Path], out: Path, tokenizer: Tokenizer, **settings: object
+) -> None:
     with pytest.raises(DataError, match=says) as caught:
         make(sources, out, tokenizer, **settings)
     assert "\n" not in str(caught.value)
@@ -49,7 +57,11 @@ def test_same_bytes_whatever_the_workers(tmp_path: Path) -> None:
     line = json.dumps({"text": "the shard of the loss " * 40}).encode() + b"\n"
     write_jsonl(tmp_path / "a.jsonl", some_texts(400)).open("ab").write(line * 9000)
     (tmp_path / "b.txt").write_text("\n".join(some_texts(30, seed=2)))
-    recipe = Recipe(sources=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), vocab_size=600, valid_share=0.1)
+    recipe = Recipe(
+        sources=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")),
+        vocab_size=600,
+        valid_share=0.1,
+    )
     results = []
     for workers in (1, 2):
         manifest, reused = prepare(recipe, tmp_path / f"out{workers}", workers=workers)
@@ -59,7 +71,9 @@ def test_same_bytes_whatever_the_workers(tmp_path: Path) -> None:
     assert not any(name.startswith(".work") for name in results[0])
 
 
-def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_second_call_does_nothing_and_other_arguments_are_refused(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(50)), tmp_path / "out"
     first, first_stamp = make([source], out, tokenizer), source.stat().st_mtime_ns
     before = contents(out)
@@ -90,7 +104,9 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path: Pa
             make([source], out, tokenizer)
 
 
-def test_relative_paths_are_the_callers(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_the_callers(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the cluster was started."""
     monkeypatch.chdir(tmp_path)
     write_jsonl(Path("a.jsonl"), some_texts(50)).open("ab").write(b"{\n")
@@ -131,14 +147,18 @@ def test_the_split_is_stable_when_data_are_added(tmp_path: Path, tokenizer: Toke
     for count in (200, 400):
         write_jsonl(tmp_path / f"{count}.jsonl", texts[:count])
         make([tmp_path / f"{count}.jsonl"], tmp_path / f"out{count}", tokenizer, valid_share=0.2)
-    few, many = (Corpus.open(tmp_path / f"out{count}").split("valid").documents for count in (200, 400))
+    few, many = (
+        Corpus.open(tmp_path / f"out{count}").split("valid").documents for count in (200, 400)
+    )
     assert few == sum(is_held_out(t.encode(), 0.2) for t in texts[:200])
     assert many == sum(is_held_out(t.encode(), 0.2) for t in texts)
 
 
 def test_built_in_corpora(tmp_path: Path) -> None:
     for source in ("python", "synthetic"):
-        manifest, _ = prepare(Recipe(sources=(source,), vocab_size=1000, limit_bytes=400_000), tmp_path / source)
+        manifest, _ = prepare(
+            Recipe(sources=(source,), vocab_size=1000, limit_bytes=400_000), tmp_path / source
+        )
         share = manifest.sources[0]
         assert share.bytes > 350_000
         assert (share.entropy_nats_per_byte is not None) == (source == "synthetic")
@@ -161,7 +181,9 @@ def test_malformed_documents_are_counted_and_set_aside(
     assert (stage.documents_in, stage.documents_kept) == (552, 400)
     first, *rest = map(json.loads, (tmp_path / "out" / "malformed.jsonl").read_text().splitlines())
     assert first == {"path": str(sources[0]), "position": size + 10, "reason": "not UTF-8"}
-    assert [(line["path"], line["position"]) for line in rest] == [(str(sources[1]), last + 3 * i) for i in range(150)]
+    assert [(line["path"], line["position"]) for line in rest] == [
+        (str(sources[1]), last + 3 * i) for i in range(150)
+    ]
 
 
 def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -179,17 +201,29 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer) -> None:
     some = write_jsonl(tmp_path / "some.jsonl", some_texts(9))
     for against, says in (
         ("nosuch.txt", "decontaminate.against='nosuch.txt': no such file"),
-        (str(file("evals.jsonl", b'{"question": "a"}')), "decontaminate.against: .*evals.jsonl at 0: no text under"),
+        (
+            str(file("evals.jsonl", b'{"question": "a"}')),
+            "decontaminate.against: .*evals.jsonl at 0: no text under",
+        ),
         (str(some), "none of 9 documents is left .9 overlap."),
     ):
         fails(says, [some], out, tokenizer, decontaminate={"against": [against]})
-    fails("none of 9 .*9 words", [some], out, tokenizer, filters={"quality": {"words": [0, 0]}}, dedup={"exact": True})
+    fails(
+        "none of 9 .*9 words",
+        [some],
+        out,
+        tokenizer,
+        filters={"quality": {"words": [0, 0]}},
+        dedup={"exact": True},
+    )
     for function, says in (("nowhere:f", "No module"), ("math:sqrt", "fails: TypeError")):
         with pytest.raises(ConfigError, match=f"filters.score.function='{function}'.*{says}"):
             make([some], out, tokenizer, filters={"score": {"function": function, "least": 0}})
     with pytest.raises(ConfigError, match="one weight per source"):
         make([some], out, tokenizer, mixture={"weights": {"other": 1}})
-    fails("none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer)
+    fails(
+        "none of 1 documents is left", [file("blank.jsonl", b'{"text": " "}\n\n')], out, tokenizer
+    )
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out, tokenizer)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out, tokenizer)
     assert not out.exists()
@@ -221,7 +255,11 @@ def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokeni
     source.write_bytes(good + b"{\n" * 9)
     fails("malformed=9 of 59", [source], out, tokenizer)
     assert [path.name for path in out.iterdir()] == [".work"]
-    for name in ("train-00007.bin", "train-00007.idx", "malformed.jsonl"):  # killed as its files were moved
+    for name in (
+        "train-00007.bin",
+        "train-00007.idx",
+        "malformed.jsonl",
+    ):  # killed as its files were moved
         (out / name).write_bytes(b"of other arguments")
     source.write_bytes(good)
     said: list[str] = []
@@ -266,10 +304,15 @@ def test_two_at_once(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source, out = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), tmp_path / "out"
     with claimed(out, "of somebody else", print):
         fails("another `launch data prepare` is writing there", [source], out, tokenizer)
-        assert sorted(out.glob(".work/*")) == [out / ".work" / "lock", out / ".work" / "of somebody else"]
+        assert sorted(out.glob(".work/*")) == [
+            out / ".work" / "lock",
+            out / ".work" / "of somebody else",
+        ]
 
 
-def test_killed_as_files_are_moved(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_as_files_are_moved(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(30, seed=i)) for i in range(2)]
     rename, moved = Path.rename, []
 
@@ -308,7 +351,9 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small disk takes root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("mounting is not allowed here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)

@@ -34,15 +34,24 @@ def everything(items: list[Piece]) -> list[str | Malformed]:
     return [item for piece in items for item in read(piece, "text")]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), min_size=1, max_size=8), st.data())
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=30), min_size=1, max_size=8
+    ),
+    st.data(),
+)
 def test_jsonl_in_any_pieces(tmp_path: Path, texts: list[str], data: st.DataObject) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     cuts = data.draw(st.lists(st.integers(0, path.stat().st_size), max_size=5))
     assert everything(pieces(path, "jsonl", cuts)) == texts
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.text(st.sampled_from("ab\né東𝕏"), min_size=1, max_size=300), st.integers(1, 5))
 def test_text_in_any_pieces(tmp_path: Path, text: str, unit: int) -> None:
     path = tmp_path / "a.txt"
@@ -61,7 +70,9 @@ def test_compressed(tmp_path: Path) -> None:
     texts = some_texts(20)
     plain = write_jsonl(tmp_path / "a.jsonl", texts).read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(plain[:5000]) + zstandard.compress(plain[5000:]))
+    (tmp_path / "c.jsonl.zst").write_bytes(
+        zstandard.compress(plain[:5000]) + zstandard.compress(plain[5000:])
+    )
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         [task] = plan([str(tmp_path / name)], limit_bytes=None, seed=0)
         assert everything(list(task)) == texts
@@ -93,8 +104,14 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     for source in (*named, f"hf:{tmp_path / 'saved'}", f"hf:{tmp_path / 'files'}:train"):
         tasks = plan([source], limit_bytes=None, seed=0)
         assert everything([piece for task in tasks for piece in task]) == texts
-    for again in (f"hf:{tmp_path}/saved:train", f"hf:{tmp_path}/../{tmp_path.name}/saved", f"{tmp_path}/saved/"):
-        with pytest.raises(DataError, match=rf"reached twice, by source='hf:{tmp_path}/saved' and '{again}'"):
+    for again in (
+        f"hf:{tmp_path}/saved:train",
+        f"hf:{tmp_path}/../{tmp_path.name}/saved",
+        f"{tmp_path}/saved/",
+    ):
+        with pytest.raises(
+            DataError, match=rf"reached twice, by source='hf:{tmp_path}/saved' and '{again}'"
+        ):
             plan([f"hf:{tmp_path}/saved", again], limit_bytes=None, seed=0)
     hub = f"hf:{tmp_path}/files"
     for again in (f"{hub}:train", f"{tmp_path}/files/1.jsonl"):
@@ -108,7 +125,11 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     assert after != before
     (tmp_path / "files" / "1.jsonl").open("a").write("{}\n")
     assert plan([hub], limit_bytes=None, seed=0) not in (before, after)
-    bad = [d for d in everything([piece for task in after for piece in task]) if isinstance(d, Malformed)]
+    bad = [
+        d
+        for d in everything([piece for task in after for piece in task])
+        if isinstance(d, Malformed)
+    ]
     assert [(d.path, d.position) for d in bad] == [(f"{hub} shard 1 of 3", 10)]
     for source in named:
         with pytest.raises(DataError, match=r"text-key='body'.*text, n"):
@@ -119,7 +140,12 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
     "writing",
     [
         {"compression": "none", "use_dictionary": False, "write_statistics": True},
-        {"compression": "zstd", "data_page_version": "2.0", "write_page_index": True, "write_page_checksum": True},
+        {
+            "compression": "zstd",
+            "data_page_version": "2.0",
+            "write_page_index": True,
+            "write_page_checksum": True,
+        },
         {"compression": "snappy", "use_dictionary": True, "dictionary_pagesize_limit": 2**30},
     ],
 )
@@ -129,19 +155,26 @@ def test_a_parquet_page_beyond_a_workers_memory_is_refused_unread(
     """The sizes come from the pages' heads: whatever the writer's settings, every one of them is found."""
     path, long = tmp_path / "a.parquet", "x" * 300_000
     table = pyarrow.table(
-        {"n": list(range(402)), "text": [*some_texts(200), long, *some_texts(200, seed=1), "x" * 101]}
+        {
+            "n": list(range(402)),
+            "text": [*some_texts(200), long, *some_texts(200, seed=1), "x" * 101],
+        }
     )
     pyarrow.parquet.write_table(table, path, data_page_size=1000, write_batch_size=5, **writing)
     column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     [piece] = plan([str(path)], limit_bytes=None, seed=0)[0]
     assert column.total_uncompressed_size > 600_000
-    monkeypatch.setattr(columns, "PAGE_BYTES", 4 * column.total_uncompressed_size + column.total_compressed_size)
+    monkeypatch.setattr(
+        columns, "PAGE_BYTES", 4 * column.total_uncompressed_size + column.total_compressed_size
+    )
     assert everything([piece]) == table["text"].to_pylist()
     monkeypatch.setattr(columns, "LINE_BYTES", 100_000)
     monkeypatch.setattr(reading, "LINE_BYTES", 100_000)
     assert everything([piece])[200] == Malformed(str(path), 200, "text longer than 0 MB", 300_000)
     monkeypatch.setattr(columns, "PAGE_BYTES", 4 * len(long))
-    with pytest.raises(DataError, match=r"a.parquet: a page of .* does not fit .*row_group_size=\d"):
+    with pytest.raises(
+        DataError, match=r"a.parquet: a page of .* does not fit .*row_group_size=\d"
+    ):
         everything([piece])
     raw = bytearray(path.read_bytes())
     raw[column.data_page_offset + 1 : column.data_page_offset + 20] = b"\xff" * 19
@@ -158,7 +191,9 @@ def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refus
 ) -> None:
     path, texts = tmp_path / "a.arrow", some_texts(30)
     table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode(), "n": list(range(30))})
-    with new(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=compression)) as file:
+    with new(
+        path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=compression)
+    ) as file:
         file.write_table(table, max_chunksize=7)
     monkeypatch.setattr(columns, "_batches", lambda *_: pytest.fail("it was read to be planned"))
     task = [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
@@ -167,7 +202,9 @@ def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refus
     assert everything(task) == texts and everything(task[3:]) == texts[21:]
     monkeypatch.setattr(columns, "PAGE_BYTES", 4)
     if compression:
-        with pytest.raises(DataError, match=r"a.arrow: a compressed record batch of .*max_chunksize=\d"):
+        with pytest.raises(
+            DataError, match=r"a.arrow: a compressed record batch of .*max_chunksize=\d"
+        ):
             everything(task)
     else:
         assert everything(task) == texts
@@ -183,7 +220,9 @@ def test_columns_that_are_not_utf8_are_set_aside_row_by_row(tmp_path: Path) -> N
         with pyarrow.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
             file.write_table(table)
     for path in sorted(tmp_path.iterdir()):
-        first, bad, last = everything([piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task])
+        first, bad, last = everything(
+            [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
+        )
         assert bad == Malformed(str(path), 1, "bytes, not UTF-8 text, under 'text'", 2), path
         assert path.stem == "bytes" or (first, last) == ("good", "also good"), path
 
@@ -192,12 +231,16 @@ def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
     table = pyarrow.table({"a.b": ["dotted"] * 3, "a": ["plain"] * 3, "c": [["in a list"]] * 3})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     [task] = plan([str(tmp_path)], limit_bytes=None, seed=0)
-    assert list(read(task[0], "a.b")) == ["dotted"] * 3 and list(read(task[0], "a")) == ["plain"] * 3
+    assert (
+        list(read(task[0], "a.b")) == ["dotted"] * 3 and list(read(task[0], "a")) == ["plain"] * 3
+    )
     assert [type(item) for item in read(task[0], "c")] == [Malformed] * 3
 
 
 @pytest.mark.parametrize("damage", ["offsets", "end", "reader"])
-def test_a_damaged_arrow_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+def test_a_damaged_arrow_file_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
     """Also where Arrow itself would end the process, and whatever else a reader may say."""
     path, column = tmp_path / "a.arrow", pyarrow.array(some_texts(30))
     if damage == "offsets":
@@ -206,14 +249,20 @@ def test_a_damaged_arrow_file_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         wrong[4:8] = b"\0\0\0\x60"
         column = pyarrow.StringArray.from_buffers(30, pyarrow.py_buffer(bytes(wrong)), data)
     table = pyarrow.table({"text": column})
-    with pyarrow.ipc.new_file(path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")) as file:
+    with pyarrow.ipc.new_file(
+        path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")
+    ) as file:
         file.write_table(table)
     if damage == "end":
         path.write_bytes(path.read_bytes()[:-4])
     if damage == "reader":
         monkeypatch.setattr(columns, "_batches", lambda *_: {}["unheard of"])
-    with pytest.raises(DataError, match=r"a.arrow: cannot be read \(\w+: .*\); fetch the file again") as caught:
-        everything([piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task])
+    with pytest.raises(
+        DataError, match=r"a.arrow: cannot be read \(\w+: .*\); fetch the file again"
+    ) as caught:
+        everything(
+            [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
+        )
     assert "\n" not in str(caught.value) and caught.value.__cause__
 
 
@@ -223,7 +272,9 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
     assert everything(pieces(path, "jsonl", [])) == ["first", "second"]
 
 
-def test_malformed_rows_are_counted_with_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_rows_are_counted_with_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "LINE_BYTES", 20)
     monkeypatch.setattr(columns, "LINE_BYTES", 20)
     long = "ü" * 15
@@ -266,12 +317,20 @@ def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert start <= item.position < start + len(line)
 
 
-def test_a_line_over_many_pieces_is_not_read_by_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_over_many_pieces_is_not_read_by_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A 1 GB line in 64 pieces took 32 GB of reading."""
     skip, skipped = reading._skip_line, []
-    monkeypatch.setattr(reading, "_skip_line", lambda *given: skipped.append(skip(*given)) or skipped[-1])
+    monkeypatch.setattr(
+        reading, "_skip_line", lambda *given: skipped.append(skip(*given)) or skipped[-1]
+    )
     path = write_jsonl(tmp_path / "a.jsonl", ["first", "x" * 1_000_000, "last"])
-    assert everything(pieces(path, "jsonl", list(range(0, 1_000_000, 1000)))) == ["first", "x" * 1_000_000, "last"]
+    assert everything(pieces(path, "jsonl", list(range(0, 1_000_000, 1000)))) == [
+        "first",
+        "x" * 1_000_000,
+        "last",
+    ]
     assert sum(skipped) < 1_100_000
 
 
@@ -306,29 +365,42 @@ def test_a_directory_is_taken_whole_and_what_is_not_is_said(tmp_path: Path) -> N
         zstandard.compress(write_jsonl(tmp_path / "c", texts[2]).read_bytes())
     )
     write_jsonl(tmp_path / "elsewhere" / "d.jsonl", texts[3])
-    for name, target in (("far", "../elsewhere"), ("loop", "."), ("again", "deep"), ("gone.jsonl", "nowhere")):
+    for name, target in (
+        ("far", "../elsewhere"),
+        ("loop", "."),
+        ("again", "deep"),
+        ("gone.jsonl", "nowhere"),
+    ):
         (tmp_path / "in" / name).symlink_to(target)
     for name in ("README.md", "deep/x.bin", ".hidden.md"):
         (tmp_path / "in" / name).write_text("hello")
     said: list[str] = []
     source = str(tmp_path / "in")
     [task] = plan([source], limit_bytes=None, seed=0, say=said.append)
-    assert sorted(map(str, everything(list(task)))) == sorted(text for some in texts for text in some)
+    assert sorted(map(str, everything(list(task)))) == sorted(
+        text for some in texts for text in some
+    )
     assert said == [
         f"source={source!r}: 2 files of another kind not taken, the first {source}/README.md",
         f"source={source!r}: 1 links to nothing not taken, the first {source}/gone.jsonl",
     ]
     plan([f"{source}/*.[Jj]*"], limit_bytes=None, seed=0, say=said.append)
-    assert said[2:] == [f"source='{source}/*.[Jj]*': 1 links to nothing not taken, the first {source}/gone.jsonl"]
+    assert said[2:] == [
+        f"source='{source}/*.[Jj]*': 1 links to nothing not taken, the first {source}/gone.jsonl"
+    ]
 
 
-def test_the_library_is_read_once_also_where_files_are_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_read_once_also_where_files_are_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.py").symlink_to("a.py")  # as Debian's sysconfig data
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path), "purelib": str(tmp_path / "none")})
-    assert [piece.path for task in plan(["python"], limit_bytes=None, seed=0) for piece in task] == [
-        str(tmp_path / "a.py")
-    ]
+    monkeypatch.setattr(
+        "sysconfig.get_paths", lambda: {"stdlib": str(tmp_path), "purelib": str(tmp_path / "none")}
+    )
+    assert [
+        piece.path for task in plan(["python"], limit_bytes=None, seed=0) for piece in task
+    ] == [str(tmp_path / "a.py")]
 
 
 def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
@@ -338,16 +410,28 @@ def test_a_limit_ends_at_the_document_it_falls_into(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(texts))
     plain = write_jsonl(tmp_path / "all.jsonl", texts).read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "c.parquet", row_group_size=70)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "c.parquet", row_group_size=70
+    )
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
 
     def taken(source: str, limit: int) -> list[str | Malformed]:
-        tasks = plan([f"hf:{tmp_path}/saved" if source == "hf" else str(tmp_path / source)], limit_bytes=limit, seed=0)
+        tasks = plan(
+            [f"hf:{tmp_path}/saved" if source == "hf" else str(tmp_path / source)],
+            limit_bytes=limit,
+            seed=0,
+        )
         return everything([piece for task in tasks for piece in task])
 
     line = len(plain) // 100
-    assert taken("[01].jsonl", 60 * line) == texts[:60] and taken("[01].jsonl", 60 * line + 1) == texts[:61]
-    assert taken("a.txt", 999) == ["\n".join(texts[:10]) + "\n"] and taken("a.txt", 100 * 10 + 1)[0].count("\n") == 11
+    assert (
+        taken("[01].jsonl", 60 * line) == texts[:60]
+        and taken("[01].jsonl", 60 * line + 1) == texts[:61]
+    )
+    assert (
+        taken("a.txt", 999) == ["\n".join(texts[:10]) + "\n"]
+        and taken("a.txt", 100 * 10 + 1)[0].count("\n") == 11
+    )
     for source in ("b.jsonl.gz", "c.parquet", "hf"):
         assert taken(source, 990) == texts[:10] and taken(source, 991) == texts[:11]
 

@@ -27,7 +27,15 @@ def arguments(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "t.model").write_bytes(tokenizer.model)
     files = [write_jsonl(folder / f"{i}.jsonl", some_texts(400, seed=i)) for i in range(12)]
     sources = [part for file in files for part in ("--source", str(file))]
-    return [*sources, "--tokenizer", str(folder / "t.model"), "--set", "dedup.exact=true", "--set", "dedup.near={}"]
+    return [
+        *sources,
+        "--tokenizer",
+        str(folder / "t.model"),
+        "--set",
+        "dedup.exact=true",
+        "--set",
+        "dedup.near={}",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +54,13 @@ def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def undisturbed(
+    address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = CliRunner().invoke(app, ["prepare", "--out", str(out), *arguments], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["prepare", "--out", str(out), *arguments], catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     return contents(out)
 
@@ -72,7 +84,9 @@ def workers(function: str) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if (entry / "cmdline").read_bytes().startswith(f"ray::{function}".encode()) and ours(int(entry.name)):
+            if (entry / "cmdline").read_bytes().startswith(f"ray::{function}".encode()) and ours(
+                int(entry.name)
+            ):
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -119,7 +133,9 @@ def disturb(arguments: list[str], out: Path) -> None:
     assert driver.returncode == 0, said
 
 
-def test_drivers_and_workers_are_killed(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_drivers_and_workers_are_killed(
+    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
     for attempt in range(5):
         with suppress(TooLateError):
             disturb(arguments, out := tmp_path / str(attempt))
@@ -156,11 +172,16 @@ finally:
 """
 
 
-def test_a_node_is_lost(arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_node_is_lost(
+    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
     """A real two-node cluster of Ray, one node gone in the middle."""
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     run = subprocess.run(
-        [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments], env=alone, capture_output=True, text=True
+        [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments],
+        env=alone,
+        capture_output=True,
+        text=True,
     )
     assert "node removed" in run.stdout, run.stderr
     assert contents(tmp_path / "out") == undisturbed
@@ -178,7 +199,9 @@ for number in range(2):
 def test_of_a_session_of_our_own_nothing_stays_unless_it_failed() -> None:
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory() as place:  # a short path: Ray keeps sockets in it
-        subprocess.run([sys.executable, "-c", SESSIONS], env={**alone, "RAY_TMPDIR": place}, check=True)
+        subprocess.run(
+            [sys.executable, "-c", SESSIONS], env={**alone, "RAY_TMPDIR": place}, check=True
+        )
         (session,) = Path(place, "ray").glob("session_*")
         assert (session / "logs").is_dir()
 

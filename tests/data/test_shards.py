@@ -35,16 +35,24 @@ def megatron_documents(stem: Path) -> list[list[int]]:
     assert 34 + lengths.nbytes + pointers.nbytes + indices.nbytes == len(raw)
     assert indices.tolist() == list(range(sequences + 1))
     data = stem.with_suffix(".bin").read_bytes()
-    return [np.frombuffer(data, dtype, n, p).tolist() for n, p in zip(lengths, pointers, strict=True)]
+    return [
+        np.frombuffer(data, dtype, n, p).tolist() for n, p in zip(lengths, pointers, strict=True)
+    ]
 
 
-def test_shards_hold_every_document_in_order(corpus: Corpus, tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_shards_hold_every_document_in_order(
+    corpus: Corpus, tokenizer: Tokenizer, texts: list[str]
+) -> None:
     found = {
-        split: [d for s in corpus.split(split).shards for d in megatron_documents(corpus.path / s.name)]
+        split: [
+            d for s in corpus.split(split).shards for d in megatron_documents(corpus.path / s.name)
+        ]
         for split in ("train", "valid")
     }
     assert all(d[-1] == tokenizer.eod for ds in found.values() for d in ds)
-    decoded = {split: [tokenizer.sentencepiece.decode(d[:-1]) for d in ds] for split, ds in found.items()}
+    decoded = {
+        split: [tokenizer.sentencepiece.decode(d[:-1]) for d in ds] for split, ds in found.items()
+    }
     held = set(decoded["valid"])
     assert 0.05 < len(held) / len(texts) < 0.2
     assert decoded["train"] == [t for t in texts if t not in held]
@@ -55,7 +63,9 @@ def test_megatron_reads_them(corpus: Corpus) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     shard = corpus.split("train").shards[0]
     theirs = indexed.IndexedDataset(str(corpus.path / shard.name))
-    assert [theirs[i].tolist() for i in range(len(theirs))] == megatron_documents(corpus.path / shard.name)
+    assert [theirs[i].tolist() for i in range(len(theirs))] == megatron_documents(
+        corpus.path / shard.name
+    )
 
 
 def test_manifest_counts(corpus: Corpus, texts: list[str]) -> None:

@@ -35,7 +35,9 @@ def test_shuffles_are_bijections() -> None:
     for size in synthetic.FULL.classes:
         for key in np.random.default_rng(0).integers(0, 2**63, 40, dtype=np.uint64):
             ranks = np.arange(size, dtype=np.uint64)
-            shuffled = synthetic._shuffle(ranks, np.full(size, size, np.uint64), np.full(size, key, np.uint64))
+            shuffled = synthetic._shuffle(
+                ranks, np.full(size, size, np.uint64), np.full(size, key, np.uint64)
+            )
             assert sorted(shuffled.tolist()) == ranks.tolist()
 
 
@@ -49,7 +51,9 @@ def test_entropy_of_what_follows_frequent_words(language: synthetic.Language) ->
         for text in documents(batch, language):
             words = text.split()
             for before, word in pairwise(words):
-                if spelling[word] < edges[0]:  # the first class: its permutation depends on the previous word alone
+                if (
+                    spelling[word] < edges[0]
+                ):  # the first class: its permutation depends on the previous word alone
                     follow.setdefault(before, Counter())[spelling[word]] += 1
     zipf = synthetic._zipf(language.classes[0])
     truth = -float(zipf @ np.log(zipf))
@@ -59,6 +63,11 @@ def test_entropy_of_what_follows_frequent_words(language: synthetic.Language) ->
 
 
 def test_entropy_is_below_what_counting_words_gives() -> None:
-    words = Counter(w for batch in range(2) for text in documents(batch, synthetic.FULL) for w in text.split())
-    unigram = -sum(c / words.total() * math.log(c / words.total()) for c in words.values()) / synthetic.bytes_per_word()
+    words = Counter(
+        w for batch in range(2) for text in documents(batch, synthetic.FULL) for w in text.split()
+    )
+    unigram = (
+        -sum(c / words.total() * math.log(c / words.total()) for c in words.values())
+        / synthetic.bytes_per_word()
+    )
     assert 0.6 * unigram < synthetic.entropy_nats_per_byte() < 0.8 * unigram

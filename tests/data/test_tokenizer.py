@@ -40,7 +40,9 @@ AWKWARD = [
     "𝕏",
     "\U0010ffff",
 ]
-strings = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=20)), max_size=12).map("".join)
+strings = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=20)), max_size=12).map(
+    "".join
+)
 
 
 @settings(max_examples=1500, deadline=None)
@@ -62,7 +64,9 @@ def test_gigatoken_itself_agrees_where_it_is_used(tokenizer: Tokenizer, text: st
         assert tokenizer._gigatoken.encode(text).tolist() == tokenizer.sentencepiece.encode(text)
 
 
-def test_words_are_not_remembered_without_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_not_remembered_without_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A terabyte has words enough to fill any memory; starting anew changes no id."""
     monkeypatch.setattr(tokenizing, "CACHE_BYTES", 8 * MB)
     monkeypatch.setattr(tokenizing, "CACHE_CHECK", 100_000)
@@ -135,7 +139,9 @@ def test_unigram_is_lossless_too() -> None:
         (some_texts(50), 263, "at least"),
     ],
 )
-def test_impossible_vocabularies_say_what_is_possible(texts: list[str], vocab: int, says: str) -> None:
+def test_impossible_vocabularies_say_what_is_possible(
+    texts: list[str], vocab: int, says: str
+) -> None:
     with pytest.raises(DataError, match=says) as caught:
         train(texts, vocab)
     assert f"vocab-size={vocab:,}" in str(caught.value)
@@ -143,7 +149,9 @@ def test_impossible_vocabularies_say_what_is_possible(texts: list[str], vocab: i
 
 @pytest.mark.parametrize("control", ["§", "a", META, f"<{META}>", "\n", "<x\0>", ""])
 def test_a_control_that_text_could_produce_is_not_trained(control: str) -> None:
-    with pytest.raises(ConfigError, match=r"train.controls=.*two printable characters or more.*try <name>"):
+    with pytest.raises(
+        ConfigError, match=r"train.controls=.*two printable characters or more.*try <name>"
+    ):
         load_recipe(None, {"sources": ["python"], "train": {"controls": [control]}})
 
 
@@ -159,7 +167,9 @@ def test_a_control_that_text_could_produce_is_not_trained(control: str) -> None:
         ("word", "§§", True),
     ],
 )
-def test_a_given_model_whose_control_text_could_produce_is_refused(kind: str, control: str, reached: bool) -> None:
+def test_a_given_model_whose_control_text_could_produce_is_refused(
+    kind: str, control: str, reached: bool
+) -> None:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(some_texts(50)),
@@ -174,7 +184,9 @@ def test_a_given_model_whose_control_text_could_produce_is_refused(kind: str, co
         minloglevel=2,
     )
     if reached:
-        with pytest.raises(DataError, match=f"text with '{control}' in it would become that control piece"):
+        with pytest.raises(
+            DataError, match=f"text with '{control}' in it would become that control piece"
+        ):
             Tokenizer(out.getvalue())
     else:
         model = Tokenizer(out.getvalue())

@@ -15,7 +15,16 @@ from pipeline.data.tokenizer import Tokenizer, train
 from tests.conftest import launch
 from tests.data.conftest import some_texts
 
-SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64", "--set", "train.batch_tokens=512")
+SMALL = (
+    "--no-track",
+    "--nproc",
+    1,
+    "--quiet",
+    "--set",
+    "model.seq=64",
+    "--set",
+    "train.batch_tokens=512",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +51,27 @@ def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus,
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
 
     # greedy text is the same by either generate; AutoTokenizer's ids are ours
-    tokenizer, pieces = AutoTokenizer.from_pretrained(exported), Tokenizer.open(corpus / "tokenizer.model")
+    tokenizer, pieces = (
+        AutoTokenizer.from_pretrained(exported),
+        Tokenizer.open(corpus / "tokenizer.model"),
+    )
     r = random.Random(0)
     letters = " \n\t" * 9 + "abcdeghinorstuwy" * 3 + "ABC0123456789.,;:!?(){}äßé東🦊\r\0"
-    for text in ["", " ", "  a", *("".join(r.choices(letters, k=r.randrange(80))) for _ in range(300))]:
+    for text in [
+        "",
+        " ",
+        "  a",
+        *("".join(r.choices(letters, k=r.randrange(80))) for _ in range(300)),
+    ]:
         ids = tokenizer(text)["input_ids"]
         assert ids == pieces.encode(text).tolist() and tokenizer.decode(ids) == text
     prompt = "the state of"
-    hub = theirs.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0].tolist()
-    row = json.loads(inside("generate", "--run", trained, "--prompt", prompt, "--max-new", 12, "--json"))
+    hub = theirs.generate(
+        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False
+    )[0].tolist()
+    row = json.loads(
+        inside("generate", "--run", trained, "--prompt", prompt, "--max-new", 12, "--json")
+    )
     assert row["tokens"] == hub[len(pieces.encode(prompt)) :]
 
     begun = tmp_path / "begun"
@@ -61,14 +82,29 @@ def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus,
     for name, tensor in ours.state_dict().items():
         if not name.endswith("steps"):
             assert torch.equal(tensor, back.state_dict()[name]), name
-    on = ("pretrain", "--init", begun, "--data", corpus, "--out", tmp_path / "on", "--steps", 1, *SMALL)
+    on = (
+        "pretrain",
+        "--init",
+        begun,
+        "--data",
+        corpus,
+        "--out",
+        tmp_path / "on",
+        "--steps",
+        1,
+        *SMALL,
+    )
     assert "--size tiny and --init" in launch(*on, "--size", "tiny", code=2).stderr
     for key, other, was in (("tied", "true", "false"), ("parametrization", '"mup"', '"standard"')):
         refused = f"model.{key}={other}: the weights of --init {begun} are of {was}; leave it out"
         assert refused in launch(*on, "--set", f"model.{key}={other}", code=2).stderr
     launch(*on, "--set", "optim.lr=1e-9", "--set", "train.eval_every=1")
     losses = [
-        [r["loss"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if r["kind"] == "eval"][-1]
+        [
+            r["loss"]
+            for r in map(json.loads, (run / "log.jsonl").read_text().splitlines())
+            if r["kind"] == "eval"
+        ][-1]
         for run in (trained, tmp_path / "on")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)  # it goes on where the other stood
@@ -79,11 +115,18 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     plain = inside(*given, "--prompt", "the ")
     assert plain.startswith("the ") and inside(*given, "--prompt", "the ", "--stream") == plain
     (tmp_path / "prompts").write_text("a\nthe state\n")
-    rows = [json.loads(line) for line in inside(*given, "--file", tmp_path / "prompts", "--json").splitlines()]
-    assert [row["prompt"] for row in rows] == ["a", "the state"] and all(len(r["tokens"]) <= 10 for r in rows)
+    rows = [
+        json.loads(line)
+        for line in inside(*given, "--file", tmp_path / "prompts", "--json").splitlines()
+    ]
+    assert [row["prompt"] for row in rows] == ["a", "the state"] and all(
+        len(r["tokens"]) <= 10 for r in rows
+    )
     draw = ("--prompt", "the ", "--temperature", 1.0, "--top-p", 0.9, "--json")
     assert (
-        inside(*given, *draw, "--seed", 1) == inside(*given, *draw, "--seed", 1) != inside(*given, *draw, "--seed", 2)
+        inside(*given, *draw, "--seed", 1)
+        == inside(*given, *draw, "--seed", 1)
+        != inside(*given, *draw, "--seed", 2)
     )
     beams = [json.loads(inside(*given, "--prompt", "the ", "--json", "--beam", n)) for n in (1, 4)]
     assert beams[1]["log_likelihood"] >= beams[0]["log_likelihood"] - 1e-4
@@ -103,16 +146,48 @@ def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_p
     shutil.copy(corpus / "tokenizer.model", imported)
     generate = ("generate", "--prompt", "a", "--max-new", 1, "--run")
     for wish in (
-        ("pretrain", "--init", trained, "--data", other, "--out", tmp_path / "on", "--steps", 1, *SMALL),
-        ("pretrain", "--init", imported, "--data", other, "--out", tmp_path / "on", "--steps", 1, *SMALL),
+        (
+            "pretrain",
+            "--init",
+            trained,
+            "--data",
+            other,
+            "--out",
+            tmp_path / "on",
+            "--steps",
+            1,
+            *SMALL,
+        ),
+        (
+            "pretrain",
+            "--init",
+            imported,
+            "--data",
+            other,
+            "--out",
+            tmp_path / "on",
+            "--steps",
+            1,
+            *SMALL,
+        ),
         ("evaluate", "--run", trained, "--data", other),
         ("evaluate", "--run", next((trained / "checkpoints").iterdir()), "--data", other),
         (*generate, trained, "--tokenizer", other / "tokenizer.model"),
-        ("export", "--run", trained, "--to", tmp_path / "hub", "--tokenizer", other / "tokenizer.model"),
+        (
+            "export",
+            "--run",
+            trained,
+            "--to",
+            tmp_path / "hub",
+            "--tokenizer",
+            other / "tokenizer.model",
+        ),
     ):
         said = inside(*wish, code=2)
         assert theirs.fingerprint in said and mine in said
-    assert "holds other data" in inside("pretrain", "--resume", "--out", trained, "--data", other, code=2)
+    assert "holds other data" in inside(
+        "pretrain", "--resume", "--out", trained, "--data", other, code=2
+    )
     (imported / "tokenizer.model").unlink()  # nobody knows: the sizes alone are compared
     inside("evaluate", "--run", imported, "--data", other)
     inside(*generate, trained, "--tokenizer", corpus / "tokenizer.model")
@@ -126,6 +201,8 @@ def test_bad_wishes_are_one_line(trained, inside, tmp_path):
     assert "--stream" in inside(*given, "--prompt", "a", "--prompt", "b", "--stream", code=2)
     assert "cannot be read" in inside(*given, "--file", tmp_path / "no", code=2)
     assert "no checkpoint" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
-    assert "--dtype fp8" in inside("export", "--run", trained, "--to", tmp_path / "x", "--dtype", "fp8", code=2)
+    assert "--dtype fp8" in inside(
+        "export", "--run", trained, "--to", tmp_path / "x", "--dtype", "fp8", code=2
+    )
     assert "config.json" in inside("import", "--from", tmp_path, "--out", tmp_path / "y", code=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()

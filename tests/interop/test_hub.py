@@ -11,12 +11,12 @@ from pipeline.checkpoint.weights import load_model
 from pipeline.config.load import load as load_config
 from pipeline.config.load import names
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.interop import families
-from pipeline.interop.export import export
-from pipeline.interop.families import choose
-from pipeline.interop.load import load
-from pipeline.interop.start import start
-from pipeline.interop.tensors import gather
+from pipeline.hub import families
+from pipeline.hub.export import export
+from pipeline.hub.families import choose
+from pipeline.hub.import_model import load
+from pipeline.hub.start import start
+from pipeline.hub.tensors import gather
 from pipeline.model.build import build, draw
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -27,7 +27,12 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 3, "n_routed_expe
            "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}  # fmt: skip
 LATENT = {**SHAPE, **EXPERTS, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
           "qk_nope_head_dim": 8, "v_head_dim": 6}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
 CASES = {
@@ -54,7 +59,9 @@ CASES = {
 
 def random_hub_model(kind):
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind.partition(",")[0], **CASES[kind]))
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind.partition(",")[0], **CASES[kind])
+    )
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if p.ndim < 2:  # gains of 1 and biases of 0 would hide a mistake
@@ -91,7 +98,11 @@ def test_a_model_of_theirs_becomes_ours_and_goes_back(kind, tmp_path):
     assert found.keys() == state.keys()
     for name, p in state.items():
         torch.testing.assert_close(
-            p.grad, found[name], atol=1e-4 * float(found[name].abs().max() + 1e-3), rtol=1e-4, msg=name
+            p.grad,
+            found[name],
+            atol=1e-4 * float(found[name].abs().max() + 1e-3),
+            rtol=1e-4,
+            msg=name,
         )
 
     done = export(ours, tmp_path / "ours", None, torch.float32, shard_bytes=20_000)
@@ -120,7 +131,9 @@ TINY = ["model.vocab=128", "model.seq=64", "model.layers=4"]
 def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
     """Ours, with their own heads, experts and blocks for further tokens, drawn by us."""
     cfg = load_config(
-        size="tiny", arch=arch, sets=[*TINY, *(["model.attention.window=8"] if arch == "mistral" else [])]
+        size="tiny",
+        arch=arch,
+        sets=[*TINY, *(["model.attention.window=8"] if arch == "mistral" else [])],
     )
     model = build(cfg.model)
     draw(model, cfg.model, seed=1)
@@ -161,7 +174,11 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
 def test_what_has_no_counterpart_is_named(arch, sets, names_):
     with pytest.raises(ConfigError) as error:
         choose(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
-    assert names_ in str(error.value) and "no counterpart" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        names_ in str(error.value)
+        and "no counterpart" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -174,7 +191,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
             p.mul_(8)
     said = families.write
     lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
-    monkeypatch.setattr("pipeline.interop.export.write", lie)
+    monkeypatch.setattr("pipeline.hub.export.write", lie)
     with pytest.raises(RunError, match="nothing was written"):
         export(model, tmp_path / "out", None, torch.float32)
     assert not list(tmp_path.iterdir())
@@ -191,7 +208,11 @@ def test_an_import_is_whole_or_refused(tmp_path):
         ("has shape", {"model.norm.weight": torch.ones(7)}, {}),
         ("hidden_act='gelu'", {}, {"hidden_act": "gelu"}),
         ("model_type='bert'", {}, {"model_type": "bert"}),
-        ("rope_type='dynamic'", {}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        (
+            "rope_type='dynamic'",
+            {},
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ),
     ]:
         kept = {k: v for k, v in {**tensors, **change}.items() if v is not None}
         save_file(kept, tmp_path / "a" / "model.safetensors", {"format": "pt"})

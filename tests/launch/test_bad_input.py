@@ -11,7 +11,17 @@ import pytest
 
 from tests.conftest import command, environment, launch
 
-TINY = ("--size", "tiny", "--no-track", "--nproc", 2, "--set", "model.seq=64", "--set", "train.batch_tokens=1024")
+TINY = (
+    "--size",
+    "tiny",
+    "--no-track",
+    "--nproc",
+    2,
+    "--set",
+    "model.seq=64",
+    "--set",
+    "train.batch_tokens=1024",
+)
 
 
 def refused(*arguments: object, out: Path | None = None) -> str:
@@ -54,58 +64,106 @@ def test_no_data_there(tmp_path, out):
 
 def test_an_empty_corpus(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    line = refused("data", "prepare", "--source", tmp_path / "empty.txt", "--out", tmp_path / "d", "--vocab-size", 300)
+    line = refused(
+        "data",
+        "prepare",
+        "--source",
+        tmp_path / "empty.txt",
+        "--out",
+        tmp_path / "d",
+        "--vocab-size",
+        300,
+    )
     assert "empty" in line or "no document" in line
     assert not (tmp_path / "d" / "manifest.json").exists()
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(corpus, out):
-    line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "model.vocab=256", out=out)
+    line = refused(
+        "pretrain", *TINY, "--data", corpus, "--out", out, "--set", "model.vocab=256", out=out
+    )
     assert "model.vocab=256" in line and "512" in line
 
 
 def test_a_sequence_longer_than_the_split(corpus, out):
-    line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "model.seq=10000000", out=out)
+    line = refused(
+        "pretrain", *TINY, "--data", corpus, "--out", out, "--set", "model.seq=10000000", out=out
+    )
     assert "seq=10000000" in line and "split 'train'" in line
 
 
 def test_a_batch_that_does_not_divide(corpus, out):
-    line = refused("pretrain", *TINY, "--data", corpus, "--out", out, "--set", "train.batch_tokens=1000", out=out)
+    line = refused(
+        "pretrain",
+        *TINY,
+        "--data",
+        corpus,
+        "--out",
+        out,
+        "--set",
+        "train.batch_tokens=1000",
+        out=out,
+    )
     assert "train.batch_tokens=1,000" in line and "try --set train.batch_tokens=1024" in line
 
 
 def test_a_size_too_large_for_the_machine(corpus, out):
-    line = refused("pretrain", "--size", "175b", "--data", corpus, "--out", out, "--nproc", 2, out=out)
+    line = refused(
+        "pretrain", "--size", "175b", "--data", corpus, "--out", out, "--nproc", 2, out=out
+    )
     assert "size=175b" in line and "GiB" in line and "; take --size " in line
 
 
 def test_an_unknown_size_names_the_nearest(corpus, out):
-    assert "did you mean '1b'" in refused("pretrain", "--size", "1bb", "--data", corpus, "--out", out, out=out)
+    assert "did you mean '1b'" in refused(
+        "pretrain", "--size", "1bb", "--data", corpus, "--out", out, out=out
+    )
 
 
 def test_an_impossible_stage(corpus, out):
-    assert "parallel.zero=5" in refused("pretrain", *TINY, "--data", corpus, "--zero", 5, "--out", out, out=out)
+    assert "parallel.zero=5" in refused(
+        "pretrain", *TINY, "--data", corpus, "--zero", 5, "--out", out, out=out
+    )
 
 
 def test_a_share_of_experts_that_does_not_divide_the_ranks(corpus, out):
     options = ("--arch", "moe", "--data", corpus, "--ep", 4, "--out", out)
-    assert "parallel.ep=4 does not divide the 2 ranks; try --ep 2" in refused("pretrain", *TINY, *options, out=out)
+    assert "parallel.ep=4 does not divide the 2 ranks; try --ep 2" in refused(
+        "pretrain", *TINY, *options, out=out
+    )
 
 
 def test_an_engine_that_cannot(corpus, out):
-    assert "--zero 0" in refused("pretrain", *TINY, "--data", corpus, "--engine", "accelerate", "--out", out, out=out)
+    assert "--zero 0" in refused(
+        "pretrain", *TINY, "--data", corpus, "--engine", "accelerate", "--out", out, out=out
+    )
 
 
 def test_a_length_without_end(corpus, out):
-    assert "no end" in refused("pretrain", *TINY, "--data", corpus, "--flops", "1e308", "--out", out, out=out)
+    assert "no end" in refused(
+        "pretrain", *TINY, "--data", corpus, "--flops", "1e308", "--out", out, out=out
+    )
 
 
 @pytest.mark.parametrize("place", ["nowhere", "file"])
 def test_a_disk_to_offload_to_that_is_none(corpus, out, tmp_path, inside, place):
     (tmp_path / "file").touch()
-    options = ("--zero", 3, "--set", "parallel.offload.optimizer=nvme", "--data", corpus, "--out", out)
-    said = inside("pretrain", *TINY, *options, "--set", f"parallel.offload.path={tmp_path / place}", code=2)
-    assert f"parallel.offload.path={tmp_path / place} is not a directory that can be written" in said
+    options = (
+        "--zero",
+        3,
+        "--set",
+        "parallel.offload.optimizer=nvme",
+        "--data",
+        corpus,
+        "--out",
+        out,
+    )
+    said = inside(
+        "pretrain", *TINY, *options, "--set", f"parallel.offload.path={tmp_path / place}", code=2
+    )
+    assert (
+        f"parallel.offload.path={tmp_path / place} is not a directory that can be written" in said
+    )
     assert not out.exists()
 
 
@@ -139,15 +197,25 @@ def test_continuing_something_else(begun, corpus, tmp_path):
 
     # unfinished, so that it has something to continue
     log = begun / "log.jsonl"
-    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line))
-    assert "try --nproc 4" in refused("pretrain", "--resume", "--out", begun, "--nproc", 5, "--no-track")
+    log.write_text(
+        "".join(
+            line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line
+        )
+    )
+    assert "try --nproc 4" in refused(
+        "pretrain", "--resume", "--out", begun, "--nproc", 5, "--no-track"
+    )
 
     other = tmp_path / "other"
     launch("data", "prepare", "--source", "synthetic", "--out", other, "--tokenizer", corpus / "tokenizer.model",
            "--seed", 2, "--limit-bytes", 300_000, "--valid-share", 0.2, "--quiet")  # fmt: skip
     config.write_text(before[config].decode().replace(str(corpus), str(other)))
-    assert "holds other data" in refused("pretrain", "--resume", "--out", begun, "--nproc", 2, "--no-track")
-    assert "--out of an existing run" in refused("pretrain", "--resume", "--out", tmp_path / "nowhere")
+    assert "holds other data" in refused(
+        "pretrain", "--resume", "--out", begun, "--nproc", 2, "--no-track"
+    )
+    assert "--out of an existing run" in refused(
+        "pretrain", "--resume", "--out", tmp_path / "nowhere"
+    )
 
 
 @pytest.fixture
@@ -163,17 +231,24 @@ def small_disk(tmp_path):
 
 
 def freeze(run: Path, number: signal.Signals) -> None:
-    subprocess.run(["pkill", f"-{number.name[3:]}", "-f", f"pipeline.train.worker {run}"], check=True)
+    subprocess.run(
+        ["pkill", f"-{number.name[3:]}", "-f", f"pipeline.train.worker {run}"], check=True
+    )
 
 
 def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
     """Too little space, then full in the middle of a write: the checkpoint before it stays whole, nothing is left
     beside it, and --resume goes on once there is room."""
-    from pipeline.account import checkpoint_bytes
     from pipeline.config.load import reload
+    from pipeline.planner.count import checkpoint_bytes
 
     out, filler = small_disk / "run", small_disk / "filler"
-    often = ("--set", "train.save_every=10", "--set", "train.hang_s=100")  # stopped on purpose, and woken
+    often = (
+        "--set",
+        "train.save_every=10",
+        "--set",
+        "train.hang_s=100",
+    )  # stopped on purpose, and woken
     asked = ("pretrain", *TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
     for held, short_bytes in ((10, 100_000), (20, -20_000)):
         process = subprocess.Popen(
@@ -192,9 +267,16 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
         stderr = process.stderr.read()
         assert process.wait(60) == 2, stderr
         errors = [line for line in stderr.splitlines() if line.strip()]
-        assert len(errors) == 1 and "disk full" in errors[0] and f"step-000000{held} is intact" in errors[0], stderr
+        assert (
+            len(errors) == 1
+            and "disk full" in errors[0]
+            and f"step-000000{held} is intact" in errors[0]
+        ), stderr
         filler.unlink()
-        assert {p.name for p in (out / "checkpoints").iterdir()} <= {"step-00000010", f"step-000000{held}"}
+        assert {p.name for p in (out / "checkpoints").iterdir()} <= {
+            "step-00000010",
+            f"step-000000{held}",
+        }
     launch("pretrain", "--resume", "--out", out, "--nproc", 1, "--no-track")
     steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in steps if r["kind"] == "step"] == list(range(1, 41))
@@ -204,12 +286,14 @@ def test_two_jobs_never_write_one_run(corpus, tmp_path):
     """The launcher holds the directory from before anything is in it, and the workers do while they write, since they
     may outlive it for some seconds."""
     from pipeline.errors import RunError
-    from pipeline.train.rundir import RunDir
+    from pipeline.runs.directory import RunDir
 
     out = tmp_path / "run"
     held = RunDir(out).claim()
     try:
-        assert "being written by another process" in refused("pretrain", *TINY, "--data", corpus, "--out", out)
+        assert "being written by another process" in refused(
+            "pretrain", *TINY, "--data", corpus, "--out", out
+        )
         assert [p.name for p in out.iterdir()] == [".launch"]
     finally:
         os.close(held)
@@ -233,6 +317,8 @@ def test_help_has_examples_and_imports_nothing_heavy(name):
         "heavy = {'torch', 'ray', 'mlflow', 'datasets', 'deepspeed', 'scipy', 'plotly'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([command()[0], "-c", code, *name], capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [command()[0], "-c", code, *name], capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     assert "launch" in done.stdout and ("Examples" in done.stdout or name == ["--help"])

@@ -21,21 +21,38 @@ def test_show_counts_the_1b_shape():
 
 
 def test_show_lays_out_a_routed_model_over_nodes():
-    of = ("show", "--size", "16b", "--arch", "deepseek-v2-lite", "--gpus", 16, "--cluster", "h100", "--json")
+    of = (
+        "show",
+        "--size",
+        "16b",
+        "--arch",
+        "deepseek-v2-lite",
+        "--gpus",
+        16,
+        "--cluster",
+        "h100",
+        "--json",
+    )
     figures = json.loads(launch(*of).stdout)
     take, rows = figures["recommended"], figures["layouts"]
-    assert take in rows and take["fits"] and {row["layout"]["ep"] for row in rows} == {1, 2, 4, 8, 16}
+    assert (
+        take in rows and take["fits"] and {row["layout"]["ep"] for row in rows} == {1, 2, 4, 8, 16}
+    )
     assert take["step_s"] <= 1.01 * min(row["step_s"] for row in rows if row["fits"])
     assert take["tokens_s"] * take["step_s"] == pytest.approx(figures["recipe"]["batch_tokens"])
     assert any(not row["fits"] for row in rows)
-    assert "--gpus 32" in launch("show", "--size", "70b", "--gpus", 8, "--cluster", "h100").stdout  # none fits 8
+    assert (
+        "--gpus 32" in launch("show", "--size", "70b", "--gpus", 8, "--cluster", "h100").stdout
+    )  # none fits 8
 
 
 def test_show_never_imports_torch():
     code = "import sys; sys.argv = ['launch', 'show', '--size', '175b', '--cluster', 'h100']\n"
     code += "from launch.__main__ import main\ntry: main()\nexcept SystemExit: pass\n"
     code += "assert not {'torch', 'numpy', 'scipy'} & set(sys.modules)"
-    done = subprocess.run([command()[0], "-c", code], capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [command()[0], "-c", code], capture_output=True, text=True, env=environment()
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -44,20 +61,34 @@ def test_the_whole_ladder():
     assert sorted(row["size"] for row in rows) == sorted(names("size"))
     assert [row["params"] for row in rows] == sorted(row["params"] for row in rows)
     by_size = {row["size"]: row for row in rows}
-    assert by_size["tiny"]["non_embedding"] == pytest.approx(0.2e6, rel=0.1) and by_size["175b"]["params"] > 1.7e11
+    assert (
+        by_size["tiny"]["non_embedding"] == pytest.approx(0.2e6, rel=0.1)
+        and by_size["175b"]["params"] > 1.7e11
+    )
     assert "175b" in launch("show", "--sizes").stdout
 
 
 def test_doctor_finds_this_machine_fit():
     findings = {f["what"]: f for f in json.loads(launch("doctor", "--json").stdout)}
-    for what in ("python", "torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "ray", "mlflow"):
+    for what in (
+        "python",
+        "torch",
+        "deepspeed",
+        "accelerate",
+        "datasets",
+        "sentencepiece",
+        "ray",
+        "mlflow",
+    ):
         assert findings[what]["state"] == "ok", findings[what]
     assert {"devices", "slurm", "disk", "memory", "tracking"} <= findings.keys()
     assert all(f["remedy"] for f in findings.values() if f["state"] != "ok")
 
 
 def test_doctor_prints_what_it_has_found_before_it_looks_further():
-    with subprocess.Popen(command("doctor"), stdout=subprocess.PIPE, text=True, env=environment()) as looking:
+    with subprocess.Popen(
+        command("doctor"), stdout=subprocess.PIPE, text=True, env=environment()
+    ) as looking:
         assert looking.stdout and looking.stdout.readline().startswith("✓ python")
         assert looking.poll() is None  # every package is still to be imported
         looking.kill()

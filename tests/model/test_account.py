@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import account
 from pipeline.config.load import load, names
 from pipeline.config.model import Model
 from pipeline.model.build import build
 from pipeline.model.build import draw as weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
+from pipeline.planner import count as account
 
 
 def built(cfg):
@@ -24,7 +24,10 @@ def exact(cfg):
     model, count = built(cfg), account.params(cfg)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     norms = {
-        id(p) for m in model.modules() if isinstance(m, RMSNorm | StreamNorm | LayerNorm) for p in m.parameters()
+        id(p)
+        for m in model.modules()
+        if isinstance(m, RMSNorm | StreamNorm | LayerNorm)
+        for p in m.parameters()
     } - {id(p) for p in model.ahead.parameters()}
     experts = sum(p.numel() for p in model.parameters() if hasattr(p, "expert"))
     assert count.total == sum(sizes.values())
@@ -36,7 +39,9 @@ def exact(cfg):
     assert count.experts == experts
     if experts:
         idle = (1 - cfg.ffn.top_k / cfg.ffn.experts) * sum(
-            p.numel() for name, p in model.named_parameters() if hasattr(p, "expert") and not name.startswith("ahead.")
+            p.numel()
+            for name, p in model.named_parameters()
+            if hasattr(p, "expert") and not name.startswith("ahead.")
         )
         assert count.active == pytest.approx(count.total - count.mtp - idle, rel=1e-12)
     else:
@@ -69,7 +74,9 @@ def test_parameters_are_exact_for_every_architecture_and_it_crosses_with_every_s
     ],
 )
 def test_published_giants_build_with_their_published_counts(arch, size, vocab, seq, total, active):
-    cfg = load(size=size, arch=arch, sets=[f"model.vocab={vocab}", f"model.seq={seq}", "model.mtp=0"]).model
+    cfg = load(
+        size=size, arch=arch, sets=[f"model.vocab={vocab}", f"model.seq={seq}", "model.mtp=0"]
+    ).model
     count = account.params(cfg)
     assert sum(p.numel() for p in built(cfg).parameters()) == count.total
     assert count.total / 1e9 == pytest.approx(total, rel=0.0025)
@@ -94,20 +101,48 @@ def models(draw):
     """Any architecture that the types allow."""
     pick = lambda *options: draw(st.sampled_from(options))  # noqa: E731
     heads, dim, seq = pick(2, 4), pick(4, 8), 32
-    scores = {"window": pick(None, None, 8), "softcap": pick(None, None, 20.0), "sinks": pick(False, True)}
+    scores = {
+        "window": pick(None, None, 8),
+        "softcap": pick(None, None, 20.0),
+        "sinks": pick(False, True),
+    }
     if scores["window"]:
         scores["global_every"] = pick(None, 2)
     if pick("gqa", "mla") == "gqa":
         flags = {key: draw(st.booleans()) for key in ("qk_norm", "bias", "out_bias")}
-        attention = {"kind": "gqa", "heads": heads, "kv_heads": pick(1, 2, heads), "head_dim": dim, **flags}
+        attention = {
+            "kind": "gqa",
+            "heads": heads,
+            "kv_heads": pick(1, 2, heads),
+            "head_dim": dim,
+            **flags,
+        }
     else:
         ranks = {"q_rank": pick(None, 12), "kv_rank": pick(8, 16)}
-        attention = {"kind": "mla", "heads": heads, "nope_dim": dim, "rope_dim": 4, "v_dim": pick(4, 8), **ranks}
+        attention = {
+            "kind": "mla",
+            "heads": heads,
+            "nope_dim": dim,
+            "rope_dim": 4,
+            "v_dim": pick(4, 8),
+            **ranks,
+        }
     activation = pick("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2")
     if draw(st.booleans()):
-        ffn = {"kind": "ffn", "activation": activation, "hidden": pick(24, 40), "bias": draw(st.booleans())}
+        ffn = {
+            "kind": "ffn",
+            "activation": activation,
+            "hidden": pick(24, 40),
+            "bias": draw(st.booleans()),
+        }
     else:
-        ffn = {"kind": "moe", "activation": activation, "hidden": 16, "dense_hidden": 24, "experts": 8}
+        ffn = {
+            "kind": "moe",
+            "activation": activation,
+            "hidden": 16,
+            "dense_hidden": 24,
+            "experts": 8,
+        }
         ffn |= {
             "top_k": (top_k := pick(1, 2, 3)),
             "normalise": top_k > 1 and draw(st.booleans()),
@@ -115,7 +150,12 @@ def models(draw):
             "router": pick("softmax", "sigmoid"),
         }
         ffn |= {"groups": 4, "top_groups": 2} if draw(st.booleans()) else {}
-        ffn |= {"dense_layers": pick(0, 1), "every": pick(1, 2), "capacity": pick(None, 1.25), "aux_loss": 0.01}
+        ffn |= {
+            "dense_layers": pick(0, 1),
+            "every": pick(1, 2),
+            "capacity": pick(None, 1.25),
+            "aux_loss": 0.01,
+        }
         ffn |= {"seq_aux_loss": 0.01, "z_loss": 0.01, "bias_step": pick(0.0, 0.001)}
     placement, position = pick("pre", "post", "sandwich", "deepnorm"), pick(*POSITIONS)
     in_layers = position["kind"] in ("rope", "relative", "alibi")
@@ -163,7 +203,11 @@ def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhe
     by_op = counted(model, tokens)
     flops, full = (
         account.flops_per_token(cfg),
-        cfg.model_copy(update={"attention": cfg.attention.model_copy(update={"window": None, "global_every": None})}),
+        cfg.model_copy(
+            update={
+                "attention": cfg.attention.model_copy(update={"window": None, "global_every": None})
+            }
+        ),
     )
     assert sum(by_op.values()) - by_op["aten.bmm"] == flops.matmul * 2 * cfg.seq
     # plain attention computes what the mask hides too
@@ -176,13 +220,20 @@ def test_a_window_counts_what_it_sees():
     a = cfg.attention
     seen = sum(min(i + 1, 16) for i in range(64))  # keys seen by all queries
     exact_flops = 12 * cfg.layers * a.heads * a.head_dim * seen / 64
-    half = 12 * cfg.layers * a.heads * a.head_dim / 2  # the diagonal, of which the convention counts half
+    half = (
+        12 * cfg.layers * a.heads * a.head_dim / 2
+    )  # the diagonal, of which the convention counts half
     assert abs(account.flops_per_token(cfg).attention - exact_flops) <= half
 
 
 @pytest.mark.parametrize(
     ("arch", "more"),
-    [("gpt3", ()), ("dense", ["model.placement=sandwich"]), ("dense", ["model.parallel_block=true"]), ("mla-moe", ())],
+    [
+        ("gpt3", ()),
+        ("dense", ["model.placement=sandwich"]),
+        ("dense", ["model.parallel_block=true"]),
+        ("mla-moe", ()),
+    ],
 )
 def test_what_is_recomputed_is_what_torch_counts(arch, more):
     """Selective: the feed-forward's matmuls, of a plain one without the last, whose output nothing needs. In full: one
@@ -195,9 +246,13 @@ def test_what_is_recomputed_is_what_torch_counts(arch, more):
         model = build(cfg, loss_chunk=64, recompute=recompute)
         weights(model, cfg, 0)
         flops.append(sum(counted(model, tokens).values()))
-        expected.append(account.flops_per_token(cfg, recompute=recompute).recompute * tokens[:, 1:].numel())
+        expected.append(
+            account.flops_per_token(cfg, recompute=recompute).recompute * tokens[:, 1:].numel()
+        )
     assert flops[1] - flops[0] == expected[1] > 0
-    hidden = account.flops_per_token(cfg).attention // 3 * 64  # plain attention computes what the mask hides too
+    hidden = (
+        account.flops_per_token(cfg).attention // 3 * 64
+    )  # plain attention computes what the mask hides too
     last = 2 * 3 * cfg.width * getattr(cfg.ffn, "dense_hidden", cfg.ffn.hidden) * 64
     assert expected[2] + hidden - last <= flops[2] - flops[0] <= expected[2] + hidden
 
@@ -206,7 +261,10 @@ def test_recompute_costs_one_more_forward_of_the_blocks():
     config = load(size="1b")
     plain, again = (account.flops_per_token(config.model, recompute=r) for r in (False, True))
     blocks = account.params(config.model).attention + account.params(config.model).ffn
-    assert again.model == plain.model and again.hardware - plain.hardware == 2 * blocks + plain.attention // 3
+    assert (
+        again.model == plain.model
+        and again.hardware - plain.hardware == 2 * blocks + plain.attention // 3
+    )
 
 
 def test_the_1b_shape_has_its_published_flops():
@@ -218,7 +276,9 @@ def test_zero_shards_what_it_says():
     model = load(size="1b").model
 
     def states(zero, ranks):
-        m = account.memory(model, dtype="bf16", zero=zero, ranks=ranks, micro_batch=1, loss_chunk=2048)
+        m = account.memory(
+            model, dtype="bf16", zero=zero, ranks=ranks, micro_batch=1, loss_chunk=2048
+        )
         return m.weights + m.gradients + m.optimizer
 
     total = account.params(model).total
@@ -228,6 +288,7 @@ def test_zero_shards_what_it_says():
     assert states(3, 8) == pytest.approx(16 / 8 * total, rel=1e-6)
     block = (count := account.params(model)).attention // 16 + count.ffn // 16 + 2 * 2048 + 2 * 128
     whole = [
-        account.memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered for z in range(4)
+        account.memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered
+        for z in range(4)
     ]
     assert whole == [0, 0, 2 * block, 3 * 2 * block]

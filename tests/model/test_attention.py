@@ -52,7 +52,9 @@ def test_a_mask_hides_what_it_should(how):
     for row in range(len(mask)):
         said = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
         assert mask[row, 0].tolist() == said
-    last = make_mask(3, 16, torch.device("cpu"), **MASKS[how])  # the last queries of a longer sequence
+    last = make_mask(
+        3, 16, torch.device("cpu"), **MASKS[how]
+    )  # the last queries of a longer sequence
     assert torch.equal(last, mask[:, :, -3:])
 
 
@@ -91,7 +93,8 @@ def test_the_eager_twin_is_the_definition():
     keys = [key for key in range(16) if visible(row, query, key, MASKS["window and documents"])]
     dots = [float(q[row, head, query] @ k[row, head // 2, key]) for key in keys]
     scores = [
-        2.0 * math.tanh(0.3 * dot / 2.0) + float(bias[head, query, key]) for dot, key in zip(dots, keys, strict=True)
+        2.0 * math.tanh(0.3 * dot / 2.0) + float(bias[head, query, key])
+        for dot, key in zip(dots, keys, strict=True)
     ]
     weights = [math.exp(s) for s in scores]
     whole = sum(weights) + math.exp(float(sinks[head]))
@@ -112,7 +115,9 @@ def test_documents_in_one_row_are_each_document_alone(kind):
         packed = model(row, documents_BS=documents)
         alone = torch.cat([model(part) for part in (first, second, third)], 1)
         torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4, msg=str(case))
-        assert (model(row)[:, 5:] - alone[:, 5:]).abs().max() > 1e-2, "without the mask they would be seen"
+        assert (model(row)[:, 5:] - alone[:, 5:]).abs().max() > 1e-2, (
+            "without the mask they would be seen"
+        )
 
 
 def test_buckets_are_t5s():

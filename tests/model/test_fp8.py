@@ -26,13 +26,21 @@ def test_a_layer_multiplies_rounded_numbers_exactly_and_stays_near_the_unrounded
         layer(leaf).backward(grad)
     x8, w8, g8 = (
         rounded(t.detach().flatten(0, -2), dtype)
-        for t, dtype in ((x, torch.float8_e4m3fn), (plain.weight, torch.float8_e4m3fn), (grad, torch.float8_e5m2))
+        for t, dtype in (
+            (x, torch.float8_e4m3fn),
+            (plain.weight, torch.float8_e4m3fn),
+            (grad, torch.float8_e5m2),
+        )
     )
     exact = (x8 @ w8.T + plain.bias.double()).view(2, 32, 48)
     torch.testing.assert_close(eight(x).double(), exact, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(inputs[1].grad.double(), (g8 @ w8).view_as(x), atol=1e-8, rtol=1e-5)
     torch.testing.assert_close(eight.weight.grad.double(), g8.T @ x8, atol=1e-8, rtol=1e-5)
-    for a, b in ((inputs[0].grad, inputs[1].grad), (plain.weight.grad, eight.weight.grad), (plain(x), eight(x))):
+    for a, b in (
+        (inputs[0].grad, inputs[1].grad),
+        (plain.weight.grad, eight.weight.grad),
+        (plain(x), eight(x)),
+    ):
         assert 1e-4 < (a - b).norm() / a.norm() < 0.08
 
 
@@ -44,7 +52,9 @@ def test_a_decoder_converts_and_keeps_its_loss():
         draw(model, cfg, 1)
         if eight:
             convert(model)
-            assert sum(isinstance(layer, Float8Linear) for layer in model.modules()) >= 4 * cfg.layers
+            assert (
+                sum(isinstance(layer, Float8Linear) for layer in model.modules()) >= 4 * cfg.layers
+            )
         tokens = torch.arange(65).view(1, 65) % 256
         losses.append(model(tokens[:, :32], tokens[:, 1:33]).nll.item())
     assert 0 < abs(losses[0] - losses[1]) < 0.02

@@ -7,14 +7,22 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline import account
 from pipeline.config.model import Model
 from pipeline.errors import ConfigError
 from pipeline.model.build import build, draw
 from pipeline.model.cache import Cache
 from pipeline.model.generate import Sampling, beam_search, generate, pick
+from pipeline.planner import count as account
 
-MLA = {"kind": "mla", "heads": 4, "q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+MLA = {
+    "kind": "mla",
+    "heads": 4,
+    "q_rank": 12,
+    "kv_rank": 16,
+    "nope_dim": 8,
+    "rope_dim": 4,
+    "v_dim": 6,
+}
 KINDS = {
     "mha": {"kind": "gqa", "heads": 4, "kv_heads": 4, "head_dim": 8},
     "gqa": {"kind": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True},
@@ -24,7 +32,11 @@ KINDS = {
 }
 POSITIONS = {
     "rope": {"kind": "rope", "theta": 1e4},
-    "yarn": {"kind": "rope", "theta": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_seq": 16}},
+    "yarn": {
+        "kind": "rope",
+        "theta": 1e4,
+        "scaling": {"kind": "yarn", "factor": 4.0, "original_seq": 16},
+    },
     "learned": {"kind": "learned"},
     "sinusoidal": {"kind": "sinusoidal"},
     "relative": {"kind": "relative", "buckets": 8, "max_distance": 32},
@@ -76,7 +88,11 @@ def test_a_cached_step_equals_the_whole_forward_pass(kind):
     """With every position and with every shape of the scores; a prompt, then one token at a time; and a second prompt
     beside it, padded on the left."""
     tokens = torch.tensor(prompts(12, 12))
-    for position, scores in [*((p, "plain") for p in POSITIONS), *(("rope", s) for s in SCORES), ("alibi", "window")]:
+    for position, scores in [
+        *((p, "plain") for p in POSITIONS),
+        *(("rope", s) for s in SCORES),
+        ("alibi", "window"),
+    ]:
         model = made(kind, position, scores)
         whole = model(tokens)
         alone = model(tokens[1:, 3:])
@@ -85,9 +101,13 @@ def test_a_cached_step_equals_the_whole_forward_pass(kind):
             first = model(tokens[:, :7], cache=cache)
             steps = [model(tokens[:, i : i + 1], cache=cache) for i in range(7, 12)]
             got = torch.cat([first, *steps], 1)
-            torch.testing.assert_close(got[0], whole[0, 6:], atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}")
+            torch.testing.assert_close(
+                got[0], whole[0, 6:], atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}"
+            )
             expected = whole[1, 6:] if padding is None else alone[0, 3:]
-            torch.testing.assert_close(got[1], expected, atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}, {padding}")
+            torch.testing.assert_close(
+                got[1], expected, atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}, {padding}"
+            )
         if kind.startswith("mla"):  # arXiv 2405.04434, table 1: (latent + rope part) × layers
             assert cache.bytes_per_token == (16 + 4) * 2 * 4
         else:
@@ -96,7 +116,12 @@ def test_a_cached_step_equals_the_whole_forward_pass(kind):
 
 @torch.no_grad()
 def test_routed_and_parallel_blocks_decode_as_they_train():
-    for more in ({"ffn": MOE}, {"parallel_block": True}, {"placement": "sandwich"}, {"mtp": 1, "nope_every": 2}):
+    for more in (
+        {"ffn": MOE},
+        {"parallel_block": True},
+        {"placement": "sandwich"},
+        {"mtp": 1, "nope_every": 2},
+    ):
         model = made(**more)
         tokens = torch.tensor(prompts(12))
         cache = Cache(2, 12)
@@ -104,7 +129,9 @@ def test_routed_and_parallel_blocks_decode_as_they_train():
         torch.testing.assert_close(got, model(tokens), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "position"), [("gqa", "rope"), ("mla", "rope"), ("mqa", "alibi"), ("mha", "learned")])
+@pytest.mark.parametrize(
+    ("kind", "position"), [("gqa", "rope"), ("mla", "rope"), ("mqa", "alibi"), ("mha", "learned")]
+)
 def test_greedy_takes_the_likeliest_and_a_batch_is_each_prompt_alone(kind, position):
     model, given = made(kind, position), prompts(3, 9, 1)
     out = generate(model, given, 8)
@@ -158,8 +185,14 @@ def test_beam_search_finds_what_brute_force_finds():
 
     @torch.no_grad()
     def scored(tails):
-        likely = model(torch.tensor([[*prompt, *tail] for tail in tails])).log_softmax(-1)[:, len(prompt) - 1 : -1]
-        return zip(likely.gather(-1, torch.tensor(tails)[..., None]).sum((1, 2)).tolist(), tails, strict=True)
+        likely = model(torch.tensor([[*prompt, *tail] for tail in tails])).log_softmax(-1)[
+            :, len(prompt) - 1 : -1
+        ]
+        return zip(
+            likely.gather(-1, torch.tensor(tails)[..., None]).sum((1, 2)).tolist(),
+            tails,
+            strict=True,
+        )
 
     ends = [[(*head, end) for head in itertools.product(range(5), repeat=n)] for n in range(most)]
     whole = list(itertools.product(range(5), repeat=most))
@@ -186,7 +219,9 @@ def test_a_step_costs_one_token_and_its_attention(kind):
 
     near, far = cost(10), cost(110)
     # keys of the latent and rope part and values of the latent are what absorbed heads meet
-    per_key = 2 * c.heads * (2 * c.head_dim if kind == "gqa" else 2 * c.kv_rank + c.rope_dim) * cfg.layers
+    per_key = (
+        2 * c.heads * (2 * c.head_dim if kind == "gqa" else 2 * c.kv_rank + c.rope_dim) * cfg.layers
+    )
     assert far - near == 100 * per_key
     assert near - 11 * per_key == account.flops_per_token(cfg).matmul // 3
 

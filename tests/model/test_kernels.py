@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton comes with torch's GPU build, and with the test extra on aarch64")
+pytest.importorskip(
+    "triton", reason="Triton comes with torch's GPU build, and with the test extra on aarch64"
+)
 
 FIRST = """
 import torch
@@ -102,8 +104,12 @@ for dtype in DTYPES:
 """
 
 
-@pytest.mark.parametrize("script", [SWIGLU, TURN, NORM, LOSS], ids=["swiglu", "turn", "norm", "loss"])
+@pytest.mark.parametrize(
+    "script", [SWIGLU, TURN, NORM, LOSS], ids=["swiglu", "turn", "norm", "loss"]
+)
 def test_a_kernel_equals_plain_torch(script: str):
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", FIRST + script], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST + script], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -12,8 +12,8 @@ from pipeline.config.dump import to_toml
 from pipeline.config.load import load, names
 from pipeline.config.model import Model
 from pipeline.errors import ConfigError
-from pipeline.interop.export import export
-from pipeline.interop.families import choose
+from pipeline.hub.export import export
+from pipeline.hub.families import choose
 from pipeline.model.build import build, draw
 from pipeline.model.cache import Cache
 
@@ -42,7 +42,9 @@ CHANGES = [
 @given(st.sampled_from(names("arch")), st.lists(st.sampled_from(CHANGES), max_size=5, unique=True))
 def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
     try:
-        config = load(size="tiny", arch=arch, sets=[*SMALL, *(f"model.{change}" for change in changes)])
+        config = load(
+            size="tiny", arch=arch, sets=[*SMALL, *(f"model.{change}" for change in changes)]
+        )
     except ConfigError as error:
         assert "\n" not in str(error)
         return
@@ -58,10 +60,15 @@ def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
             router.weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
         model.eval()
         cache = Cache(cfg.layers, 16)
-        cached = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 9), *((i, i + 1) for i in range(9, 16)))]
+        cached = [
+            model(tokens[:, a:b], cache=cache)
+            for a, b in ((0, 9), *((i, i + 1) for i in range(9, 16)))
+        ]
         if getattr(cfg.ffn, "capacity", None) is None:
             whole = model(tokens[:, :16])[:, 8:]
-            assert (torch.cat(cached, 1) - whole).abs().max() < 1e-4 * whole.abs().max()  # logits may be large
+            assert (
+                torch.cat(cached, 1) - whole
+            ).abs().max() < 1e-4 * whole.abs().max()  # logits may be large
     try:
         choose(cfg)
     except ConfigError as error:

@@ -122,7 +122,9 @@ def test_balance_losses_have_their_closed_forms():
     x = inputs(2, 6, 12)
     logits = x @ routed().router.weight.T
     chance = logits.softmax(-1)
-    share = F.one_hot(logits.topk(2).indices, 8).sum(2).float() / 2  # of a token's choices, (B, S, E)
+    share = (
+        F.one_hot(logits.topk(2).indices, 8).sum(2).float() / 2
+    )  # of a token's choices, (B, S, E)
     forms = {
         "aux_loss": 8 * (share.mean((0, 1)) * chance.mean((0, 1))).sum(),
         "seq_aux_loss": (8 * (share.mean(1) * chance.mean(1)).sum(-1)).mean(),
@@ -134,7 +136,9 @@ def test_balance_losses_have_their_closed_forms():
     even = routed(aux_loss=1.0)
     with torch.no_grad():
         even.router.weight.zero_()
-    assert float(even.router(x)[1].loss) == pytest.approx(1.0)  # even chances: 1, whatever was chosen
+    assert float(even.router(x)[1].loss) == pytest.approx(
+        1.0
+    )  # even chances: 1, whatever was chosen
     entropy = -(chance * chance.log()).sum(-1).mean()
     torch.testing.assert_close(routed().router(x)[1].entropy, entropy)
 
@@ -149,10 +153,14 @@ def test_further_tokens_are_predicted_as_in_the_paper():
     h = model.embedding(inputs_)
     for block in model.blocks:
         h = sum(block(h, None, context)[:2])
-    main = F.cross_entropy((read(model.norm, h, None)[1] @ model.head.weight.T).flatten(0, 1), targets.flatten())
+    main = F.cross_entropy(
+        (read(model.norm, h, None)[1] @ model.head.weight.T).flatten(0, 1), targets.flatten()
+    )
     further = []
     for depth, ahead in enumerate(model.ahead, start=1):
-        known = torch.cat((tokens[:, depth:-1], tokens[:, -depth:]), 1)  # the depth-th next token of every place
+        known = torch.cat(
+            (tokens[:, depth:-1], tokens[:, -depth:]), 1
+        )  # the depth-th next token of every place
         h = ahead.join(torch.cat((ahead.h_norm(h), ahead.e_norm(model.embedding(known))), -1))
         h = sum(ahead.block(h, None, context)[:2])
         places = tokens.shape[1] - 1 - depth  # those whose answer exists
@@ -186,7 +194,9 @@ def test_norms_stand_where_they_should(placement):
     said = by_hand(by_hand(x, lambda t: block.attention(t, context)), block.ffn)
     stream, given, _ = block(x, None, context)
     assert (given is None) == (placement in ("post", "deepnorm"))  # they norm the sum itself
-    torch.testing.assert_close(stream if given is None else stream + given, said, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        stream if given is None else stream + given, said, atol=1e-4, rtol=1e-4
+    )
     assert isinstance(model.norm, torch.nn.Identity) == (placement in ("post", "deepnorm"))
 
 

@@ -24,14 +24,27 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
                   f"model.ffn.hidden={3 * width}"]  # fmt: skip
     else:
         shape += [f"model.attention={LATENT % heads}", f"model.ffn={ROUTED % width}"]
-    sets = [*shape, *(["model.parametrization=mup", "model.mup_base={base_width=64, base_head_dim=16}"] if mup else [])]
+    sets = [
+        *shape,
+        *(
+            ["model.parametrization=mup", "model.mup_base={base_width=64, base_head_dim=16}"]
+            if mup
+            else []
+        ),
+    ]
     cfg = load(size="tiny", arch=arch, sets=sets).model
     model = build(cfg)
     draw(model, cfg, seed=0)
     tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
     seen: dict[str, torch.Tensor] = {}
-    for name, part in [("embedding", model.embedding), *((f"block {i}", b) for i, b in enumerate(model.blocks))]:
-        keep = lambda _m, _i, out, n=name: seen.__setitem__(n, (out[0] if isinstance(out, tuple) else out).detach())  # noqa: E731
+    for name, part in [
+        ("embedding", model.embedding),
+        *((f"block {i}", b) for i, b in enumerate(model.blocks)),
+    ]:
+
+        def keep(_module, _inputs, out, name=name):
+            seen[name] = (out[0] if isinstance(out, tuple) else out).detach()
+
         part.register_forward_hook(keep)
 
     def look():
@@ -46,7 +59,10 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
         model(tokens[:, :-1], tokens[:, 1:]).total.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: float((tensor - before[name]).square().mean().sqrt()) for name, tensor in look().items()}
+    return {
+        name: float((tensor - before[name]).square().mean().sqrt())
+        for name, tensor in look().items()
+    }
 
 
 def slopes(mup: bool, arch: str, widths: tuple[int, ...] = WIDTHS) -> dict[str, float]:
@@ -54,7 +70,10 @@ def slopes(mup: bool, arch: str, widths: tuple[int, ...] = WIDTHS) -> dict[str, 
     rows = [changes(width, mup, arch) for width in widths]
     x = torch.tensor([math.log(w) for w in widths])
     x = x - x.mean()
-    return {n: float(x @ torch.tensor([math.log(r[n]) for r in rows]) / x.square().sum()) for n in rows[0]}
+    return {
+        n: float(x @ torch.tensor([math.log(r[n]) for r in rows]) / x.square().sum())
+        for n in rows[0]
+    }
 
 
 def test_activations_move_alike_at_every_width_under_mup_alone():
@@ -67,11 +86,19 @@ def test_activations_move_alike_at_every_width_under_mup_alone():
 
 def test_what_is_scaled_by_which_width():
     """A latent's rank goes with its head, a router's outputs are few; what the rate is divided by multiplies decay."""
-    sets = ["model.parametrization=mup", "model.mup_base={base_width=16, base_head_dim=16}", "model.vocab=64"]
+    sets = [
+        "model.parametrization=mup",
+        "model.mup_base={base_width=16, base_head_dim=16}",
+        "model.vocab=64",
+    ]
     cfg = load(size="tiny", arch="mla-moe", sets=sets).model  # width 64, heads of 32
     model = build(cfg)
     draw(model, cfg, seed=0)
-    rates = {id(p): (g["lr_scale"], g["weight_decay"]) for g in groups(model, 0.1, cfg) for p in g["params"]}
+    rates = {
+        id(p): (g["lr_scale"], g["weight_decay"])
+        for g in groups(model, 0.1, cfg)
+        for p in g["params"]
+    }
     block, last = "blocks.1.attention.", math.sqrt(2 * 4)
     for name, rate, std in [
         ("embedding.weight", 1, 0.02),
@@ -89,4 +116,6 @@ def test_what_is_scaled_by_which_width():
         assert rates[id(p)] == (rate, 0.0 if kept else pytest.approx(0.1 / rate)), name
         assert std is None or float(p.detach().std()) == pytest.approx(std, rel=0.05), name
     assert cfg.logit_scale == 16 / 64
-    assert cfg.score_scale == pytest.approx(math.sqrt(16 / 32) / math.sqrt(32 + 16))  # base's own 1/√d, and ∝ 1/d
+    assert cfg.score_scale == pytest.approx(
+        math.sqrt(16 / 32) / math.sqrt(32 + 16)
+    )  # base's own 1/√d, and ∝ 1/d

@@ -20,12 +20,16 @@ def test_activations_have_their_closed_forms():
         "relu": lambda v: max(v, 0.0),
         "relu2": lambda v: max(v, 0.0) ** 2,
         "gelu": lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2))),
-        "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+        "gelu_tanh": lambda v: (
+            0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+        ),
         "silu": lambda v: v * sigmoid(v),
     }
     gates = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
     for kind, form in plain.items():
-        torch.testing.assert_close(activate(torch.tensor(x), kind), torch.tensor([form(v) for v in x]), msg=kind)
+        torch.testing.assert_close(
+            activate(torch.tensor(x), kind), torch.tensor([form(v) for v in x]), msg=kind
+        )
     for kind, gate in gates.items():
         said = torch.tensor([plain[gate](v) * u for v, u in zip(x, up, strict=True)])
         torch.testing.assert_close(activate(torch.tensor(x + up), kind), said, msg=kind)
@@ -44,7 +48,8 @@ def test_sinusoidal_positions_are_the_papers():
 def test_multipliers_scale_the_embedding_and_the_logits(tied):
     tokens = torch.tensor(prompts(9))
     scaled, plain = (
-        made(tied=tied, multipliers=m) for m in ({"embedding": 3.0, "logits": 0.5}, {"embedding": 1.0, "logits": 1.0})
+        made(tied=tied, multipliers=m)
+        for m in ({"embedding": 3.0, "logits": 0.5}, {"embedding": 1.0, "logits": 1.0})
     )
     if tied:
         plain.head.weight = torch.nn.Parameter(plain.embedding.weight.clone())
@@ -75,16 +80,22 @@ def test_deepnorm_shrinks_values_outputs_and_ffn_at_the_start(kind):
     deep, plain = (made(kind, placement=p, layers=2, ffn=MOE) for p in ("deepnorm", "post"))
     beta = (8 * 2) ** -0.25
     a, b = deep.state_dict(), plain.state_dict()
-    output = 1 / math.sqrt(2 * 2)  # how all other placements begin, in the residual stream's outputs
+    output = 1 / math.sqrt(
+        2 * 2
+    )  # how all other placements begin, in the residual stream's outputs
     at = "blocks.1."
     for name, ratio in {"attention.out.weight": beta / output, "ffn.experts.up": beta, "ffn.shared.up.weight": beta,
                         "ffn.experts.out": beta / output, "ffn.router.weight": 1.0}.items():  # fmt: skip
         torch.testing.assert_close(a[at + name], ratio * b[at + name], msg=name)
     if kind == "gqa":
-        ratio = (a[f"{at}attention.qkv.weight"] / b[f"{at}attention.qkv.weight"]).view(4 + 2 + 2, 8, -1)
+        ratio = (a[f"{at}attention.qkv.weight"] / b[f"{at}attention.qkv.weight"]).view(
+            4 + 2 + 2, 8, -1
+        )
         queries_and_keys, values = ratio[:6], ratio[6:]
     else:
-        ratio = (a[f"{at}attention.kv_up.weight"] / b[f"{at}attention.kv_up.weight"]).view(4, 8 + 6, -1)
+        ratio = (a[f"{at}attention.kv_up.weight"] / b[f"{at}attention.kv_up.weight"]).view(
+            4, 8 + 6, -1
+        )
         queries_and_keys, values = ratio[:, :8], ratio[:, 8:]
         torch.testing.assert_close(a[f"{at}attention.q_up.weight"], b[f"{at}attention.q_up.weight"])
     torch.testing.assert_close(queries_and_keys, torch.ones_like(queries_and_keys))

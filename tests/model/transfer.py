@@ -16,7 +16,11 @@ from pipeline.data.synthetic import LANGUAGES, documents
 from pipeline.model.build import build, draw
 from pipeline.optim.groups import groups, set_rate
 
-RUNS = ((32, True), (256, True), (256, False))  # 32 is the base: both parametrizations are the same there
+RUNS = (
+    (32, True),
+    (256, True),
+    (256, False),
+)  # 32 is the base: both parametrizations are the same there
 EXPONENTS = range(-11, -5)
 ROWS, SEQ, LAST = 16, 16, 30
 
@@ -34,7 +38,11 @@ def corpus() -> torch.Tensor:
     """synthetic:small, word by word: what a context predicts is a table to be learned."""
     known = count()
     ids: dict[str, int] = {}
-    words = (word for text in documents(1, 0, LANGUAGES["synthetic:small"]) for word in (*text.split(), "\n"))
+    words = (
+        word
+        for text in documents(1, 0, LANGUAGES["synthetic:small"])
+        for word in (*text.split(), "\n")
+    )
     return torch.tensor([ids[w] if w in ids else ids.setdefault(w, next(known)) for w in words])
 
 
@@ -68,7 +76,10 @@ def main(steps: int = 150, seeds: int = 2) -> None:
             losses = {n: trained(width, mup, 2.0**n, seed, steps, tokens) for n in EXPONENTS}
             cells = " | ".join(f"{loss:.3f}" for loss in losses.values())
             best = min(losses, key=lambda n: losses[n])
-            print(f"| {seed} | {width}, {'muP' if mup else 'standard'} | {cells} | 2^{best} |", flush=True)
+            print(
+                f"| {seed} | {width}, {'muP' if mup else 'standard'} | {cells} | 2^{best} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

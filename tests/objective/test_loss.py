@@ -63,7 +63,9 @@ def test_logits_are_there_a_chunk_at_a_time_forward_and_backward(chunk, most):
 def test_without_gradients_nothing_is_kept_for_them():
     h, weight = torch.randn(8, 4), torch.randn(10, 4)
     with torch.no_grad():
-        total, nll = next_token_loss(h, weight, torch.zeros(8, dtype=torch.long), z_loss=0.0, chunk=3)
+        total, nll = next_token_loss(
+            h, weight, torch.zeros(8, dtype=torch.long), z_loss=0.0, chunk=3
+        )
     assert not total.requires_grad and total == nll
 
 

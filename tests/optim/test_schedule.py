@@ -6,11 +6,11 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.schema import WSD, Cosine
 from pipeline.errors import ConfigError
-from pipeline.interop.families import choose
+from pipeline.hub.families import choose
 from pipeline.model.build import build, draw
 from pipeline.optim.groups import adamw, groups, set_rate
 from pipeline.optim.schedule import rate
-from pipeline.recipe import resolve
+from pipeline.planner.recipe import resolve
 
 
 def test_wsd_warms_up_stays_and_decays():
@@ -65,12 +65,16 @@ def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width()
             optimizer.step()
             optimizer.zero_grad()
         outs.append(model(tokens).detach())
-        assert model.embedding.weight.std().item() == pytest.approx(0.16 if "scaled" in way else 0.02, rel=0.1)
+        assert model.embedding.weight.std().item() == pytest.approx(
+            0.16 if "scaled" in way else 0.02, rel=0.1
+        )
     torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
     assert loss.item() < 0.95 * math.log(64)
 
 
 def test_a_scaled_embedding_is_not_the_head():
-    with pytest.raises(ConfigError, match="scaled_embedding=true with tied=true would scale the head too"):
+    with pytest.raises(
+        ConfigError, match="scaled_embedding=true with tied=true would scale the head too"
+    ):
         load(size="tiny", sets=["model.scaled_embedding=true", "model.tied=true"])
     assert choose(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"

@@ -4,20 +4,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.bench.host_waits import Calls, Operations
 from pipeline.config.parts import MoE
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.parallel.expert import AllToAll, _Exchange
-from pipeline.train.reads import Calls, Operations
 
 
 @pytest.fixture
 def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("top_k", "capacity", "waits"), [(1, 0.7, False), (2, 1.25, False), (2, None, True)])
+@pytest.mark.parametrize(
+    ("top_k", "capacity", "waits"), [(1, 0.7, False), (2, 1.25, False), (2, None, True)]
+)
 def test_rows_travel_without_a_wait_where_experts_have_a_capacity(alone, top_k, capacity, waits):
     torch.manual_seed(0)
     routed = {"top_k": top_k, "capacity": capacity, "normalise": False, "shared": 1}
@@ -49,7 +53,9 @@ def test_the_shared_expert_runs_while_rows_and_their_gradients_travel(alone, cap
     layer.dispatch, order = AllToAll(alone, 4), []
     for name in ("begin", "end"):
         whole = getattr(_Exchange, name)
-        monkeypatch.setattr(_Exchange, name, lambda *given, n=name, f=whole: (order.append(n), f(*given))[1])
+        monkeypatch.setattr(
+            _Exchange, name, lambda *given, n=name, f=whole: (order.append(n), f(*given))[1]
+        )
     layer.shared.register_forward_hook(lambda *_: order.append("shared"))
     layer.shared.register_full_backward_hook(lambda *_: order.append("shared"))
     layer(torch.randn(3, 20, 8, requires_grad=True))[0].sum().backward()

@@ -9,26 +9,60 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from pipeline.model.build import build, draw
 from pipeline.parallel.sequence import share_sequences
-from pipeline.recipe import resolve
+from pipeline.planner.recipe import resolve
 
-SMALL = ["model.seq=32", "model.vocab=64", "model.width=32", "model.layers=2", "model.attention.heads=4"]
+SMALL = [
+    "model.seq=32",
+    "model.vocab=64",
+    "model.width=32",
+    "model.layers=2",
+    "model.attention.heads=4",
+]
 HEADS = ["model.attention.head_dim=8", "model.ffn.hidden=48"]
 FEW = [*HEADS, "model.attention.kv_heads=1"]
 MLA = [f"model.attention.{key}" for key in ("kv_rank=16", "nope_dim=8", "rope_dim=4", "v_dim=8")]
 EXPERTS = [
-    f"model.ffn.{key}" for key in ("hidden=16", "dense_hidden=24", "experts=4", "top_k=2", "aux_loss=0.1", "z_loss=0.1")
+    f"model.ffn.{key}"
+    for key in (
+        "hidden=16",
+        "dense_hidden=24",
+        "experts=4",
+        "top_k=2",
+        "aux_loss=0.1",
+        "z_loss=0.1",
+    )
 ]
 
 MODELS = {
-    "dense, fewer key/value heads than ranks": ("dense", [*FEW, "model.mtp=2", "optim.z_loss=0.01"]),
-    "learned positions, sinks": ("gpt3", [*HEADS, "model.attention.kv_heads=2", "model.attention.sinks=true"]),
+    "dense, fewer key/value heads than ranks": (
+        "dense",
+        [*FEW, "model.mtp=2", "optim.z_loss=0.01"],
+    ),
+    "learned positions, sinks": (
+        "gpt3",
+        [*HEADS, "model.attention.kv_heads=2", "model.attention.sinks=true"],
+    ),
     "ALiBi, windows, soft-cap": (
         "dense",
-        [*FEW, "model.position={kind='alibi'}", "model.attention.window=12", "model.attention.softcap=20.0"],
+        [
+            *FEW,
+            "model.position={kind='alibi'}",
+            "model.attention.window=12",
+            "model.attention.softcap=20.0",
+        ],
     ),
-    "relative positions": ("dense", [*FEW, "model.position={kind='relative',buckets=8,max_distance=20}"]),
-    "switch, full experts drop": ("switch", [*HEADS, *EXPERTS, "model.attention.kv_heads=2", "model.ffn.capacity=1.0"]),
-    "mla-moe, balanced within sequences": ("mla-moe", [*MLA, *EXPERTS, "model.mtp=1", "model.ffn.seq_aux_loss=0.1"]),
+    "relative positions": (
+        "dense",
+        [*FEW, "model.position={kind='relative',buckets=8,max_distance=20}"],
+    ),
+    "switch, full experts drop": (
+        "switch",
+        [*HEADS, *EXPERTS, "model.attention.kv_heads=2", "model.ffn.capacity=1.0"],
+    ),
+    "mla-moe, balanced within sequences": (
+        "mla-moe",
+        [*MLA, *EXPERTS, "model.mtp=1", "model.ffn.seq_aux_loss=0.1"],
+    ),
 }
 
 
@@ -42,7 +76,9 @@ def rows(cfg, seed):
     tokens = torch.randint(cfg.model.vocab, (2, cfg.model.seq + 1), generator=generator)
     documents = (tokens[:, :-1] < 6).cumsum(1)
     targets = tokens[:, 1:].clone()
-    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.6, cfg.model.seq)] = -100
+    targets[
+        torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.6, cfg.model.seq)
+    ] = -100
     return tokens[:, :-1], targets, documents
 
 
@@ -55,9 +91,16 @@ def trained(cfg, batches, sp=None):
     losses = [model(*batch) for batch in batches]
     sum(each.total for each in losses).backward()
     routed = [each.routing for each in losses if each.routing is not None]
-    dropped, load = sum((r.dropped for r in routed), torch.zeros(1)), sum((r.load_E for r in routed), torch.zeros(1))
+    dropped, load = (
+        sum((r.dropped for r in routed), torch.zeros(1)),
+        sum((r.load_E for r in routed), torch.zeros(1)),
+    )
     nll = sum(each.nll for each in losses).detach()
-    return {"nll": nll, "dropped": dropped, **{name: p.grad for name, p in model.named_parameters()}}, load
+    return {
+        "nll": nll,
+        "dropped": dropped,
+        **{name: p.grad for name, p in model.named_parameters()},
+    }, load
 
 
 def compare(rank, store):
@@ -89,5 +132,9 @@ def test_shared_sequences_give_the_losses_and_gradients_of_whole_ones(tmp_path):
 
 
 def test_what_cannot_be_shared_is_refused_with_the_nearest_that_can():
-    with pytest.raises(ConfigError, match=r"sp=8 does not divide heads=4 and seq=2048; try --set parallel.sp=4"):
-        resolve(load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"]), ranks=8, gpu=False)
+    with pytest.raises(
+        ConfigError, match=r"sp=8 does not divide heads=4 and seq=2048; try --set parallel.sp=4"
+    ):
+        resolve(
+            load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"]), ranks=8, gpu=False
+        )

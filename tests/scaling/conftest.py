@@ -28,7 +28,9 @@ def public() -> Path:
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "scaling"
     found = Path(os.environ.get("PUBLIC_POINTS", beside))
     if not (found / "chinchilla_points.csv").exists():
-        pytest.skip(f"the public points are not here ({found}); set PUBLIC_POINTS to their directory")
+        pytest.skip(
+            f"the public points are not here ({found}); set PUBLIC_POINTS to their directory"
+        )
     return found
 
 

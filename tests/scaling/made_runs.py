@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 
 LAW = {"E": 1.7, "A": 60.0, "alpha": 0.31, "B": 120.0, "beta": 0.33}
-CONVENTION = "6·matmul parameters incl. head + causal attention; N without input embedding, with head"
+CONVENTION = (
+    "6·matmul parameters incl. head + causal attention; N without input embedding, with head"
+)
 
 
 def true_loss(N: float, D: float) -> float:
@@ -34,7 +36,9 @@ def make_run(
     stop = steps if finish else steps * 2 // 3
     for step in range(1, stop + 1):
         D = tokens * step / steps
-        plateau = 0.06 * min(1.0, (steps - step) / (0.15 * steps))  # WSD: what annealing takes off at the end
+        plateau = 0.06 * min(
+            1.0, (steps - step) / (0.15 * steps)
+        )  # WSD: what annealing takes off at the end
         loss = min(math.log(4096), true_loss(N, D) + plateau)
         at = {"time": 1.0 + step, "step": step, "tokens": int(D), "flops": D * flops_per_token}
         lines.append({"kind": "step", **at, "loss": loss + rng.normal(0, 0.03), "grad_norm": 0.5, "lr": 1e-3,

@@ -31,7 +31,9 @@ def picture(folder: Path) -> None:
     axes.axhline(TRUTH, color="black", label=f"true entropy {TRUTH}")
     axes.axhline(E["value"], color="C3", linestyle="--", label=f"fitted E = {E['value']:.3f}")
     axes.axhspan(E["low"], E["high"], color="C3", alpha=0.12, label="its 95% interval")
-    axes.set(xscale="log", xlabel="tokens", ylabel="held-out loss (nats per token)", ylim=(2.9, 3.2))
+    axes.set(
+        xscale="log", xlabel="tokens", ylabel="held-out loss (nats per token)", ylim=(2.9, 3.2)
+    )
     axes.legend()
     figure.savefig(folder / "synthetic.png", dpi=110)
 

@@ -17,7 +17,10 @@ from tests.scaling.made_runs import LAW, make_ladder, true_loss
 
 
 def grid(noise: float = 0.0, count: int = 7, seed: int = 0) -> Points:
-    N, D = (a.ravel() for a in np.meshgrid(np.geomspace(1e6, 1e9, count), np.geomspace(1e8, 1e11, count)))
+    N, D = (
+        a.ravel()
+        for a in np.meshgrid(np.geomspace(1e6, 1e9, count), np.geomspace(1e8, 1e11, count))
+    )
     loss = true_loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, 1, N.size) * noise)
     return Points(N, D, 6 * N * D, loss, tuple(map(str, range(N.size))), "made")
 
@@ -48,7 +51,11 @@ def test_many_rows_descend_as_one_would() -> None:
     points = grid(0.01)
     law, x = LAWS["chinchilla"], Inputs.of(points)
     starts = screened(points, law, x, 5)
-    weights = np.random.default_rng(0).multinomial(len(points), np.full(len(points), 1 / len(points)), 5).astype(float)
+    weights = (
+        np.random.default_rng(0)
+        .multinomial(len(points), np.full(len(points), 1 / len(points)), 5)
+        .astype(float)
+    )
     together, _ = descend(points, law, x, starts, weights)
     for i in range(5):
         alone, _ = descend(points, law, x, starts[i : i + 1], weights[i : i + 1])
@@ -82,7 +89,9 @@ def test_a_grid_gives_the_whole_law_without_complaint() -> None:
     assert done.fit.law.name == "chinchilla"
     assert done.warnings == ()
     data = done.to_json()
-    assert data["exponents"]["a"] == pytest.approx(LAW["beta"] / (LAW["alpha"] + LAW["beta"]), abs=0.02)
+    assert data["exponents"]["a"] == pytest.approx(
+        LAW["beta"] / (LAW["alpha"] + LAW["beta"]), abs=0.02
+    )
 
 
 def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
@@ -98,7 +107,9 @@ def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
 
 def test_n_and_d_in_step_are_told() -> None:
     N = np.geomspace(1e6, 1e9, 12)
-    points = Points(N, 20 * N, 120 * N * N, true_loss(N, 20 * N), tuple(map(str, range(12))), "made")
+    points = Points(
+        N, 20 * N, 120 * N * N, true_loss(N, 20 * N), tuple(map(str, range(12))), "made"
+    )
     done = study(points)
     assert done.fit.law.name == "compute"
     assert "cannot be told apart" in done.warnings[0]
@@ -173,16 +184,24 @@ def test_the_ladder_of_the_docs() -> None:
     done = study(points, "gamma")
     E = done.parameters()["E"]
     assert E["low"] < 2.9497 < E["high"] and E["high"] / E["low"] < 1.03
-    assert [E[key] for key in ("low", "value", "high")] == pytest.approx([2.940, 2.990, 3.006], abs=2e-3)
+    assert [E[key] for key in ("low", "value", "high")] == pytest.approx(
+        [2.940, 2.990, 3.006], abs=2e-3
+    )
     assert done.warnings == ()
     simpler = study(points)  # takes Chinchilla's law, but not its word that γ is 1
     chosen = simpler.parameters()["E"]
     assert simpler.name == "chinchilla" and simpler.warnings == ()
     assert (chosen["low"], chosen["high"]) == pytest.approx((E["low"], E["high"]), abs=1e-3)
     assert study(points, "chinchilla").parameters()["E"]["low"] > 2.9497
-    far = at_sizes(simpler, 1e9, 2e10)  # a forecast leans towards known exponents, here below the floor, and says so
-    assert any("lies below the floor" in said for said in cautions(simpler, far, forecast(simpler, far)))
-    fewer = study(points.take(points.D > 3e5), "chinchilla")  # nine runs do not determine it, and say so
+    far = at_sizes(
+        simpler, 1e9, 2e10
+    )  # a forecast leans towards known exponents, here below the floor, and says so
+    assert any(
+        "lies below the floor" in said for said in cautions(simpler, far, forecast(simpler, far))
+    )
+    fewer = study(
+        points.take(points.D > 3e5), "chinchilla"
+    )  # nine runs do not determine it, and say so
     assert fewer.parameters()["E"]["low"] == 0
     assert any("zero fits as well" in said for said in fewer.warnings)
 
@@ -191,9 +210,14 @@ def test_runs_too_short_for_their_size_break_no_backtest() -> None:
     """Measured on synthetic:small: the largest size has hardly begun to learn, and Kaplan's Nc ran away."""
     N = np.repeat([14992.0, 43232.0, 107952.0], [4, 4, 2])
     D = np.array([131072.0, 262144, 524288, 1048576] * 2 + [131072, 262144])
-    loss = np.array([3.2295, 3.1397, 3.1110, 3.0946, 3.1674, 3.0806, 3.0462, 3.0278, 3.3316, 3.0846])
+    loss = np.array(
+        [3.2295, 3.1397, 3.1110, 3.0946, 3.1674, 3.0806, 3.0462, 3.0278, 3.3316, 3.0846]
+    )
     made = Points(N, D, 7 * N * D, loss, tuple(map(str, range(10))), "made")
     done = study(made)
     band = done.band(np.geomspace(1e10, 1e12, 5))
     assert np.isfinite(band["loss"]).all() and (band["low"] < band["high"]).all()
-    assert any("steeper than any known law" in w and "would show it" in w for w in study(made, "chinchilla").warnings)
+    assert any(
+        "steeper than any known law" in w and "would show it" in w
+        for w in study(made, "chinchilla").warnings
+    )

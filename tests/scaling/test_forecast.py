@@ -51,12 +51,16 @@ def test_backtests_never_see_what_they_predict() -> None:
     spoiled = points.loss.copy()
     last = points.C.max() == points.C
     spoiled[last] *= 1.5  # only errors at the last budget may change
-    again = backtest(Points(points.N, points.D, points.C, spoiled, points.run, "made"), LAWS["chinchilla"])
+    again = backtest(
+        Points(points.N, points.D, points.C, spoiled, points.run, "made"), LAWS["chinchilla"]
+    )
     assert test is not None and again is not None
     earlier = ~np.isclose(test.cut * test.ratio, points.C.max())
     assert earlier.any()
     np.testing.assert_allclose(test.errors[earlier], again.errors[earlier], atol=1e-4)
-    np.testing.assert_allclose(again.errors[~earlier] - test.errors[~earlier], np.log(1.5), atol=1e-2)
+    np.testing.assert_allclose(
+        again.errors[~earlier] - test.errors[~earlier], np.log(1.5), atol=1e-2
+    )
 
 
 def test_focus_keeps_enough_points() -> None:
@@ -76,14 +80,18 @@ def test_targets_from_a_file(tmp_path: Path, launch) -> None:
     np.testing.assert_allclose(losses, points.loss[points.C > 1e20], rtol=0.01)
     one = data["forecasts"][-1]
     assert one["low"] < one["loss"] < one["high"]
-    assert one["extrapolation"] == pytest.approx(points.C.max() / points.C[points.C < 1e20].max(), rel=1e-6)
+    assert one["extrapolation"] == pytest.approx(
+        points.C.max() / points.C[points.C < 1e20].max(), rel=1e-6
+    )
     assert one["optimum"]["N"] * one["optimum"]["D"] * 6 == pytest.approx(one["C"])
     assert one["optimum"]["loss"] <= one["loss"] * 1.001
 
 
 def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     file = write(tmp_path / "p.csv", drawn(0.001, 0))
-    by_size = json.loads(launch("forecast", "--points", file, "--size", "1b", "--cluster", "h100", "--json"))
+    by_size = json.loads(
+        launch("forecast", "--points", file, "--size", "1b", "--cluster", "h100", "--json")
+    )
     assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
     assert by_size["recipe"]["lr"] > 0
     assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / 0.4 / 3600)
@@ -91,7 +99,16 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     by_flops = json.loads(launch("forecast", "--points", file, "--flops", "1e22", "--json"))
     assert by_flops["N"] == pytest.approx(by_flops["optimum"]["N"])
     by_numbers = json.loads(
-        launch("forecast", "--points", file, "--params", by_flops["N"], "--tokens", by_flops["D"], "--json")
+        launch(
+            "forecast",
+            "--points",
+            file,
+            "--params",
+            by_flops["N"],
+            "--tokens",
+            by_flops["D"],
+            "--json",
+        )
     )
     assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
     with pytest.raises(ConfigError, match="give one of --size"):
@@ -107,13 +124,25 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
 
 
 def test_a_target_off_the_ladder_is_told(ladder: Path, launch) -> None:
-    data = json.loads(launch("forecast", "--runs", ladder, "--params", "5e6", "--tokens", "1e10", "--json"))
+    data = json.loads(
+        launch("forecast", "--runs", ladder, "--params", "5e6", "--tokens", "1e10", "--json")
+    )
     assert any("off that line" in warning for warning in data["warnings"])
     assert data["optimum"] is None
 
 
 def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
-    call = ("forecast", "--runs", ladder, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    call = (
+        "forecast",
+        "--runs",
+        ladder,
+        "--params",
+        "7e6",
+        "--tokens",
+        "1.4e8",
+        "--register",
+        "--json",
+    )
     path = Path(json.loads(launch(*call))["registered"][0])
     assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
     with pytest.raises(RunError, match="already registered"):
@@ -121,13 +150,17 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     before = json.loads(launch("score", "--runs", ladder, "--json"))
     assert before["calibration"] | {"landed": 0, "counted": 0} == before["calibration"]
 
-    late = make_run(ladder, "base-20x", 7e6, 1.4e8, size="base")  # its log begins in 1970: before the forecast
+    late = make_run(
+        ladder, "base-20x", 7e6, 1.4e8, size="base"
+    )  # its log begins in 1970: before the forecast
     after = json.loads(launch("score", "--runs", ladder, "--json"))
     assert after["scores"][0]["run"] == "base-20x"
     assert after["scores"][0]["counts"] is False
 
     log = late / "log.jsonl"
-    log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))  # as if trained afterwards
+    log.write_text(
+        log.read_text().replace('"time": ', '"time": 1e11, "was": ')
+    )  # as if trained afterwards
     after = json.loads(launch("score", "--runs", ladder, "--json"))
     one = after["scores"][0]
     assert one["counts"] is True
@@ -159,7 +192,16 @@ def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
         launch(*call)
     (folder / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
-        launch(*call[:3], "--params", "5e6", "--tokens", "1e8", "--register", "--forecasts", folder / "file")
+        launch(
+            *call[:3],
+            "--params",
+            "5e6",
+            "--tokens",
+            "1e8",
+            "--register",
+            "--forecasts",
+            folder / "file",
+        )
     assert len(list(folder.iterdir())) == 4
 
 

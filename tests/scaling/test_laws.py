@@ -56,7 +56,9 @@ def test_routed() -> None:
     by_hand = optimum(chosen.fit, np.array([1e22]), np.array([64.0]))
     assert by_hand is not None and routed.N[0] == pytest.approx(by_hand.N[0]) != dense.N[0]
     assert routed.loss[0] < 0.99 * dense.loss[0]
-    far = forecast(chosen, at(made, *np.array([[1e22], [1e10], [1e22 / 6e10]]), experts=np.array([64.0])))
+    far = forecast(
+        chosen, at(made, *np.array([[1e22], [1e10], [1e22 / 6e10]]), experts=np.array([64.0]))
+    )
     assert far[0].optimum is not None and far[0].optimum["N"] == pytest.approx(routed.N[0])
     with pytest.raises(DataError, match="column `experts`"):
         study(points(*grid(), true_loss(*grid())), "moe")
@@ -66,7 +68,9 @@ def test_repeated_data() -> None:
     N, D = grid()
     U = np.minimum(D, 5e9)
     worth = U * (1 + 15 * -np.expm1(-(D / U - 1) / 15))
-    made = points(N, D, true_loss(N, worth), unique=U)  # parameters in excess cost nothing here: R_N runs high
+    made = points(
+        N, D, true_loss(N, worth), unique=U
+    )  # parameters in excess cost nothing here: R_N runs high
     done = study(made, "data-constrained")
     assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
     assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
@@ -85,7 +89,12 @@ def drifting_grid(width: float = 4.0) -> tuple[Points, np.ndarray, np.ndarray]:
     E, A, alpha, B, beta = UNEVEN.values()
     G, a = (alpha * A / (beta * B)) ** (1 / (alpha + beta)), beta / (alpha + beta)
     C = np.repeat(np.geomspace(1e18, 1e21, 7), 7)
-    N = G * (C / 6) ** a * np.repeat(np.geomspace(1 / 3, 3, 7), 7) * np.tile(np.geomspace(1 / width, width, 7), 7)
+    N = (
+        G
+        * (C / 6) ** a
+        * np.repeat(np.geomspace(1 / 3, 3, 7), 7)
+        * np.tile(np.geomspace(1 / width, width, 7), 7)
+    )
     D = C / 6 / N
     far = np.array([1e24])
     return points(N, D, E + A * N**-alpha + B * D**-beta), far, far / 6 / (G * (far / 6) ** a)
@@ -110,7 +119,9 @@ def test_auto_stays_with_the_simpler_law_where_it_is_exact() -> None:
 
 def test_a_parabola_off_its_centre_is_biased_and_akima_less() -> None:
     made, far, D_far = drifting_grid()
-    parabola, akima = (isoflop(made, method).path(far)[1][0] / D_far[0] - 1 for method in ("parabola", "akima"))
+    parabola, akima = (
+        isoflop(made, method).path(far)[1][0] / D_far[0] - 1 for method in ("parabola", "akima")
+    )
     assert 0.04 < abs(parabola) < 0.35
     assert abs(akima) < abs(parabola) / 5
 
@@ -164,4 +175,6 @@ def test_the_resamples_of_vpnls_gather_about_its_optimum() -> None:
     draws = twin.law.natural(bootstrap(twin, 200), twin.inputs)
     other = dict(zip(twin.law.parameters, draws.std(axis=0), strict=True))
     for name in ("E", "alpha", "beta"):
-        assert 0.4 < spread[name] / other[name] < 2  # least squares against Huber on the same points
+        assert (
+            0.4 < spread[name] / other[name] < 2
+        )  # least squares against Huber on the same points

@@ -26,7 +26,13 @@ def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pat
         store.describe(run_id, describe.params(folder), describe.tags(folder))
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         store.send(
-            run_id, [(k, v, int(r["time"] * 1000), r["step"]) for r in rows for k, v in describe.metrics(r).items()], {}
+            run_id,
+            [
+                (k, v, int(r["time"] * 1000), r["step"])
+                for r in rows
+                for k, v in describe.metrics(r).items()
+            ],
+            {},
         )
         store.set_status(run_id, "FINISHED", 500_000)
     return ladder
@@ -38,7 +44,9 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
     assert there.convention == here.convention
     for column in ("N", "D", "C", "loss"):
         assert getattr(there, column) == pytest.approx(getattr(here, column))
-    data = json.loads(launch("fit", "--experiment", "demo", "--json"))  # no runs/demo below this directory
+    data = json.loads(
+        launch("fit", "--experiment", "demo", "--json")
+    )  # no runs/demo below this directory
     assert data["points"]["used"] == 3
     with pytest.raises(RunError, match="it has demo"):
         read_experiment("dmeo")
@@ -52,26 +60,55 @@ def test_the_dashboard_draws_both_alike(stored: Path) -> None:
     for source in (Directories(stored), open_source(None, "demo")):
         seen = [source.read(key, whole=True) for key in source.scan()]
         told = {
-            one.run.name: (rows.curves(one, 100), rows.row("", one, 0.0)["status"], one.folded.tokens()) for one in seen
+            one.run.name: (
+                rows.curves(one, 100),
+                rows.row("", one, 0.0)["status"],
+                one.folded.tokens(),
+            )
+            for one in seen
         }
         drawn.append(dict(sorted(told.items())))
     assert drawn[0] == drawn[1] and len(drawn[0]) == 3
 
 
 def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
-    call = ("forecast", "--runs", stored, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    call = (
+        "forecast",
+        "--runs",
+        stored,
+        "--params",
+        "7e6",
+        "--tokens",
+        "1.4e8",
+        "--register",
+        "--json",
+    )
     data = json.loads(launch(*call))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("demo")
-    (kept,) = [r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "sweep"]
+    (kept,) = [
+        r for r in client.search_runs([experiment.experiment_id]) if r.info.run_name == "sweep"
+    ]
     (there,) = client.list_artifacts(kept.info.run_id, "forecasts")
     assert Path(there.path).name == Path(data["registered"][0]).name
     assert len(read_experiment("demo")) == 3  # it is not taken for a training run
 
 
-def test_an_absent_server_costs_nothing(ladder: Path, launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_server_costs_nothing(
+    ladder: Path, launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    call = ("forecast", "--runs", ladder, "--params", "7e6", "--tokens", "1.4e8", "--register", "--json")
+    call = (
+        "forecast",
+        "--runs",
+        ladder,
+        "--params",
+        "7e6",
+        "--tokens",
+        "1.4e8",
+        "--register",
+        "--json",
+    )
     data = json.loads(launch(*call))
     assert Path(data["registered"][0]).exists()
     assert "MLflow has no copy" in data["warnings"][-1]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.scaling.plan import plan, read, within
+from pipeline.sweep.plan import plan, read, within
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "scaling"
 
@@ -23,13 +23,17 @@ def test_an_isoflop_grid_surrounds_its_guess() -> None:
 def test_an_earlier_fit_moves_the_centre() -> None:
     sweep = read(CONFIGS / "isoflop.toml")
     guessed = plan(sweep)
-    moved = plan(sweep.model_copy(update={"budgets": (1e17, 3e17, 9e17)}), best=lambda C: 0.02 * C**0.5)
+    moved = plan(
+        sweep.model_copy(update={"budgets": (1e17, 3e17, 9e17)}), best=lambda C: 0.02 * C**0.5
+    )
     assert {run.size for run in moved} != {run.size for run in guessed}
     assert all(0.02 * run.C**0.5 / 8.5 < run.N < 0.02 * run.C**0.5 * 8.5 for run in moved)
 
 
 def test_an_optimum_bound_to_an_edge_is_refused() -> None:
-    sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"sizes": ("tiny", "500k", "1m", "3m")})
+    sweep = read(CONFIGS / "isoflop.toml").model_copy(
+        update={"sizes": ("tiny", "500k", "1m", "3m")}
+    )
     with pytest.raises(ConfigError, match="lie above N"):
         plan(sweep)
     with pytest.raises(ConfigError, match="three budgets"):
@@ -42,7 +46,9 @@ def test_a_total_is_kept() -> None:
     assert 0.5e19 < sum(run.cost for run in runs) <= 1e19
     short = plan(within(sweep, 1e19, hours=4.0))
     assert 2 < sum(run.hours or 0 for run in short) <= 4
-    assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (runs[-1].mfu or 0)  # small models starve a GPU
+    assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (
+        runs[-1].mfu or 0
+    )  # small models starve a GPU
     with pytest.raises(ConfigError, match="does not buy"):
         within(sweep, 1e9)
     for limits in ((float("nan"), None), (0.0, None), (None, -1.0)):

@@ -26,9 +26,13 @@ def porian(public: Path) -> dict[str, Points]:
     rows = defaultdict(list)
     with (public / "porian_isoflop_points.csv").open() as file:
         for row in csv.DictReader(file):
-            rows[row["file"], row["config"]].append([float(row[key]) for key in ("N", "D", "C", "loss")])
+            rows[row["file"], row["config"]].append(
+                [float(row[key]) for key in ("N", "D", "C", "loss")]
+            )
     columns = {key: np.array(values).T for key, values in rows.items()}
-    return {key: Points(*c, tuple(map(str, range(c.shape[1]))), "Porian") for key, c in columns.items()}
+    return {
+        key: Points(*c, tuple(map(str, range(c.shape[1]))), "Porian") for key, c in columns.items()
+    }
 
 
 def test_the_chinchilla_optimum(chinchilla: Points) -> None:
@@ -43,7 +47,9 @@ def test_the_chinchilla_optimum(chinchilla: Points) -> None:
 def test_bootstrap_errors_are_those_published(chinchilla: Points) -> None:
     done = fit(chinchilla, LAWS["chinchilla"])
     draws = done.law.natural(bootstrap(done, 1000), done.inputs)
-    for found, published in zip(draws.std(axis=0), [0.0257, 124.5, 0.0154, 1293, 0.0206], strict=True):
+    for found, published in zip(
+        draws.std(axis=0), [0.0257, 124.5, 0.0154, 1293, 0.0206], strict=True
+    ):
         assert found == pytest.approx(published, rel=0.15)
 
 
@@ -67,7 +73,9 @@ def test_isoflop_exponents_are_those_published(public: Path, porian: dict[str, P
     assert np.median(off) < 0.006
 
 
-def test_larger_runs_are_foretold_from_smaller_ones(chinchilla: Points, porian: dict[str, Points]) -> None:
+def test_larger_runs_are_foretold_from_smaller_ones(
+    chinchilla: Points, porian: dict[str, Points]
+) -> None:
     """Fit on the lower 60% and 80% of compute, predict everything above."""
     errors, covered = [], []
     for points in [chinchilla, *porian.values()]:

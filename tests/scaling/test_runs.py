@@ -16,7 +16,9 @@ def test_a_point_is_a_finished_runs_last_held_out_loss(ladder: Path) -> None:
     points = points_of(read_runs(ladder))
     assert points.run == ("tiny-20x", "mini-20x", "small-20x")
     assert points.dropped == ("cut: not finished (step 266 of 400)",)
-    log = [json.loads(line) for line in (ladder / "mini-20x" / "log.jsonl").read_text().splitlines()]
+    log = [
+        json.loads(line) for line in (ladder / "mini-20x" / "log.jsonl").read_text().splitlines()
+    ]
     final = [entry for entry in log if entry["kind"] == "eval"][-1]
     assert points.loss[1] == final["loss"]
     assert points.N[1] == 640000  # params.scaling, not total
@@ -35,7 +37,12 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path: Pa
 def test_records_after_a_resume_replace_what_they_repeat(tmp_path: Path) -> None:
     path = make_run(tmp_path, "a", 1e5, 1e6)
     with (path / "log.jsonl").open("a") as log:
-        log.write(json.dumps({"kind": "eval", "step": 400, "tokens": 10**6, "flops": 6.4e11, "loss": 1.25}) + "\n")
+        log.write(
+            json.dumps(
+                {"kind": "eval", "step": 400, "tokens": 10**6, "flops": 6.4e11, "loss": 1.25}
+            )
+            + "\n"
+        )
     run = read_run(path)
     assert [e["step"] for e in run.evals].count(400) == 1
     assert run.evals[-1]["loss"] == 1.25
@@ -109,11 +116,16 @@ def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
 def test_a_column_counts_wherever_it_is_filled(tmp_path: Path) -> None:
     """A first row without C, or of a dense run without experts, once made the whole column go unread."""
     file = tmp_path / "p.csv"
-    file.write_text(" loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n3,4e6,4e7,2e15,\r\n")
+    file.write_text(
+        " loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n3,4e6,4e7,2e15,\r\n"
+    )
     points = read_csv(file)
     assert (points.run, list(points.C)) == (("row 3",), [9e14])
     assert points.experts is not None and list(points.experts) == [8]
-    assert [reason.split(" is")[0] for reason in points.dropped] == ["row 2: C=nan", "row 4: experts=nan"]
+    assert [reason.split(" is")[0] for reason in points.dropped] == [
+        "row 2: C=nan",
+        "row 4: experts=nan",
+    ]
     with pytest.raises(DataError, match=r"points=1 \(2 left out: row 2: C=nan"):
         study(points)
 

@@ -44,7 +44,10 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
         stderr=subprocess.PIPE,
     )  # fmt: skip
     until = time.monotonic() + 250
-    while not ((trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2) and time.monotonic() < until:
+    while (
+        not ((trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2)
+        and time.monotonic() < until
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     said, wrong = process.communicate(timeout=250)
@@ -57,7 +60,9 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
     assert sorted(told["finished"]) == ["tiny-51.2k", "tiny-81.9k"] and told["missing"] == []
     assert "needs about" in told["failed"]["175b-81.9k"]
     assert "which failed" in told["failed"]["175b-51.2k"]  # its trunk
-    assert done.stderr.splitlines()[-1].startswith("error: 2 of 4 runs failed: 175b-81.9k, 175b-51.2k")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: 2 of 4 runs failed: 175b-81.9k, 175b-51.2k"
+    )
     assert {"interrupt", "resume", "finish"} <= {r.get("event") for r in records(trunk)}
     _holds_the_branch(branch, corpus, tmp_path)
 
@@ -78,16 +83,31 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
 def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
     """It is the run that a run of its own would have been, and cost only its decay."""
     sets = (part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s))
-    call = ("pretrain", "--size", "tiny", "--steps", 50, "--data", corpus, "--nproc", 1, "--no-track", "--quiet")
+    call = (
+        "pretrain",
+        "--size",
+        "tiny",
+        "--steps",
+        50,
+        "--data",
+        corpus,
+        "--nproc",
+        1,
+        "--no-track",
+        "--quiet",
+    )
     launch(*call, "--out", tmp_path / "whole", *sets)
     for key in ("step", "loss", "lr", "hash", "flops"):
         whole, branched = (
-            [r[key] for r in records(run) if r["kind"] == "step"] for run in (tmp_path / "whole", branch)
+            [r[key] for r in records(run) if r["kind"] == "step"]
+            for run in (tmp_path / "whole", branch)
         )
         assert branched == whole  # to the last bit
     began = next(r for r in reversed(records(branch)) if r.get("event") == "resume")
     assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
-    line = launch(*call, "--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5, code=2).stderr
+    line = launch(
+        *call, "--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5, code=2
+    ).stderr
     assert "seed is 1234 there and 5 here" in line or "is another run" in line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow_server import Server
 
-from pipeline.track.log import Log
+from pipeline.runs.log import Log
 
 PYTHON_PATH = str(Path(__file__).parents[2])
 
@@ -28,10 +28,19 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text('size = "tiny"\n[model]\nlayers = 2\nlong = "' + "x" * 7000 + '"\n')
-    about = {"experiment": tmp_path.name, "name": "one", "convention": "6N + attention", "flops_per_token": 1_000_000}
+    (run / "config.toml").write_text(
+        'size = "tiny"\n[model]\nlayers = 2\nlong = "' + "x" * 7000 + '"\n'
+    )
+    about = {
+        "experiment": tmp_path.name,
+        "name": "one",
+        "convention": "6N + attention",
+        "flops_per_token": 1_000_000,
+    }
     many = {f"figure_{i}": i for i in range(150)}
-    (run / "run.json").write_text(json.dumps(about | {"parameters": {"total": 123, "active": 45}} | many))
+    (run / "run.json").write_text(
+        json.dumps(about | {"parameters": {"total": 123, "active": 45}} | many)
+    )
     return run
 
 

@@ -9,7 +9,15 @@ import pytest
 
 from pipeline.track.console import Console, format_record
 
-STEP = {"kind": "step", "time": 1000.0, "step": 1200, "tokens": 1, "flops": 1, "loss": 3.14123, "grad_norm": 0.4211}
+STEP = {
+    "kind": "step",
+    "time": 1000.0,
+    "step": 1200,
+    "tokens": 1,
+    "flops": 1,
+    "loss": 3.14123,
+    "grad_norm": 0.4211,
+}
 STEP |= {"lr": 2.9e-4, "tokens_per_s": 412_345.0, "mfu": 0.4131, "hash": "0123456789abcdef"}
 
 
@@ -23,7 +31,13 @@ def test_the_line_of_the_style_guide() -> None:
     "odd",
     [
         {"loss": 10.39721, "grad_norm": 12.345, "lr": 0.0, "tokens_per_s": 83.0},
-        {"loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-10, "tokens_per_s": 9_960.0, "mfu": 0.05},
+        {
+            "loss": float("nan"),
+            "grad_norm": float("inf"),
+            "lr": 1e-10,
+            "tokens_per_s": 9_960.0,
+            "mfu": 0.05,
+        },
         {"loss": 123.456, "grad_norm": 1234.5, "lr": 1.0, "tokens_per_s": 999_600.0, "mfu": None},
         {"loss": None, "grad_norm": None, "lr": None, "tokens_per_s": None, "mfu": 1.0},
         {"loss": 9.999996, "tokens_per_s": 9_940.0},
@@ -33,11 +47,19 @@ def test_columns_stay(odd: dict[str, object]) -> None:
     usual = format_record(STEP, 19073)
     line = format_record(STEP | odd, 19073)
     if odd.get("lr") != 1e-10 and odd.get("mfu") != 1.0:  # these two alone are one character wider
-        assert [i for i, c in enumerate(line) if c == "│"] == [i for i, c in enumerate(usual) if c == "│"], line
+        assert [i for i, c in enumerate(line) if c == "│"] == [
+            i for i, c in enumerate(usual) if c == "│"
+        ], line
 
 
 def test_what_every_layer_has_is_no_line() -> None:
-    routed = {"kind": "moe", "step": 3, "load": [[0.5, 0.5]], "imbalance": [1.0], "worst_imbalance": 2.667}
+    routed = {
+        "kind": "moe",
+        "step": 3,
+        "load": [[0.5, 0.5]],
+        "imbalance": [1.0],
+        "worst_imbalance": 2.667,
+    }
     assert format_record(routed, 40) == "note  3/40 │ moe │ worst_imbalance 2.67"
 
 
@@ -47,15 +69,23 @@ def test_eval_and_event_lines() -> None:
         == "eval  1200/19073 │ loss 3.2000 │ bpb 1.0432"
     )
     assert (
-        format_record({"kind": "event", "time": 1.0, "step": 1200, "event": "save", "seconds": 1.5}, 19073)
+        format_record(
+            {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "seconds": 1.5}, 19073
+        )
         == "note  1200/19073 │ save │ seconds 1.5"
     )
 
 
-@pytest.mark.parametrize(("per_step_s", "eta"), [(0.01, "1s"), (1, "1m40"), (100, "2h46"), (2000, "2d07")])
-def test_eta_is_a_moving_average(capsys: pytest.CaptureFixture[str], per_step_s: float, eta: str) -> None:
+@pytest.mark.parametrize(
+    ("per_step_s", "eta"), [(0.01, "1s"), (1, "1m40"), (100, "2h46"), (2000, "2d07")]
+)
+def test_eta_is_a_moving_average(
+    capsys: pytest.CaptureFixture[str], per_step_s: float, eta: str
+) -> None:
     console = Console(total_steps=200)
-    console.record(STEP | {"step": 1, "time": 0.0})  # then a long compilation that must be forgotten
+    console.record(
+        STEP | {"step": 1, "time": 0.0}
+    )  # then a long compilation that must be forgotten
     for step in range(2, 101):
         console.record(STEP | {"step": step, "time": 10_000 + step * per_step_s})
     console.close()
@@ -100,7 +130,11 @@ def test_without_rich_and_mlflow_and_unicode() -> None:
     )
     root = Path(__file__).parents[2]
     shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env={"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("step   7/100 | loss 1.0000 | gnorm    - |")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RunError
-from pipeline.track.log import Log, decode, encode, read
-from pipeline.track.tail import Tail
+from pipeline.runs.log import Log, decode, encode, read
+from pipeline.runs.tail import Tail
 from pipeline.track.tracker import Fan, LocalLog
 
 
@@ -29,7 +29,12 @@ def steps(path: Path) -> list[int]:
     return [record["step"] for record in read(path)]
 
 
-@given(st.dictionaries(st.text(max_size=9).filter(lambda key: key != "nonfinite"), st.floats() | st.none() | st.text()))
+@given(
+    st.dictionaries(
+        st.text(max_size=9).filter(lambda key: key != "nonfinite"),
+        st.floats() | st.none() | st.text(),
+    )
+)
 def test_any_record_comes_back(record: dict[str, object]) -> None:
     line = encode(record)
     assert line.count(b"\n") == 1
@@ -39,12 +44,20 @@ def test_any_record_comes_back(record: dict[str, object]) -> None:
 
 def test_nonfinite_is_null_and_named(tmp_path: Path) -> None:
     line = json.loads(encode({"loss": math.nan, "grad_norm": math.inf, "mfu": None}))
-    assert line == {"loss": None, "grad_norm": None, "mfu": None, "nonfinite": {"loss": "nan", "grad_norm": "inf"}}
+    assert line == {
+        "loss": None,
+        "grad_norm": None,
+        "mfu": None,
+        "nonfinite": {"loss": "nan", "grad_norm": "inf"},
+    }
 
 
 def test_scalars_of_other_libraries() -> None:
     numpy = pytest.importorskip("numpy")
-    assert decode(encode({"loss": numpy.float32(0.5), "step": numpy.int64(3)})) == {"loss": 0.5, "step": 3}
+    assert decode(encode({"loss": numpy.float32(0.5), "step": numpy.int64(3)})) == {
+        "loss": 0.5,
+        "step": 3,
+    }
     with pytest.raises(TypeError, match="experts="):
         encode({"experts": {"1": 2}})
 
@@ -63,10 +76,12 @@ def test_partial_last_line(tmp_path: Path, tail: bytes) -> None:
 def test_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     loop = (
-        "import sys, pathlib; from pipeline.track.log import Log; log = Log(pathlib.Path(sys.argv[1]))\n"
+        "import sys, pathlib; from pipeline.runs.log import Log; log = Log(pathlib.Path(sys.argv[1]))\n"
         "for step in range(10**9): log.append({'kind': 'step', 'step': step, 'pad': 'x' * 500})\n"
     )
-    writer = subprocess.Popen([sys.executable, "-c", loop, str(path)], cwd=Path(__file__).parents[2])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", loop, str(path)], cwd=Path(__file__).parents[2]
+    )
     while not path.exists() or path.stat().st_size < 100_000:
         assert writer.poll() is None
     os.kill(writer.pid, signal.SIGKILL)
@@ -87,7 +102,9 @@ def test_truncate_after(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_truncation_that_cannot_finish_leaves_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncation_that_cannot_finish_leaves_the_old_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log.jsonl"
     write(path, range(10))
 
@@ -102,7 +119,9 @@ def test_truncation_that_cannot_finish_leaves_the_old_log(tmp_path: Path, monkey
     assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
 
 
-def test_full_disk_names_the_log_and_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_names_the_log_and_leaves_no_half_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log.jsonl"
     log = Log(path)
     log.append({"kind": "step", "step": 1})

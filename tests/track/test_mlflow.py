@@ -14,8 +14,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow_server import Server, event, step_record, until
 
+from pipeline.runs.log import Log, read
 from pipeline.track import feed, state
-from pipeline.track.log import Log, read
 
 SLOWEST_APPEND_S = 0.5  # a busy machine's hiccup; a synchronous call to a dead server takes 4.4 s
 
@@ -51,13 +51,25 @@ def sent(run_dir: Path) -> float:
     return state.load(run_dir).sent.get("step", 0)
 
 
-def test_everything_arrives(server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_arrives(
+    server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     sidecar = feed.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 251))
     log.append(step_record(251, loss=float("nan"), grad_norm=float("inf"), **{"odd name(%)": 3}))
-    log.append({"kind": "eval", "time": time.time(), "step": 251, "tokens": 5, "flops": 7, "loss": 3.5, "bpb": 1.25})
+    log.append(
+        {
+            "kind": "eval",
+            "time": time.time(),
+            "step": 251,
+            "tokens": 5,
+            "flops": 7,
+            "loss": 3.5,
+            "bpb": 1.25,
+        }
+    )
     log.append(event(251, "finish"))
     assert feed.finish(sidecar, wait_s=120) == ""
 
@@ -82,11 +94,17 @@ def test_everything_arrives(server: Server, run_dir: Path, log: Log, monkeypatch
     losses = client.get_metric_history(run.info.run_id, "train/loss")
     assert len(losses) == 251
     assert losses[-1].value != losses[-1].value
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.toml", "run.json", "env.json"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {
+        "config.toml",
+        "run.json",
+        "env.json",
+    }
     assert "environ" not in (run_dir / "env.json").read_text()
 
 
-def test_server_killed_and_restarted(server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_killed_and_restarted(
+    server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     sidecar = feed.start(run_dir)
     log.append(event(0, "start"))
@@ -104,7 +122,9 @@ def test_server_killed_and_restarted(server: Server, run_dir: Path, log: Log, mo
     assert the_run(server.uri, run_dir).info.status == "FINISHED"
 
 
-def test_frozen_server(server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_server(
+    server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests time out here and are carried out there: resent, they must not count twice."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -124,7 +144,9 @@ def test_frozen_server(server: Server, run_dir: Path, log: Log, monkeypatch: pyt
     assert the_run(server.uri, run_dir).info.status == "KILLED"
 
 
-def test_crash_and_resume_is_one_run(server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_and_resume_is_one_run(
+    server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     sidecar = feed.start(run_dir)
     log.append(event(0, "start"))
@@ -155,7 +177,9 @@ def test_crash_and_resume_is_one_run(server: Server, run_dir: Path, log: Log, mo
     assert run.info.status == "FAILED"
 
 
-def test_mlflow_json_lost(server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_json_lost(
+    server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run created there whose answer was lost, or a store that was wiped: the run's identity finds it again."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     write(log, range(1, 11))
@@ -163,7 +187,9 @@ def test_mlflow_json_lost(server: Server, run_dir: Path, log: Log, monkeypatch: 
     state.save(run_dir, state.State(id=first.id))
     again = feed.sync(run_dir)
     assert (again.state.run_id, again.records_sent) == (first.run_id, 0)
-    state.save(run_dir, state.State(id="another", uri=server.uri, run_id="0" * 32, sent={"step": 10}))
+    state.save(
+        run_dir, state.State(id="another", uri=server.uri, run_id="0" * 32, sent={"step": 10})
+    )
     assert feed.sync(run_dir).records_sent == 10
     MlflowClient(server.uri).delete_run(state.load(run_dir).run_id)
     with pytest.raises(Exception, match=r"deleted in MLflow.*mlflow\.json"):
@@ -210,7 +236,9 @@ def test_without_mlflow(run_dir: Path, log: Log) -> None:
         "import sys; sys.modules['mlflow'] = None; from pipeline.track import feed;"
         f"sys.exit(feed.main([{str(run_dir)!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "MLflow is not installed" in done.stdout
     assert len(done.stdout.splitlines()) == 1
@@ -227,13 +255,18 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
         records.append(event(0, "start"))
         write(records, range(1, 31))
         records.append(event(30, "finish"))
-    assert [feed.finish(sidecar, wait_s=120) for sidecar in sidecars] == ["", ""]  # two imports of mlflow on a busy box
+    assert [feed.finish(sidecar, wait_s=120) for sidecar in sidecars] == [
+        "",
+        "",
+    ]  # two imports of mlflow on a busy box
     second.close()
     uri = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
     assert steps_there(uri, run_dir) == list(range(1, 31))
     assert state.load(other).uri == uri
     assert list(Path("mlruns").rglob("config.toml"))
-    assert Counter(path.name for path in Path.cwd().iterdir()) == Counter(["runs", "mlflow.db", "mlruns"])
+    assert Counter(path.name for path in Path.cwd().iterdir()) == Counter(
+        ["runs", "mlflow.db", "mlruns"]
+    )
 
 
 def test_preemption_signal_waits_for_the_last_word(run_dir: Path, log: Log) -> None:

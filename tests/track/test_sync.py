@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from launch import scaling, track
 from pipeline.errors import RunError
+from pipeline.runs.lock import hold
+from pipeline.runs.log import Log
 from pipeline.track import feed
-from pipeline.track.lock import hold
-from pipeline.track.log import Log
 from tests.scaling.made_runs import make_ladder
 
 
@@ -59,7 +59,17 @@ def test_a_sweep_comes_back_with_its_forecasts(
     (root / "sweep.json").write_text(json.dumps({"experiment": root.name, "kind": "ladder"}))
     scaling.register(app)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    call = ["forecast", "--runs", str(root), "--params", "7e6", "--tokens", "1.4e8", "--register", "--json"]
+    call = [
+        "forecast",
+        "--runs",
+        str(root),
+        "--params",
+        "7e6",
+        "--tokens",
+        "1.4e8",
+        "--register",
+        "--json",
+    ]
     said = json.loads(CliRunner().invoke(app, call).stdout)
     assert "MLflow has no copy" in said["warnings"][-1]
 
@@ -71,8 +81,13 @@ def test_a_sweep_comes_back_with_its_forecasts(
     (parent,) = (run.info.run_id for run in runs if run.info.run_name == "sweep")
     assert len(runs) == 4
     (kept,) = client.list_artifacts(parent, "forecasts")
-    assert Path(client.download_artifacts(parent, kept.path)).read_bytes() == Path(said["registered"][0]).read_bytes()
-    assert {"fit.json", "points.csv", "dashboard.html"} <= {file.path for file in client.list_artifacts(parent)}
+    assert (
+        Path(client.download_artifacts(parent, kept.path)).read_bytes()
+        == Path(said["registered"][0]).read_bytes()
+    )
+    assert {"fit.json", "points.csv", "dashboard.html"} <= {
+        file.path for file in client.list_artifacts(parent)
+    }
 
 
 def test_not_a_run(app: typer.Typer, tmp_path: Path) -> None:

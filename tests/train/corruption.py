@@ -17,31 +17,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from pipeline.bench.host_waits import reads
 from pipeline.config.load import load
 from pipeline.config.schema import RunConfig
 from pipeline.objective.batch import Batch
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
-from pipeline.recipe import resolve
+from pipeline.planner.recipe import resolve
+from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
-from pipeline.train.reads import reads
 from pipeline.train.replicas import DivergenceError, Replicas
-from pipeline.train.rundir import RunDir
 from pipeline.train.stop import Stop
 from tests.worlds import fork
 
-LAYOUTS = [("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("accelerate", 0)]
+LAYOUTS = [
+    ("deepspeed", 0),
+    ("deepspeed", 1),
+    ("deepspeed", 2),
+    ("deepspeed", 3),
+    ("accelerate", 0),
+]
 KINDS = [
-    (*layout, dtype) for layout in LAYOUTS for dtype in ("fp32", "bf16") if layout[0] == "deepspeed" or dtype == "fp32"
+    (*layout, dtype)
+    for layout in LAYOUTS
+    for dtype in ("fp32", "bf16")
+    if layout[0] == "deepspeed" or dtype == "fp32"
 ]
 SHARED = [("deepspeed", 0, 2), ("deepspeed", 1, 2)]  # experts, each on two ranks
 VOCAB, SEQ = 64, 16
 WORLD: World
 
 
-def config(engine: str, zero: int, dtype: str = "fp32", arch: str = "dense", ep: int = 1) -> RunConfig:
+def config(
+    engine: str, zero: int, dtype: str = "fp32", arch: str = "dense", ep: int = 1
+) -> RunConfig:
     sets = ("model.layers=1", f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={WORLD.size * SEQ}",
             "train.micro_batch=1", "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}",
             f"parallel.engine={engine}", f"train.dtype={dtype}", f"parallel.ep={ep}",
@@ -78,13 +89,18 @@ def state(worker: Any) -> list[Tensor]:
     optimizer = getattr(wrapper, "optimizer", wrapper)
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [m for p in masters for m in optimizer.state[p].values()]
-    return [t.detach().clone() for t in (*held.everywhere, *held.here, *held.experts, *masters, *moments)]
+    return [
+        t.detach().clone()
+        for t in (*held.everywhere, *held.here, *held.experts, *masters, *moments)
+    ]
 
 
 @contextmanager
 def nan_on(rank: int) -> Iterator[None]:
     def poison(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
-        return output * torch.nan if isinstance(module, nn.Embedding) and rank == WORLD.rank else None
+        return (
+            output * torch.nan if isinstance(module, nn.Embedding) and rank == WORLD.rank else None
+        )
 
     handle = register_module_forward_hook(poison)
     yield
@@ -94,7 +110,9 @@ def nan_on(rank: int) -> Iterator[None]:
 def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
     """A NaN on one rank, and then a loss that is finite and far off: all refuse the step, nothing changes, routers'
     counts neither, and what follows is as if it had never been."""
-    usual = [{"kind": "step", "step": step, "loss": 4.2, "grad_norm": 1.0} for step in range(-128, 0)]
+    usual = [
+        {"kind": "step", "step": step, "loss": 4.2, "grad_norm": 1.0} for step in range(-128, 0)
+    ]
     both = [looping(config(name, zero, dtype, "moe"), Guard(usual)) for _ in range(2)]
     (struck, heard), (spared, undisturbed) = both
     for loop, _ in both:
@@ -113,12 +131,19 @@ def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
         loop.step(4, rows(2), 0.0)
         loop.settle()
     nan, far = (record["reason"] for record in heard if record.get("event") == "skip")
-    told, want = ([r["loss"] for r in records if r["kind"] == "step"] for records in (heard, undisturbed))
+    told, want = (
+        [r["loss"] for r in records if r["kind"] == "step"] for records in (heard, undisturbed)
+    )
     return {
-        "refused": nan == "loss is nan" and far.startswith("loss 4.") and "σ above the usual 1" in far,
+        "refused": nan == "loss is nan"
+        and far.startswith("loss 4.")
+        and "σ above the usual 1" in far,
         "untouched": untouched,
-        "same after": told == want and all(map(torch.equal, state(struck.engine), state(spared.engine))),
-        "balanced": any(r.steps.any() for r in struck.engine.module.routers()),  # what a skip must not do
+        "same after": told == want
+        and all(map(torch.equal, state(struck.engine), state(spared.engine))),
+        "balanced": any(
+            r.steps.any() for r in struck.engine.module.routers()
+        ),  # what a skip must not do
     }
 
 
@@ -140,7 +165,9 @@ def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Ten
     return words, index, before
 
 
-def strike(worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None) -> str:
+def strike(
+    worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None
+) -> str:
     """What was said of a step in which a bit flips on one rank, the one that has a source of its own."""
     held, done, told = worker.held(), [], []
     if where == "result" and mine:  # as if its optimizer had computed something else
@@ -171,7 +198,9 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
     for step in range(count):
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
         victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
-        told = strike(worker, replicas, step, where, random.Random(seed) if victim == WORLD.rank else None)
+        told = strike(
+            worker, replicas, step, where, random.Random(seed) if victim == WORLD.rank else None
+        )
         both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and no majority"
         caught += f"of rank {victim} " in told or (ep == 2 and both in told)
         assert worker.update(batch(step), 1e-3).nll.isfinite(), "the flip was not taken back"

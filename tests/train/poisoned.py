@@ -21,9 +21,13 @@ from tests.worlds import fork
 path, (ranks, stuck, broken, *steps) = Path(sys.argv[1]), [int(number) for number in sys.argv[2:]]
 config = reload(path / "config.toml")
 rows = config.train.batch_tokens // config.model.seq
-loader = Loader(Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed)
+loader = Loader(
+    Corpus.open(Path(config.data.dir)), "train", seq=config.model.seq, rows=rows, seed=config.seed
+)
 bad = {
-    row.numpy().tobytes(): step for step in (stuck, broken, *steps) for row in loader.batch(step - 1, 1, 2).tokens_BS
+    row.numpy().tobytes(): step
+    for step in (stuck, broken, *steps)
+    for row in loader.batch(step - 1, 1, 2).tokens_BS
 }
 
 

@@ -16,10 +16,10 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from pipeline.parallel.build import _model
 from pipeline.parallel.world import World
-from pipeline.recipe import resolve
-from pipeline.train.faults import no_room
+from pipeline.planner.recipe import resolve
+from pipeline.runs.faults import no_room
 from pipeline.train.meter import peak_flops
-from pipeline.train.plan import Devices, Request, settle
+from pipeline.train.request import Devices, Request, settle
 from tests.conftest import command, environment, launch
 
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
@@ -42,17 +42,35 @@ def sets(values):
 
 
 def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced():
-    asked = ("bench", "train", "--size", "7k", "--arch", "moe", "--steps", 2, "--compare", "hf", "--overheads")
+    asked = (
+        "bench",
+        "train",
+        "--size",
+        "7k",
+        "--arch",
+        "moe",
+        "--steps",
+        2,
+        "--compare",
+        "hf",
+        "--overheads",
+    )
     room = "cluster.memory_bytes=300_777_669"  # 9 MB beside what the process takes for itself
-    done = launch(*asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json", **TERMINAL)
+    done = launch(
+        *asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json", **TERMINAL
+    )
     assert "step 2 of 2" not in done.stderr
     said = json.loads(done.stdout)
     why = r"micro-batch (\d+) of 16: account expects (\S+) GiB per rank, cluster.memory_bytes gives 0.26 GiB"
     assert (chosen := re.fullmatch(why, said["auto-batch"])) and int(chosen[1]) in (2, 4, 8)
     assert f"micro-batches of {chosen[1]} × 64" in said["batch"]
     ours, theirs = map(float, said["first loss, ours and HF's"].split())
-    assert ours == pytest.approx(theirs, rel=0.02) and ours == pytest.approx(math.log(512), rel=0.01)
-    ours, theirs = (float(x.replace(",", "")) for x in said["tokens/s, ours and HF's in turn"].split())
+    assert ours == pytest.approx(theirs, rel=0.02) and ours == pytest.approx(
+        math.log(512), rel=0.01
+    )
+    ours, theirs = (
+        float(x.replace(",", "")) for x in said["tokens/s, ours and HF's in turn"].split()
+    )
     assert said["ours over HF"] == pytest.approx(ours / theirs, rel=0.01)
     costs = {name for name in said if name.startswith("cost of ")}
     assert len(costs) == 5 and all(isinstance(said[name], float) for name in costs)
@@ -62,11 +80,25 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
 
 
 def test_fp8_is_held_against_its_twin_from_the_same_weights_on_the_same_batches(corpus):
-    asked = ("bench", "train", "--size", "7k", "--data", corpus, "--steps", 13, "--compare", "bf16", "--no-parts")
+    asked = (
+        "bench",
+        "train",
+        "--size",
+        "7k",
+        "--data",
+        corpus,
+        "--steps",
+        13,
+        "--compare",
+        "bf16",
+        "--no-parts",
+    )
     said = json.loads(launch(*asked, *sets([*SMALL[1:], "train.fp8=true"]), "--json").stdout)
     losses = {what: value.split() for what, value in said.items() if what.startswith("loss of")}
     assert next(iter(losses)) == "loss of steps 1 to 2, ours and fp32's"  # on a CPU
-    assert list(losses)[-2:] == [f"loss of {of}, ours and fp32's" for of in ("steps 13 to 13", "all 13 steps")]
+    assert list(losses)[-2:] == [
+        f"loss of {of}, ours and fp32's" for of in ("steps 13 to 13", "all 13 steps")
+    ]
     *parts, whole = ([float(loss) for loss in value[:2]] for value in losses.values())
     for of, each in zip(whole, zip(*parts, strict=True), strict=True):
         assert of == pytest.approx((2 * sum(each[:-1]) + each[-1]) / 13, abs=1e-4)
@@ -79,9 +111,25 @@ def test_fp8_is_held_against_its_twin_from_the_same_weights_on_the_same_batches(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--compare", "bf16"], "--compare bf16 is what fp8 is held against; add --set train.fp8=true"),
-        (["--compare", "it"], "--compare it is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true"),
-        (sets(["train.fp8=true", "model.width=72", "model.attention.head_dim=20", "model.ffn.hidden=200"]), "no layer"),
+        (
+            ["--compare", "bf16"],
+            "--compare bf16 is what fp8 is held against; add --set train.fp8=true",
+        ),
+        (
+            ["--compare", "it"],
+            "--compare it is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true",
+        ),
+        (
+            sets(
+                [
+                    "train.fp8=true",
+                    "model.width=72",
+                    "model.attention.head_dim=20",
+                    "model.ffn.hidden=200",
+                ]
+            ),
+            "no layer",
+        ),
     ],
 )
 def test_what_cannot_be_compared_or_rounded_is_refused_in_one_line(asked, said):
@@ -105,10 +153,31 @@ def test_a_peak_is_of_the_device_that_is_there(monkeypatch, cluster, device, her
 
 
 def test_several_ranks_print_one_table_and_end_a_save_together():
-    asked = ["bench", "train", "--size", "7k", "--steps", "1", "--overheads", "--no-parts", "--json", *sets(SMALL)]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "launch"]
+    asked = [
+        "bench",
+        "train",
+        "--size",
+        "7k",
+        "--steps",
+        "1",
+        "--overheads",
+        "--no-parts",
+        "--json",
+        *sets(SMALL),
+    ]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "launch",
+    ]
     wish = [sys.executable, *torchrun, *asked, "--profile"]
-    done = subprocess.run(wish, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=600)
+    done = subprocess.run(
+        wish, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=600
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["training blocked by one save, % of a step"] >= 0 and "Self CPU" in said["kernels"]
@@ -116,7 +185,15 @@ def test_several_ranks_print_one_table_and_end_a_save_together():
 
 def test_a_benchmark_tries_the_next_micro_batch():
     """Of 36 rows: 36, 18, 12, 9 … until one trains, the divisors of all and not of the one before."""
-    wish = ("--zero", 0, "--steps", 1, "--no-parts", "--auto-batch", *sets([*WIDE, "train.batch_tokens=9216"]))
+    wish = (
+        "--zero",
+        0,
+        "--steps",
+        1,
+        "--no-parts",
+        "--auto-batch",
+        *sets([*WIDE, "train.batch_tokens=9216"]),
+    )
     tried = limited("bench", "train", "--size", "7k", *wish)
     assert tried.returncode == 0, tried.stderr[-2000:]
     failed = [int(micro) for micro in re.findall(r"micro-batch (\d+) does not fit", tried.stderr)]
@@ -124,15 +201,34 @@ def test_a_benchmark_tries_the_next_micro_batch():
     assert failed == every[: len(failed)] and failed, tried.stderr
     assert "step 1 of 1" in tried.stderr and "step 1 of 1" not in tried.stdout  # what is waited for
     fits = every[len(failed)]
-    assert re.search(rf"micro-batch {fits} of 36: .*; {failed[-1]} ran out of memory\n", tried.stdout)
+    assert re.search(
+        rf"micro-batch {fits} of 36: .*; {failed[-1]} ran out of memory\n", tried.stdout
+    )
     assert re.search(rf"in micro-batches of {fits} × 256\n(.*\n)*step ms", tried.stdout)
 
 
 def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus, tmp_path):
     run = tmp_path / "run"
-    asked = ("pretrain", "--size", "7k", "--data", corpus, "--nproc", 2, "--steps", 1, "--out", run, "--no-track")
+    asked = (
+        "pretrain",
+        "--size",
+        "7k",
+        "--data",
+        corpus,
+        "--nproc",
+        2,
+        "--steps",
+        1,
+        "--out",
+        run,
+        "--no-track",
+    )
     done = limited(
-        *asked, "--zero", 0, "--auto-batch", *sets([*WIDE, "train.batch_tokens=18432", "train.eval_batches=1"])
+        *asked,
+        "--zero",
+        0,
+        "--auto-batch",
+        *sets([*WIDE, "train.batch_tokens=18432", "train.eval_batches=1"]),
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "micro-batch 36 of 36" in done.stderr and "finished at step 1/1" in done.stdout
@@ -145,7 +241,14 @@ def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus,
 
 def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
     cpu = Devices(0, 2**34, "CPU")
-    wish = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=["model.seq=64", "train.batch_tokens=32768"])
+    wish = Request(
+        "7k",
+        "dense",
+        corpus,
+        tmp_path / "run",
+        1,
+        sets=["model.seq=64", "train.batch_tokens=32768"],
+    )
     first = settle(wish, cpu).commit().config
     again = Request(None, "dense", None, tmp_path / "run", 1, resume=True)
     look = replace(again, over={"train": {"auto_batch": True}})
@@ -156,7 +259,9 @@ def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
     found.run.continue_with(found.config)
     for wish in (again, look):  # as it was found, or lowered
         assert settle(wish, cpu).config.train.micro_batch == 128
-    with pytest.raises(ConfigError, match=r"^train.micro_batch=4 is given, and .*; take one of the two away$"):
+    with pytest.raises(
+        ConfigError, match=r"^train.micro_batch=4 is given, and .*; take one of the two away$"
+    ):
         settle(replace(again, sets=["train.micro_batch=4"]), cpu)
 
 
@@ -177,8 +282,16 @@ def test_fp8_from_weights_that_it_does_not_suit_is_remarked_on(corpus, tmp_path)
     ("kind", "message", "lowers"),
     [
         ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", True),
-        ("RuntimeError", "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate", True),
-        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        (
+            "RuntimeError",
+            "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate",
+            True,
+        ),
+        (
+            "RuntimeError",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            True,
+        ),
         ("RuntimeError", "Triton Error [CUDA]: out of memory", True),
         ("AcceleratorError", "CUDA error: out of memory", True),
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", False),
@@ -193,23 +306,37 @@ def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch)
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    refused = inside("bench", "train", "--size", "7k", "--arch", "switch", "--compare", "hf", code=2)
+    refused = inside(
+        "bench", "train", "--size", "7k", "--arch", "switch", "--compare", "hf", code=2
+    )
     assert "activation='relu' has no counterpart" in refused
     both = ("--size", "7k", "--data", corpus, "--auto-batch", "--set", "train.micro_batch=2")
     for asked in ("bench", "train"), ("pretrain", "--out", corpus / "none"):
         assert "train.micro_batch=2 is given, and --auto-batch" in inside(*asked, *both, code=2)
     shared = inside(
-        "bench", "train", "--size", "7k", "--set", "parallel.zero=0", "--set", "parallel.offload.optimizer=cpu", code=2
+        "bench",
+        "train",
+        "--size",
+        "7k",
+        "--set",
+        "parallel.zero=0",
+        "--set",
+        "parallel.offload.optimizer=cpu",
+        code=2,
     )
     assert "not zero=0" in shared  # as it was set
     small = ("--data", corpus, "--set", "model.vocab=64")
-    assert "model.vocab=64 is smaller than" in inside("bench", "train", "--size", "7k", *small, code=2)
+    assert "model.vocab=64 is smaller than" in inside(
+        "bench", "train", "--size", "7k", *small, code=2
+    )
 
 
 @pytest.mark.parametrize(
     ("arch", "mtp", "kinds"), [("dense", 0, 2), ("moe", 0, 2), ("mla-moe", 0, 2), ("dense", 1, 2)]
 )  # the first has nothing to add
-def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(arch, mtp, kinds, monkeypatch):
+def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(
+    arch, mtp, kinds, monkeypatch
+):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     wish = [

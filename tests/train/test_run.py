@@ -42,7 +42,9 @@ def hashes(run: Path) -> list[str]:
 def base(corpus, tmp_path_factory) -> Path:
     """Two processes, ZeRO-1, never interrupted: what the others are held against."""
     out = tmp_path_factory.mktemp("runs") / "base"
-    done = launch("pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out, OMP_NUM_THREADS="1")
+    done = launch(
+        "pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out, OMP_NUM_THREADS="1"
+    )
     assert f"step {STEPS}/{STEPS}" in done.stdout and "finished at step 12/12" in done.stdout
     return out
 
@@ -70,8 +72,17 @@ LAYOUTS = {  # processes, options
 def layouts(corpus, tmp_path_factory) -> Path:
     """A run of each."""
     runs = tmp_path_factory.mktemp("layouts")
-    asked = [("--nproc", nproc, "--out", runs / name, *options) for name, (nproc, options) in LAYOUTS.items()]
-    worlds([{"do": "launch", "arguments": ("pretrain", *TINY, "--data", corpus, *each)} for each in asked], runs)
+    asked = [
+        ("--nproc", nproc, "--out", runs / name, *options)
+        for name, (nproc, options) in LAYOUTS.items()
+    ]
+    worlds(
+        [
+            {"do": "launch", "arguments": ("pretrain", *TINY, "--data", corpus, *each)}
+            for each in asked
+        ],
+        runs,
+    )
     return runs
 
 
@@ -83,7 +94,9 @@ def test_every_layout_trains_the_same_run(base, layouts, name):
     norms, want = ([r["grad_norm"] for r in records(path, "step")] for path in (run, base))
     assert norms == pytest.approx(want, rel=1e-4)
     for mine, theirs in zip(records(run, "eval"), records(base, "eval"), strict=True):
-        assert (mine["loss"], mine["bpb"]) == pytest.approx((theirs["loss"], theirs["bpb"]), abs=1e-5)
+        assert (mine["loss"], mine["bpb"]) == pytest.approx(
+            (theirs["loss"], theirs["bpb"]), abs=1e-5
+        )
 
 
 def test_bf16_stays_near_fp32(base, layouts):
@@ -96,17 +109,24 @@ def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tm
     for out, (zero, _) in whole.items():
         interrupt(zero, out, "--data", corpus, "--nproc", 2)
         assert 3 <= len(losses(out)) < STEPS
-    again = [("pretrain", "--resume", "--out", out, "--no-track") for out in whole]  # on as many processes
+    again = [
+        ("pretrain", "--resume", "--out", out, "--no-track") for out in whole
+    ]  # on as many processes
     worlds([{"do": "launch", "arguments": each} for each in again], tmp_path)
     for out, (_, base) in whole.items():
         assert losses(out) == losses(base) and hashes(out) == hashes(base)
-        assert [r["loss"] for r in records(out, "eval")] == [r["loss"] for r in records(base, "eval")]
+        assert [r["loss"] for r in records(out, "eval")] == [
+            r["loss"] for r in records(base, "eval")
+        ]
 
 
 def interrupt(zero: int, out: Path, *options: object) -> None:
     options = (*options, "--out", out, "--zero", zero)
     process = subprocess.Popen(
-        command("pretrain", *TINY, *options), stdout=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1")
+        command("pretrain", *TINY, *options),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
     )
     for line in process.stdout:
         if line.startswith("step  3/"):
@@ -116,12 +136,19 @@ def interrupt(zero: int, out: Path, *options: object) -> None:
                 os.kill(max(processes(f"pipeline.train.worker {out}")), signal.SIGUSR1)
             break
     rest = process.stdout.read()
-    assert process.wait(120) == (130 if zero == 1 else 75), rest  # no script goes on with half a model
+    assert process.wait(120) == (130 if zero == 1 else 75), (
+        rest
+    )  # no script goes on with half a model
     assert "interrupt" in rest and f"continue with: launch pretrain --resume --out {out}" in rest
 
 
 def processes(pattern: str) -> list[int]:
-    return [int(pid) for pid in subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()]
+    return [
+        int(pid)
+        for pid in subprocess.run(
+            ["pgrep", "-f", pattern], capture_output=True, text=True
+        ).stdout.split()
+    ]
 
 
 def test_ctrl_c_while_starting_is_heard(corpus, tmp_path):
@@ -146,13 +173,20 @@ def test_resuming_a_finished_run_says_so(base, tmp_path):
     (base / "checkpoints").rename(tmp_path / "elsewhere")
     done = launch("pretrain", "--resume", "--out", base, "--nproc", 2, "--no-track")
     (tmp_path / "elsewhere").rename(base / "checkpoints")
-    assert done.stderr == f"{base}/checkpoints is empty: restore it, or train anew with another --out\n"
+    assert (
+        done.stderr
+        == f"{base}/checkpoints is empty: restore it, or train anew with another --out\n"
+    )
     assert "finished at step 12/12" in done.stdout and time.monotonic() - began < 60
     assert (base / "log.jsonl").read_bytes() == before
 
 
 def test_evaluate_says_what_training_said(base):
-    held_out = [json.loads(line) for line in (base / "log.jsonl").read_text().splitlines() if '"eval"' in line]
+    held_out = [
+        json.loads(line)
+        for line in (base / "log.jsonl").read_text().splitlines()
+        if '"eval"' in line
+    ]
     found = json.loads(launch("evaluate", "--run", base, "--json").stdout)
     assert found["loss"] == pytest.approx(held_out[-1]["loss"], abs=1e-5)
     assert found["bpb"] == pytest.approx(held_out[-1]["bpb"], abs=1e-5)
@@ -167,7 +201,11 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     log = out / "log.jsonl"
-    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line))
+    log.write_text(
+        "".join(
+            line for line in log.read_text().splitlines(keepends=True) if '"finish"' not in line
+        )
+    )
     launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
     resumed = [r for r in records(out, "event") if r["event"] == "resume"]
     assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]

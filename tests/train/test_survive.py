@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from pipeline.data.shards import Corpus, ShardWriter, Split
-from pipeline.train import start
-from pipeline.train.faults import verdict
-from pipeline.train.goodput import beginning, goodput
-from pipeline.train.rundir import RunDir
+from pipeline.runs.directory import RunDir
+from pipeline.runs.faults import verdict
+from pipeline.runs.goodput import beginning, goodput
+from pipeline.train import supervisor as start
 from tests.conftest import command, environment, worlds
 from tests.train.test_run import hashes, losses, processes, records
 
@@ -35,7 +35,10 @@ def few(corpus, tmp_path_factory) -> Path:
     out, whole = tmp_path_factory.mktemp("few"), Corpus.open(corpus)
     splits = {}
     for name, split in whole.manifest.splits.items():
-        writer, (shard,) = ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype), split.shards
+        writer, (shard,) = (
+            ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype),
+            split.shards,
+        )
         lengths = whole.lengths(shard)[:16]
         tokens = np.asarray(whole.tokens(shard)[: lengths.sum()], np.uint32)
         for document in np.split(tokens, np.cumsum(lengths)[:-1]):
@@ -67,13 +70,17 @@ CASES = {  # options, and when what befalls whom: a few steps before what is nex
 @pytest.fixture(scope="module")
 def undisturbed(few, tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("undisturbed")
-    asked = [("--data", few, *options, "--out", runs / name) for name, (options, _) in CASES.items()]
+    asked = [
+        ("--data", few, *options, "--out", runs / name) for name, (options, _) in CASES.items()
+    ]
     worlds([{"do": "launch", "arguments": ("pretrain", *OPTIONS, *each)} for each in asked], runs)
     return runs
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, undisturbed, tmp_path, case):
+def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(
+    few, undisturbed, tmp_path, case
+):
     """Faults at random steps, each past another checkpoint and the first of them before any, and in every phase."""
     options, plan = CASES[case]
     steps = [when if isinstance(when, int) else random.choice(when) for when, _ in plan]
@@ -90,9 +97,14 @@ def test_the_curve_of_a_disturbed_run_is_that_of_an_undisturbed_one(few, undistu
         if what and what[1] == "kill":
             assert f"rank {what[2]} was killed by SIGKILL" in restart["reason"]
         elif what:
-            assert f"HangError: rank {what[2]} stands still: a signal has stopped it" in restart["reason"]
+            assert (
+                f"HangError: rank {what[2]} stands still: a signal has stopped it"
+                in restart["reason"]
+            )
     share = goodput(records(out, "step") + records(out, "event"))
-    assert records(out, "event")[-1]["goodput"] < 1 and share["replay_s"] > 0 and share["start_s"] > 0
+    assert (
+        records(out, "event")[-1]["goodput"] < 1 and share["replay_s"] > 0 and share["start_s"] > 0
+    )
 
 
 def disturb(out: Path, steps: list[int], faults: list[str], *options: object) -> None:
@@ -118,7 +130,9 @@ def disturb(out: Path, steps: list[int], faults: list[str], *options: object) ->
 
 def ranks(out: Path) -> dict[str, psutil.Process]:
     there = [psutil.Process(pid) for pid in processes(f"pipeline.train.worker {out}")]
-    oldest_last = sorted(there, key=psutil.Process.create_time, reverse=True)  # a group that stands ready is younger
+    oldest_last = sorted(
+        there, key=psutil.Process.create_time, reverse=True
+    )  # a group that stands ready is younger
     return {p.environ().get("RANK", "torchrun"): p for p in oldest_last}
 
 
@@ -132,7 +146,11 @@ def test_torchrun_takes_what_it_is_told(tmp_path):
 
 def test_what_torchrun_itself_cannot_do_is_told(corpus, tmp_path, monkeypatch, inside):
     command = start._command
-    monkeypatch.setattr(start, "_command", lambda *a, **b: ["4" if word == "2" else word for word in command(*a, **b)])
+    monkeypatch.setattr(
+        start,
+        "_command",
+        lambda *a, **b: ["4" if word == "2" else word for word in command(*a, **b)],
+    )
     said = inside(
         "pretrain", *OPTIONS, "--nproc", 1, "--data", corpus, "--out", tmp_path / "run",
         "--set", "train.max_restarts=0", code=2,
@@ -146,11 +164,16 @@ def test_a_fault_that_comes_again_is_not_tried_for_ever():
 
     assert verdict([fault(7, user=True)], 3) == "why\nwhere"  # a person must mend it
     assert verdict([fault(7)], 3) is None
-    assert verdict([fault(7), fault(8)], 3) is None and verdict([fault(7), fault(7, kind="exit")], 3) is None
+    assert (
+        verdict([fault(7), fault(8)], 3) is None
+        and verdict([fault(7), fault(7, kind="exit")], 3) is None
+    )
     assert "twice at step 7: RuntimeError: why" in (verdict([fault(7), fault(7)], 3) or "")
     in_vain = [fault(step) for step in (5, 6, 7, 8)]
     assert verdict(in_vain[:3], 3) is None and "4 times" in (verdict(in_vain, 3) or "")
-    assert verdict([*in_vain[:3], fault(12, saved=8)], 3) is None  # a new checkpoint: it gets somewhere
+    assert (
+        verdict([*in_vain[:3], fault(12, saved=8)], 3) is None
+    )  # a new checkpoint: it gets somewhere
     assert "failed after step 0" in (verdict([fault(7)], 0) or "")
 
 
@@ -163,7 +186,9 @@ def test_goodput_is_what_the_steps_left():
         at(5, event="start", start_s=5.0),
         at(6, kind="step", wait_s=0.25),
         at(7, event="save", seconds=0.5),
-        at(30, event="restart", start_s=20.0, replay_s=3.5),  # 3.5 s of steps thrown away, 20 s until it trained again
+        at(
+            30, event="restart", start_s=20.0, replay_s=3.5
+        ),  # 3.5 s of steps thrown away, 20 s until it trained again
         at(31, event="interrupt"),
         at(1000, event="resume", start_s=4.0),  # not running costs nothing
         at(1003, event="skip", seconds=1.0),
@@ -185,6 +210,13 @@ def test_a_save_that_was_told_late_is_no_step_that_was_kept(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 20.0)
     back = at(20, event="rollback", step=1, **beginning(log, 1, failed=True))
     share = goodput([*kept, back])
-    assert (back["start_s"], back["replay_s"], share["checkpoint_s"], share["wall_s"]) == (12, 1.75, 0.25, 20)
+    assert (back["start_s"], back["replay_s"], share["checkpoint_s"], share["wall_s"]) == (
+        12,
+        1.75,
+        0.25,
+        20,
+    )
     assert goodput(log)["wall_s"] == 8
-    assert beginning(kept, 1, failed=False)["replay_s"] == 0  # a branch: the steps in between are its trunk's
+    assert (
+        beginning(kept, 1, failed=False)["replay_s"] == 0
+    )  # a branch: the steps in between are its trunk's

@@ -20,7 +20,9 @@ def test_a_run_does_not_notice_its_server_dying(corpus, tmp_path):
         "--experiment", "outage", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
         "--set", "train.eval_every=30", "--set", "train.eval_batches=1",
     )  # fmt: skip
-    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True, env=environment(**tracked))
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, text=True, env=environment(**tracked)
+    )
     for line in process.stdout:
         if line.startswith("step  20/"):
             server.kill()
@@ -34,21 +36,39 @@ def test_a_run_does_not_notice_its_server_dying(corpus, tmp_path):
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     steps = {r["step"]: r for r in log if r["kind"] == "step"}
     assert sorted(steps) == list(range(1, 121))
-    waits = [b["time"] - a["time"] for a, b in zip(list(steps.values()), list(steps.values())[1:], strict=False)]
-    assert max(waits) < 10  # a step that had waited for the server would have waited for its timeouts
+    waits = [
+        b["time"] - a["time"]
+        for a, b in zip(list(steps.values()), list(steps.values())[1:], strict=False)
+    ]
+    assert (
+        max(waits) < 10
+    )  # a step that had waited for the server would have waited for its timeouts
 
     from mlflow import MlflowClient
 
     client = MlflowClient(server.uri)
     run = client.get_run(json.loads((out / "mlflow.json").read_text())["run_id"])
-    assert client.get_experiment(run.info.experiment_id).name == "outage" and run.info.status == "FINISHED"
-    for key, name in {"loss": "train/loss", "grad_norm": "train/grad_norm", "tokens": "train/tokens"}.items():
+    assert (
+        client.get_experiment(run.info.experiment_id).name == "outage"
+        and run.info.status == "FINISHED"
+    )
+    for key, name in {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "tokens": "train/tokens",
+    }.items():
         there = client.get_metric_history(run.info.run_id, name)
-        assert {m.step: m.value for m in there} == {s: pytest.approx(r[key]) for s, r in steps.items()}
+        assert {m.step: m.value for m in there} == {
+            s: pytest.approx(r[key]) for s, r in steps.items()
+        }
         assert len(there) == len(steps)  # each once
     evals = {r["step"]: r["bpb"] for r in log if r["kind"] == "eval"}
-    assert {m.step: m.value for m in client.get_metric_history(run.info.run_id, "eval/bpb")} == pytest.approx(evals)
+    assert {
+        m.step: m.value for m in client.get_metric_history(run.info.run_id, "eval/bpb")
+    } == pytest.approx(evals)
     assert run.data.params["model.width"] == "64" and "run.params.total" in run.data.params
-    assert {"config.toml", "run.json", "env.json"} <= {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert {"config.toml", "run.json", "env.json"} <= {
+        a.path for a in client.list_artifacts(run.info.run_id)
+    }
     server.kill()
     assert time.time() - log[-1]["time"] < 300

@@ -9,23 +9,36 @@ import psutil
 import pytest
 import torch
 
-from pipeline.train.verify import Outcome, _differences
+from pipeline.bench.layouts import Outcome, _differences
 from tests.conftest import command, environment, launch
 
 
 @pytest.mark.parametrize(
     ("arch", "nproc", "layouts"),
     [
-        ("mla-moe", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2"),
+        (
+            "mla-moe",
+            4,
+            "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2",
+        ),
         ("switch", 2, "zero 1,zero 1 ep 2,zero 3 ep 2,zero 2 ep 2 sp 2,accelerate sp 2"),
     ],
 )
 def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, layouts):
     options = ("--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json")
-    settings = ("model.ffn.experts=8", "model.layers=2", "model.scaled_embedding=true")  # which has a rate of its own
-    rows = json.loads(launch("verify", *options, *(part for each in settings for part in ("--set", each))).stdout)
+    settings = (
+        "model.ffn.experts=8",
+        "model.layers=2",
+        "model.scaled_embedding=true",
+    )  # which has a rate of its own
+    rows = json.loads(
+        launch("verify", *options, *(part for each in settings for part in ("--set", each))).stdout
+    )
     *real, control = rows
-    assert {row["layout"] for row in real} == {*layouts.split(","), "accelerate"}  # the referee, asked for or not
+    assert {row["layout"] for row in real} == {
+        *layouts.split(","),
+        "accelerate",
+    }  # the referee, asked for or not
     for row in real:
         assert row["passed"] and row["tokens"]
         assert max(row["loss"], row["grad_norm"], *row["gradients"].values()) < 1e-5
@@ -37,9 +50,23 @@ def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, 
 
 
 def test_bf16_is_held_to_its_own_bound():
-    few = ("model.ffn.experts=4", "model.layers=2", "model.seq=16", "train.batch_tokens=128")  # bf16 is slow on a CPU
+    few = (
+        "model.ffn.experts=4",
+        "model.layers=2",
+        "model.seq=16",
+        "train.batch_tokens=128",
+    )  # bf16 is slow on a CPU
     sets = [part for each in few for part in ("--set", each)]
-    asked = ("--size", "tiny", "--arch", "switch", "--dtype", "bf16", "--layouts", "zero 0,zero 1 ep 2 sp 2")
+    asked = (
+        "--size",
+        "tiny",
+        "--arch",
+        "switch",
+        "--dtype",
+        "bf16",
+        "--layouts",
+        "zero 0,zero 1 ep 2 sp 2",
+    )
     said, _, *rows = launch("verify", *asked, *sets).stdout.splitlines()
     assert said.startswith("no referee: ") and len(rows) == 3
     assert [row.split()[-1] for row in rows] == ["pass", "pass", "caught"]
@@ -61,7 +88,9 @@ def test_what_is_no_number_is_no_pass(where):
 
 
 def test_a_rank_that_waits_for_another_ends_with_the_command():
-    process = psutil.Popen(command("verify", "--size", "7k", "--nproc", 2), stdout=subprocess.PIPE, env=environment())
+    process = psutil.Popen(
+        command("verify", "--size", "7k", "--nproc", 2), stdout=subprocess.PIPE, env=environment()
+    )
     process.stdout.readline()
     first, second = process.children()
     second.suspend()
@@ -75,5 +104,6 @@ def test_a_rank_that_waits_for_another_ends_with_the_command():
 def test_an_unknown_layout_is_one_line():
     done = launch("verify", "--nproc", 2, "--layouts", "zero 7", code=2)
     assert (
-        done.stderr.startswith("error: --layouts zero 7 is not one of: accelerate, ") and done.stderr.count("\n") == 1
+        done.stderr.startswith("error: --layouts zero 7 is not one of: accelerate, ")
+        and done.stderr.count("\n") == 1
     )

@@ -1,0 +1,221 @@
+"""Our tensors under Hugging Face's names: one table per family, read in both directions.
+
+Where we fuse (queries, keys and values; gate and up) the row names the parts in order. Names are those of the files on
+the Hub, which transformers itself may fuse differently once they are loaded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.config.model import Model
+from pipeline.config.parts import GQA, MLA, MoE
+from pipeline.errors import DataError
+
+Names = dict[str, str]  # of ours → of theirs, several where they cut in rows what we fuse
+
+
+def _each(at: str, *parts: str) -> str:
+    return " ".join(at.format(part) for part in parts)
+
+
+_QKV, _MLP = ("q", "k", "v"), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_LLAMA: Names = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.gain": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "at_attention.before.gain": "input_layernorm.weight",
+    "attention.qkv.weight": _each("self_attn.{}_proj.weight", *_QKV),
+    "attention.qkv.bias": _each("self_attn.{}_proj.bias", *_QKV),
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "attention.out.bias": "self_attn.o_proj.bias",
+    "attention.q_norm.gain": "self_attn.q_norm.weight",
+    "attention.k_norm.gain": "self_attn.k_norm.weight",
+    "at_ffn.before.gain": "post_attention_layernorm.weight",
+    "ffn.up.weight": _each("mlp.{}_proj.weight", "gate", "up"),
+    "ffn.up.bias": _each("mlp.{}_proj.bias", "gate", "up"),
+    "ffn.out.weight": "mlp.down_proj.weight",
+    "ffn.out.bias": "mlp.down_proj.bias",
+}
+
+
+def _routed(at: str, gate: str, up: str, down: str) -> Names:
+    return {
+        "ffn.router.weight": f"{at}.gate.weight",
+        "ffn.router.steps": f"{at}.gate.e_score_correction_bias",
+        "ffn.experts.up": _each(f"{at}.experts.EXPERT.{{}}", gate, up),
+        "ffn.experts.out": f"{at}.experts.EXPERT.{down}",
+        "ffn.shared.up.weight": _each(f"{at}.shared_experts.{{}}", gate, up),
+        "ffn.shared.out.weight": f"{at}.shared_experts.{down}",
+    }
+
+
+_DEEPSEEK: Names = {
+    **_LLAMA,
+    **_routed("mlp", *_MLP),
+    "attention.q_down.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.gain": "self_attn.q_a_layernorm.weight",
+    "attention.q_up.weight": "self_attn.q_b_proj.weight",
+    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.gain": "self_attn.kv_a_layernorm.weight",
+    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
+}
+TENSORS: dict[str, Names] = {
+    "gpt2": {
+        "embedding.weight": "transformer.wte.weight",
+        "position.weight": "transformer.wpe.weight",
+        "norm.gain": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+        "head.weight": "lm_head.weight",
+        "at_attention.before.gain": "ln_1.weight",
+        "at_attention.before.bias": "ln_1.bias",
+        "attention.qkv.weight": "attn.c_attn.weight",
+        "attention.qkv.bias": "attn.c_attn.bias",
+        "attention.out.weight": "attn.c_proj.weight",
+        "attention.out.bias": "attn.c_proj.bias",
+        "at_ffn.before.gain": "ln_2.weight",
+        "at_ffn.before.bias": "ln_2.bias",
+        "ffn.up.weight": "mlp.c_fc.weight",
+        "ffn.up.bias": "mlp.c_fc.bias",
+        "ffn.out.weight": "mlp.c_proj.weight",
+        "ffn.out.bias": "mlp.c_proj.bias",
+    },
+    "llama": _LLAMA,
+    "qwen3": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": {**_LLAMA, **_routed("block_sparse_moe", "w1.weight", "w3.weight", "w2.weight")},
+    "qwen3_moe": {**_LLAMA, **_routed("mlp", *_MLP)},
+    "dots1": {**_LLAMA, **_routed("mlp", *_MLP)},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "ahead.h_norm.gain": "hnorm.weight",
+        "ahead.e_norm.gain": "enorm.weight",
+        "ahead.join.weight": "eh_proj.weight",
+        "ahead.norm.gain": "shared_head.norm.weight",
+    },
+}
+# how a tensor of ours is rearranged before it is cut; all others are as they are
+_HOW = {
+    "ffn.experts.up": "turned",
+    "ffn.experts.out": "turned",
+    "attention.q_up.weight": "paired",
+    "attention.kv_down.weight": "paired",
+    "ahead.join.weight": "swapped",
+    "ffn.router.steps": "bias",
+}
+
+
+class Row(NamedTuple):
+    ours: str
+    expert: int | None  # which of ours, where we stack them
+    theirs: list[str]
+    how: str
+
+
+def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
+    """Where each of our tensors goes."""
+    table, stack = TENSORS[family], "transformer.h" if family == "gpt2" else "model.layers"
+    for name, tensor in ours.items():
+        head, *rest = name.split(".", 2)
+        at, leaf = "", name
+        if head == "blocks":
+            at, leaf = f"{stack}.{rest[0]}.", rest[1]
+        elif head == "ahead":
+            if "ahead.join.weight" not in table:  # only training uses them
+                continue
+            at = f"{stack}.{model.layers + int(rest[0])}."  # they follow the others
+            leaf = (
+                rest[1].removeprefix("block.")
+                if rest[1].startswith("block.")
+                else f"ahead.{rest[1]}"
+            )
+        names = [at + each for each in table[leaf].split()]
+        if (
+            leaf == "attention.q_up.weight"
+            and isinstance(model.attention, MLA)
+            and model.attention.q_rank is None
+        ):
+            names = [f"{at}self_attn.q_proj.weight"]
+        turned = family == "gpt2" and at and tensor.ndim == 2  # its matrices are (in, out)
+        for expert in range(len(tensor)) if "EXPERT" in table[leaf] else (None,):
+            theirs = [each.replace("EXPERT", str(expert)) for each in names]
+            yield Row(name, expert, theirs, "turned" if turned else _HOW.get(leaf, ""))
+
+
+def out(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
+    """Ours → theirs."""
+    if row.expert is not None:
+        tensor = tensor[row.expert]
+    match row.how:
+        case "turned":
+            tensor = tensor.T
+        case "paired":
+            tensor = tensor[_pairs(model, row.ours)]
+        case "swapped":
+            tensor = tensor.roll(model.width, 1)
+        case "bias":
+            assert isinstance(model.ffn, MoE)
+            tensor = model.ffn.bias_step * (tensor.float() - tensor.float().mean())
+    return list(torch.split(tensor, _sizes(model, len(row.theirs), len(tensor))))
+
+
+def back(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
+    """Theirs → ours."""
+    tensor = torch.cat(parts)
+    match row.how:
+        case "turned":
+            return tensor.T
+        case "paired":
+            return tensor[_pairs(model, row.ours).argsort()]
+        case "swapped":
+            return tensor.roll(model.width, 1)
+        case "bias":
+            assert isinstance(model.ffn, MoE)
+            return (tensor / model.ffn.bias_step).round().to(torch.int32)
+        case _:
+            return tensor
+
+
+def _sizes(model: Model, parts: int, length: int) -> list[int]:
+    a = model.attention
+    if parts == 3:
+        assert isinstance(a, GQA)
+        return [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)]
+    return [length // parts] * parts
+
+
+def _pairs(model: Model, name: str) -> Tensor:
+    """DeepSeek turns neighbouring channels, we turn channel i with i + half: where each of its rows is in ours."""
+    a = model.attention
+    assert isinstance(a, MLA)
+    heads, kept = (a.heads, a.nope_dim) if name.endswith("q_up.weight") else (1, a.kv_rank)
+    turned = kept + torch.arange(a.rope_dim).view(2, -1).T.flatten()
+    one = torch.cat((torch.arange(kept), turned))
+    return (torch.arange(heads)[:, None] * len(one) + one).flatten()
+
+
+Read = Callable[[str], Tensor]
+
+
+def gather(
+    model: Model, family: str, ours: Mapping[str, Tensor], read: Read
+) -> Iterator[tuple[str, Tensor]]:
+    """All of ours from theirs; `ours` gives names and shapes alone."""
+    stacks: dict[str, list[Tensor]] = {}
+    for row in rows(model, family, ours):
+        tensor = back(model, row, [read(name) for name in row.theirs])
+        if row.expert is not None:
+            stack = stacks.setdefault(row.ours, [])
+            stack.append(tensor)
+            if len(stack) < len(ours[row.ours]):
+                continue
+            tensor = torch.stack(stacks.pop(row.ours))
+        if tensor.shape != ours[row.ours].shape:
+            raise DataError(
+                f"{row.theirs[0]} has shape {tuple(tensor.shape)} for {row.ours}, but config.json makes it "
+                f"{tuple(ours[row.ours].shape)}; the files do not belong together"
+            )
+        yield row.ours, tensor

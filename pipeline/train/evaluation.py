@@ -1,0 +1,56 @@
+"""Held-out loss on a fixed set of batches: the same tokens at every step, in every world."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.loader import Loader
+from pipeline.data.shards import Corpus
+from pipeline.objective.batch import Batch
+from pipeline.parallel.engine import Micro
+from pipeline.parallel.world import World
+
+
+class Evaluator:
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, world: World, *, batches: int | None = None
+    ) -> None:
+        split = corpus.manifest.splits["valid"]
+        self._config, self._world, self._loader = config, world, loader(config, corpus, "valid")
+        self._batches = max(
+            1, min(batches or config.train.eval_batches, self._loader.steps_per_epoch)
+        )
+        self._reader = world.reader(min(config.parallel.sp, world.size))
+        self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
+
+    def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
+        """Nats per token and bits per byte of the raw text, which compares across tokenizers."""
+        total, count = torch.zeros((), device=self._world.device), 0
+        for step in range(self._batches):
+            for micro in cut(self._loader.batch(step, *self._reader), self._config, self._world):
+                total += nll(micro)
+                count += 1
+        loss = self._world.sum([], first=total).item() / count / self._world.size
+        return {"loss": loss, "bpb": loss * self._bits_per_nat_token}
+
+
+def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) -> Loader:
+    """Of a run's global batches; what is held out is read as it lies."""
+    packing, apart = config.data.packing, config.data.documents
+    if split == "valid":
+        apart, packing = apart or packing == "best-fit", "concatenate"
+    shape = {"seq": config.model.seq, "rows": config.rows, "seed": config.seed}
+    return Loader(corpus, split, **shape, packing=packing, boundaries=apart)
+
+
+def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
+    """This rank's rows as micro-batches on its device, copied without waiting."""
+    micro = config.train.micro_batch
+    assert micro != "auto", "resolve the recipe first"
+    given = (batch.tokens_BS, batch.targets_BS, batch.documents_BS)
+    rows = [t.to(world.device, non_blocking=True) for t in given if t is not None]
+    return [Micro(*part) for part in zip(*(torch.split(t, micro) for t in rows), strict=True)]
