@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from launch.scaling import EXPERIMENT, JSON, LAW, RUNS
 from launch.scaling_tables import print_json
 from pipeline.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 
 if TYPE_CHECKING:
     from pipeline.data.prepare import Report

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 
 PACKAGES = (
     "torch",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer

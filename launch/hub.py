@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 
 
 def register(app: typer.Typer) -> None:

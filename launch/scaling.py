@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from launch.scaling_tables import print_fit, print_forecast, print_json, print_scores
 from pipeline.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from pipeline.config.change import flags
 from pipeline.config.load import load, names
 from pipeline.config.schema import RunConfig

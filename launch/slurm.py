@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from pipeline.errors import RunError
 
 RUN = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from launch.scaling_tables import print_json, print_plan, sweep_display
 from pipeline.errors import ConfigError, RunError
 

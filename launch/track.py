@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from pipeline.errors import RunError
 from pipeline.track import describe, feed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.examples import examples
+from launch.options import examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

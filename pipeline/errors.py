@@ -1,17 +1,17 @@
-"""Errors that a person caused and can mend: one line with key, value and remedy, exit code 2, never a traceback."""
+"""Errors that a user can fix: printed as one line with key, value and remedy, exit code 2."""
 
 
 class UserError(Exception):
-    """Base of every error that the command line prints as one line."""
+    """Base class of every error that the command line prints without a traceback."""
 
 
 class ConfigError(UserError):
-    """A setting is unknown, impossible, or clashes with another."""
+    """A setting is unknown, impossible, or conflicts with another one."""
 
 
 class DataError(UserError):
-    """Text, shards or a tokenizer are missing, corrupt or do not belong together."""
+    """Text, shards or a tokenizer are missing, damaged or do not belong together."""
 
 
 class RunError(UserError):
-    """A run directory cannot be started, continued or read as asked."""
+    """A run directory cannot be started, resumed or read."""

@@ -28,7 +28,7 @@ from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import always, balance
 from pipeline.parallel.world import World, free_port, joining
-from pipeline.process import end_with_parent, speak_in
+from pipeline.process import end_with_parent, redirect_output
 from pipeline.train.evaluation import cut
 
 # of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
@@ -290,7 +290,7 @@ def _rank(
     said: Any,
 ) -> None:
     end_with_parent()
-    speak_in(noise)
+    redirect_output(noise)
     torch.set_num_threads(1)
     os.environ |= where[rank]
     world = World.from_environment(os.environ)

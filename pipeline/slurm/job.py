@@ -20,7 +20,7 @@ from types import FrameType
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.process import speak_in
+from pipeline.process import redirect_output
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
 from pipeline.slurm import attempts, queue
@@ -214,7 +214,7 @@ def _port(job: int, restarts: int) -> int:
 
 def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
-    speak_in(run.path / "logs" / "job.log")  # a member of an array too, and srun with it
+    redirect_output(run.path / "logs" / "job.log")  # a member of an array too, and srun with it
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         config = reload(run.config)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipeline.config.load import reload
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
-from pipeline.process import end_with_parent, speak_in
+from pipeline.process import end_with_parent, redirect_output
 from pipeline.runs.directory import RunDir
 from pipeline.train.run import run
 from pipeline.train.stop import STOPPED, Stop
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
             return 1
     stop = Stop()
     if "--to-file" in arguments:  # torchrun's own files are by its numbers of a node
-        speak_in(path / "logs" / f"rank-{os.environ['RANK']}.log")
+        redirect_output(path / "logs" / f"rank-{os.environ['RANK']}.log")
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     end_with_parent()
     try:
