@@ -1,4 +1,60 @@
-"""Options and texts that several commands share."""
+"""Options that several commands share, each defined once as an annotated type.
+
+A command writes `as_json: AsJson = False`; the default stays with the command.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
+
+# What to train or to measure.
+Size = Annotated[str, typer.Option(help="Model size; `launch show --sizes` lists all of them.")]
+Arch = Annotated[str, typer.Option(help="Architecture, a name in configs/arch.")]
+Cluster = Annotated[
+    str | None, typer.Option(help="Cluster, a name in configs/cluster or a TOML file.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE; overrides every other source. Repeatable."),
+]
+
+# A trained run.
+RunPath = Annotated[
+    Path, typer.Option("--run", help="Run directory, or one checkpoint directory in it.")
+]
+TokenizerFile = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", help="SentencePiece model, if the run's data is not here."),
+]
+
+# Where runs or points are read from, and the law fitted to them.
+RunsDir = Annotated[
+    Path | None, typer.Option("--runs", help="Directory of runs, such as runs/demo.")
+]
+Experiment = Annotated[
+    str | None,
+    typer.Option(help="Experiment name: runs/NAME if it exists, otherwise the MLflow store."),
+]
+PointsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--points",
+        help="CSV with columns N, D, loss (optional: C, run, experts, unique, convention).",
+    ),
+]
+Law = Annotated[
+    str,
+    typer.Option(
+        help="auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
+        "data-constrained, compute or power."
+    ),
+]
+DropHighest = Annotated[int, typer.Option(help="Leave out this many of the largest losses.", min=0)]
 
 
 def examples(*lines: str) -> str:
