@@ -48,7 +48,7 @@ def _mount() -> None:
         scaling,
         show,
         slurm,
-        track,
+        sync,
         verify,
     )
 
@@ -64,7 +64,7 @@ def _mount() -> None:
         slurm,
         scaling,
         dashboard,
-        track,
+        sync,
         doctor,
     ):
         module.register(app)

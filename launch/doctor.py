@@ -124,7 +124,7 @@ def _gpus() -> Finding:
 
 
 def _tracking() -> Finding:
-    from pipeline.track.store import public
+    from pipeline.track.mlflow_store import public
 
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:

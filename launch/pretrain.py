@@ -113,8 +113,7 @@ def pretrain(
     ] = False,
 ) -> tuple[Any, Any]:  # Settled, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
-    from pipeline.runs.directory import RunDir
-    from pipeline.runs.steps import complete
+    from pipeline.runs.directory import RunDir, list_checkpoints
     from pipeline.train.request import Devices, Request, settle
     from pipeline.train.stop import STOPPED
     from pipeline.train.supervisor import start
@@ -185,7 +184,7 @@ def pretrain(
         )
         if note:
             typer.echo(note, err=True)
-    elif not complete(run.checkpoints):
+    elif not list_checkpoints(run.checkpoints):
         typer.echo(
             f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True
         )

@@ -14,8 +14,8 @@ from launch.scaling_tables import print_fit, print_forecast, print_json, print_s
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pipeline.runs.history import Run
     from pipeline.scaling.points import Points
-    from pipeline.scaling.runs import Run
     from pipeline.scaling.study import Study
 
 RUNS = typer.Option(help="Directory of runs, such as runs/demo.")
@@ -33,8 +33,8 @@ DROP = typer.Option(help="Leave out this many of the largest losses.", min=0)
 
 
 def read(runs: Path | None, experiment: str | None) -> "list[Run]":
-    from pipeline.scaling.mlflow_runs import read_experiment
-    from pipeline.scaling.runs import read_runs
+    from pipeline.runs.history import read_runs
+    from pipeline.track.mlflow_runs import read_experiment
 
     match runs, experiment:
         case Path(), None:
@@ -50,8 +50,7 @@ def read_points(
     runs: Path | None, experiment: str | None, points: Path | None, law: str
 ) -> "tuple[Points, list[str]]":
     """The points, and vocabulary and sequence of their runs as settings: what is forecast is one of them, larger."""
-    from pipeline.scaling.points import read_csv
-    from pipeline.scaling.runs import points_of
+    from pipeline.scaling.points import points_of, read_csv
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
@@ -201,7 +200,7 @@ def forecast(
 
 def copied(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
     """To MLflow as well, where there is an experiment to put it in."""
-    from pipeline.scaling.mlflow_runs import keep
+    from pipeline.track.mlflow_runs import keep
 
     name = experiment or (runs.resolve().name if runs else None)
     return keep(name, forecasts=paths) if name else None

@@ -9,7 +9,7 @@ from pipeline.errors import RunError
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
-from pipeline.runs.steps import complete
+from pipeline.runs.directory import list_checkpoints
 
 
 def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
@@ -19,7 +19,7 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
         manifest.sweep(root)
     world.barrier()
     damaged: list[str] = []
-    for path in reversed(complete(root).values()):
+    for path in reversed(list_checkpoints(root).values()):
         checkpoint, mine = None, ""
         try:
             checkpoint = manifest.read(path)

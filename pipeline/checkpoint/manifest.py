@@ -19,7 +19,7 @@ from pipeline.checkpoint.store import Index
 from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.runs.steps import complete, named
+from pipeline.runs.directory import checkpoint_path, list_checkpoints
 
 VERSION = 2
 CONFIG = "config.toml"
@@ -49,7 +49,7 @@ class Checkpoint:
 
 def commit(aside: Path, config: RunConfig, manifest: Manifest) -> None:
     """One rename makes the checkpoint exist, when all of it is on the disk."""
-    final = named(aside.parent, manifest.step)
+    final = checkpoint_path(aside.parent, manifest.step)
     replace(aside / CONFIG, to_toml(config).encode())
     manifest.files[CONFIG] = digest(aside / CONFIG)
     content = asdict(manifest)
@@ -66,7 +66,9 @@ def read(path: Path) -> Checkpoint:
         content: dict[str, Any] = json.loads((path / _NAME).read_text(encoding="utf-8"))
         if content.get("version") != VERSION:
             raise ValueError(f"version {content.get('version')}, this reads {VERSION}")
-        if content.pop("seal") != _seal(content) or path != named(path.parent, content["step"]):
+        if content.pop("seal") != _seal(content) or path != checkpoint_path(
+            path.parent, content["step"]
+        ):
             raise ValueError("not as it was written")
         manifest = Manifest(**content)
         stored = {chunk[2] for tensor in manifest.tensors.values() for chunk in tensor["chunks"]}
@@ -96,7 +98,7 @@ def prune(
 ) -> None:
     """The newest few up to a step stay, every one whose step is a multiple, and those where branches begin; what is
     later than the step was rolled back."""
-    by_step = complete(root)
+    by_step = list_checkpoints(root)
     stay = {*[each for each in by_step if each <= step][-keep_last:], *keep_at}
     for each, path in by_step.items():
         if each > step or (each not in stay and (not keep_every or each % keep_every)):
@@ -119,7 +121,7 @@ def sweep(root: Path) -> None:
 def newest(path: Path) -> Checkpoint:
     """The checkpoint at a path, which is one, a run directory or its `checkpoints`; every file held to its checksum."""
     for root in (path / "checkpoints", path):
-        if found := complete(root):
+        if found := list_checkpoints(root):
             path = found[max(found)]
             break
     try:

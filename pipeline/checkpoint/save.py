@@ -30,7 +30,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import TIMEOUT, World
 from pipeline.planner.count import checkpoint_bytes
-from pipeline.runs.steps import complete
+from pipeline.runs.directory import list_checkpoints
 
 T = TypeVar("T")
 _ALIGN = 64  # bytes: between the copies of two fragments
@@ -164,7 +164,7 @@ class Saver:
             or getattr(error, "errno", None) == errno.ENOSPC
             or shutil.disk_usage(self._root).free < 1 << 20
         )
-        held = complete(self._root)
+        held = list_checkpoints(self._root)
         last = f"{held[max(held)].name} is intact" if held else "there is no earlier one"
         what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
         detail = f" ({error.args[1]})" if isinstance(error, OSError) and len(error.args) > 1 else ""

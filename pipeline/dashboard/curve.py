@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.runs.log import Record
 from pipeline.scaling.points import Array
-from pipeline.scaling.runs import Record
-from pipeline.track.describe import STATUS
+from pipeline.track.mlflow_store import STATUS
 
 AXES = ("step", "tokens", "flops", "hours")
 STEP = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "wait_s", "time")

@@ -10,12 +10,12 @@ import numpy as np
 from pipeline.config.load import CONFIGS, read_toml
 from pipeline.dashboard.curve import short
 from pipeline.errors import DataError
+from pipeline.runs.history import Run
 from pipeline.scaling import forecast as foretell
 from pipeline.scaling.figures import power
 from pipeline.scaling.frontier import at, flops_per_parameter_token
-from pipeline.scaling.points import Array, Points
+from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.register import Score
-from pipeline.scaling.runs import Run, points_of
 from pipeline.scaling.study import Study, study
 from pipeline.scaling.valleys import bottom, budgets_of
 

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from pipeline.dashboard.curve import Folded, Rows, number
 from pipeline.errors import RunError
-from pipeline.runs.tail import Tail
-from pipeline.scaling import mlflow_runs
-from pipeline.scaling.mlflow_runs import FORECASTS
+from pipeline.runs.history import Run, read_record, run_paths
+from pipeline.runs.log import Record, Tail
 from pipeline.scaling.register import registered
-from pipeline.scaling.runs import Record, Run, read_record, run_paths
-from pipeline.track import state, store
+from pipeline.track import mlflow_runs
+from pipeline.track import mlflow_store as store
+from pipeline.track.mlflow_runs import FORECASTS
+from pipeline.track.mlflow_sync import load_state
 
 KEPT_ROWS = 600  # per run and kind, in memory; more than a screen has pixels to tell apart
 CHUNK_RECORDS = 5000
@@ -96,7 +97,7 @@ class Directories:
         return seen
 
     def _link(self, path: Path) -> str | None:
-        known = state.load(path)
+        known = load_state(path)
         linked = known.run_id and known.uri.startswith(("http://", "https://"))
         return f"{known.uri.rstrip('/')}/#/runs/{known.run_id}" if linked else None
 
@@ -127,7 +128,9 @@ class Store:
             key: str(run.data.tags.get(store.ID_TAG, "")) for key, (_, run) in every.items()
         }
         self._sweeps = {
-            name: key for key, (name, _) in every.items() if identity[key].startswith(store.SWEEP)
+            name: key
+            for key, (name, _) in every.items()
+            if identity[key].startswith(store.SWEEP_ID)
         }
         self._runs = {
             key: found

@@ -8,6 +8,7 @@ logs/          what each process wrote          error.json     why this attempt 
 import fcntl
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -231,3 +232,20 @@ def facts(
         "seq": config.model.seq,
         "peak_flops": peak_flops,
     }
+
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> dict[int, Path]:
+    """By step, oldest first. What is still being written has another name, and so has what a person put aside."""
+    found = {
+        int(name[1]): p
+        for p in root.glob("step-*")
+        if (name := _CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
+    }
+    return dict(sorted(found.items()))

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from pipeline.config.load import reload
 from pipeline.planner.choose import smaller
-from pipeline.runs.directory import RunDir
+from pipeline.runs.directory import RunDir, list_checkpoints
 from pipeline.runs.log import Log, Record, read
-from pipeline.runs.steps import complete
 
 
 class HangError(RuntimeError):
@@ -23,7 +22,7 @@ def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Re
         "time": time.time(),
         **reason,
         "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
-        "saved": max(complete(run.checkpoints), default=0),
+        "saved": max(list_checkpoints(run.checkpoints), default=0),
     }
     if no_room(fault["kind"], fault["message"]) and (
         lower := smaller(reload(run.config), ranks or run.world or 1)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
+from pipeline.runs.history import Run
+from pipeline.runs.log import Record
 
 Array = npt.NDArray[np.float64]
 
@@ -142,3 +144,51 @@ def column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
                 f"{path}:{line}: {key}={text!r} is not a number; write it as 1e6 or 1000000"
             ) from None
     return np.array(values)
+
+
+def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
+    """A finished run's final held-out loss is a point; earlier ones were not annealed and are only `curves`."""
+    dropped: list[str] = []
+    used: list[tuple[Run, Record]] = []
+    for run in runs:
+        if curves:
+            used += [(run, entry) for entry in run.evals if entry.get("loss") is not None]
+        elif not run.finished:
+            dropped.append(
+                f"{run.name}: not finished (step {run.last['step']} of {run.record.get('steps', '?')})"
+            )
+        elif not run.evals:
+            dropped.append(f"{run.name}: finished without a held-out loss")
+        else:
+            used.append((run, run.evals[-1]))
+    if not used:
+        lacking = "logged a held-out loss; set train.eval_every and train again"
+        finishing = "finished with a held-out loss; let them finish, then fit"
+        raise DataError(f"none of {len(runs)} runs has {lacking if curves else finishing}")
+    for key, remedy in (
+        ("convention", "recount them alike"),
+        ("tokenizer", "nats per token compare within one vocabulary only; fit each apart"),
+        ("arch", "a law describes one architecture; put each in a directory of its own"),
+    ):
+        kinds = sorted({str(run.record.get(key)) for run, _ in used})
+        if len(kinds) > 1:
+            raise DataError(
+                f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} of them; {remedy}"
+            )
+    corpora = len({run.record.get("data") for run, _ in used})
+    mixed = (
+        f"The runs were held out on {corpora} different corpora: their losses compare only roughly."
+    )
+
+    def figures(key: str) -> Array:
+        return np.array(
+            [entry.get(key) for _, entry in used], dtype=float
+        )  # not a number where it was not finite
+
+    return clean(
+        Points(
+            N=np.array([run.N for run, _ in used]), D=figures("tokens"), C=figures("flops"), loss=figures("loss"),
+            run=tuple(run.name for run, _ in used), convention=str(used[0][0].record["convention"]),
+            dropped=tuple(dropped), warnings=() if corpora == 1 else (mixed,),
+        )
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
 from pipeline.slurm import attempts, queue
 from pipeline.slurm.submit import step
-from pipeline.track import feed
+from pipeline.track import mlflow_sync
 
 _UNLAUNCHED = (
     "srun: error: Application launch failed"  # a node was slow to answer, or back but a moment ago
@@ -132,7 +132,7 @@ class Batch:
         """srun's exit code and words, once it and the sidecar have ended."""
         here, log = self.here, self.run.path / "logs" / "job.log"
         code, said = 0, ""
-        feeder = feed.start(self.run.path) if self.track else None
+        feeder = mlflow_sync.start(self.run.path) if self.track else None
         try:
             command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
             for pause_s in (0, 5, 30):
@@ -146,7 +146,7 @@ class Batch:
                 if _UNLAUNCHED not in said:
                     break
         finally:
-            if feeder is not None and (note := feed.finish(feeder)):
+            if feeder is not None and (note := mlflow_sync.finish(feeder)):
                 logging.info(note)
         return code, said
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from pipeline.atomic import replace
 from pipeline.errors import DataError, RunError
+from pipeline.runs.history import Run, read_runs
 from pipeline.scaling.figures import finite
-from pipeline.scaling.mlflow_runs import FORECASTS, keep
-from pipeline.scaling.runs import Run, points_of, read_runs
+from pipeline.scaling.points import points_of
 from pipeline.scaling.study import study
 from pipeline.sweep.plan import Sweep
-from pipeline.track import describe
+from pipeline.track import mlflow_store
+from pipeline.track.mlflow_runs import FORECASTS, keep
 
 COUNTS = ("total", "active", "non_embedding")
 
@@ -33,9 +34,11 @@ def write(root: Path) -> list[Path]:
 
 def publish(root: Path, files: Sequence[Path]) -> str | None:
     """Bring the parent run up to date; a line to show where MLflow did not take it."""
-    about = describe.sweep(root)
+    about = mlflow_store.read_sweep(root)
     forecasts = sorted((root / FORECASTS).glob("*.json"))
-    return keep(str(about["experiment"]), [root / describe.SWEEP, *files], forecasts, sweep=about)
+    return keep(
+        str(about["experiment"]), [root / mlflow_store.SWEEP_FILE, *files], forecasts, sweep=about
+    )
 
 
 def record(root: Path, sweep: Sweep) -> None:
@@ -43,7 +46,7 @@ def record(root: Path, sweep: Sweep) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         replace(
-            root / describe.SWEEP,
+            root / mlflow_store.SWEEP_FILE,
             sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n",
         )
     except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.process import end_with_parent
-from pipeline.scaling.runs import read_run
+from pipeline.runs.history import read_run
 from pipeline.sweep.plan import Planned, Sweep
 
 POLL_S = 0.3

@@ -13,9 +13,8 @@ from pipeline.config.load import reload
 from pipeline.config.schema import WSD, RunConfig
 from pipeline.errors import ConfigError, RunError
 from pipeline.optim.schedule import decay_begins
-from pipeline.runs.directory import FREE, RunDir
+from pipeline.runs.directory import FREE, RunDir, checkpoint_path
 from pipeline.runs.log import encode, read
-from pipeline.runs.steps import named
 
 
 def meeting(config: RunConfig, trunk: RunDir) -> int:
@@ -48,7 +47,7 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
         raise RunError(
             f"--branch {trunk.path} decays from step {last}, this run from {step}; branch from a longer one"
         )
-    if not named(trunk.checkpoints, step).is_dir():
+    if not checkpoint_path(trunk.checkpoints, step).is_dir():
         raise RunError(
             f"--branch {trunk.path} has no checkpoint of step {step}, where this run's decay begins; train it with "
             f"--set train.keep_at=[{step}]"
@@ -60,7 +59,9 @@ def begin(run: RunDir, trunk: RunDir, step: int) -> None:
     """Put the trunk's checkpoint and curve up to that step into a run that does not exist yet."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that was killed here
     shutil.copytree(
-        named(trunk.checkpoints, step), named(run.checkpoints, step), copy_function=_link
+        checkpoint_path(trunk.checkpoints, step),
+        checkpoint_path(run.checkpoints, step),
+        copy_function=_link,
     )
     replace(
         run.log, b"".join(encode(record) for record in read(trunk.log) if record["step"] <= step)

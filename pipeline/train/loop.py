@@ -19,7 +19,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner.count import flops_per_token
 from pipeline.runs.directory import RunDir
-from pipeline.runs.goodput import goodput
+from pipeline.runs.history import goodput
 from pipeline.runs.log import read
 from pipeline.track.tracker import Tracker
 from pipeline.train.evaluation import Evaluator, cut

@@ -19,8 +19,7 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.planner import count as account
 from pipeline.planner.choose import Resized, Room, choose_once, fit
 from pipeline.planner.speed import Layout, offloaded
-from pipeline.runs.directory import RunDir, facts, same_tokenizer
-from pipeline.runs.steps import complete
+from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.train.branch import begin, meeting
 
 _OF_THE_WEIGHTS = (
@@ -337,7 +336,7 @@ def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> Non
 def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
     # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
-    more = max(1, config.train.keep_last + 1 - len(complete(RunDir(path).checkpoints)))
+    more = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
     each, free = (
         account.disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero),
         shutil.disk_usage(there).free,

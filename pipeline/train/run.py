@@ -17,7 +17,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
-from pipeline.runs.goodput import beginning, goodput
+from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
 from pipeline.track.console import Console
 from pipeline.track.tracker import Fan, LocalLog, Tracker
@@ -123,7 +123,7 @@ def _tracker(
         "reason": back.reason if back else faults.line(fault) if fault else "",
         "notes": "; ".join(notes),
         **({"first": back.first, "last": back.last} if back else {}),
-        **beginning(before, start, failed=bool(back or fault)),
+        **startup_cost(before, start, failed=bool(back or fault)),
     }
     kept = [record for record in before if record["step"] <= start]
     tracker.record({**event, "goodput": goodput([*kept, event])["goodput"] if kept else None})

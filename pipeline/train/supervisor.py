@@ -22,7 +22,7 @@ from pipeline.process import end_with_parent
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import HangError
-from pipeline.track import feed
+from pipeline.track import mlflow_sync
 from pipeline.train.stop import SIGNALS
 
 WORKER = "pipeline.train.worker"
@@ -58,7 +58,7 @@ def start(
     survive its death."""
     run.forget_fault()
     old = len(faults.history(run))
-    feeder, note = feed.start(run.path) if track else None, ""
+    feeder, note = mlflow_sync.start(run.path) if track else None, ""
     try:
         with (
             listening() as wishes,
@@ -68,7 +68,7 @@ def start(
                 _note_failure(run, code, groups.said, nproc, old, 0 if wishes else max_restarts)
     finally:
         if feeder is not None:
-            note = feed.finish(feeder, _FEED_WAIT_S)
+            note = mlflow_sync.finish(feeder, _FEED_WAIT_S)
     return note, wishes[0][1] if wishes else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.track import feed
+from pipeline.track import mlflow_sync
 from tests.conftest import command, environment
 from tests.scaling.made_runs import make_run
 from tests.track.mlflow_server import Server, until
@@ -120,7 +120,7 @@ def test_runs_appear_train_and_become_a_law(
                 json.dumps({"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares})
                 + "\n"
             )
-    feed.sync(mixture)
+    mlflow_sync.sync(mixture)
     page.get_by_role("link", name="all runs").click()
     page.get_by_role("link", name="mixture", exact=True).click()
     page.wait_for_selector("#moe .heatmaplayer image", state="attached")

@@ -12,7 +12,7 @@ from pipeline.checkpoint.weights import load_model
 from pipeline.config.load import reload
 from pipeline.parallel.fragments import Fragment
 from pipeline.planner.count import disk_bytes
-from pipeline.runs.steps import complete
+from pipeline.runs.directory import list_checkpoints
 from tests.conftest import worlds
 
 STEPS = 5
@@ -65,7 +65,7 @@ def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
 def counted(*roots: Path) -> None:
     """No checkpoint takes more of a disk than is looked for before a run, and that is not far more."""
     for root in roots:
-        for path in complete(root).values():
+        for path in list_checkpoints(root).values():
             ranks, config = manifest.read(path).manifest.world, reload(path / manifest.CONFIG)
             held = sum(file.stat().st_size for file in path.iterdir())
             assert (

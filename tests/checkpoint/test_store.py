@@ -20,7 +20,7 @@ from pipeline.config.load import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World
-from pipeline.runs.steps import complete
+from pipeline.runs.directory import list_checkpoints
 from tests.checkpoint.plain import Plain
 from tests.conftest import environment
 
@@ -86,7 +86,7 @@ def test_a_stack_of_experts_is_cut_into_global_ones(experts, width, first, cuts)
 def test_what_was_saved_is_read(saved):
     for stray in ("step-00000003.bak", "step-backup", "step-4"):  # by hand: no business of ours
         (saved / stray).mkdir()
-    assert manifest.newest(saved).step == 3 and list(complete(saved)) == [2, 3]
+    assert manifest.newest(saved).step == 3 and list(list_checkpoints(saved)) == [2, 3]
     found, damaged = find(saved, ALONE)
     engine = Plain([(5, 3), (40,)])
     torch.manual_seed(5)
@@ -146,7 +146,7 @@ def test_which_are_kept(tmp_path, last, every, kept):
     for step in range(10, 101, 10):
         (tmp_path / f"step-{step:08d}").mkdir()
         manifest.prune(tmp_path, step, last, every)
-    assert list(complete(tmp_path)) == kept and (tmp_path / "step-00000100.bak").exists()
+    assert list(list_checkpoints(tmp_path)) == kept and (tmp_path / "step-00000100.bak").exists()
     (
         tmp_path / "step-00000095"
     ).mkdir()  # of a run that went back and on: 100 is not its own any more

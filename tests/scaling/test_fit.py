@@ -77,7 +77,8 @@ def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
 
 
 def test_five_runs_on_a_ladder_give_a_floor_but_not_n_and_d(tmp_path: Path) -> None:
-    from pipeline.scaling.runs import points_of, read_runs
+    from pipeline.runs.history import read_runs
+    from pipeline.scaling.points import points_of
 
     done = study(points_of(read_runs(make_ladder(tmp_path / "x", 5))))
     assert done.fit.law.name == "compute"

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RunError
-from pipeline.scaling.mlflow_runs import read_experiment
-from pipeline.scaling.runs import points_of, read_runs
+from pipeline.runs.history import read_runs
+from pipeline.scaling.points import points_of
+from pipeline.track.mlflow_runs import read_experiment
 
 mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.fixture
 def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    from pipeline.track import describe
-    from pipeline.track.store import Store
+    from pipeline.track import mlflow_store
+    from pipeline.track.mlflow_store import Store
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -23,14 +24,14 @@ def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pat
     store = Store(uri)
     for folder in sorted(ladder.iterdir()):
         run_id, _ = store.open("demo", folder.name, folder.name, 1000)
-        store.describe(run_id, describe.params(folder), describe.tags(folder))
+        store.describe(run_id, mlflow_store.params(folder), mlflow_store.tags(folder))
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         store.send(
             run_id,
             [
                 (k, v, int(r["time"] * 1000), r["step"])
                 for r in rows
-                for k, v in describe.metrics(r).items()
+                for k, v in mlflow_store.metrics(r).items()
             ],
             {},
         )

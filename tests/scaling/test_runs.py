@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError, RunError
-from pipeline.scaling.points import read_csv
-from pipeline.scaling.runs import points_of, read_run, read_runs
+from pipeline.runs.history import read_run, read_runs
+from pipeline.scaling.points import points_of, read_csv
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run
 

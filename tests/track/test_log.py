@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RunError
-from pipeline.runs.log import Log, decode, encode, read
-from pipeline.runs.tail import Tail
+from pipeline.runs.log import Log, Tail, decode, encode, read
 from pipeline.track.tracker import Fan, LocalLog
 
 

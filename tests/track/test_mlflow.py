@@ -15,7 +15,7 @@ from mlflow.entities import Run
 from mlflow_server import Server, event, step_record, until
 
 from pipeline.runs.log import Log, read
-from pipeline.track import feed, state
+from pipeline.track import mlflow_sync
 
 SLOWEST_APPEND_S = 0.5  # a busy machine's hiccup; a synchronous call to a dead server takes 4.4 s
 
@@ -48,14 +48,14 @@ def log_began(run_dir: Path) -> int:
 
 
 def sent(run_dir: Path) -> float:
-    return state.load(run_dir).sent.get("step", 0)
+    return mlflow_sync.load_state(run_dir).sent.get("step", 0)
 
 
 def test_everything_arrives(
     server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 251))
     log.append(step_record(251, loss=float("nan"), grad_norm=float("inf"), **{"odd name(%)": 3}))
@@ -71,7 +71,7 @@ def test_everything_arrives(
         }
     )
     log.append(event(251, "finish"))
-    assert feed.finish(sidecar, wait_s=120) == ""
+    assert mlflow_sync.finish(sidecar, wait_s=120) == ""
 
     run = the_run(server.uri, run_dir)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "one")
@@ -106,7 +106,7 @@ def test_server_killed_and_restarted(
     server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 101))
     until(lambda: sent(run_dir) == 100, 30)
@@ -116,7 +116,7 @@ def test_server_killed_and_restarted(
     server.start()
     write(log, range(401, 501))
     log.append(event(500, "finish"))
-    assert feed.finish(sidecar, wait_s=120) == ""
+    assert mlflow_sync.finish(sidecar, wait_s=120) == ""
     for key in ("train/loss", "train/tokens", "train/flops"):
         assert steps_there(server.uri, run_dir, key) == list(range(1, 501))
     assert the_run(server.uri, run_dir).info.status == "FINISHED"
@@ -128,7 +128,7 @@ def test_frozen_server(
     """Requests time out here and are carried out there: resent, they must not count twice."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 51))
     until(lambda: sent(run_dir) == 50, 30)
@@ -139,7 +139,7 @@ def test_frozen_server(
     finally:
         server.signal(signal.SIGCONT)
     log.append(event(250, "interrupt"))
-    assert feed.finish(sidecar, wait_s=120) == ""
+    assert mlflow_sync.finish(sidecar, wait_s=120) == ""
     assert steps_there(server.uri, run_dir) == list(range(1, 251))
     assert the_run(server.uri, run_dir).info.status == "KILLED"
 
@@ -148,20 +148,20 @@ def test_crash_and_resume_is_one_run(
     server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 121))
     until(lambda: sent(run_dir) == 120, 30)
     sidecar.kill()  # all at once, and as if the last acknowledgement had been lost
     sidecar.communicate()
-    lost = state.load(run_dir)
+    lost = mlflow_sync.load_state(run_dir)
     lost.sent["step"], lost.sending = 60, True
-    state.save(run_dir, lost)
+    mlflow_sync.save_state(run_dir, lost)
     log.close()
 
     again = Log(run_dir / "log.jsonl")
     assert again.truncate_after(100) == 20
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     again.append(event(100, "resume"))
     write(again, range(101, 131))
     until(lambda: sent(run_dir) == 130, 30)
@@ -170,7 +170,7 @@ def test_crash_and_resume_is_one_run(
     again.append(event(110, "resume"))
     write(again, range(111, 151))
     again.close()
-    assert feed.finish(sidecar, wait_s=120) == ""  # without a word from training
+    assert mlflow_sync.finish(sidecar, wait_s=120) == ""  # without a word from training
     run = the_run(server.uri, run_dir)
     assert steps_there(server.uri, run_dir) == list(range(1, 151))
     assert run.data.metrics["restarts"] == 2
@@ -183,24 +183,24 @@ def test_mlflow_json_lost(
     """A run created there whose answer was lost, or a store that was wiped: the run's identity finds it again."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     write(log, range(1, 11))
-    first = feed.sync(run_dir).state
-    state.save(run_dir, state.State(id=first.id))
-    again = feed.sync(run_dir)
+    first = mlflow_sync.sync(run_dir).state
+    mlflow_sync.save_state(run_dir, mlflow_sync.State(id=first.id))
+    again = mlflow_sync.sync(run_dir)
     assert (again.state.run_id, again.records_sent) == (first.run_id, 0)
-    state.save(
-        run_dir, state.State(id="another", uri=server.uri, run_id="0" * 32, sent={"step": 10})
+    mlflow_sync.save_state(
+        run_dir, mlflow_sync.State(id="another", uri=server.uri, run_id="0" * 32, sent={"step": 10})
     )
-    assert feed.sync(run_dir).records_sent == 10
-    MlflowClient(server.uri).delete_run(state.load(run_dir).run_id)
+    assert mlflow_sync.sync(run_dir).records_sent == 10
+    MlflowClient(server.uri).delete_run(mlflow_sync.load_state(run_dir).run_id)
     with pytest.raises(Exception, match=r"deleted in MLflow.*mlflow\.json"):
-        feed.sync(run_dir)
+        mlflow_sync.sync(run_dir)
 
 
 def test_dead_server_is_given_up(run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also: user and password of the address are written nowhere."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:secret@127.0.0.1:9")
     write(log, range(1, 11))
-    command = [sys.executable, "-m", "pipeline.track.feed", str(run_dir), "--wait", "2"]
+    command = [sys.executable, "-m", "pipeline.track.mlflow_sync", str(run_dir), "--wait", "2"]
     began = time.monotonic()
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0
@@ -226,15 +226,15 @@ def test_addresses_that_cannot_work(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     write(log, range(1, 3))
     with pytest.raises(Exception, match=r"MLFLOW_TRACKING_URI=.*; try http://") as fault:
-        feed.sync(run_dir)
+        mlflow_sync.sync(run_dir)
     assert word in str(fault.value)
 
 
 def test_without_mlflow(run_dir: Path, log: Log) -> None:
     write(log, range(1, 3))
     code = (
-        "import sys; sys.modules['mlflow'] = None; from pipeline.track import feed;"
-        f"sys.exit(feed.main([{str(run_dir)!r}]))"
+        "import sys; sys.modules['mlflow'] = None; from pipeline.track import mlflow_sync;"
+        f"sys.exit(mlflow_sync.main([{str(run_dir)!r}]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -250,19 +250,19 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
     other.mkdir()
     (other / "run.json").write_text(json.dumps({"experiment": "two"}))
     second = Log(other / "log.jsonl")
-    sidecars = [feed.start(run_dir), feed.start(other)]
+    sidecars = [mlflow_sync.start(run_dir), mlflow_sync.start(other)]
     for records in (log, second):
         records.append(event(0, "start"))
         write(records, range(1, 31))
         records.append(event(30, "finish"))
-    assert [feed.finish(sidecar, wait_s=120) for sidecar in sidecars] == [
+    assert [mlflow_sync.finish(sidecar, wait_s=120) for sidecar in sidecars] == [
         "",
         "",
     ]  # two imports of mlflow on a busy box
     second.close()
     uri = f"sqlite:///{Path.cwd() / 'mlflow.db'}"
     assert steps_there(uri, run_dir) == list(range(1, 31))
-    assert state.load(other).uri == uri
+    assert mlflow_sync.load_state(other).uri == uri
     assert list(Path("mlruns").rglob("config.toml"))
     assert Counter(path.name for path in Path.cwd().iterdir()) == Counter(
         ["runs", "mlflow.db", "mlruns"]
@@ -271,7 +271,7 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
 
 def test_preemption_signal_waits_for_the_last_word(run_dir: Path, log: Log) -> None:
     """SLURM's SIGTERM reaches the sidecar too, while training still saves."""
-    sidecar = feed.start(run_dir)
+    sidecar = mlflow_sync.start(run_dir)
     log.append(event(0, "start"))
     write(log, range(1, 6))
     until(lambda: sent(run_dir) == 5, 30)
@@ -279,5 +279,5 @@ def test_preemption_signal_waits_for_the_last_word(run_dir: Path, log: Log) -> N
     time.sleep(1.5)
     log.append(event(5, "interrupt"))
     sidecar.wait(timeout=15)
-    assert state.load(run_dir).status == "KILLED"
-    assert feed.finish(sidecar, wait_s=120) == ""
+    assert mlflow_sync.load_state(run_dir).status == "KILLED"
+    assert mlflow_sync.finish(sidecar, wait_s=120) == ""

@@ -9,11 +9,11 @@ from mlflow import MlflowClient
 from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
-from launch import scaling, track
+from launch import scaling, sync
 from pipeline.errors import RunError
 from pipeline.runs.lock import hold
 from pipeline.runs.log import Log
-from pipeline.track import feed
+from pipeline.track import mlflow_sync
 from tests.scaling.made_runs import make_ladder
 
 
@@ -21,7 +21,7 @@ from tests.scaling.made_runs import make_ladder
 def app() -> typer.Typer:
     app = typer.Typer()
     app.callback()(lambda: None)  # several commands, as in the real one
-    track.register(app)
+    sync.register(app)
     return app
 
 
@@ -101,4 +101,4 @@ def test_one_feeder_at_a_time(run_dir: Path, log: Log) -> None:
     with hold(run_dir / "mlflow.lock", wait_s=0) as alone:
         assert alone
         with pytest.raises(RunError, match="right now"):
-            feed.sync(run_dir)
+            mlflow_sync.sync(run_dir)

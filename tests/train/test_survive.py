@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.shards import Corpus, ShardWriter, Split
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import verdict
-from pipeline.runs.goodput import beginning, goodput
+from pipeline.runs.history import goodput, startup_cost
 from pipeline.train import supervisor as start
 from tests.conftest import command, environment, worlds
 from tests.train.test_run import hashes, losses, processes, records
@@ -208,7 +208,7 @@ def test_a_save_that_was_told_late_is_no_step_that_was_kept(monkeypatch):
     ]
     kept = [record for record in log if record["step"] <= 1]
     monkeypatch.setattr(time, "time", lambda: 20.0)
-    back = at(20, event="rollback", step=1, **beginning(log, 1, failed=True))
+    back = at(20, event="rollback", step=1, **startup_cost(log, 1, failed=True))
     share = goodput([*kept, back])
     assert (back["start_s"], back["replay_s"], share["checkpoint_s"], share["wall_s"]) == (
         12,
@@ -218,5 +218,5 @@ def test_a_save_that_was_told_late_is_no_step_that_was_kept(monkeypatch):
     )
     assert goodput(log)["wall_s"] == 8
     assert (
-        beginning(kept, 1, failed=False)["replay_s"] == 0
+        startup_cost(kept, 1, failed=False)["replay_s"] == 0
     )  # a branch: the steps in between are its trunk's

@@ -8,7 +8,7 @@ import typer
 
 from launch.options import examples
 from pipeline.errors import RunError
-from pipeline.track import describe, feed
+from pipeline.track import mlflow_store, mlflow_sync
 
 
 def register(app: typer.Typer) -> None:
@@ -30,17 +30,17 @@ def sync(
     ],
     wait: Annotated[
         float, typer.Option(help="Seconds to go on trying a server that does not answer.")
-    ] = feed.WAIT_S,
+    ] = mlflow_sync.WAIT_S,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
     """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
     for folder in run_dirs:
-        sweep = bool(describe.sweep(folder))
+        sweep = bool(mlflow_store.read_sweep(folder))
         for run_dir in (
             sorted(log.parent for log in folder.glob("*/log.jsonl")) if sweep else [folder]
         ):
-            fed = feed.sync(run_dir, wait)
+            fed = mlflow_sync.sync(run_dir, wait)
             if as_json:
                 facts = {"run_dir": str(run_dir), "records": fed.records_sent}
                 print(json.dumps(facts | {"uri": fed.state.uri, "run_id": fed.state.run_id}))

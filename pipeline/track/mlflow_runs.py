@@ -9,8 +9,9 @@ from typing import Any
 
 from pipeline.errors import RunError
 from pipeline.runs import log
-from pipeline.scaling.runs import Record, Run
-from pipeline.track import describe, store
+from pipeline.runs.history import Run
+from pipeline.runs.log import Record
+from pipeline.track import mlflow_store as store
 
 FORECASTS = (
     "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
@@ -94,7 +95,7 @@ def keep(
         there = store.Store(uri)
         run_id = there.parent(experiment)
         if about:
-            there.describe(run_id, describe.flat(about), {})
+            there.describe(run_id, store.flat(about), {})
             there.set_status(run_id, "FINISHED", None)
         there.upload(run_id, paths)
         there.upload(run_id, forecasts, FORECASTS)
@@ -134,10 +135,10 @@ def read(client: Any, run: Any) -> Run | None:
 
 def loads(client: Any, run_id: str) -> list[Record]:
     """What each expert of a mixture was given, from the file that goes along with a run's numbers."""
-    if not any(artifact.path == describe.LOADS for artifact in client.list_artifacts(run_id)):
+    if not any(artifact.path == store.LOADS for artifact in client.list_artifacts(run_id)):
         return []  # one that was fed by an older version, or not for a minute yet
     with tempfile.TemporaryDirectory() as folder:
-        return list(log.read(Path(client.download_artifacts(run_id, describe.LOADS, folder))))
+        return list(log.read(Path(client.download_artifacts(run_id, store.LOADS, folder))))
 
 
 def events(client: Any, run: Any) -> tuple[Record, ...]:

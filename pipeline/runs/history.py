@@ -1,20 +1,20 @@
-"""Read run directories: what each run is (run.json) and what it has logged so far (log.jsonl)."""
+"""The history of a run: what it is (run.json), what it logged, its status and its goodput."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import psutil
 
-from pipeline.errors import DataError, RunError
-from pipeline.scaling.points import Array, Points, clean
+from pipeline.errors import RunError
+from pipeline.runs.log import Record
 
 VERSION = 1
 STALE_S = 600.0  # a run that has said nothing for ten minutes is not shown as running
 END = {"finish": "finished", "interrupt": "interrupted", "fail": "failed"}
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -137,49 +137,51 @@ def read_runs(root: Path) -> list[Run]:
     return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))
 
 
-def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
-    """A finished run's final held-out loss is a point; earlier ones were not annealed and are only `curves`."""
-    dropped: list[str] = []
-    used: list[tuple[Run, Record]] = []
-    for run in runs:
-        if curves:
-            used += [(run, entry) for entry in run.evals if entry.get("loss") is not None]
-        elif not run.finished:
-            dropped.append(
-                f"{run.name}: not finished (step {run.last['step']} of {run.record.get('steps', '?')})"
-            )
-        elif not run.evals:
-            dropped.append(f"{run.name}: finished without a held-out loss")
+BEGINNINGS = ("start", "resume", "restart", "rollback")
+
+
+def startup_cost(before: list[Record], start: int, *, failed: bool) -> dict[str, float]:
+    """What an attempt that begins at step `start` has cost already, given all that was recorded before it: the work
+    past its checkpoint, and the time since the last word of an attempt that failed, else since this process began."""
+    now = time.time()
+    kept = [record for record in before if record["step"] <= start]
+    return {
+        "start_s": now - before[-1]["time"]
+        if failed and before
+        else now - psutil.Process().create_time(),
+        "replay_s": before[-1]["time"] - reduce(_until, kept, 0.0)
+        if kept and (failed or kept != before)
+        else 0.0,
+    }
+
+
+def goodput(records: Iterable[Record]) -> dict[str, float]:
+    """Seconds by cause, and the share that is left. Between a stop that was asked for and its resume no time passes."""
+    wall_s, last = 0.0, 0.0
+    lost = dict.fromkeys(("start_s", "replay_s", "checkpoint_s", "wait_s", "skipped_s"), 0.0)
+    for record in records:
+        event, before, last = record.get("event"), last, _until(last, record)
+        if event in BEGINNINGS:
+            for key in ("start_s", "replay_s"):
+                lost[key] += record.get(key, 0.0)
+                wall_s += record.get(key, 0.0)
         else:
-            used.append((run, run.evals[-1]))
-    if not used:
-        lacking = "logged a held-out loss; set train.eval_every and train again"
-        finishing = "finished with a held-out loss; let them finish, then fit"
-        raise DataError(f"none of {len(runs)} runs has {lacking if curves else finishing}")
-    for key, remedy in (
-        ("convention", "recount them alike"),
-        ("tokenizer", "nats per token compare within one vocabulary only; fit each apart"),
-        ("arch", "a law describes one architecture; put each in a directory of its own"),
-    ):
-        kinds = sorted({str(run.record.get(key)) for run, _ in used})
-        if len(kinds) > 1:
-            raise DataError(
-                f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} of them; {remedy}"
-            )
-    corpora = len({run.record.get("data") for run, _ in used})
-    mixed = (
-        f"The runs were held out on {corpora} different corpora: their losses compare only roughly."
-    )
+            wall_s += last - before
+        if event == "save":
+            lost["checkpoint_s"] += _blocked_s(record)
+        elif event == "skip":
+            lost["skipped_s"] += record["seconds"]
+        elif record["kind"] == "step":
+            lost["wait_s"] += record["wait_s"]
+    return {"goodput": 1 - sum(lost.values()) / wall_s if wall_s else 1.0, "wall_s": wall_s, **lost}
 
-    def figures(key: str) -> Array:
-        return np.array(
-            [entry.get(key) for _, entry in used], dtype=float
-        )  # not a number where it was not finite
 
-    return clean(
-        Points(
-            N=np.array([run.N for run, _ in used]), D=figures("tokens"), C=figures("flops"), loss=figures("loss"),
-            run=tuple(run.name for run, _ in used), convention=str(used[0][0].record["convention"]),
-            dropped=tuple(dropped), warnings=() if corpora == 1 else (mixed,),
-        )
-    )  # fmt: skip
+def _until(until: float, record: Record) -> float:
+    """To when the time is accounted for, with one record more. A save is told when it is committed, past steps that a
+    cut may have taken away: what it stands for is the time in which the training waited."""
+    time_s = float(record["time"])
+    return min(until + _blocked_s(record), time_s) if record.get("event") == "save" else time_s
+
+
+def _blocked_s(save: Record) -> float:
+    return float(save["blocked_s" if "blocked_s" in save else "seconds"])
