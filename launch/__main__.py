@@ -38,12 +38,12 @@ def _options(
 def _mount() -> None:
     from launch import (
         bench,
+        convert,
         dashboard,
         data,
         doctor,
         evaluate,
         generate,
-        hub,
         pretrain,
         scaling,
         show,
@@ -60,7 +60,7 @@ def _mount() -> None:
         verify,
         evaluate,
         generate,
-        hub,
+        convert,
         slurm,
         scaling,
         dashboard,

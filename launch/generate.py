@@ -67,7 +67,7 @@ def generate(
     import torch
 
     from pipeline.checkpoint.weights import load_model
-    from pipeline.model import generate as g
+    from pipeline.model import decode
     from pipeline.runs.directory import tokenizer_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,22 +77,22 @@ def generate(
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
     # an empty prompt begins as a document does: after the end of another
     ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
-    sampling = g.Sampling(temperature, top_k, top_p, seed)
+    sampling = decode.Sampling(temperature, top_k, top_p, seed)
     if stream:
         print(prompts[0], end="", flush=True)
-        tokens = (step[0] for step in g.stream(model, ids, max_new, pieces.eod, sampling))
+        tokens = (step[0] for step in decode.stream(model, ids, max_new, pieces.eod, sampling))
         for text in _text(pieces, (token for token in tokens if token is not None)):
             print(text, end="", flush=True)
         print()
         return
     if beam:
-        found = [g.beam_search(model, one, max_new, pieces.eod, beam)[0] for one in ids]
+        found = [decode.beam_search(model, one, max_new, pieces.eod, beam)[0] for one in ids]
         new, scores = (
             [list(best.tokens) for best in found],
             [{"log_likelihood": best.score} for best in found],
         )
     else:
-        new, scores = g.generate(model, ids, max_new, pieces.eod, sampling), [{} for _ in ids]
+        new, scores = decode.generate(model, ids, max_new, pieces.eod, sampling), [{} for _ in ids]
     for text, tail, score in zip(prompts, new, scores, strict=True):
         body = tail[:-1] if tail[-1:] == [pieces.eod] else tail
         out = {

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from pipeline.config.load import merge, validate
 from pipeline.config.schema import RunConfig
-from pipeline.model.build import build, draw
+from pipeline.model.build import build_model, init_weights
 from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
@@ -115,8 +115,10 @@ def plain(config: RunConfig, device: torch.device) -> Run:
     assert config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    model = build(config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk)
-    draw(model, config.model, config.seed)
+    model = build_model(
+        config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk
+    )
+    init_weights(model, config.model, config.seed)
     model.to(device, dtype)
     masters = deepcopy(model).float()
     optimizer = adamw(masters, config)

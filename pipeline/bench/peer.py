@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, __version__
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.hub.families import choose, write
+from pipeline.hub.families import choose_family, to_hub_config
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 
@@ -66,4 +66,4 @@ def described(config: RunConfig) -> dict[str, object]:
         raise ConfigError(
             f"model.mtp={config.model.mtp} is not trained by transformers' models; --set model.mtp=0"
         )
-    return write(config.model, choose(config.model))
+    return to_hub_config(config.model, choose_family(config.model))

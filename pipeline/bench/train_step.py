@@ -22,7 +22,7 @@ from pipeline.data.loader import prefetch
 from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
 from pipeline.objective.batch import Batch
-from pipeline.optim.schedule import rate
+from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
@@ -142,7 +142,10 @@ def train(
     for step in range(steps):
         say(f"step {step + 1} of {steps}")
         began = time.perf_counter()
-        batch, lr = next(batches), rate(config.optim.schedule, config.optim.lr, step, steps)
+        batch, lr = (
+            next(batches),
+            learning_rate(config.optim.schedule, config.optim.lr, step, steps),
+        )
         waited.append(time.perf_counter() - began)
         ours.step(batch, lr, waited[-1])
         if theirs is not None:

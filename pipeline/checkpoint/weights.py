@@ -12,7 +12,7 @@ from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
 from pipeline.config.load import reload
 from pipeline.config.schema import RunConfig
-from pipeline.model.build import build
+from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.parallel.fragments import WEIGHTS, Fragment, buffers, split
 
@@ -84,7 +84,7 @@ def load_model(
     config = reload(checkpoint.path / CONFIG)
     weights = Weights(checkpoint, dtype)
     with torch.device("meta"):
-        model = build(config.model)
+        model = build_model(config.model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in model.state_dict():
             set_module_tensor_to_device(model, name, device, weights.fill(name, tensor))

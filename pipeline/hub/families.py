@@ -169,7 +169,7 @@ _FREE = {
 }
 
 
-def write(model: Model, family: Family) -> Table:
+def to_hub_config(model: Model, family: Family) -> Table:
     """config.json, without tokens and dtype."""
     model = _plain(model)
     settings = flat(model)
@@ -187,7 +187,7 @@ def write(model: Model, family: Family) -> Table:
     return table
 
 
-def read(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
+def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
     """Our model of a config.json that has every default filled in."""
     kind = str(theirs.get("model_type"))
     family = next((f for f in FAMILIES if f.kind == kind), None)
@@ -217,7 +217,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
     return validate(Model, table, where="config.json")
 
 
-def choose(model: Model) -> Family:
+def choose_family(model: Model) -> Family:
     """The family that says all of it, or an error that names the first thing the nearest one cannot say."""
     lost = {family.kind: _lost(model, family) for family in FAMILIES}
     family = min(FAMILIES, key=lambda f: len(lost[f.kind]))
@@ -234,7 +234,7 @@ def choose(model: Model) -> Family:
 def _lost(model: Model, family: Family) -> Table:
     ours = flat(_plain(model))
     try:
-        back = flat(_read(write(model, family), family))
+        back = flat(_read(to_hub_config(model, family), family))
     except (ConfigError, KeyError):
         return {**ours, "": ""}  # cannot say it at all
     if isinstance(model.ffn, MoE) and all(model.routed(layer) for layer in range(model.layers)):

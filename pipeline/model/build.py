@@ -16,11 +16,11 @@ from pipeline.config.parts import FFN, GQA, MLA, MoE
 from pipeline.model.attention import GroupedAttention, LatentAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.residual import deepnorm_beta
+from pipeline.model.norm import deepnorm_beta
 from pipeline.model.stack import Block, Decoder
 
 
-def build(
+def build_model(
     cfg: Model,
     *,
     z_loss: float = 0.0,
@@ -86,7 +86,7 @@ def _ffn(cfg: Model, layer: int, experts: range | None) -> nn.Module:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, cfg: Model, seed: int) -> None:
+def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
     """Gains 1, biases and sinks 0, all else ~ N(0, std).
 
     Every matrix has a generator of its own, seeded by its name, and every expert too: the start is the same in every

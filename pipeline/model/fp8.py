@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-def convert(module: nn.Module) -> int:
+def convert_to_fp8(module: nn.Module) -> int:
     """Every linear layer inside whose sides a tensor core can tile; how many there are."""
     linear = [layer for layer in module.modules() if type(layer) is nn.Linear]
     tiled = [layer for layer in linear if layer.in_features % 16 == 0 == layer.out_features % 16]

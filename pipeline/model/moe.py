@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config.parts import MoE
+from pipeline.model.attention import Sequence
 from pipeline.model.ffn import FeedForward, activate
-from pipeline.model.sequence import Sequence
 
 
 class Routing(NamedTuple):
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     experts_TK: Tensor
     weights_TK: Tensor
     load_E: Tensor
-    room: int | None = (
+    capacity: int | None = (
         None  # the most rows of these tokens that one expert takes: where they have a capacity
     )
     slots_TK: Tensor | None = (
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     )
 
 
-Run = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, rows per expert → rows
+RunExperts = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, rows per expert → rows
 
 
 class Dispatch(Protocol):
@@ -45,21 +45,21 @@ class Dispatch(Protocol):
     needs no expert and can run while rows travel; its result is added."""
 
     def __call__(
-        self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+        self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
     ) -> Tensor: ...
 
 
 def local_dispatch(
-    x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+    x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
 ) -> Tensor:
     extra_TW = None if beside is None else beside()
-    order_N, home_N = sort(choice.experts_TK)
-    rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
-    y_TW = gather(run(rows_NW, choice.load_E), order_N, home_N, choice.weights_TK)
+    order_N, home_N = sort_by_expert(choice.experts_TK)
+    rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])
+    y_TW = combine_rows(run(rows_NW, choice.load_E), order_N, home_N, choice.weights_TK)
     return y_TW if extra_TW is None else y_TW + extra_TW
 
 
-def sort(experts: Tensor) -> tuple[Tensor, Tensor]:
+def sort_by_expert(experts: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts the T·K rows by expert, tokens in order within each, and its inverse."""
     order_N = experts.flatten().argsort(stable=True)
     home_N = torch.empty_like(order_N).scatter_(
@@ -68,19 +68,19 @@ def sort(experts: Tensor) -> tuple[Tensor, Tensor]:
     return order_N, home_N
 
 
-def spread(x_TW: Tensor, order_N: Tensor, home_N: Tensor, top_k: int) -> Tensor:
+def dispatch_rows(x_TW: Tensor, order_N: Tensor, home_N: Tensor, top_k: int) -> Tensor:
     """Each token's row once per expert it chose, sorted."""
     rows: Tensor = _Spread.apply(x_TW, order_N, home_N, top_k)  # type: ignore[no-untyped-call]
     return rows
 
 
-def gather(y_NW: Tensor, order_N: Tensor, home_N: Tensor, weights_TK: Tensor) -> Tensor:
+def combine_rows(y_NW: Tensor, order_N: Tensor, home_N: Tensor, weights_TK: Tensor) -> Tensor:
     """Rows back at their tokens, summed by weight."""
-    y_TKW = permute(y_NW, home_N, order_N).view(*weights_TK.shape, -1)
+    y_TKW = permute_rows(y_NW, home_N, order_N).view(*weights_TK.shape, -1)
     return (y_TKW * weights_TK.unsqueeze(-1)).sum(1).type_as(y_NW)
 
 
-def permute(x_NW: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+def permute_rows(x_NW: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
     y: Tensor = _Permute.apply(x_NW, order_N, inverse_N)  # type: ignore[no-untyped-call]
     return y
 
@@ -112,7 +112,7 @@ class _Permute(torch.autograd.Function):
         return grads[0][inverse_N], None, None
 
 
-def move(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
+def move_rows(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
     """Row order[m] at m, and nothing where that lies behind the last; `inverse` leads back."""
     y: Tensor = _Move.apply(x_NW, order_M, inverse_N)  # type: ignore[no-untyped-call]
     return y
@@ -176,7 +176,7 @@ class Router(nn.Module):
             slots_TK = slots_TK.view_as(choice.experts_TK)
             kept_TK = slots_TK < c.experts * room
             choice = choice._replace(
-                weights_TK=choice.weights_TK * kept_TK, room=room, slots_TK=slots_TK
+                weights_TK=choice.weights_TK * kept_TK, capacity=room, slots_TK=slots_TK
             )
             dropped = 1 - kept_TK.float().mean()
         probability_BSE = (
@@ -215,7 +215,7 @@ class Router(nn.Module):
         most = math.ceil(capacity * rows * self.sequence.parts / experts)
         sequence_B = torch.arange(batch, device=device)[:, None]
         key = (experts_BN + experts * sequence_B).flatten()
-        order, home = sort(key)
+        order, home = sort_by_expert(key)
         load, before = load_BE.flatten(), before_BE.expand_as(load_BE).flatten()
         place = torch.arange(len(key), device=device) - (load.cumsum(0) - load - before)[key[order]]
         place_BN = place.long()[home].view_as(experts_BN)

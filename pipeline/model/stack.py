@@ -12,14 +12,10 @@ from torch import Tensor, nn
 
 from pipeline.config.model import Model
 from pipeline.config.parts import ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
-from pipeline.model.attend import Mask, make_mask
-from pipeline.model.attention import Context
-from pipeline.model.cache import Cache, LayerCache
+from pipeline.model.attention import Cache, Context, LayerCache, Mask, Sequence, make_mask
 from pipeline.model.moe import MixtureOfExperts, Router, Routing
-from pipeline.model.norm import norm, read, reading
+from pipeline.model.norm import PLACEMENTS, Residual, norm, read, reading
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
-from pipeline.model.residual import PLACEMENTS, Residual
-from pipeline.model.sequence import Sequence
 from pipeline.objective.loss import next_token_loss
 
 

@@ -18,7 +18,7 @@ def terms(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A chunk's part of the mean loss, of the mean squared log-sum-exp, and the gradient of their sum."""
     if logits_TV.is_cuda:
-        from pipeline.objective.kernels import (
+        from pipeline.objective.loss_kernel import (
             cross_entropy,  # Triton comes with torch where there is a GPU
         )
 

@@ -23,7 +23,7 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
 
 
-def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
     """Matrices decay; embeddings, norms and biases do not (OLMo 3). A tied head counts as the embedding. Under muP a
     matrix learns slower the wider its input is; a scaled embedding learns faster, as it is larger. Experts that ranks
     share have a group of their own, named as DeepSpeed knows them."""
@@ -48,20 +48,20 @@ def groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]
 def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg, lr = config.optim.optimizer, config.optim.lr
     assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
-    rows = groups(model, cfg.decay, config.model)
+    rows = parameter_groups(model, cfg.decay, config.model)
     built = AdamW(
         rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True
     )
-    set_rate(built, lr)
+    set_learning_rate(built, lr)
     return built
 
 
-def take(optimizer: Optimizer, taken: Tensor) -> None:
+def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
     """Whether its next step is taken, or leaves weights, moments and counts as they are: fused AdamW asks the device
     itself, as torch's loss scaler has it."""
-    optimizer.found_inf = (~taken).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]
 
 
-def set_rate(optimizer: Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]

@@ -6,12 +6,12 @@ from typing import assert_never
 from pipeline.config.schema import WSD, Cosine, Schedule
 
 
-def decay_begins(cfg: WSD, steps: int) -> int:
+def decay_start(cfg: WSD, steps: int) -> int:
     """The update at which a run of `steps` leaves its plateau: up to here all lengths are one run."""
     return steps - round(cfg.decay_share * steps)
 
 
-def rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
+def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
     """The rate of update `step`, counted from 0, of a run of `steps`; the last one is still above the final share."""
     warmup = cfg.warmup_steps
     assert warmup != "auto", "resolve the recipe first"
@@ -19,7 +19,7 @@ def rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
         return peak * (step + 1) / warmup
     match cfg:
         case WSD():
-            begins = decay_begins(cfg, steps)
+            begins = decay_start(cfg, steps)
             done = max(0, step - begins) / max(1, steps - begins)
             return peak * (cfg.final_share + (1 - cfg.final_share) * (1 - math.sqrt(done)))
         case Cosine():

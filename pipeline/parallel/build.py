@@ -7,8 +7,8 @@ import torch
 from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.model.build import build, draw
-from pipeline.model.fp8 import convert
+from pipeline.model.build import build_model, init_weights
+from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.sequence import share_sequences
@@ -43,14 +43,14 @@ def _model(config: RunConfig, world: World) -> Decoder:
     if isinstance(ffn, MoE) and ep > 1:
         share = ffn.experts // ep
         experts = range(world.rank % ep * share, (world.rank % ep + 1) * share)
-    model = build(
+    model = build_model(
         config.model,
         z_loss=config.optim.z_loss,
         loss_chunk=train.loss_chunk,
         recompute=train.recompute,
         experts=experts,
     )
-    draw(model, config.model, config.seed)
+    init_weights(model, config.model, config.seed)
     if experts is not None:
         from pipeline.parallel.expert import announce
 
@@ -62,7 +62,7 @@ def _model(config: RunConfig, world: World) -> Decoder:
             raise ConfigError(
                 f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false"
             )
-        if not sum(map(convert, blocks)):
+        if not sum(map(convert_to_fp8, blocks)):
             raise ConfigError(
                 f"train.fp8=true: no layer of width {config.model.width} has two sides that 16 divides; take a model "
                 "that has, or train.fp8=false"

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
-from pipeline.optim.groups import adamw, set_rate, take
+from pipeline.optim.groups import adamw, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
 from pipeline.parallel.fragments import Fragment, Piece
@@ -37,7 +37,7 @@ class DDPEngine:
         )
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
-        set_rate(self._optimizer, lr)
+        set_learning_rate(self._optimizer, lr)
         self._model.train()
         nlls, routings = [], []
         for micro in micros:
@@ -48,7 +48,7 @@ class DDPEngine:
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
         nll, norm = torch.stack(nlls).mean(), torch.nn.utils.get_total_norm(self.held().gradients)
-        take(self.optimizer, taken := accept(nll, norm))
+        gate_step(self.optimizer, taken := accept(nll, norm))
         torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -15,7 +15,16 @@ from deepspeed.module_inject import auto_ep_layer as announced
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from pipeline.model.moe import Choice, MixtureOfExperts, Run, gather, move, permute, sort, spread
+from pipeline.model.moe import (
+    Choice,
+    MixtureOfExperts,
+    RunExperts,
+    combine_rows,
+    dispatch_rows,
+    move_rows,
+    permute_rows,
+    sort_by_expert,
+)
 
 
 class AllToAll:
@@ -28,14 +37,14 @@ class AllToAll:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, x_TW: Tensor, choice: Choice, run: Run, beside: Callable[[], Tensor] | None
+        self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
     ) -> Tensor:
-        if choice.room is not None and choice.slots_TK is not None:
+        if choice.capacity is not None and choice.slots_TK is not None:
             return self._padded(
-                x_TW, choice.weights_TK, choice.slots_TK.flatten(), choice.room, run, beside
+                x_TW, choice.weights_TK, choice.slots_TK.flatten(), choice.capacity, run, beside
             )
-        order_N, home_N = sort(choice.experts_TK)
-        rows_NW = spread(x_TW, order_N, home_N, choice.experts_TK.shape[1])
+        order_N, home_N = sort_by_expert(choice.experts_TK)
+        rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])
         load_E = choice.load_E.long()
         load_PE = torch.empty_like(load_E)  # what each rank sends to each of our experts
         dist.all_to_all_single(load_PE, load_E, group=self._group)
@@ -46,12 +55,14 @@ class AllToAll:
         rows_MW = wait(rows_MW)
         # they lie by sender and then by expert; the experts want them by expert
         local = torch.arange(load_PE.shape[1], device=x_TW.device).repeat(self._ranks)
-        by_expert, by_sender = sort(
+        by_expert, by_sender = sort_by_expert(
             local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving))
         )
-        done_MW = run(permute(rows_MW, by_expert, by_sender), load_PE.sum(0))
-        back_NW, wait = _travel(permute(done_MW, by_sender, by_expert), sent, arriving, self._group)
-        y_TW = gather(wait(back_NW), order_N, home_N, choice.weights_TK)
+        done_MW = run(permute_rows(rows_MW, by_expert, by_sender), load_PE.sum(0))
+        back_NW, wait = _travel(
+            permute_rows(done_MW, by_sender, by_expert), sent, arriving, self._group
+        )
+        y_TW = combine_rows(wait(back_NW), order_N, home_N, choice.weights_TK)
         return y_TW if extra_TW is None else y_TW + extra_TW
 
     def _padded(
@@ -60,7 +71,7 @@ class AllToAll:
         weights_TK: Tensor,
         slots_N: Tensor,
         room: int,
-        run: Run,
+        run: RunExperts,
         beside: Callable[[], Tensor] | None,
     ) -> Tensor:
         """By slots instead of rows: each expert has `room` of them for each rank, and some stay empty."""
@@ -72,13 +83,13 @@ class AllToAll:
         ]
         rows_NW = x_TW[:, None].expand(-1, top_k, -1).flatten(0, 1)
         sizes = [slots // self._ranks] * self._ranks
-        there_SW, wait = _travel(move(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
+        there_SW, wait = _travel(move_rows(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
         extra_TW = None if beside is None else beside()
         by_expert = wait(there_SW).view(self._ranks, share, room, -1).transpose(0, 1).flatten(0, 2)
         done_SW = run(by_expert, slots_N.new_full((share,), self._ranks * room))
         by_sender = done_SW.view(share, self._ranks, room, -1).transpose(0, 1).flatten(0, 2)
         back_SW, wait = _travel(by_sender, sizes, sizes, self._group)
-        y_TKW = move(wait(back_SW), slots_N, rows_S).view(tokens, top_k, -1)
+        y_TKW = move_rows(wait(back_SW), slots_N, rows_S).view(tokens, top_k, -1)
         y_TW = (y_TKW * weights_TK.unsqueeze(-1)).sum(1).type_as(x_TW)
         return y_TW if extra_TW is None else y_TW + extra_TW
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from pipeline.model.sequence import Sequence
+from pipeline.model.attention import Sequence
 
 
 class Part(Sequence):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
-from pipeline.optim.groups import adamw, set_rate, take
+from pipeline.optim.groups import adamw, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
@@ -59,7 +59,7 @@ class ZeroEngine:
                 model, [Block]
             )  # gathered as one: no hook, and no break of the graph, inside a block
         optimizer = adamw(model.to(world.device), config)
-        set_rate(optimizer, 0.0)
+        set_learning_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_config(config, world)
         )
@@ -73,7 +73,7 @@ class ZeroEngine:
             self._move_to_disk(config.parallel.offload)
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
-        set_rate(self._optimizer, lr)
+        set_learning_rate(self._optimizer, lr)
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
@@ -114,7 +114,7 @@ class ZeroEngine:
 
     def _ask(self, norm: Tensor) -> Tensor:
         self._grad_norm, self._taken = norm, self._accept(norm)
-        take(self.optimizer, self._taken.to(self._home))
+        gate_step(self.optimizer, self._taken.to(self._home))
         return norm
 
     def _clip_copies(self, parameters: Iterable[Tensor]) -> None:

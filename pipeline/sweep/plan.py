@@ -15,7 +15,7 @@ from pipeline.config.load import load, names, read_toml, validate
 from pipeline.config.schema import WSD, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError
-from pipeline.optim.schedule import decay_begins
+from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
 from pipeline.planner.recipe import resolve
 from pipeline.planner.speed import Layout, estimate, memory
@@ -131,7 +131,7 @@ def _branched(sweep: Sweep, rungs: dict[str, RunConfig], runs: list[Planned]) ->
             longest, *others = left
             left = []
             for run in others:
-                begins = decay_begins(schedule, run.steps)
+                begins = decay_start(schedule, run.steps)
                 if run.lr > RATES * longest.lr or begins < 2 * longest.warmup_steps:
                     left.append(run)
                     continue

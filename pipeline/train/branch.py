@@ -12,7 +12,7 @@ from pipeline.config.dump import differences
 from pipeline.config.load import reload
 from pipeline.config.schema import WSD, RunConfig
 from pipeline.errors import ConfigError, RunError
-from pipeline.optim.schedule import decay_begins
+from pipeline.optim.schedule import decay_start
 from pipeline.runs.directory import FREE, RunDir, checkpoint_path
 from pipeline.runs.log import encode, read
 
@@ -42,8 +42,8 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
             f"--branch {trunk.path} is another run: {what}; make them alike, or train this one whole"
         )
     assert config.train.steps is not None and whole.train.steps is not None
-    step = decay_begins(schedule, config.train.steps)
-    if step > (last := decay_begins(whole.optim.schedule, whole.train.steps)):
+    step = decay_start(schedule, config.train.steps)
+    if step > (last := decay_start(whole.optim.schedule, whole.train.steps)):
         raise RunError(
             f"--branch {trunk.path} decays from step {last}, this run from {step}; branch from a longer one"
         )

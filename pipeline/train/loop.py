@@ -14,7 +14,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
 from pipeline.model.moe import Routing
 from pipeline.objective.batch import Batch
-from pipeline.optim.schedule import rate
+from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner.count import flops_per_token
@@ -125,7 +125,7 @@ class Loop:
             self._record("event", done, event="omit", reason="the run went back past this batch")
             return
         assert isinstance(self.config.optim.lr, float)
-        lr = rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
+        lr = learning_rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
         update = self.engine.update(
             cut(batch, self.config, self.world), lr, partial(self._accept, done, batch)
         )

@@ -9,15 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.load import load, names
 from pipeline.config.model import Model
-from pipeline.model.build import build
-from pipeline.model.build import draw as weights
+from pipeline.model.build import build_model, init_weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
 from pipeline.planner import count as account
 
 
 def built(cfg):
     with torch.device("meta"):
-        return build(cfg)
+        return build_model(cfg)
 
 
 def exact(cfg):
@@ -197,8 +196,8 @@ def counted(model, tokens):
 @given(models())
 def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhere(cfg):
     exact(cfg)
-    model = build(cfg, loss_chunk=64)
-    weights(model, cfg, 0)
+    model = build_model(cfg, loss_chunk=64)
+    init_weights(model, cfg, 0)
     tokens = torch.randint(cfg.vocab, (2, cfg.seq + 1), generator=torch.Generator().manual_seed(0))
     by_op = counted(model, tokens)
     flops, full = (
@@ -243,8 +242,8 @@ def test_what_is_recomputed_is_what_torch_counts(arch, more):
     tokens = torch.randint(cfg.vocab, (2, cfg.seq + 1), generator=torch.Generator().manual_seed(0))
     flops, expected = [], []
     for recompute in (False, "selective", True):
-        model = build(cfg, loss_chunk=64, recompute=recompute)
-        weights(model, cfg, 0)
+        model = build_model(cfg, loss_chunk=64, recompute=recompute)
+        init_weights(model, cfg, 0)
         flops.append(sum(counted(model, tokens).values()))
         expected.append(
             account.flops_per_token(cfg, recompute=recompute).recompute * tokens[:, 1:].numel()

@@ -10,9 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from pipeline.config.parts import RelativeBias, RoPE
-from pipeline.model.attend import Scoring, attend, eager, make_mask
+from pipeline.model.attention import Scoring, attend, eager, make_mask
 from pipeline.model.position import DistanceBias, alibi, distances, rotary
-from tests.model.test_generate import MOE, POSITIONS, SCORES, made, prompts
+from tests.model.test_decode import MOE, POSITIONS, SCORES, made, prompts
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 12 + [1, 1, 2, 2]])
 PADDING = torch.tensor([0, 6])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.model.build import build, draw
+from pipeline.model.build import build_model, init_weights
 
 
 def test_recompute_changes_no_number():
@@ -14,8 +14,8 @@ def test_recompute_changes_no_number():
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
     grads = []
     for recompute in (False, "selective", True):
-        model = build(cfg, recompute=recompute)
-        draw(model, cfg, seed=1)
+        model = build_model(cfg, recompute=recompute)
+        init_weights(model, cfg, seed=1)
         model(tokens[:, :-1], tokens[:, 1:]).total.backward()
         grads.append([p.grad for p in model.parameters()])
     for plain, selective, full in zip(*grads, strict=True):
@@ -29,8 +29,8 @@ def test_the_draw_depends_on_seed_and_name_alone():
     models = []
     for c, seed in ((cfg, 1), (cfg, 1), (deeper, 1), (cfg, 2)):
         before = torch.manual_seed(len(models)).get_state()  # the global generator must not matter
-        models.append(build(c))
-        draw(models[-1], c, seed)
+        models.append(build_model(c))
+        init_weights(models[-1], c, seed)
         assert torch.equal(torch.random.get_rng_state(), before)
     name, key = "blocks.0.ffn.up.weight", hashlib.sha256(b"1/blocks.0.ffn.up.weight").digest()[:8]
     alone = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from pipeline.config.load import load
-from pipeline.model.build import build, draw
-from pipeline.model.fp8 import Float8Linear, convert
+from pipeline.model.build import build_model, init_weights
+from pipeline.model.fp8 import Float8Linear, convert_to_fp8
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -18,7 +18,7 @@ def test_a_layer_multiplies_rounded_numbers_exactly_and_stays_near_the_unrounded
     plain, x = nn.Linear(64, 48), torch.randn(2, 32, 64)
     eight = nn.Linear(64, 48)
     eight.load_state_dict(plain.state_dict())
-    convert(eight)
+    convert_to_fp8(eight)
     assert isinstance(eight, Float8Linear)
     grad = torch.randn(2, 32, 48) * 1e-3
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -48,10 +48,10 @@ def test_a_decoder_converts_and_keeps_its_loss():
     cfg = load(size="tiny", arch="mla-moe", sets=["model.vocab=256", "model.seq=32"]).model
     losses = []
     for eight in (False, True):
-        model = build(cfg)
-        draw(model, cfg, 1)
+        model = build_model(cfg)
+        init_weights(model, cfg, 1)
         if eight:
-            convert(model)
+            convert_to_fp8(model)
             assert (
                 sum(isinstance(layer, Float8Linear) for layer in model.modules()) >= 4 * cfg.layers
             )

@@ -12,10 +12,10 @@ from pipeline.config.dump import to_toml
 from pipeline.config.load import load, names
 from pipeline.config.model import Model
 from pipeline.errors import ConfigError
-from pipeline.hub.export import export
-from pipeline.hub.families import choose
-from pipeline.model.build import build, draw
-from pipeline.model.cache import Cache
+from pipeline.hub.exporting import export
+from pipeline.hub.families import choose_family
+from pipeline.model.attention import Cache
+from pipeline.model.build import build_model, init_weights
 
 SMALL = ["model.vocab=64", "model.seq=32", "model.layers=3", "model.init_std=0.2"]
 CHANGES = [
@@ -50,8 +50,8 @@ def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
         return
     cfg = config.model
     assert Model.model_validate(tomllib.loads(to_toml(config))["model"]) == cfg
-    model = build(cfg)
-    draw(model, cfg, seed=0)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed=0)
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
     model(tokens[:, :-1], tokens[:, 1:]).total.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -70,7 +70,7 @@ def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
                 torch.cat(cached, 1) - whole
             ).abs().max() < 1e-4 * whole.abs().max()  # logits may be large
     try:
-        choose(cfg)
+        choose_family(cfg)
     except ConfigError as error:
         assert "no counterpart" in str(error) and "\n" not in str(error)
         return

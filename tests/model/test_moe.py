@@ -10,7 +10,7 @@ from pipeline.config.parts import MoE
 from pipeline.model.ffn import activate
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import read
-from tests.model.test_generate import made, prompts
+from tests.model.test_decode import made, prompts
 
 BASE = {"activation": "swiglu", "hidden": 16, "dense_hidden": 24, "experts": 8, "top_k": 2}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.model.build import build, draw
-from pipeline.optim.groups import groups, set_rate
+from pipeline.model.build import build_model, init_weights
+from pipeline.optim.groups import parameter_groups, set_learning_rate
 
 WIDTHS = (64, 128, 256, 512)
 LATENT = '{kind="mla", heads=%d, q_rank=32, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16}'
@@ -33,8 +33,8 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
         ),
     ]
     cfg = load(size="tiny", arch=arch, sets=sets).model
-    model = build(cfg)
-    draw(model, cfg, seed=0)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed=0)
     tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(0))
     seen: dict[str, torch.Tensor] = {}
     for name, part in [
@@ -53,8 +53,8 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
         return {name: tensor.clone() for name, tensor in seen.items()}
 
     before = look()
-    optimizer = torch.optim.AdamW(groups(model, 0.0, cfg), lr=lr, betas=(0.9, 0.95))
-    set_rate(optimizer, lr)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.0, cfg), lr=lr, betas=(0.9, 0.95))
+    set_learning_rate(optimizer, lr)
     for _ in range(steps):
         model(tokens[:, :-1], tokens[:, 1:]).total.backward()
         optimizer.step()
@@ -92,11 +92,11 @@ def test_what_is_scaled_by_which_width():
         "model.vocab=64",
     ]
     cfg = load(size="tiny", arch="mla-moe", sets=sets).model  # width 64, heads of 32
-    model = build(cfg)
-    draw(model, cfg, seed=0)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed=0)
     rates = {
         id(p): (g["lr_scale"], g["weight_decay"])
-        for g in groups(model, 0.1, cfg)
+        for g in parameter_groups(model, 0.1, cfg)
         for p in g["params"]
     }
     block, last = "blocks.1.attention.", math.sqrt(2 * 4)

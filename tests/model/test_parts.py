@@ -9,7 +9,7 @@ from pipeline.model.attention import Context
 from pipeline.model.ffn import activate
 from pipeline.model.norm import read
 from pipeline.model.position import sinusoidal
-from tests.model.test_generate import KINDS, MOE, made, prompts
+from tests.model.test_decode import KINDS, MOE, made, prompts
 
 
 def test_activations_have_their_closed_forms():

@@ -13,8 +13,8 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.model import Model
 from pipeline.data.synthetic import LANGUAGES, documents
-from pipeline.model.build import build, draw
-from pipeline.optim.groups import groups, set_rate
+from pipeline.model.build import build_model, init_weights
+from pipeline.optim.groups import parameter_groups, set_learning_rate
 
 RUNS = (
     (32, True),
@@ -49,13 +49,15 @@ def corpus() -> torch.Tensor:
 def trained(width: int, mup: bool, lr: float, seed: int, steps: int, tokens: torch.Tensor) -> float:
     """The mean loss of the last steps; the rate is constant after a warmup, which punishes one that is too high."""
     cfg = model_of(width, mup, f"model.vocab={int(tokens.max()) + 1}")
-    model = build(cfg)
-    draw(model, cfg, seed)
-    optimizer = torch.optim.AdamW(groups(model, 0.1, cfg), lr=lr, betas=(0.9, 0.95), fused=True)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, 0.1, cfg), lr=lr, betas=(0.9, 0.95), fused=True
+    )
     g = torch.Generator().manual_seed(seed)
     losses = []
     for step in range(steps):
-        set_rate(optimizer, lr * min(1.0, (step + 1) / (steps / 10)))
+        set_learning_rate(optimizer, lr * min(1.0, (step + 1) / (steps / 10)))
         at = torch.randint(len(tokens) - SEQ - 1, (ROWS, 1), generator=g) + torch.arange(SEQ + 1)
         out = model(tokens[at[:, :-1]], tokens[at[:, 1:]])
         out.total.backward()

@@ -6,16 +6,16 @@ import torch
 from pipeline.config.load import load
 from pipeline.config.schema import WSD, Cosine
 from pipeline.errors import ConfigError
-from pipeline.hub.families import choose
-from pipeline.model.build import build, draw
-from pipeline.optim.groups import adamw, groups, set_rate
-from pipeline.optim.schedule import rate
+from pipeline.hub.families import choose_family
+from pipeline.model.build import build_model, init_weights
+from pipeline.optim.groups import adamw, parameter_groups, set_learning_rate
+from pipeline.optim.schedule import learning_rate
 from pipeline.planner.recipe import resolve
 
 
 def test_wsd_warms_up_stays_and_decays():
     cfg = WSD(warmup_steps=10, decay_share=0.2, final_share=0.0)
-    rates = [rate(cfg, 1.0, s, 100) for s in range(100)]
+    rates = [learning_rate(cfg, 1.0, s, 100) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
     assert set(rates[9:80]) == {1.0}
     assert rates[90] == pytest.approx(1 - math.sqrt(0.5)) and 0 < rates[99] < 0.03
@@ -23,12 +23,14 @@ def test_wsd_warms_up_stays_and_decays():
 
 
 def test_no_decay_share_means_constant():
-    assert {rate(WSD(warmup_steps=0, decay_share=0.0), 1.0, s, 50) for s in range(50)} == {1.0}
+    assert {learning_rate(WSD(warmup_steps=0, decay_share=0.0), 1.0, s, 50) for s in range(50)} == {
+        1.0
+    }
 
 
 def test_cosine_ends_above_its_final_share():
     cfg = Cosine(warmup_steps=10, final_share=0.1)
-    rates = [rate(cfg, 2.0, s, 110) for s in range(110)]
+    rates = [learning_rate(cfg, 2.0, s, 110) for s in range(110)]
     assert (
         rates[10] == 2.0
         and rates[60] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
@@ -39,8 +41,8 @@ def test_cosine_ends_above_its_final_share():
 @pytest.mark.parametrize("tied", ["false", "true"])
 def test_only_matrices_decay(tied):
     cfg = load(size="tiny", sets=["model.vocab=64", f"model.tied={tied}"]).model
-    model = build(cfg)
-    decay, kept = groups(model, 0.1, cfg)
+    model = build_model(cfg)
+    decay, kept = parameter_groups(model, 0.1, cfg)
     assert decay["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
     assert all(p.ndim == 2 for p in decay["params"])
     names = {id(p): n for n, p in model.named_parameters()}
@@ -56,11 +58,11 @@ def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width()
     for way in ("model.scaled_embedding=true", "model.multipliers.embedding=8.0"):
         sets = ["model.vocab=64", "model.seq=48", "optim.lr=1e-3", "optim.optimizer.eps=1e-14", way]
         config = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False)
-        model = build(config.model)
-        draw(model, config.model, 1)
+        model = build_model(config.model)
+        init_weights(model, config.model, 1)
         optimizer = adamw(model, config)
         for _ in range(5):
-            set_rate(optimizer, 1e-3)
+            set_learning_rate(optimizer, 1e-3)
             (loss := model(tokens[:, :-1], tokens[:, 1:]).total).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -77,4 +79,6 @@ def test_a_scaled_embedding_is_not_the_head():
         ConfigError, match="scaled_embedding=true with tied=true would scale the head too"
     ):
         load(size="tiny", sets=["model.scaled_embedding=true", "model.tied=true"])
-    assert choose(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"
+    assert (
+        choose_family(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"
+    )

@@ -7,7 +7,7 @@ import torch.multiprocessing as mp
 
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
-from pipeline.model.build import build, draw
+from pipeline.model.build import build_model, init_weights
 from pipeline.parallel.sequence import share_sequences
 from pipeline.planner.recipe import resolve
 
@@ -84,8 +84,8 @@ def rows(cfg, seed):
 
 def trained(cfg, batches, sp=None):
     """Mean loss and gradients, of one process over all batches, or of this rank over its own."""
-    model = build(cfg.model, z_loss=cfg.optim.z_loss, loss_chunk=16)
-    draw(model, cfg.model, 1)
+    model = build_model(cfg.model, z_loss=cfg.optim.z_loss, loss_chunk=16)
+    init_weights(model, cfg.model, 1)
     if sp:
         share_sequences(model, sp)
     losses = [model(*batch) for batch in batches]

@@ -1,6 +1,7 @@
 """A run as a Hugging Face directory: config.json, safetensors shards with their index, tokenizer files.
 
-It is written aside, loaded by transformers, held against our own logits, and only then takes its name.
+The directory is written under a temporary name, loaded by transformers and compared with our own logits, and
+only then renamed.
 """
 
 import json
@@ -10,17 +11,67 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, decoders
+from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor
 
 from pipeline.config.model import Model
 from pipeline.config.parts import MoE
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.hub import tokenizer_json as tokens
-from pipeline.hub.aside import appearing
-from pipeline.hub.families import Family, choose, write
-from pipeline.hub.parity import held
+from pipeline.data.tokenizer import META, Tokenizer
+from pipeline.errors import DataError
+from pipeline.hub.families import Family, choose_family, to_hub_config
+from pipeline.hub.importing import appearing, held
 from pipeline.hub.tensors import out, rows
 from pipeline.model.stack import Decoder
+
+_PROBES = (
+    "The quick brown fox\n\tjumps over 1,234 lazy dogs.  Two spaces,   three; naïve café, Größe, 東京, 🦊!",
+    "def f(x: int) -> int:\n    return x * 2  # ✓\n\n\nclass A:\n        pass\r\n",
+    " leading and trailing ",
+    "aaaaaaaaaaaaaaaaaaaa 0000000000 ------------- \0\x07",
+)
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """tokenizer.model as it is, and where it is lossless BPE also tokenizer.json, held against it."""
+    (directory / "tokenizer.model").write_bytes(tokenizer.model)
+    special = {
+        "unk_token": "<unk>",
+        "eos_token": tokenizer.sentencepiece.id_to_piece(tokenizer.eod),
+    }
+    about = {
+        **special,
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if tokenizer.fast:
+        converted = to_tokenizer_json(tokenizer)
+        for text in _PROBES:
+            if (
+                converted.encode(text, add_special_tokens=False).ids
+                != tokenizer.encode(text).tolist()
+            ):
+                raise DataError(
+                    f"{tokenizer.name}: tokenizer.json gives other ids for {text[:20]!r}; export refused"
+                )
+        converted.save(str(directory / "tokenizer.json"))
+    else:
+        about |= {"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": False}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(about, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def to_tokenizer_json(tokenizer: Tokenizer) -> HubTokenizer:
+    out = HubTokenizer.from_str(tokenizer.converted)
+    out.decoder = decoders.Sequence(
+        [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    out.add_special_tokens(
+        [AddedToken(piece, normalized=False, special=True) for piece in tokenizer.controls]
+    )
+    return out
+
 
 _SHARD_BYTES = 5_000_000_000  # as transformers cuts them
 
@@ -40,7 +91,7 @@ def export(
     shard_bytes: int = _SHARD_BYTES,
 ) -> Exported:
     """Refuses what has no counterpart before anything is written, and to finish unless the logits agree."""
-    family = choose(model.cfg)
+    family = choose_family(model.cfg)
     with appearing(directory, "--to") as aside:
         with torch.no_grad():
             for (
@@ -52,7 +103,7 @@ def export(
             json.dumps(_config(model.cfg, family, tokenizer, dtype), indent=1) + "\n"
         )
         if tokenizer is not None:
-            tokens.write(tokenizer, aside)
+            write_tokenizer(tokenizer, aside)
         return Exported(family.architecture, count, size, held(model, aside, f"--to {directory}"))
 
 
@@ -114,7 +165,7 @@ def _config(
         "pad_token_id": None,
     }  # a document begins after another's end
     return {
-        **write(cfg, family),
+        **to_hub_config(cfg, family),
         **ids,
         "dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,

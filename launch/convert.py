@@ -43,15 +43,15 @@ def export_(
 
     from pipeline.checkpoint.weights import load_model
     from pipeline.errors import ConfigError
-    from pipeline.hub.export import export
-    from pipeline.hub.families import choose
+    from pipeline.hub.exporting import export
+    from pipeline.hub.families import choose_family
     from pipeline.runs.directory import tokenizer_of
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     model, config = load_model(run)
-    choose(config.model)  # first: the rest takes long
+    choose_family(config.model)  # first: the rest takes long
     done = export(model, to, tokenizer_of(run, config.data.dir, tokenizer), dtypes[dtype])
     if as_json:
         print(json.dumps({"to": str(to), **done._asdict()}))
@@ -70,9 +70,10 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Take a Hugging Face model as a start: `launch pretrain --init OUT` trains it further."""
-    from pipeline.hub.start import start
 
-    done = start(source, out)
+    from pipeline.hub.importing import import_model
+
+    done = import_model(source, out)
     if as_json:
         print(json.dumps({"out": str(out), **done._asdict()}))
     else:

@@ -1,25 +1,86 @@
-"""A Hugging Face directory as our model."""
+"""A Hugging Face directory as our model, and as the start of continued pretraining."""
 
 import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
-from pipeline.errors import DataError
-from pipeline.hub.families import read
+from pipeline.atomic import TEMPORARY
+from pipeline.checkpoint.weights import save_weights
+from pipeline.config.load import CONFIGS, merge, read_toml, validate
+from pipeline.config.schema import RunConfig
+from pipeline.errors import DataError, RunError
+from pipeline.hub.families import from_hub_config
 from pipeline.hub.tensors import gather
-from pipeline.model.build import build
+from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
+from pipeline.planner.recipe import resolve
+
+_ROWS, _LENGTH = 2, 64
+_TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
+
+
+def held(model: Decoder, directory: Path, what: str) -> float:
+    """Their difference, if it is one of rounding."""
+    apart = difference(model, directory)
+    if not apart <= _TOLERANCE:
+        raise RunError(
+            f"{what}: our logits and transformers' differ by {apart:.2g} of the largest, more than {_TOLERANCE:g}; "
+            "nothing was written"
+        )
+    return apart
+
+
+@torch.no_grad()
+def difference(model: Decoder, directory: Path) -> float:
+    """The largest difference of two logits over the largest logit, on seeded random tokens, both in fp32."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    ).eval()
+    shape = (_ROWS, min(_LENGTH, model.cfg.seq))
+    tokens = torch.randint(model.cfg.vocab, shape, generator=torch.Generator().manual_seed(0))
+    a, b = model.eval()(tokens), theirs(tokens).logits
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+
 
 _TABLES = (
     "rotary_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
 )  # that older files keep beside the weights
+
+
+@contextmanager
+def appearing(directory: Path, option: str) -> Iterator[Path]:
+    """A folder to fill, which takes its name when the block ends well; whatever is there already is refused."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RunError(f"{option} {directory} is not empty; give another directory")
+    aside = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        if directory.exists():
+            directory.rmdir()
+        aside.rename(directory)
+    except OSError as error:
+        what = error.strerror or error
+        raise RunError(
+            f"{option} {directory} cannot be written: {what}; choose another place"
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 class Files:
@@ -62,7 +123,7 @@ class Files:
         return tensor.float()
 
 
-def load(directory: Path) -> Decoder:
+def load_hub_model(directory: Path) -> Decoder:
     """The model in fp32. Every tensor of the files is used, or it is an error."""
     if not (directory / "config.json").is_file():
         raise DataError(
@@ -72,12 +133,12 @@ def load(directory: Path) -> Decoder:
         described = AutoConfig.from_pretrained(directory, local_files_only=True).to_dict()
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise DataError(f"{directory}/config.json: {str(error).splitlines()[0]}") from None
-    cfg, family = read(described)
+    cfg, family = from_hub_config(described)
     files = Files(directory)
     if f"model.layers.{cfg.layers}.enorm.weight" not in files.names:
         cfg = cfg.model_copy(update={"mtp": 0})
     with torch.device("meta"):
-        model = build(cfg)
+        model = build_model(cfg)
     ours = model.state_dict()
     if cfg.tied:
         ours.pop("head.weight")
@@ -103,3 +164,22 @@ def load(directory: Path) -> Decoder:
         if name in stacks:
             parameter.expert = stacks[name]  # type: ignore[attr-defined]  # assigning makes new parameters
     return model
+
+
+class Imported(NamedTuple):
+    family: str
+    parameters: int
+    difference: float
+
+
+def import_model(source: Path, out: Path) -> Imported:
+    with appearing(out, "--out") as aside:
+        model = load_hub_model(source)
+        apart = held(model, source, f"--from {source}")
+        name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
+        layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
+        config = validate(RunConfig, merge(read_toml(CONFIGS / "base.toml"), layer))
+        if (source / "tokenizer.model").is_file():
+            shutil.copyfile(source / "tokenizer.model", aside / "tokenizer.model")
+        save_weights(model, resolve(config, ranks=1, gpu=False), aside / "checkpoints")
+    return Imported(model.cfg.arch, sum(p.numel() for p in model.parameters()), apart)

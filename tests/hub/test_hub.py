@@ -12,12 +12,11 @@ from pipeline.config.load import load as load_config
 from pipeline.config.load import names
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.hub import families
-from pipeline.hub.export import export
-from pipeline.hub.families import choose
-from pipeline.hub.import_model import load
-from pipeline.hub.start import start
+from pipeline.hub.exporting import export
+from pipeline.hub.families import choose_family
+from pipeline.hub.importing import import_model, load_hub_model
 from pipeline.hub.tensors import gather
-from pipeline.model.build import build, draw
+from pipeline.model.build import build_model, init_weights
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
@@ -78,7 +77,7 @@ def random_hub_model(kind):
 def test_a_model_of_theirs_becomes_ours_and_goes_back(kind, tmp_path):
     theirs = random_hub_model(kind)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = load(tmp_path / "theirs")
+    ours = load_hub_model(tmp_path / "theirs")
     tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits = theirs(inputs).logits
@@ -135,8 +134,8 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
         arch=arch,
         sets=[*TINY, *(["model.attention.window=8"] if arch == "mistral" else [])],
     )
-    model = build(cfg.model)
-    draw(model, cfg.model, seed=1)
+    model = build_model(cfg.model)
+    init_weights(model, cfg.model, seed=1)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8 if p.ndim > 1 else 1)  # far from even routing, where rounding would decide
@@ -145,9 +144,9 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
                 router.steps += torch.randint(-30, 30, router.steps.shape)
     done = export(model, tmp_path / "out", None, torch.float32)
     assert done.difference < 1e-5
-    assert start(tmp_path / "out", tmp_path / "begun").difference < 1e-5
+    assert import_model(tmp_path / "out", tmp_path / "begun").difference < 1e-5
     again = load_model(tmp_path / "begun")[0]  # through a checkpoint
-    assert again.cfg.mtp == (cfg.model.mtp if choose(cfg.model).kind == "deepseek_v3" else 0)
+    assert again.cfg.mtp == (cfg.model.mtp if choose_family(cfg.model).kind == "deepseek_v3" else 0)
     tokens = torch.randint(128, (1, 20))
     torch.testing.assert_close(again(tokens), model(tokens))
     a, b = model.state_dict(), again.state_dict()
@@ -173,7 +172,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
 )
 def test_what_has_no_counterpart_is_named(arch, sets, names_):
     with pytest.raises(ConfigError) as error:
-        choose(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
+        choose_family(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
     assert (
         names_ in str(error.value)
         and "no counterpart" in str(error.value)
@@ -184,14 +183,14 @@ def test_what_has_no_counterpart_is_named(arch, sets, names_):
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     """A rotary base that config.json does not say: transformers computes something else from the same weights."""
     cfg = load_config(size="tiny", arch="llama3", sets=TINY).model
-    model = build(cfg)
-    draw(model, cfg, seed=1)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed=1)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8)
-    said = families.write
+    said = families.to_hub_config
     lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
-    monkeypatch.setattr("pipeline.hub.export.write", lie)
+    monkeypatch.setattr("pipeline.hub.exporting.to_hub_config", lie)
     with pytest.raises(RunError, match="nothing was written"):
         export(model, tmp_path / "out", None, torch.float32)
     assert not list(tmp_path.iterdir())
@@ -218,5 +217,5 @@ def test_an_import_is_whole_or_refused(tmp_path):
         save_file(kept, tmp_path / "a" / "model.safetensors", {"format": "pt"})
         (tmp_path / "a" / "config.json").write_text(json.dumps({**described, **config}))
         with pytest.raises(UserError) as error:
-            load(tmp_path / "a")
+            load_hub_model(tmp_path / "a")
         assert what in str(error.value) and "\n" not in str(error.value)

@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.model import Model
 from pipeline.errors import ConfigError
-from pipeline.model.build import build, draw
-from pipeline.model.cache import Cache
-from pipeline.model.generate import Sampling, beam_search, generate, pick
+from pipeline.model.attention import Cache
+from pipeline.model.build import build_model, init_weights
+from pipeline.model.decode import Sampling, beam_search, generate, pick
 from pipeline.planner import count as account
 
 MLA = {
@@ -68,8 +68,8 @@ def made(kind="gqa", position="rope", scores="plain", seed=0, **more):
         "ffn": {"kind": "ffn", "activation": "swiglu", "hidden": 48},
     }
     cfg = Model.model_validate(table | more)
-    model = build(cfg)
-    draw(model, cfg, seed)
+    model = build_model(cfg)
+    init_weights(model, cfg, seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("sinks"):
