@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from launch.law import EXPERIMENT, JSON, LAW, RUNS
 from launch.options import examples
-from launch.scaling import EXPERIMENT, JSON, LAW, RUNS
-from launch.scaling_tables import print_json
+from launch.tables import print_json
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -2,19 +2,20 @@
 
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.options import examples
-from launch.scaling_tables import print_json, print_plan, sweep_display
+from launch.tables import new_console, new_table, print_json
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from pipeline.sweep.plan import Planned, Sweep
-    from pipeline.sweep.run import Member
+    from pipeline.sweep.execute import Member, Progress
+    from pipeline.sweep.grid import Planned, Sweep
 
 app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
 
@@ -45,7 +46,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Lay out a sweep: every run's N, D, FLOPs, rate, batch, steps, time and memory, and the total."""
-    from pipeline.sweep.plan import TIMING
+    from pipeline.sweep.grid import TIMING
 
     sweep, runs = lay_out(file, budget, hours, points, data, mfu)
     total = {
@@ -107,13 +108,12 @@ def run(
     ] = False,
 ) -> None:
     """Run what is missing of a sweep. Ctrl-C saves what runs; the same command again continues."""
-    from pipeline.sweep import publish
-    from pipeline.sweep import run as sweeping
+    from pipeline.sweep import execute as sweeping
 
     if not slurm and (after or fit or gpus_per_node is not None):
         raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
     if after:
-        from pipeline.sweep.plan import read
+        from pipeline.sweep.grid import read
 
         number, log = submit_later(read(file), after)
         said = (
@@ -124,7 +124,7 @@ def run(
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = sweeping.members(sweep, runs, root)
-    publish.record(root, sweep)
+    sweeping.record(root, sweep)
     todo = [member for member in every if not member.finished]
     if slurm:
         gpus = gpus_per_node if gpus_per_node is not None else sweep.nproc if sweep.cluster else 0
@@ -226,7 +226,7 @@ def show_all(root: Path, *, track: bool = True) -> str | None:
     from pipeline.dashboard.files import static_page
     from pipeline.dashboard.source import open_source
     from pipeline.dashboard.watch import Watcher
-    from pipeline.sweep.publish import publish, write
+    from pipeline.sweep.execute import publish, write
 
     watcher = Watcher(open_source(root, None))
     watcher.refresh(strict=True)
@@ -245,7 +245,7 @@ def lay_out(
     mfu: float | None = None,
 ) -> "tuple[Sweep, list[Planned]]":
     """The sweep of a file within these limits, and its runs."""
-    from pipeline.sweep import plan as planning
+    from pipeline.sweep import grid as planning
 
     sweep = planning.read(file)
     if data is not None:
@@ -275,3 +275,100 @@ def known_best(points: Path) -> Callable[[float], float]:
         return float(found.N[0])
 
     return best
+
+
+def print_plan(data: dict[str, Any]) -> None:
+    from pipeline.units import count, power
+
+    title = f"{data['kind']} sweep {data['experiment']}"
+    console = new_console()
+    table = new_table(
+        title,
+        "run",
+        "N",
+        "D",
+        "D/N",
+        "FLOPs",
+        "lr",
+        "batch",
+        "steps",
+        "from",
+        "GiB per rank",
+        "hours",
+    )
+    for run in data["runs"]:
+        table.add_row(
+            run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}", power(run["C"]),
+            f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}",
+            f"{run['begins']:,}" if run["trunk"] else "–", f"{run['memory_bytes'] / 2**30:.2g}",
+            "–" if run["hours"] is None else f"{run['hours']:.3g}",
+        )  # fmt: skip
+    console.print(table)
+    total = data["total"]
+    time = (
+        ""
+        if total["hours"] is None
+        else f", {total['hours']:.3g} hours one after another ({total['timing']})"
+    )
+    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
+    if total["saved"]:
+        share = total["saved"] / (total["flops"] + total["saved"])
+        console.print(
+            f"Branches begin in the plateau of their size's longest run, at the step under `from`: {share:.0%} less "
+            f"than {power(total['flops'] + total['saved'])} FLOPs for whole runs")  # fmt: skip
+
+
+@contextmanager
+def sweep_display(
+    members: "Sequence[Member]", missing: int, *, quiet: bool
+) -> "Iterator[Callable[[Progress], None]]":
+    """On a terminal a bar for the sweep and one for each running member; elsewhere a line when one begins or ends."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=quiet, quiet=quiet)
+    steps = {member.name: member.steps for member in members}
+    told: set[tuple[str, str]] = set()
+    console.print(
+        f"{len(members) - missing} of {len(members)} runs are there, {missing} to go",
+        highlight=False,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        overall = bars.add_task("runs", total=len(members), completed=len(members) - missing)
+        tasks = {}
+
+        def say(name: str, what: str, style: str = "") -> None:
+            if (name, what) not in told:
+                told.add((name, what))
+                bars.console.print(
+                    f"{name}: {what}", highlight=False, markup=False, style=style, soft_wrap=True
+                )
+
+        def show(at: "Progress") -> None:
+            for name, member in at.running.items():
+                say(name, "running")
+                if name not in tasks:
+                    tasks[name] = bars.add_task(name, total=steps[name])
+                bars.update(tasks[name], completed=member.step)
+            for name in at.finished:
+                say(name, "finished")
+            for name, reason in at.failed.items():
+                say(name, f"failed: {reason}", "bold red")
+            if at.stopping:
+                say(
+                    "sweep",
+                    "stopping; running ones save first (again to end them at once)",
+                    "bold yellow",
+                )
+            for name in [name for name in tasks if name not in at.running]:
+                bars.remove_task(tasks.pop(name))
+            bars.update(overall, completed=len(members) - missing + len(at.finished))
+
+        yield show

@@ -13,7 +13,7 @@ from pipeline.dashboard.curve import Folded, Rows, number
 from pipeline.errors import RunError
 from pipeline.runs.history import Run, read_record, run_paths
 from pipeline.runs.log import Record, Tail
-from pipeline.scaling.register import registered
+from pipeline.scaling.record import registered
 from pipeline.track import mlflow_runs
 from pipeline.track import mlflow_store as store
 from pipeline.track.mlflow_runs import FORECASTS

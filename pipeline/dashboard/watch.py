@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.dashboard import rows
-from pipeline.dashboard.law import clusters, law_data
+from pipeline.dashboard.law_view import clusters, law_data
 from pipeline.dashboard.source import Seen, Source
 from pipeline.errors import UserError
-from pipeline.scaling.figures import finite
-from pipeline.scaling.register import score
+from pipeline.scaling.record import score
+from pipeline.units import finite
 
 EVERY_S = 2.0
 AT_REST = 4  # of the time that a look took: watching a large store must not become its load

@@ -212,3 +212,104 @@ class Power(Law):
     def natural(self, theta: Array, x: Inputs) -> Array:
         k, g = theta.T
         return np.stack([np.exp(k + g * x.centre[2]), g], axis=1)
+
+
+BOUNDS = (-5, 12)  # of log R*: beyond them repeats are worth nothing, or as much as new tokens
+
+
+class DataConstrained(Chinchilla):
+    """Muennighoff et al., arXiv 2305.16264: N and D count only as far as U distinct tokens carry them."""
+
+    name = "data-constrained"
+    formula = "L = E + A·N′^−α + B·D′^−β, D′ = U·(1 + R*(1 − exp(−(D/U − 1)/R*)))"
+    parameters = ("E", "A", "alpha", "B", "beta", "R_D", "R_N")
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        e, a, alpha, b, beta, r_d, r_n = (column[:, None] for column in theta.T)
+        alpha, beta = np.maximum(alpha, 1e-6), np.maximum(beta, 1e-6)
+        # N*(U): where a parameter more and a token more help alike, αA·N^−α = βB·D^−β.
+        level = np.log(alpha / beta) + a - b + beta * x.u
+        short = level / alpha < x.n  # fewer parameters than N can be filled
+        s_n, by_u, by_r_n = saturated(x.n, np.where(short, level / alpha, x.n), r_n)
+        s_d, _, by_r_d = saturated(x.d, x.u, r_d)
+        value, (floor, first, second) = mix(e, a - alpha * s_n, b - beta * s_d)
+        through = -alpha * by_u * short  # what N*(U) passes on of the parameters it is made of
+        return value, np.stack(
+            [
+                floor,
+                first * (1 + through / alpha),
+                first * (-s_n + through * (1 - level) / alpha**2),
+                second - first * through / alpha,
+                -second * s_d + first * through * (x.u - 1 / beta) / alpha,
+                -second * beta * by_r_d,
+                -first * alpha * by_r_n,
+            ]
+        )
+
+    def natural(self, theta: Array, x: Inputs) -> Array:
+        return np.concatenate([super().natural(theta[:, :5], x), np.exp(theta[:, 5:])], axis=1)
+
+
+def saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Array, Array]:
+    """log of U·(1 + R*·(1 − exp(−R/R*))) for R = used/U − 1 repeats, in logs, and its slopes by log U and log R*."""
+    half = np.exp(np.clip(log_half, *BOUNDS))
+    repeats = np.expm1(np.clip(used - distinct, 0, 50))
+    left = np.exp(-repeats / half)
+    worth = 1 + half * (1 - left)
+    return (
+        distinct + np.log(worth),
+        1 - left * (repeats + 1) / worth,
+        (half * (1 - left) - repeats * left) / worth,
+    )
+
+
+class Routed(Law):
+    """Ludziejewski et al., arXiv 2502.05172: N counts active parameters, M experts; dense runs are M = 1."""
+
+    name = "moe"
+    formula = "L = E + A·M^δ·N^−(α+γ·ln M) + B·M^ω·D^−(β+ζ·ln M)"
+    parameters = ("E", "A", "alpha", "delta", "gamma", "B", "beta", "omega", "zeta")
+
+    def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        e, a, alpha, delta, gamma, b, beta, omega, zeta = (column[:, None] for column in theta.T)
+        value, share = mix(
+            e,
+            a + delta * x.m - (alpha + gamma * x.m) * x.n,
+            b + omega * x.m - (beta + zeta * x.m) * x.d,
+        )
+        first, second = share[1], share[2]
+        return value, np.stack(
+            [share[0], first, -first * x.n, first * x.m, -first * x.m * x.n,
+             second, -second * x.d, second * x.m, -second * x.m * x.d]
+        )  # fmt: skip
+
+    def natural(self, theta: Array, x: Inputs) -> Array:
+        e, a, alpha, delta, gamma, b, beta, omega, zeta = theta.T
+        n0, d0, _, m0 = x.centre
+        return np.stack(
+            [np.exp(e),
+             np.exp(a - delta * m0 + alpha * n0 - gamma * m0 * n0), alpha - gamma * m0, delta + gamma * n0, gamma,
+             np.exp(b - omega * m0 + beta * d0 - zeta * m0 * d0), beta - zeta * m0, omega + zeta * d0, zeta], axis=1
+        )  # fmt: skip
+
+    def balance(
+        self, values: dict[str, float], experts: float
+    ) -> tuple[float, float, float, float] | None:
+        m = float(np.log(experts))
+        v = values
+        return (
+            float(np.log(v["A"])) + v["delta"] * m, v["alpha"] + v["gamma"] * m,
+            float(np.log(v["B"])) + v["omega"] * m, v["beta"] + v["zeta"] * m,
+        )  # fmt: skip
+
+
+_ALL: tuple[Law, ...] = (
+    Chinchilla(),
+    Gamma(),
+    Kaplan(),
+    Routed(),
+    DataConstrained(),
+    Compute(),
+    Power(),
+)
+LAWS: dict[str, Law] = {law.name: law for law in _ALL}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.runs.log import Record
+from pipeline.units import count, power
 
 Array = npt.NDArray[np.float64]
 
@@ -192,3 +193,15 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             dropped=tuple(dropped), warnings=() if corpora == 1 else (mixed,),
         )
     )  # fmt: skip
+
+
+def runs_across(points: Points) -> str:
+    """Runs that tell what N does from what D does: about one that is there, its compute split otherwise."""
+    if not len(points):
+        return "three sizes at 20 tokens per parameter"
+    middle = int(np.argsort(points.C)[len(points) // 2])
+    N, D, C = points.N[middle], points.D[middle], points.C[middle]
+    return (
+        f"for C ≈ {power(C)} FLOPs N = {count(N / 2)} on {count(D * 2)} tokens and N = {count(N * 2)} on "
+        f"{count(D / 2)}, and the same about a smaller and a larger run"
+    )

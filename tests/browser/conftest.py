@@ -73,10 +73,10 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def foretold() -> Callable[..., dict[str, Any]]:
     """`launch forecast … --json`."""
-    from launch import scaling
+    from launch import law
 
     app = typer.Typer()
-    scaling.register(app)
+    law.register(app)
 
     def call(*arguments: object) -> dict[str, Any]:
         result = CliRunner().invoke(app, ["forecast", *map(str, arguments), "--json"])

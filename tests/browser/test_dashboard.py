@@ -14,9 +14,9 @@ from pipeline.dashboard.source import Directories
 from pipeline.dashboard.watch import Watcher
 from pipeline.runs.history import read_runs
 from pipeline.runs.log import Log
-from pipeline.scaling.forecast import at_sizes, forecast
 from pipeline.scaling.points import points_of
-from pipeline.scaling.register import register
+from pipeline.scaling.predict import at_sizes, forecast
+from pipeline.scaling.record import register
 from pipeline.scaling.study import study
 from pipeline.track.tracker import LocalLog
 from tests.browser.payloads import PAYLOADS

@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from launch import scaling
+from launch import law
 from pipeline.errors import UserError
 from tests.scaling.made_runs import make_ladder
 
@@ -38,7 +38,7 @@ def public() -> Path:
 def launch():
     """Run a command; a user's error is what the command line would print before exit code 2."""
     app = typer.Typer()
-    scaling.register(app)
+    law.register(app)
 
     def call(*arguments: object) -> str:
         result = CliRunner().invoke(app, [str(a) for a in arguments])

@@ -9,10 +9,10 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from pipeline.scaling.figures import count
-from pipeline.scaling.forecast import at_sizes
 from pipeline.scaling.points import read_csv
+from pipeline.scaling.predict import at_sizes
 from pipeline.scaling.study import study
+from pipeline.units import count
 
 POINTS = Path(__file__).with_name("synthetic.csv")
 TRUTH = 2.9497  # nats per token of the held-out split, as `launch data prepare` says

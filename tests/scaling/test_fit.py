@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling.choose import LAWS
-from pipeline.scaling.fit import descend, fit
-from pipeline.scaling.forecast import at_sizes, cautions, forecast
-from pipeline.scaling.laws import Inputs, Law
+from pipeline.scaling.fitting import descend, fit, screened
+from pipeline.scaling.laws import LAWS, Inputs, Law
 from pipeline.scaling.points import Points, read_csv
-from pipeline.scaling.starts import screened
+from pipeline.scaling.predict import at_sizes, cautions, forecast
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import LAW, make_ladder, true_loss
 

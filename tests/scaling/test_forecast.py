@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.scaling.backtest import backtest, focus
-from pipeline.scaling.choose import LAWS
+from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
-from pipeline.scaling.study import study
+from pipeline.scaling.study import backtest, focus, study
 from tests.scaling.made_runs import make_run, true_loss
 
 

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.scaling.bootstrap import bootstrap
-from pipeline.scaling.choose import LAWS
-from pipeline.scaling.fit import fit
-from pipeline.scaling.forecast import at_sizes, cautions, forecast
-from pipeline.scaling.frontier import at, optimum
+from pipeline.scaling.fitting import fit, refit, vpnls
+from pipeline.scaling.frontier import at, envelope, isoflop, optimum
+from pipeline.scaling.intervals import bootstrap
+from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
+from pipeline.scaling.predict import at_sizes, cautions, forecast
 from pipeline.scaling.study import study
-from pipeline.scaling.valleys import envelope, isoflop
-from pipeline.scaling.vpnls import refit, vpnls
 from tests.scaling.made_runs import LAW, true_loss
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.sweep.plan import plan, read, within
+from pipeline.sweep.grid import plan, read, within
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "scaling"
 

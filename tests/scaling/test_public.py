@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.scaling.bootstrap import bootstrap
-from pipeline.scaling.choose import LAWS
-from pipeline.scaling.fit import fit
+from pipeline.scaling.fitting import fit
+from pipeline.scaling.frontier import isoflop
+from pipeline.scaling.intervals import bootstrap
+from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points, read_csv
 from pipeline.scaling.study import study
-from pipeline.scaling.valleys import isoflop
 
 
 @pytest.fixture(scope="module")

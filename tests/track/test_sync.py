@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
-from launch import scaling, sync
+from launch import law, sync
 from pipeline.errors import RunError
 from pipeline.runs.lock import hold
 from pipeline.runs.log import Log
@@ -57,7 +57,7 @@ def test_a_sweep_comes_back_with_its_forecasts(
     """Made and registered with no server in sight; then all of it from the directories alone."""
     root = make_ladder(tmp_path / "rebuilt")
     (root / "sweep.json").write_text(json.dumps({"experiment": root.name, "kind": "ladder"}))
-    scaling.register(app)
+    law.register(app)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     call = [
         "forecast",

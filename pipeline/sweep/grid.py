@@ -19,7 +19,7 @@ from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
 from pipeline.planner.recipe import resolve
 from pipeline.planner.speed import Layout, estimate, memory
-from pipeline.scaling.figures import count, power
+from pipeline.units import count, power
 
 SIDE = (
     2  # sizes wanted on each side of N*: an Akima valley needs them, and one alone may be the edge

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.options import examples
-from launch.scaling_tables import print_fit, print_forecast, print_json, print_scores
+from launch.tables import new_console, new_table, print_json, print_warnings
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,40 +148,40 @@ def forecast(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Foretell the loss of a larger run, with an interval."""
-    from pipeline.scaling import forecast as foretell
-    from pipeline.scaling import register as records
-    from pipeline.scaling.figures import finite
+    from pipeline.scaling import predict
+    from pipeline.scaling import record as records
     from pipeline.scaling.study import study
+    from pipeline.units import finite
 
     rows, shape = read_points(runs, experiment, points, law)
-    recipe, site = None, foretell.priced(cluster) if cluster else None
+    recipe, site = None, predict.priced(cluster) if cluster else None
     place: Callable[[Study], Points]
     match size, params, flops, targets:
         case str(), None, None, None:
-            recipe = foretell.recipe_of(size, arch, tokens, [*shape, *(sets or ())], gpus)
-            place = partial(foretell.at_recipe, recipe=recipe, name=size)
+            recipe = predict.recipe_of(size, arch, tokens, [*shape, *(sets or ())], gpus)
+            place = partial(predict.at_recipe, recipe=recipe, name=size)
         case None, float(), None, None if tokens:
             place = partial(
-                foretell.at_sizes, N=above_zero("params", params), D=above_zero("tokens", tokens)
+                predict.at_sizes, N=above_zero("params", params), D=above_zero("tokens", tokens)
             )
         case None, None, float(), None if tokens is None:
-            place = partial(foretell.at_flops, C=above_zero("flops", flops))
+            place = partial(predict.at_flops, C=above_zero("flops", flops))
         case None, None, None, Path() if tokens is None:
-            place = partial(foretell.at_targets, targets=foretell.read_targets(targets))
+            place = partial(predict.at_targets, targets=predict.read_targets(targets))
         case _:
             raise ConfigError(
                 "give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv"
             )
     done = study(rows.drop_highest(drop_highest), law, focused=True)
     places = place(done)
-    made = foretell.forecast(done, places)
+    made = predict.forecast(done, places)
     data: dict[str, Any] = {
         "law": done.name,
-        "warnings": [*done.warnings, *foretell.cautions(done, places, made)],
+        "warnings": [*done.warnings, *predict.cautions(done, places, made)],
         **(vars(made[0]) if targets is None else {"forecasts": list(map(vars, made))}),
     }
     if recipe is None and targets is None:
-        recipe = foretell.recipe_at(made[0].N, made[0].D, made[0].C)
+        recipe = predict.recipe_at(made[0].N, made[0].D, made[0].C)
     if recipe is not None:
         data["recipe"] = {
             "lr": recipe.lr,
@@ -189,7 +189,7 @@ def forecast(
             "steps": recipe.steps,
         }
     if site is not None:
-        data["cost"] = foretell.cost(sum(one.C for one in made), site, gpus)
+        data["cost"] = predict.cost(sum(one.C for one in made), site, gpus)
     if register:
         where = forecasts or record_of(runs, experiment, points)
         paths = records.register(where, made, finite(done.to_json()), now=time.time())
@@ -224,8 +224,8 @@ def score(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Hold registered forecasts against the runs that have landed."""
-    from pipeline.scaling.register import calibration, registered
-    from pipeline.scaling.register import score as hold
+    from pipeline.scaling.record import calibration, registered
+    from pipeline.scaling.record import score as hold
 
     folder = forecasts or record_of(runs, experiment, None)
     found = registered(folder)
@@ -242,6 +242,84 @@ def above_zero(key: str, value: float | None) -> float:
     if value is None or not 0 < value < float("inf"):
         raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
     return value
+
+
+def print_fit(data: dict[str, Any]) -> None:
+    console = new_console()
+    table = new_table(
+        f"{data['law']}: {data['formula']}", "parameter", "value", "standard error", "95% interval"
+    )
+    for name, p in data["parameters"].items():
+        table.add_row(
+            name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}"
+        )
+    console.print(table)
+    if data["exponents"]:
+        console.print(f"N* ∝ C^{data['exponents']['a']:.4f}   D* ∝ C^{data['exponents']['b']:.4f}")
+    used, dropped = data["points"]["used"], data["points"]["dropped"]
+    console.print(
+        f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}"
+    )
+    if data["backtest"]:
+        error = data["backtest"]["mean_absolute_error"]
+        console.print(
+            f"Forecasting held-out larger runs from smaller ones: {error:.2%} off on average"
+        )
+    console.print(f"Counted as: {data['convention']}", markup=False)
+    for reason in dropped[:12]:
+        console.print(f"  left out: {reason}", markup=False, style="dim")
+    if len(dropped) > 12:
+        console.print(f"  … and {len(dropped) - 12} more", style="dim")
+    print_warnings(console, data["warnings"])
+
+
+def print_forecast(data: dict[str, Any], made: list[dict[str, Any]]) -> None:
+    from pipeline.units import count, power
+
+    title = f"forecast by {data['law']}"
+    console = new_console()
+    table = new_table(
+        title, "run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*"
+    )
+    for one in made:
+        best = one["optimum"]
+        table.add_row(
+            one["name"], count(one["N"]), count(one["D"]), power(one["C"]), f"{one['extrapolation']:.3g}×",
+            f"{one['loss']:.4f}", f"{one['low']:.4f} … {one['high']:.4f}",
+            count(best["N"]) if best else "–", count(best["D"]) if best else "–",
+        )  # fmt: skip
+    console.print(table)
+    for key in ("recipe", "cost"):
+        if key in data:
+            told = ", ".join(f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
+                             for name, value in data[key].items())  # fmt: skip
+            console.print(f"{key}: {told}")
+    for path in data.get("registered", []):
+        console.print(f"registered: {path}", markup=False)
+    print_warnings(console, data["warnings"])
+
+
+def print_scores(data: dict[str, Any]) -> None:
+    from pipeline.units import count
+
+    console = new_console()
+    table = new_table(
+        "forecasts", "run", "N", "D", "forecast", "measured", "error", "inside", "counts"
+    )
+    yes = {True: "yes", False: "no", None: "–"}
+    for one in data["scores"]:
+        landed = one["measured"] is not None
+        table.add_row(
+            one["run"] or "not yet", count(one["N"]), count(one["D"]), f"{one['forecast']:.4f}",
+            f"{one['measured']:.4f}" if landed else "–", f"{one['error']:+.2%}" if landed else "–",
+            yes[one["inside"]], yes[one["counts"]] if one["counts"] is not False else "no: registered after it began",
+        )  # fmt: skip
+    console.print(table)
+    so_far = data["calibration"]
+    if so_far["counted"]:
+        console.print(
+            f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; "
+            f"{so_far['mean_absolute_error']:.2%} off on average")  # fmt: skip
 
 
 EXAMPLES: dict[Callable[..., None], str] = {

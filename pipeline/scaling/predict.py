@@ -13,10 +13,10 @@ from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.recipe import resolve, rule
-from pipeline.scaling.figures import count
 from pipeline.scaling.frontier import at, flops_per_parameter_token
 from pipeline.scaling.points import FIGURES, Points, column, read_table
 from pipeline.scaling.study import Study
+from pipeline.units import count
 
 MFU = 0.4  # of peak; what dense runs of 1–7B reach on H100s (llm-foundry, Megatron-LM: 41–47%)
 

@@ -11,13 +11,12 @@ from pipeline.config.load import CONFIGS, read_toml
 from pipeline.dashboard.curve import short
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
-from pipeline.scaling import forecast as foretell
-from pipeline.scaling.figures import power
-from pipeline.scaling.frontier import at, flops_per_parameter_token
+from pipeline.scaling import predict
+from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token
 from pipeline.scaling.points import Array, Points, points_of
-from pipeline.scaling.register import Score
+from pipeline.scaling.record import Score
 from pipeline.scaling.study import Study, study
-from pipeline.scaling.valleys import bottom, budgets_of
+from pipeline.units import power
 
 AHEAD = 10.0  # how far beyond the largest run the law is drawn
 PER_DECADE, BEHIND, BEYOND = 20, 2, 4  # slider stops, and decades below and above the largest run
@@ -125,7 +124,7 @@ def clusters() -> list[dict[str, Any]]:
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     return [
         {key: table.get(key) for key in ("name", "peak_flops", "usd_per_gpu_hour")}
-        | {"mfu": foretell.MFU}
+        | {"mfu": predict.MFU}
         for table in tables
         if table.get("peak_flops")
     ]

@@ -11,8 +11,8 @@ from typing import Any
 
 from pipeline.errors import RunError
 from pipeline.runs.history import Run
-from pipeline.scaling.figures import count
-from pipeline.scaling.forecast import Forecast
+from pipeline.scaling.predict import Forecast
+from pipeline.units import count
 
 VERSION = 1
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast

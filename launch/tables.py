@@ -1,0 +1,43 @@
+"""How every command prints: one table style for people, one JSON form for programs."""
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PIPED_COLUMNS = 120  # rich assumes 80 where there is no terminal, which wraps our tables
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON; numbers that are not finite become null."""
+    from pipeline.units import finite
+
+    typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
+
+
+def new_console() -> "Console":
+    """A console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=PIPED_COLUMNS, highlight=False)
+
+
+def new_table(title: str, *columns: str) -> "Table":
+    """An empty table; the first column is aligned left, numbers after it right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    return table
+
+
+def print_warnings(console: "Console", warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        console.print(f"! {warning}", markup=False, style="bold yellow")
