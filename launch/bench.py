@@ -130,10 +130,10 @@ def train(
     from rich.console import Console
 
     from pipeline.bench import train_step as bench
-    from pipeline.config.load import load
+    from pipeline.config.layers import load
     from pipeline.data.shards import Corpus
     from pipeline.parallel.world import World, free_port, joining
-    from pipeline.planner.choose import Room, choose_once, smaller
+    from pipeline.planner.check import DeviceMemory, check_one_micro_batch, smaller_micro_batch
     from pipeline.planner.recipe import resolve
     from pipeline.runs.faults import no_room
     from pipeline.train.request import Devices
@@ -153,10 +153,10 @@ def train(
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
     config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
     first: list[tuple[str, Any]] = []
-    choose_once(loaded)
+    check_one_micro_batch(loaded)
     if loaded.train.auto_batch:
         here, failed = Devices.here(), int(before.get(_FAILED, 0)) or None
-        config, note = Room(here.memory_bytes, here.name, not here.gpus).widen(
+        config, note = DeviceMemory(here.memory_bytes, here.name, not here.gpus).widen(
             config, world.size, failed
         )
         first.append(("auto-batch", note))
@@ -186,7 +186,7 @@ def train(
     except RuntimeError as error:
         if not no_room(type(error).__name__, str(error)):
             raise
-        lower, micro = smaller(config, world.size), config.train.micro_batch
+        lower, micro = smaller_micro_batch(config, world.size), config.train.micro_batch
         if lower is None or "RANK" in before:  # of several ranks the others wait for this one
             least = "" if micro == 1 else "a smaller one, or "
             if lower is not None:

@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.slurm.submit import Nodes
-    from pipeline.train.request import Devices, Settled
+    from pipeline.train.request import Devices, PlannedRun
 
 EXAMPLES = examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
@@ -111,10 +111,10 @@ def pretrain(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")
     ] = False,
-) -> tuple[Any, Any]:  # Settled, and a job's Nodes or None: typer evaluates what stands here
+) -> tuple[Any, Any]:  # PlannedRun, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
     from pipeline.runs.directory import RunDir, list_checkpoints
-    from pipeline.train.request import Devices, Request, settle
+    from pipeline.train.request import Devices, Request, plan_run
     from pipeline.train.stop import STOPPED
     from pipeline.train.supervisor import start
 
@@ -165,7 +165,7 @@ def pretrain(
     )
     if asked:
         wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
-    settled = settle(wish, devices)
+    settled = plan_run(wish, devices)
     if settled.note and not quiet:
         typer.echo(settled.note, err=True)
     if asked:
@@ -194,7 +194,7 @@ def pretrain(
     return settled, None
 
 
-def as_job(arguments: Sequence[str]) -> "tuple[Settled, Nodes]":
+def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     """What `launch pretrain` with these arguments would submit; refused like there."""
     alone = typer.Typer(pretty_exceptions_enable=False)
     register(alone)
@@ -215,7 +215,7 @@ def _cluster(
     run: Path | None,
 ) -> "tuple[Nodes, Devices]":
     """The nodes that the job asks for, and what one of them trains on."""
-    from pipeline.config.load import load_cluster
+    from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
@@ -227,7 +227,7 @@ def _cluster(
 
 
 def submit(
-    settled: "Settled", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
+    settled: "PlannedRun", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Refused before the run directory exists, or in the queue."""
     import json

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.options import examples
-from pipeline.config.change import flags
-from pipeline.config.load import load, names
+from pipeline.config.dump import flags
+from pipeline.config.layers import load, names
 from pipeline.config.schema import RunConfig
-from pipeline.planner import choose
+from pipeline.planner import check, memory
 from pipeline.planner import count as account
-from pipeline.planner import speed as layout
 from pipeline.planner.recipe import resolve
+from pipeline.planner.speed import Estimate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,9 +59,9 @@ def show(
     settled = resolve(loaded, ranks=gpus, gpu=True)
     figures = _figures(settled, gpus)
     if settled.cluster.rates is not None:
-        figures |= _layouts(choose.plan(settled, gpus, loaded.train.micro_batch))
+        figures |= _layouts(check.plan(settled, gpus, loaded.train.micro_batch))
         if figures["recommended"] is None and settled.cluster.memory_bytes:
-            more = choose.enough(settled, gpus, choose.Room(settled.cluster.memory_bytes))
+            more = check.enough(settled, gpus, check.DeviceMemory(settled.cluster.memory_bytes))
             figures["enough_gpus"] = next((layout.ranks for layout in more), None)
     print(json.dumps(figures, indent=1)) if as_json else _print_one(figures)
 
@@ -86,8 +86,8 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     model, train, count = config.model, config.train, account.params(config.model)
     flops = account.flops_per_token(model, recompute=train.recompute)
     assert train.batch_tokens != "auto" and train.steps
-    memory = {
-        zero: layout.memory(config, replace(layout.Layout.of(config, ranks), zero=zero))
+    held = {
+        zero: memory.memory(config, replace(memory.Layout.of(config, ranks), zero=zero))
         for zero in range(4)
     }
     return {
@@ -112,13 +112,13 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "cluster": config.cluster.name,
         "dtype": train.dtype,
-        "memory_bytes": {f"zero{z}": {**asdict(m), "total": m.total} for z, m in memory.items()},
+        "memory_bytes": {f"zero{z}": {**asdict(m), "total": m.total} for z, m in held.items()},
         "device_memory_bytes": config.cluster.memory_bytes,
-        "checkpoint_bytes": account.checkpoint_bytes(model),
+        "checkpoint_bytes": memory.checkpoint_bytes(model),
     }
 
 
-def _layouts(estimates: list[layout.Estimate]) -> dict[str, Any]:
+def _layouts(estimates: list[Estimate]) -> dict[str, Any]:
     """One row per ZeRO stage and ep; what is recommended is one of them, or nothing."""
     rows = [
         {
@@ -128,7 +128,7 @@ def _layouts(estimates: list[layout.Estimate]) -> dict[str, Any]:
         }
         for e in estimates
     ]
-    take = choose.best(estimates)
+    take = check.best(estimates)
     return {"layouts": rows, "recommended": rows[estimates.index(take)] if take.fits else None}
 
 
@@ -232,7 +232,7 @@ def _advice(f: dict[str, Any]) -> str:
             f", or --gpus {n}" if (n := f["enough_gpus"]) else ""
         )
     low, high = (row["step_s"] * (1 + sign * row["error"]) for sign in (-1, 1))
-    take = flags(layout.Layout(**row["layout"]).change())
+    take = flags(memory.Layout(**row["layout"]).change())
     return f"take [bold]{take}[/bold]: {_digits(low)} to {_digits(high)} s a step, from published runs (docs/SCALE.md)"
 
 

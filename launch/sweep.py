@@ -207,7 +207,7 @@ def submit(
 
 def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
     """Shards whose vocabulary counts, or trunks, are not there yet: a job that waits for them calls this command."""
-    from pipeline.config.load import load_cluster
+    from pipeline.config.layers import load_cluster
     from pipeline.slurm.submit import command, tidy
 
     site = load_cluster(sweep.cluster, sets=sweep.set).slurm

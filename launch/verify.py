@@ -46,7 +46,7 @@ def verify(
     from torch.multiprocessing.spawn import ProcessException
 
     from pipeline.bench.layouts import REFEREE, held, layouts
-    from pipeline.config.load import load
+    from pipeline.config.layers import load
     from pipeline.planner.recipe import resolve
     from pipeline.train.request import Devices
 

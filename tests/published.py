@@ -7,11 +7,12 @@ Tokens per second and GPU are compared, since FLOP conventions differ. Where eac
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
-from pipeline.planner.choose import best, plan
+from pipeline.planner.check import best, plan
+from pipeline.planner.memory import Layout
 from pipeline.planner.recipe import resolve
-from pipeline.planner.speed import Estimate, Layout, estimate
+from pipeline.planner.speed import Estimate, estimate
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
-from pipeline.planner.choose import PROCESS_BYTES, Room, best, fit, plan, smaller
+from pipeline.planner.check import (
+    PROCESS_BYTES,
+    DeviceMemory,
+    best,
+    fit_to_devices,
+    plan,
+    smaller_micro_batch,
+)
+from pipeline.planner.memory import Layout, memory, offloaded
 from pipeline.planner.recipe import resolve
-from pipeline.planner.speed import ERROR, Estimate, Layout, estimate, memory, offloaded, traffic
+from pipeline.planner.speed import ERROR, Estimate, estimate, traffic
 from tests.published import OTHER, SAME, ladder_rows
 
 
@@ -344,7 +352,9 @@ def test_what_cannot_work_is_refused_with_the_nearest_that_does(
                 size=size, arch=arch, sets=[f"{key}={value}" for key, value in fixed.items()]
             )
 
-        fit(sized(size), ranks, Room(memory, "H100", shared=shared), resized=sized)
+        fit_to_devices(
+            sized(size), ranks, DeviceMemory(memory, "H100", shared=shared), resized=sized
+        )
 
     shared = size == "tiny"
     with pytest.raises(ConfigError) as refused:
@@ -374,7 +384,7 @@ def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
         config("tiny", "dense", 2),
         config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"}),
     )
-    layout, cpu, gpu = Layout.of(here, 2), Room(None, shared=True), Room(None)
+    layout, cpu, gpu = Layout.of(here, 2), DeviceMemory(None, shared=True), DeviceMemory(None)
     each = memory(here, layout)
     assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
     copy = 12 * account.params(here.model).total
@@ -394,7 +404,7 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
         2,
         **sets | {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params},
     )
-    layout, cpu = Layout.of(here, 2), Room(None, shared=True)
+    layout, cpu = Layout.of(here, 2), DeviceMemory(None, shared=True)
     each, copy = memory(here, layout), 12 * account.params(here.model).total
     gone = 2 * (each.optimizer * (optimizer == "nvme") + each.weights * (params == "nvme"))
     assert offloaded(away, layout, "nvme") == gone
@@ -424,15 +434,15 @@ def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(
         size="3b",
         sets=["model.vocab=32768", f"train.batch_tokens={24 * 2048}", "train.auto_batch=true"],
     )
-    c, note = fit(c, 1, Room(int(gib * GIB), "H200", shared=shared))
+    c, note = fit_to_devices(c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared))
     assert c.train.micro_batch == first and note.startswith(
         f"micro-batch {first} of 24: account expects "
     )
     tried = []
-    while lower := smaller(c, 1):
+    while lower := smaller_micro_batch(c, 1):
         tried.append((c := lower).train.micro_batch)
     assert tried == then
-    again, note = Room(int(gib * GIB), "H200", shared=shared).widen(c, 1, below=8)
+    again, note = DeviceMemory(int(gib * GIB), "H200", shared=shared).widen(c, 1, below=8)
     assert again.train.micro_batch == 6 and note.endswith("; 8 ran out of memory")
 
 

@@ -17,12 +17,12 @@ import torch
 import pipeline.train.run
 from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.parallel.build import engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World, free_port, joining
 from pipeline.runs.directory import RunDir
-from pipeline.train.request import Devices, Request, settle
+from pipeline.train.request import Devices, Request, plan_run
 from pipeline.train.run import run
 from pipeline.train.stop import Stop
 
@@ -80,7 +80,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
         resume=resume,
     )
     fork(
-        1, lambda _: settle(request, Devices(0, 2**36, "CPU")).commit()
+        1, lambda _: plan_run(request, Devices(0, 2**36, "CPU")).commit()
     )  # it holds the directory while it lives
     fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
 

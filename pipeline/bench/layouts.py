@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from pipeline.config.load import merge, validate
+from pipeline.config.layers import merge, validate
 from pipeline.config.schema import RunConfig
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.stack import Losses

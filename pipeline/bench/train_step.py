@@ -27,7 +27,7 @@ from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
-from pipeline.planner.speed import Layout, memory
+from pipeline.planner.memory import Layout, memory
 from pipeline.train.evaluation import cut, loader
 from pipeline.train.meter import device_name, peak_flops, peak_memory_bytes
 

@@ -29,7 +29,7 @@ from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import TIMEOUT, World
-from pipeline.planner.count import checkpoint_bytes
+from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import list_checkpoints
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline.atomic import digest
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.manifest import CONFIG, Checkpoint, Manifest
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder

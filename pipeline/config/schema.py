@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.frozen import (
+from pipeline.config.parts import (
     Auto,
     Count,
     Dtype,
@@ -20,7 +20,7 @@ from pipeline.config.frozen import (
     Weight,
     Word,
 )
-from pipeline.config.model import Model
+from pipeline.config.shape import Model
 
 VERSION: Literal[1] = (
     1  # of the schema: raised when an old config.toml would be read with another meaning

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.load import CONFIGS, read_toml
+from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.dashboard.curve import short
 from pipeline.errors import DataError
 from pipeline.runs.history import Run

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from pipeline.config.frozen import Frozen
+from pipeline.config.parts import Frozen
 from pipeline.data import synthetic
 from pipeline.data.claim import WORK, claimed, finished, publish
 from pipeline.data.cluster import cluster, run

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import AfterValidator, Field
 
-from pipeline.config.frozen import Frozen
-from pipeline.config.load import CONFIGS, merge, names, nearest, parse_set, read_toml, validate
+from pipeline.config.layers import CONFIGS, merge, names, nearest, parse_set, read_toml, validate
+from pipeline.config.parts import Frozen
 from pipeline.errors import ConfigError
 
 VOCAB = 4096  # for corpora of a few million tokens; set 32768 for real ones

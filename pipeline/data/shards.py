@@ -16,7 +16,7 @@ import xxhash
 from pydantic import ValidationError
 
 from pipeline.atomic import digest
-from pipeline.config.frozen import Frozen
+from pipeline.config.parts import Frozen
 from pipeline.data.files import replacing, save
 from pipeline.errors import DataError
 

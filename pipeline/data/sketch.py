@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.atomic import sync_directory
-from pipeline.config.frozen import Frozen
+from pipeline.config.parts import Frozen
 from pipeline.data.files import save
 from pipeline.data.permute import U64, mix
 from pipeline.data.piece import MB, Task

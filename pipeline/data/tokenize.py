@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.atomic import sync_directory
-from pipeline.config.frozen import Frozen
+from pipeline.config.parts import Frozen
 from pipeline.data import megatron
 from pipeline.data.files import replacing, save
 from pipeline.data.piece import Task

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor
 
-from pipeline.config.model import Model
 from pipeline.config.parts import MoE
+from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 from pipeline.hub.families import Family, choose_family, to_hub_config

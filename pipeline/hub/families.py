@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeline.config.dump import flat
-from pipeline.config.load import merge, nearest, validate
-from pipeline.config.model import Model
+from pipeline.config.layers import merge, nearest, validate
 from pipeline.config.parts import NTK, MoE, RoPE
+from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.hub.settings import (
     DENSE_FIRST,

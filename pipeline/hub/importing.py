@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from pipeline.atomic import TEMPORARY
 from pipeline.checkpoint.weights import save_weights
-from pipeline.config.load import CONFIGS, merge, read_toml, validate
+from pipeline.config.layers import CONFIGS, merge, read_toml, validate
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError
 from pipeline.hub.families import from_hub_config

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pipeline.config.model import Model
 from pipeline.config.parts import FFN, Linear, Llama3, RoPE, YaRN
+from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 
 Table = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MLA, MoE
+from pipeline.config.shape import Model
 from pipeline.errors import DataError
 
 Names = dict[str, str]  # of ours → of theirs, several where they cut in rows what we fuse

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from pipeline.config.model import Model
 from pipeline.config.parts import GQA, MLA
+from pipeline.config.shape import Model
 from pipeline.model.norm import LayerNorm, RMSNorm, norm
 from pipeline.model.position import Rotary, rotate
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.config.frozen import Recompute
-from pipeline.config.model import Model
-from pipeline.config.parts import FFN, GQA, MLA, MoE
+from pipeline.config.parts import FFN, GQA, MLA, MoE, Recompute
+from pipeline.config.shape import Model
 from pipeline.model.attention import GroupedAttention, LatentAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts

@@ -5,8 +5,8 @@ from typing import NamedTuple, assert_never
 import torch.nn.functional as F
 from torch import Tensor, nn, ones, zeros
 
-from pipeline.config.model import Model
 from pipeline.config.parts import Norm
+from pipeline.config.shape import Model
 
 
 class RMSNorm(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from pipeline.config.model import Model
 from pipeline.config.parts import ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
+from pipeline.config.shape import Model
 from pipeline.model.attention import Cache, Context, LayerCache, Mask, Sequence, make_mask
 from pipeline.model.moe import MixtureOfExperts, Router, Routing
 from pipeline.model.norm import PLACEMENTS, Residual, norm, read, reading

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config.model import Model
 from pipeline.config.schema import RunConfig
+from pipeline.config.shape import Model
 
 # torch's optimizers import the compiler, a tenth of a process's start, only to stay out of it
 for _kept_out in (

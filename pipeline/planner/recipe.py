@@ -7,13 +7,13 @@ parameters, as in OLMo-core's ladder.
 import math
 from typing import Any
 
-from pipeline.config.change import Change, flags
-from pipeline.config.frozen import Dtype
-from pipeline.config.load import merge, validate
-from pipeline.config.parts import MoE
+from pipeline.config.dump import Change, flags
+from pipeline.config.layers import merge, validate
+from pipeline.config.parts import Dtype, MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.planner.count import flops_per_token, memory, params
+from pipeline.planner.count import flops_per_token, params
+from pipeline.planner.memory import model_memory
 
 _MOST_TOKENS = 1e18  # a hundred thousand times what anyone has
 _N0 = 108e6  # the size OLMo-core's ladder was tuned at
@@ -197,7 +197,7 @@ def _micro_batch(config: RunConfig, rows: int, dtype: Dtype, *, gpu: bool) -> in
     sp = config.parallel.sp
     most = max(1, 16384 * sp // config.model.seq)
     if gpu:
-        row = memory(
+        row = model_memory(
             config.model, dtype=dtype, zero=1, ranks=1, micro_batch=1, loss_chunk=1, sp=sp
         ).activations
         most = max(most, _KEPT_BYTES // row)

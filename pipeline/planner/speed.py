@@ -9,17 +9,14 @@ Tensor and pipeline parallelism do not exist here. docs/SCALE.md holds all this 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
-from typing import Literal
 
-from pipeline.config.change import Change, changed
-from pipeline.config.frozen import Dtype, Recompute
-from pipeline.config.model import Model
-from pipeline.config.parts import GQA, MoE
-from pipeline.config.schema import Cluster, Offload, Rates, RunConfig
+from pipeline.config.parts import GQA, Dtype, MoE, Recompute
+from pipeline.config.schema import Cluster, Rates, RunConfig
+from pipeline.config.shape import Model
 from pipeline.planner import count as account
+from pipeline.planner.memory import USABLE, Layout, Memory, memory, model_memory
 
 # HOP_S and EXPOSED are fitted to 117 published dense runs together with the rates of configs/cluster; those before them
 # are measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
@@ -29,34 +26,6 @@ UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms
 HOP_S = 8e-6  # of a ring, per collective and rank it passes
 EXPOSED = 0.5  # of the shorter of compute and collectives: what runs beside the other slows it
 ERROR = 0.2  # of a dense step's time, and of a routed one's twice that: docs/SCALE.md
-MEMORY_ERROR = 0.1  # of account's bytes, at most: docs/BENCHMARKS.md
-USABLE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    ranks: int
-    zero: int
-    ep: int = 1
-    micro_batch: int = 1
-    recompute: Recompute = False
-    sp: int = 1
-
-    @classmethod
-    def of(cls, config: RunConfig, ranks: int) -> "Layout":
-        micro = config.train.micro_batch
-        assert micro != "auto", "resolve the recipe first"
-        at = config.parallel
-        return cls(ranks, at.zero, at.ep, micro, config.train.recompute, at.sp)
-
-    def change(self, before: "Layout | None" = None) -> Change:
-        """What differs from another layout, or from the defaults."""
-        before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
-        keys = ("zero", "ep", "sp", "train.micro_batch", "train.recompute")
-        pairs = (
-            (key, *map(attrgetter(key.removeprefix("train.")), (self, before))) for key in keys
-        )
-        return {key: mine for key, mine, other in pairs if mine != other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +45,7 @@ class Traffic:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     layout: Layout
-    memory: account.Memory
+    memory: Memory
     traffic: Traffic
     compute_s: float
     collectives_s: float
@@ -149,37 +118,6 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     )
 
 
-def memory(config: RunConfig, layout: Layout) -> account.Memory:
-    """Of one rank, of a resolved config."""
-    train = config.train
-    assert train.dtype != "auto" and train.loss_chunk != "auto", "resolve the recipe first"
-    held = account.memory(
-        config.model,
-        dtype=train.dtype,
-        zero=layout.zero,
-        ranks=layout.ranks,
-        micro_batch=layout.micro_batch,
-        loss_chunk=train.loss_chunk,
-        recompute=layout.recompute,
-        ep=layout.ep,
-        sp=layout.sp,
-        accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
-        away=config.parallel.offload.optimizer is not None,
-    )
-    return replace(held, weights=0) if config.parallel.offload.params else held
-
-
-def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
-    """What lies there instead, of all ranks together."""
-    away, held = (
-        config.parallel.offload,
-        memory(changed(config, {"parallel.offload": Offload()}), layout),
-    )
-    return layout.ranks * (
-        held.optimizer * (away.optimizer == to) + held.weights * (away.params == to)
-    )
-
-
 _count = lru_cache(account.params)  # a plan asks hundreds of times
 
 
@@ -219,7 +157,7 @@ def _token_s(model: Model, recompute: Recompute, dtype: Dtype, peak: float, rate
     if isinstance(model.ffn, MoE):
         routed = 6 * _count(model).experts * model.ffn.top_k // model.ffn.experts
     kept = (
-        account.memory(model, dtype=dtype, zero=3, ranks=1, micro_batch=1, loss_chunk=1).activations
+        model_memory(model, dtype=dtype, zero=3, ranks=1, micro_batch=1, loss_chunk=1).activations
         / model.seq
     )
     again = flops.hardware / flops.model

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic import digest, replace
 from pipeline.config.dump import differences, to_toml
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from pipeline.config.load import reload
-from pipeline.planner.choose import smaller
+from pipeline.config.layers import reload
+from pipeline.planner.check import smaller_micro_batch
 from pipeline.runs.directory import RunDir, list_checkpoints
 from pipeline.runs.log import Log, Record, read
 
@@ -25,7 +25,7 @@ def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Re
         "saved": max(list_checkpoints(run.checkpoints), default=0),
     }
     if no_room(fault["kind"], fault["message"]) and (
-        lower := smaller(reload(run.config), ranks or run.world or 1)
+        lower := smaller_micro_batch(reload(run.config), ranks or run.world or 1)
     ):
         to = f"train.micro_batch is lowered to {lower.train.micro_batch}"
         fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; {to}"}

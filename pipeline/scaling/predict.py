@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.load import load, load_cluster
+from pipeline.config.layers import load, load_cluster
 from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
 from pipeline.planner.count import flops_per_token, params

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.process import redirect_output

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.load import read_toml
+from pipeline.config.layers import read_toml
 from pipeline.errors import RunError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Record, decode

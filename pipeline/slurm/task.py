@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent

@@ -10,15 +10,16 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.config.frozen import Frozen
-from pipeline.config.load import load, names, read_toml, validate
+from pipeline.config.layers import load, names, read_toml, validate
+from pipeline.config.parts import Frozen
 from pipeline.config.schema import WSD, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
+from pipeline.planner.memory import Layout, memory
 from pipeline.planner.recipe import resolve
-from pipeline.planner.speed import Layout, estimate, memory
+from pipeline.planner.speed import estimate
 from pipeline.units import count, power
 
 SIDE = (

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 from pipeline.atomic import replace
 from pipeline.config.dump import differences
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import WSD, RunConfig
 from pipeline.errors import ConfigError, RunError
 from pipeline.optim.schedule import decay_start

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.config.load import CONFIGS, read_toml
+from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.config.schema import Cluster
 from pipeline.train.reading import Moment
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import psutil
 
-from pipeline.config.change import changed
-from pipeline.config.load import load, reload
+from pipeline.config.dump import changed
+from pipeline.config.layers import load, reload
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import ConfigError, RunError
-from pipeline.planner import count as account
-from pipeline.planner.choose import Resized, Room, choose_once, fit
-from pipeline.planner.speed import Layout, offloaded
+from pipeline.planner.check import DeviceMemory, Resized, check_one_micro_batch, fit_to_devices
+from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.train.branch import begin, meeting
 
@@ -82,7 +81,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class PlannedRun:
     """A run that can work, not yet written."""
 
     run: RunDir
@@ -91,7 +90,7 @@ class Settled:
     fresh: bool = False
     note: str = ""  # for the user: how train.auto_batch chose, what a setting lacks
 
-    def commit(self) -> "Settled":
+    def commit(self) -> "PlannedRun":
         """Hold the run directory for this launcher, and create it or find it fit to continue."""
         settled = self
         while not settled._taken_over():
@@ -116,7 +115,7 @@ class Settled:
             self.run.create(self.config, {**self.facts, "name": self.config.name})
         return True
 
-    def _beside(self) -> "Settled":
+    def _beside(self) -> "PlannedRun":
         """The same run in the next directory that is not there: 1b, 1b-2, 1b-3 …"""
         parent, stem, number = self.run.path.parent, self.config.name[:58], 2
         while (parent / f"{stem}-{number}").exists():
@@ -127,7 +126,7 @@ class Settled:
         )
 
 
-def settle(request: Request, devices: Devices) -> Settled:
+def plan_run(request: Request, devices: Devices) -> PlannedRun:
     """Everything that can be refused is refused here, before anything is written."""
     if request.size is not None and request.init is not None:
         raise ConfigError(
@@ -162,7 +161,7 @@ def settle(request: Request, devices: Devices) -> Settled:
         if not request.resume:
             raise _taken(run)
         _check_disk(config, run.path, request.nproc)
-        return Settled(run, config, None, note=note)
+        return PlannedRun(run, config, None, note=note)
     _check_disk(config, run.path, request.nproc)
     train = corpus.manifest.splits["train"]
     about = facts(
@@ -176,7 +175,7 @@ def settle(request: Request, devices: Devices) -> Settled:
             "of": str(request.branch),
             "step": meeting(config, RunDir(request.branch)),
         }
-    return Settled(run, config, about, fresh, note)
+    return PlannedRun(run, config, about, fresh, note)
 
 
 def _taken(run: RunDir) -> RunError:
@@ -185,7 +184,7 @@ def _taken(run: RunDir) -> RunError:
     )
 
 
-def _again(request: Request, devices: Devices) -> Settled:
+def _again(request: Request, devices: Devices) -> PlannedRun:
     """A run as its directory has it; what is set besides must be what a resumed run may change."""
     if not request.resume:
         raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
@@ -208,7 +207,7 @@ def _again(request: Request, devices: Devices) -> Settled:
         _check_disk(config, run.path, request.nproc)
     if not run.finished or request.data is not None:
         same_data(config, _corpus(Path(config.data.dir or ".")))
-    return Settled(run, config, None, note=note)
+    return PlannedRun(run, config, None, note=note)
 
 
 def same_data(config: RunConfig, corpus: Corpus) -> None:
@@ -280,32 +279,34 @@ def _fit(
 ) -> tuple[RunConfig, str]:
     """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
     if before is None:
-        choose_once(config)
+        check_one_micro_batch(config)
     else:
         train, was = config.train, before.train
         assert was.batch_tokens != "auto" and was.micro_batch != "auto"
-        choose_once(config, was.micro_batch)
+        check_one_micro_batch(config, was.micro_batch)
         batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
         micro = "auto" if train.micro_batch == was.micro_batch else train.micro_batch
         config = changed(config, {"train.batch_tokens": batch, "train.micro_batch": micro})
         cuts = config.rows * config.parallel.sp % (request.nproc * was.micro_batch) == 0
         if micro == "auto" and cuts and (was.auto_batch or not train.auto_batch):  # as before
             config = changed(config, {"train.micro_batch": was.micro_batch})
-    room = Room(devices.memory_bytes, devices.name, not devices.gpus)
-    config, note = fit(config, request.nproc, room, keep=before is not None, resized=resized)
+    room = DeviceMemory(devices.memory_bytes, devices.name, not devices.gpus)
+    config, note = fit_to_devices(
+        config, request.nproc, room, keep=before is not None, resized=resized
+    )
     if request.fewest:
-        fit(config, request.fewest, room)
+        fit_to_devices(config, request.fewest, room)
     else:  # of a job's nodes nothing is seen from here
         _check_offload(config, request.nproc, devices.host_bytes)
     return config, note
 
 
 def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None:
-    """Room for what does not lie on the devices, and for the copy that a checkpoint is written from."""
+    """DeviceMemory for what does not lie on the devices, and for the copy that a checkpoint is written from."""
     away, layout, copy = (
         config.parallel.offload,
         Layout.of(config, ranks),
-        account.checkpoint_bytes(config.model),
+        checkpoint_bytes(config.model),
     )
     if away.path is not None and away.nvme:
         key, folder, need = (
@@ -338,7 +339,7 @@ def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
     more = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
     each, free = (
-        account.disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero),
+        disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero),
         shutil.disk_usage(there).free,
     )
     need = more * each

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.checkpoint.load import begin, find, load
 from pipeline.checkpoint.save import Saver
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.shards import Corpus
 from pipeline.errors import RunError

@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.errors import RunError
 from pipeline.process import end_with_parent
 from pipeline.runs import faults

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.errors import UserError
 from pipeline.parallel.world import World
 from pipeline.process import end_with_parent, redirect_output

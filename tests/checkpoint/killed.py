@@ -15,7 +15,7 @@ import torch
 from pipeline.checkpoint import manifest
 from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
-from pipeline.config.load import load as settings
+from pipeline.config.layers import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.world import World
 from tests.checkpoint.plain import Plain

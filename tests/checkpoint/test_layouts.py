@@ -9,9 +9,9 @@ import torch
 
 from pipeline.checkpoint import manifest, store
 from pipeline.checkpoint.weights import load_model
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.parallel.fragments import Fragment
-from pipeline.planner.count import disk_bytes
+from pipeline.planner.memory import disk_bytes
 from pipeline.runs.directory import list_checkpoints
 from tests.conftest import worlds
 

@@ -16,7 +16,7 @@ from pipeline.checkpoint import manifest
 from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.checkpoint.weights import load_weights
-from pipeline.config.load import load as settings
+from pipeline.config.layers import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.dump import to_toml
-from pipeline.config.load import load, validate
+from pipeline.config.layers import load, validate
 from pipeline.config.schema import RunConfig
 from pipeline.planner.recipe import resolve
 from pipeline.runs.directory import RunDir

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from pipeline.config.dump import differences, to_toml
-from pipeline.config.load import load, merge, names, parse_set, reload
+from pipeline.config.layers import load, merge, names, parse_set, reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.recipe import resolve

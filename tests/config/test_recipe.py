@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.load import load, names
+from pipeline.config.layers import load, names
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.planner.choose import Room, fit
+from pipeline.planner.check import DeviceMemory, fit_to_devices
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.recipe import resolve
-from pipeline.train.request import Devices, Request, settle
+from pipeline.train.request import Devices, Request, plan_run
 
 
 def test_rate_and_batch_follow_the_published_ladder():
@@ -126,12 +126,14 @@ def test_what_a_refusal_names_is_accepted_at_once(
         sets = ["model.seq=256", *(f"{key}={value}" for key, value in asked.items() if "." in key)]
         if keep:
             config = load(size=asked["size"], arch=arch, sets=sets)
-            return fit(config, int(asked["nproc"]), Room(memory, shared=not gpu), keep=True)[0]
+            return fit_to_devices(
+                config, int(asked["nproc"]), DeviceMemory(memory, shared=not gpu), keep=True
+            )[0]
         request = Request(
             asked["size"], arch, corpus, corpus / "none", int(asked["nproc"]), sets=sets
         )
         with patch("shutil.disk_usage", return_value=Mock(free=2**60)):
-            return settle(request, Devices(8 * gpu, memory, "device")).config
+            return plan_run(request, Devices(8 * gpu, memory, "device")).config
 
     try:
         settled(asked)
@@ -187,14 +189,14 @@ def test_what_leaves_a_gpu_needs_room_elsewhere(corpus, tmp_path, to, host, free
         "shutil.disk_usage", side_effect=lambda at: Mock(free=free if at == disk else 2**60)
     ):
         if said is None:
-            settle(wish, Devices(2, 2**36, "GPU", host))
-            settle(
+            plan_run(wish, Devices(2, 2**36, "GPU", host))
+            plan_run(
                 replace(wish, sets=[*sets, "parallel.offload.path=/nowhere"], fewest=2),
                 Devices(2, 2**36, "GPU"),
             )
         else:
             with pytest.raises(UserError, match=said):
-                settle(wish, Devices(2, 2**36, "GPU", host))
+                plan_run(wish, Devices(2, 2**36, "GPU", host))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.checkpoint.weights import load_model
-from pipeline.config.load import load as load_config
-from pipeline.config.load import names
+from pipeline.config.layers import load as load_config
+from pipeline.config.layers import names
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.hub import families
 from pipeline.hub.exporting import export

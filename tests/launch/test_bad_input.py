@@ -239,8 +239,8 @@ def freeze(run: Path, number: signal.Signals) -> None:
 def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
     """Too little space, then full in the middle of a write: the checkpoint before it stays whole, nothing is left
     beside it, and --resume goes on once there is room."""
-    from pipeline.config.load import reload
-    from pipeline.planner.count import checkpoint_bytes
+    from pipeline.config.layers import reload
+    from pipeline.planner.memory import checkpoint_bytes
 
     out, filler = small_disk / "run", small_disk / "filler"
     often = (

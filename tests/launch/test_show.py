@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from pipeline.config.load import names
+from pipeline.config.layers import names
 from tests.conftest import command, environment, launch
 
 

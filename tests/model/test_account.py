@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.load import load, names
-from pipeline.config.model import Model
+from pipeline.config.layers import load, names
+from pipeline.config.shape import Model
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
 from pipeline.planner import count as account
+from pipeline.planner.memory import model_memory
 
 
 def built(cfg):
@@ -275,7 +276,7 @@ def test_zero_shards_what_it_says():
     model = load(size="1b").model
 
     def states(zero, ranks):
-        m = account.memory(
+        m = model_memory(
             model, dtype="bf16", zero=zero, ranks=ranks, micro_batch=1, loss_chunk=2048
         )
         return m.weights + m.gradients + m.optimizer
@@ -287,7 +288,7 @@ def test_zero_shards_what_it_says():
     assert states(3, 8) == pytest.approx(16 / 8 * total, rel=1e-6)
     block = (count := account.params(model)).attention // 16 + count.ffn // 16 + 2 * 2048 + 2 * 128
     whole = [
-        account.memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered
+        model_memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered
         for z in range(4)
     ]
     assert whole == [0, 0, 2 * block, 3 * 2 * block]

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.model.build import build_model, init_weights
 
 

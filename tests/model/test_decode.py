@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.model import Model
+from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.model.attention import Cache
 from pipeline.model.build import build_model, init_weights

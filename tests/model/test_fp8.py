@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.fp8 import Float8Linear, convert_to_fp8
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.dump import to_toml
-from pipeline.config.load import load, names
-from pipeline.config.model import Model
+from pipeline.config.layers import load, names
+from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.hub.exporting import export
 from pipeline.hub.families import choose_family

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.model.build import build_model, init_weights
 from pipeline.optim.groups import parameter_groups, set_learning_rate
 

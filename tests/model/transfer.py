@@ -10,8 +10,8 @@ from itertools import count
 
 import torch
 
-from pipeline.config.load import load
-from pipeline.config.model import Model
+from pipeline.config.layers import load
+from pipeline.config.shape import Model
 from pipeline.data.synthetic import LANGUAGES, documents
 from pipeline.model.build import build_model, init_weights
 from pipeline.optim.groups import parameter_groups, set_learning_rate

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.config.schema import WSD, Cosine
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family

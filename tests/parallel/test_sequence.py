@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.parallel.sequence import share_sequences

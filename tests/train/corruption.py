@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipeline.bench.host_waits import reads
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
 from pipeline.objective.batch import Batch
 from pipeline.parallel.build import engine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeline.config.load import reload
+from pipeline.config.layers import reload
 from pipeline.data.loader import Loader
 from pipeline.data.shards import Corpus
 from pipeline.parallel.world import World

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from pipeline.config.load import load
+from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.parallel.build import _model
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
 from pipeline.runs.faults import no_room
 from pipeline.train.meter import peak_flops
-from pipeline.train.request import Devices, Request, settle
+from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment, launch
 
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
@@ -249,26 +249,26 @@ def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
         1,
         sets=["model.seq=64", "train.batch_tokens=32768"],
     )
-    first = settle(wish, cpu).commit().config
+    first = plan_run(wish, cpu).commit().config
     again = Request(None, "dense", None, tmp_path / "run", 1, resume=True)
     look = replace(again, over={"train": {"auto_batch": True}})
-    assert settle(again, cpu).config.train.micro_batch == first.train.micro_batch == 256
-    assert settle(look, cpu).config.train.micro_batch == 512
-    found = settle(look, Devices(0, 300 * 2**20, "CPU"))
+    assert plan_run(again, cpu).config.train.micro_batch == first.train.micro_batch == 256
+    assert plan_run(look, cpu).config.train.micro_batch == 512
+    found = plan_run(look, Devices(0, 300 * 2**20, "CPU"))
     assert found.config.train.micro_batch == 128
     found.run.continue_with(found.config)
     for wish in (again, look):  # as it was found, or lowered
-        assert settle(wish, cpu).config.train.micro_batch == 128
+        assert plan_run(wish, cpu).config.train.micro_batch == 128
     with pytest.raises(
         ConfigError, match=r"^train.micro_batch=4 is given, and .*; take one of the two away$"
     ):
-        settle(replace(again, sets=["train.micro_batch=4"]), cpu)
+        plan_run(replace(again, sets=["train.micro_batch=4"]), cpu)
 
 
 def test_fp8_from_weights_that_it_does_not_suit_is_remarked_on(corpus, tmp_path):
     def said(*settings: str) -> str:
         wish = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=["model.seq=64", *settings])
-        return settle(wish, Devices(0, 2**34, "CPU")).note
+        return plan_run(wish, Devices(0, 2**34, "CPU")).note
 
     assert said("train.fp8=true").startswith("train.fp8=true without model.scaled_embedding=true: ")
     assert said("train.fp8=true", "train.auto_batch=true").count("\n") == 1  # beside the other note

@@ -22,7 +22,7 @@ from pipeline.parallel.world import World
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard, RollbackError, relevant
-from pipeline.train.request import Devices, Request, settle
+from pipeline.train.request import Devices, Request, plan_run
 from pipeline.train.watchdog import Watch
 from tests.conftest import environment
 from tests.train.test_run import hashes, losses, records
@@ -173,7 +173,7 @@ def made(corpus: Path, out: Path, nproc: int) -> Path:
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
             "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
     wish = Request("tiny", "dense", corpus, out, nproc, sets=sets)
-    return settle(wish, Devices(0, 2**34, "CPU")).commit().run.path
+    return plan_run(wish, Devices(0, 2**34, "CPU")).commit().run.path
 
 
 def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_save(
@@ -181,13 +181,13 @@ def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_sav
 ):
     run = made(corpus, tmp_path / "four", nproc=4)
     assert RunDir(run).world == 4  # though it has logged nothing
-    settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
+    plan_run(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
     for stray in ("step-00000009.bak", "step-backup"):  # not a checkpoint, for nobody
         (run / "checkpoints" / stray).mkdir()
     assert faults.note(RunDir(run), 1)["saved"] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(RunError, match=r"3 checkpoints need .* are free; make room"):
-        settle(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
+        plan_run(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
 
 
 def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):

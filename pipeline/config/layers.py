@@ -11,10 +11,9 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.dump import flat
-from pipeline.config.frozen import Frozen
-from pipeline.config.model import Arch, Size
+from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig
-from pipeline.config.shape import cross
+from pipeline.config.shape import Arch, Size, cross
 from pipeline.errors import ConfigError
 
 T = TypeVar("T", bound=Frozen)

@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeline.config.change import Change, changed, flags
-from pipeline.config.frozen import Auto, Recompute
-from pipeline.config.load import names
+from pipeline.config.dump import Change, changed, flags
+from pipeline.config.layers import names
+from pipeline.config.parts import Auto, Recompute
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, UserError
-from pipeline.planner.count import checkpoint_bytes, params
-from pipeline.planner.recipe import mend, resolve
-from pipeline.planner.speed import (
+from pipeline.planner.count import params
+from pipeline.planner.memory import (
     MEMORY_ERROR,
     USABLE,
-    Estimate,
     Layout,
-    estimate,
+    checkpoint_bytes,
     memory,
     offloaded,
 )
+from pipeline.planner.recipe import mend, resolve
+from pipeline.planner.speed import Estimate, estimate
 
 PROCESS_BYTES = (
     2**28
@@ -62,7 +62,7 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DeviceMemory:
     """What a device has for the ranks: each on its own GPU, or all in the one memory of a CPU."""
 
     memory_bytes: int | None  # None: unknown from here
@@ -127,7 +127,7 @@ class Room:
         )
 
 
-def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
+def smaller_micro_batch(config: RunConfig, ranks: int) -> RunConfig | None:
     """With the next micro-batch to try, if the choice is ours."""
     micro = config.train.micro_batch
     assert micro != "auto", "resolve the recipe first"
@@ -139,7 +139,7 @@ def smaller(config: RunConfig, ranks: int) -> RunConfig | None:
     )
 
 
-def choose_once(config: RunConfig, chosen: int | None = None) -> None:
+def check_one_micro_batch(config: RunConfig, chosen: int | None = None) -> None:
     """A micro-batch that is given is not looked for, unless it is what an earlier search has `chosen`."""
     if config.train.auto_batch and config.train.micro_batch not in ("auto", chosen):
         raise ConfigError(
@@ -149,7 +149,7 @@ def choose_once(config: RunConfig, chosen: int | None = None) -> None:
 
 
 def _mended(
-    config: RunConfig, ranks: int, room: Room, keep: bool
+    config: RunConfig, ranks: int, room: DeviceMemory, keep: bool
 ) -> tuple[list[str], Change, int | None, RunConfig, str, Layout]:
     """As `mend` has it, with the run that this makes: settled, memory apart, and how train.auto_batch chose."""
     faults, take, more = mend(config, ranks, gpu=not room.shared, keep=keep)
@@ -160,8 +160,13 @@ def _mended(
     return faults, take, more, settled, note, Layout.of(settled, ranks)
 
 
-def fit(
-    config: RunConfig, ranks: int, room: Room, *, keep: bool = False, resized: Resized | None = None
+def fit_to_devices(
+    config: RunConfig,
+    ranks: int,
+    room: DeviceMemory,
+    *,
+    keep: bool = False,
+    resized: Resized | None = None,
 ) -> tuple[RunConfig, str]:
     """Every number settled for so many ranks, and how train.auto_batch chose; or a refusal, in one line that names the
     nearest settings that are not refused."""
@@ -199,7 +204,7 @@ def fit(
 
 
 def _options(
-    config: RunConfig, ranks: int, room: Room, keep: bool, resized: Resized | None
+    config: RunConfig, ranks: int, room: DeviceMemory, keep: bool, resized: Resized | None
 ) -> Iterator[Change]:
     """In this size, on more GPUs or, where they share a memory, in fewer processes; then the largest size below it that
     fits."""
@@ -227,7 +232,7 @@ def _options(
         yield from ({"size": size, **change} for change in within(resized(size)))
 
 
-def _nearest(config: RunConfig, ranks: int, room: Room, keep: bool) -> Iterator[Change]:
+def _nearest(config: RunConfig, ranks: int, room: DeviceMemory, keep: bool) -> Iterator[Change]:
     """What fits, with the fewest changes first; the stage is changed before the micro-batch, ep, and what is
     recomputed, and sequences are shared where nothing else helps."""
     _, take, _, config, _, now = _mended(config, ranks, room, keep)
@@ -271,7 +276,7 @@ def _nearest(config: RunConfig, ranks: int, room: Room, keep: bool) -> Iterator[
                 yield {**take, **option.change(told)}
 
 
-def enough(config: RunConfig, ranks: int, room: Room) -> Iterator[Layout]:
+def enough(config: RunConfig, ranks: int, room: DeviceMemory) -> Iterator[Layout]:
     """Doublings of the GPUs that cut the batch and on which the smallest layout fits."""
     at = config.parallel
     for more in (n for n in (ranks << k for k in range(1, 11)) if config.rows * at.sp % n == 0):
