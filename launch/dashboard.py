@@ -1,43 +1,38 @@
 """`launch dashboard`: the page, live in a browser or as one file."""
 
-import json
 import os
 import secrets
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.law import EXPERIMENT, JSON, LAW, RUNS
-from launch.options import examples
-from launch.tables import print_json
+from launch.options import AsJson, Experiment, Law, RunsDir, examples
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.dashboard.watch import Watcher
+    from pipeline.dashboard.live import Watcher
 
 TOKEN = "ISOFLOP_DASHBOARD_TOKEN"
 
 
 def dashboard(
-    runs: Annotated[Path | None, RUNS] = None,
-    experiment: Annotated[str | None, EXPERIMENT] = None,
+    runs: RunsDir = None,
+    experiment: Experiment = None,
     static: Annotated[
-        Path | None, typer.Option(help="Write the page as one HTML file instead.")
+        Path | None, typer.Option(help="Write the page to this HTML file instead of serving it.")
     ] = None,
     port: Annotated[
-        int, typer.Option(help="Where to serve; 0 for any free port.", min=0, max=65535)
+        int, typer.Option(help="Port to serve on; 0 for any free port.", min=0, max=65535)
     ] = 8080,
     host: Annotated[
-        str, typer.Option(help="The address; beyond loopback it asks for a token.")
+        str, typer.Option(help="Address to serve on; beyond loopback a token is required.")
     ] = "127.0.0.1",
-    law: Annotated[str, LAW] = "auto",
-    as_json: Annotated[bool, JSON] = False,
+    law: Law = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Serve the page: loss against compute, the law, forecasts, every run, live. Or write it as one file."""
-    from pipeline.dashboard.source import open_source
-    from pipeline.dashboard.watch import Watcher
+    """Serve the page: loss against compute, the law, forecasts and every run, live."""
+    from pipeline.dashboard.live import Watcher, open_source
     from pipeline.scaling.study import NAMES
 
     if law not in NAMES:
@@ -50,49 +45,52 @@ def dashboard(
 
 
 def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
-    from pipeline.dashboard.files import static_page
+    """Write the page as one file."""
+    from pipeline.atomic import replace
+    from pipeline.dashboard.live import encode
+    from pipeline.dashboard.server import static_page
 
     watcher.refresh(strict=True)
     page = static_page(watcher.everything())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(page)
+        replace(target, page)
     except OSError as error:
         raise ConfigError(
-            f"static={target} cannot be written ({error.strerror}); choose another place"
+            f"static={target} cannot be written ({error.strerror}); choose another file"
         ) from None
+    for note in watcher.snapshot.notes:
+        typer.echo(note, err=True)
     count = len(watcher.snapshot.runs)
     if as_json:
-        print_json({"path": str(target), "runs": count, "bytes": len(page)})
+        typer.echo(encode({"path": str(target), "runs": count, "bytes": len(page)}))
     else:
-        typer.echo(f"Wrote {target} ({count} runs). Open it in any browser; it needs no network.")
+        typer.echo(f"Wrote {target} ({count} runs). Open it in a browser; it needs no network.")
 
 
 def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
-    import uvicorn
+    """Serve the page until Ctrl-C."""
+    from pipeline.dashboard.live import encode
+    from pipeline.dashboard.server import LOOPBACK, listen, web_server
 
-    from pipeline.dashboard.server import LOCAL, application
-
-    token = None if host in LOCAL else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+    token = None
+    if host not in LOOPBACK:
+        token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     try:
-        listening = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
-    except OSError as error:
+        listening = listen(host, port)
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"port={port} on {host} cannot be opened ({error.strerror}); try --port 0"
+            f"host={host} port={port} cannot be opened ({error}); try --port 0 or another --host"
         ) from None
     name = f"[{host}]" if ":" in host else host
-    address = f"http://{name}:{listening.getsockname()[1]}/"
-    shown = address if token is None else f"{address}?token={token}"
+    url = f"http://{name}:{listening.getsockname()[1]}/"
+    if token is not None:
+        url += f"?token={token}"
     if as_json:
-        print(json.dumps({"url": shown, "source": watcher.source.title}), flush=True)
+        typer.echo(encode({"url": url, "source": watcher.source.title}))
     else:
-        typer.echo(f"{watcher.source.title} │ {shown} │ Ctrl-C ends it")
-    config = uvicorn.Config(
-        application(watcher, host, token), log_level="warning", server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+        typer.echo(f"{watcher.source.title} │ {url} │ Ctrl-C stops the server")
+    web_server(watcher, token).run(sockets=[listening])
 
 
 def register(app: typer.Typer) -> None:

@@ -223,9 +223,8 @@ def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
 def show_all(root: Path, *, track: bool = True) -> str | None:
     """What the sweep has shown, as files beside its runs and in MLflow; a line to print where that failed."""
     from pipeline.atomic import replace
-    from pipeline.dashboard.files import static_page
-    from pipeline.dashboard.source import open_source
-    from pipeline.dashboard.watch import Watcher
+    from pipeline.dashboard.live import Watcher, open_source
+    from pipeline.dashboard.server import static_page
     from pipeline.sweep.execute import publish, write
 
     watcher = Watcher(open_source(root, None))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.layers import CONFIGS, read_toml
-from pipeline.dashboard.curve import short
+from pipeline.dashboard.payload import short
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.scaling import predict

@@ -1,46 +1,124 @@
-"""The page over HTTP: read-only, on loopback unless a token guards it, and deaf to foreign hosts and origins."""
+"""Serve the page over HTTP, or write it as one file that needs no network.
 
+The server is read-only. On loopback it answers only to its own names, so that a foreign page cannot
+reach it through DNS; beyond loopback every request needs a token.
+"""
+
+import asyncio
+import base64
+import hashlib
 import hmac
-import ipaddress
+import re
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib import resources
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
+import uvicorn
 from fastapi import FastAPI, Header, Path, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeline.dashboard.files import PLOTLY_STYLE, assets, served_page
-from pipeline.dashboard.watch import Watcher
+from pipeline.dashboard.live import Watcher
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    # Plotly places its labels by style attributes; scripts have no such leave.
-    f"frame-ancestors 'none'; style-src 'self' {PLOTLY_STYLE}; style-src-attr 'unsafe-inline'"
-)
+# ── the page and its parts ───────────────────────────────────────────────────────────────────────
+
+PLOTLY = "plotly.js"  # the package's own copy; loaded last, because the table does not need it
+SCRIPTS = ("figures.js", "chart.js", "law.js", "runs.js", "compare.js", "app.js", PLOTLY)
+STYLE = "page.css"
+# Plotly adds an empty style element and fills it by script: this is the digest of no text.
+PLOTLY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+# Plotly positions its labels by style attributes; scripts are never allowed inline.
+COMMON_POLICY = "img-src data:; base-uri 'none'; form-action 'none'; style-src-attr 'unsafe-inline'"
+
+
+@cache
+def part(name: str) -> str:
+    """Return one of the page's files. Names come from this module, never from a request."""
+    if name == PLOTLY:
+        from plotly.offline import get_plotlyjs
+
+        return str(get_plotlyjs())
+    return (resources.files("pipeline.dashboard") / "page" / name).read_text(encoding="utf-8")
+
+
+@cache
+def served_page() -> bytes:
+    """Return the page with links to its parts by digest, so that a browser can cache them forever."""
+
+    def address(name: str) -> str:
+        return f"page/{name}?v={hashlib.sha256(part(name).encode()).hexdigest()[:12]}"
+
+    return _fill(
+        policy="",
+        style=f'<link rel="stylesheet" href="{address(STYLE)}">',
+        data="",
+        scripts="".join(f'<script defer src="{address(name)}"></script>\n' for name in SCRIPTS),
+    )
+
+
+def static_page(data: bytes) -> bytes:
+    """Return one self-contained file; its policy forbids every request."""
+    style = part(STYLE)
+    scripts = [part(name) for name in SCRIPTS]
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(_digest, scripts))}; "
+        f"style-src {_digest(style)} {PLOTLY_STYLE}; {COMMON_POLICY}"
+    )
+    # Escape the JSON so that it cannot close the element that contains it.
+    safe = data.decode().replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return _fill(
+        policy=f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        style=f"<style>{style}</style>",
+        data=f'<script id="data" type="application/json">{safe}</script>',
+        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+    )
+
+
+def _fill(**parts: str) -> bytes:
+    # Plotly adds a style sheet for maps unless an element with its id exists. The policy would
+    # refuse that sheet, and the page draws no maps, so we add empty elements with those ids.
+    ids = re.findall(r'getElementById\("([0-9a-f]{64})"\)', part(PLOTLY))
+    parts["placeholders"] = "".join(f'<template id="{name}"></template>' for name in ids)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], part("page.html")).encode()
+
+
+def _digest(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+# ── the application ──────────────────────────────────────────────────────────────────────────────
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+COOKIE = "isoflop-token"
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    f"frame-ancestors 'none'; style-src 'self' {PLOTLY_STYLE}; {COMMON_POLICY}",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
-COOKIE = "isoflop-token"
 Answers = dict[int | str, dict[str, Any]]
 REFUSALS: Answers = {
+    400: {"description": "a foreign host"},
     401: {"description": "no token"},
-    403: {"description": "a foreign host or origin"},
+    403: {"description": "a foreign origin"},
 }
 UNCHANGED: Answers = {304: {"description": "nothing has changed"}}
+Known = Annotated[str | None, Header(alias="if-none-match")]
 
 
-def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = None) -> ASGIApp:
-    """Everything the page asks for; `token`, where given, is required of every request."""
+def application(watcher: Watcher, token: str | None = None) -> ASGIApp:
+    """Build the application; a `token`, if given, is required in every request."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,79 +126,58 @@ def application(watcher: Watcher, host: str = "127.0.0.1", token: str | None = N
         yield
         watcher.stop()
 
+    schema = "/api/openapi.json"
     app = FastAPI(
-        title="Isoflop",
-        version="1",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/api/openapi.json",
-        lifespan=lifespan,
+        title="Isoflop", docs_url=None, redoc_url=None, openapi_url=schema, lifespan=lifespan
     )
-    parts = assets()
 
     @app.get("/", include_in_schema=False)
     def page() -> Response:
         return Response(served_page(), media_type="text/html; charset=utf-8")
 
     @app.get("/page/{name}", include_in_schema=False)
-    def part(name: str) -> Response:
-        if name not in parts:
+    def page_part(name: str) -> Response:
+        if name not in (STYLE, *SCRIPTS):
             return PlainTextResponse("no such part", 404)
-        content, kind = parts[name]
-        return Response(
-            content, media_type=kind, headers={"cache-control": "max-age=31536000, immutable"}
-        )
+        kind = "text/css" if name == STYLE else "text/javascript"
+        forever = {"cache-control": "max-age=31536000, immutable"}
+        return Response(part(name), media_type=f"{kind}; charset=utf-8", headers=forever)
 
-    @app.get(
-        "/api/runs",
-        responses={**answer("the runs that have changed", "object"), **UNCHANGED, **REFUSALS},
-    )
+    @app.get("/api/runs", responses=_answers("the runs that have changed", "object", UNCHANGED))
     def runs(
-        since: Annotated[
-            int, Query(ge=0, le=2**53, description="the revision that is already known")
-        ] = 0,
-        if_none_match: Annotated[str | None, Header()] = None,
+        since: Annotated[int, Query(ge=0, le=2**53, description="the last known revision")] = 0,
+        known: Known = None,
     ) -> Response:
         tag = f'"{watcher.boot}-{since}-{watcher.snapshot.revision}"'
-        return tagged(tag, if_none_match, lambda: watcher.runs(since))
+        return _tagged(tag, known, lambda: watcher.runs(since))
 
-    @app.get(
-        "/api/laws",
-        responses={**answer("the law of each group of runs", "array"), **UNCHANGED, **REFUSALS},
-    )
-    def laws(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+    @app.get("/api/laws", responses=_answers("the law of each group of runs", "array", UNCHANGED))
+    def laws(known: Known = None) -> Response:
         now = watcher.snapshot
-        return tagged(f'"{watcher.boot}-{now.laws_revision}"', if_none_match, lambda: now.laws)
+        return _tagged(f'"{watcher.boot}-{now.laws_revision}"', known, lambda: now.laws)
 
-    @app.get(
-        "/api/runs/{key}",
-        responses={
-            **answer("everything about one run", "object"),
-            404: {"description": "no such run"},
-            **REFUSALS,
-        },
-    )
+    missing: Answers = {404: {"description": "no such run"}}
+
+    @app.get("/api/runs/{key}", responses=_answers("everything about one run", "object", missing))
     def run(
         key: Annotated[str, Path(pattern="^[0-9a-f]{8,64}$", description="an id from /api/runs")],
     ) -> Response:
         found = watcher.page(key)
         if found is None:
-            return JSONResponse({"detail": "no such run, or it cannot be read now"}, 404)
+            return JSONResponse({"detail": "no such run, or it is unreadable now"}, 404)
         return Response(found, media_type="application/json", headers={"cache-control": "no-cache"})
 
-    return Guard(app, host, token)
+    # Beyond loopback the token keeps foreign pages out: a browser does not send it to their names.
+    hosts = ["*"] if token is not None else ["localhost", "127.0.0.1", "[::1]"]
+    return Guard(TrustedHostMiddleware(app, hosts, www_redirect=False), token)
 
 
-def answer(description: str, kind: str) -> Answers:
-    return {
-        200: {
-            "description": description,
-            "content": {"application/json": {"schema": {"type": kind}}},
-        }
-    }
+def _answers(description: str, kind: str, more: Answers) -> Answers:
+    content = {"application/json": {"schema": {"type": kind}}}
+    return {200: {"description": description, "content": content}, **more, **REFUSALS}
 
 
-def tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Response:
+def _tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Response:
     headers = {"etag": tag, "cache-control": "no-cache"}
     if known == tag:
         return Response(status_code=304, headers=headers)
@@ -128,74 +185,102 @@ def tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Respons
 
 
 class Guard:
-    """Stands before every request: who is asked, who asks, and with which token."""
+    """Check origin and token of every request, and add the policy to every answer."""
 
-    def __init__(self, app: ASGIApp, host: str, token: str | None) -> None:
-        self.app, self.token = app, token
-        self.elsewhere = host not in LOCAL
-        own = {host, socket.gethostname(), socket.getfqdn()} if self.elsewhere else set()
-        self.names = LOCAL | {name.lower() for name in own}
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self.app = app
+        self.token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # no websocket is spoken here
+            return  # the page uses no websockets
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        refused = self._refuse(scope, Headers(scope=scope))
-        await (refused or self.app)(scope, receive, guarded)
+        refusal = self._refuse(scope, Headers(scope=scope))
+        await (refusal or self.app)(scope, receive, guarded)
 
     def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
-        hosts, origin = headers.getlist("host"), headers.get("origin")
-        if len(hosts) != 1 or not self._known(hosts[0]):
-            return PlainTextResponse("403: this server is not called that", 403)
-        if origin is not None and urlsplit(origin).netloc != hosts[0]:
-            return PlainTextResponse("403: another page may not read this one", 403)
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            return PlainTextResponse("403: pages of other origins have no access", 403)
         if self.token is None:
             return None
-        if scope["path"] == "/" and (
-            given := parse_qs(scope["query_string"].decode("latin-1")).get("token")
-        ):
-            if not self._matches(given[0]):
-                return PlainTextResponse("401: that is not the token", 401)
-            home = RedirectResponse("/", 303)  # the address bar and the history need not know it
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        if scope["path"] == "/" and "token" in query:
+            if not self._matches(query["token"][0]):
+                return PlainTextResponse("401: wrong token", 401)
+            # Redirect, so that the token stays out of the address bar and the history.
+            home = RedirectResponse("/", 303)
             home.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return home
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._matches(bearer) or self._matches(
-            cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        ):
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        if self._matches(bearer) or self._matches(cookie):
             return None
-        return PlainTextResponse(
-            "401: open the address that `launch dashboard` printed, token included", 401
-        )
-
-    def _known(self, host: str) -> bool:
-        """Names that a browser can only have from us: a foreign name that resolves to us is an attack."""
-        name = urlsplit(f"//{host}").hostname if _plain(host) else None
-        if name is None:
-            return False
-        return name in self.names or (self.elsewhere and _is_address(name))
+        return PlainTextResponse("401: open the address that `launch dashboard` printed", 401)
 
     def _matches(self, given: str) -> bool:
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _plain(host: str) -> bool:
-    return (
-        all(c.isalnum() or c in ".-_:[]" for c in host) and host.count("[") == host.count("]") <= 1
-    )
+# ── connections ──────────────────────────────────────────────────────────────────────────────────
+
+MAX_CONNECTIONS = 200
+REQUEST_TIMEOUT_S = 10.0  # for a whole request, from the connection or the answer before it
+ANSWER_TIMEOUT_S = 60.0  # for the answer, including a client that reads slowly
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+class LimitedProtocol(H11Protocol):
+    """Uvicorn's HTTP protocol with a deadline for requests and a limit on connections.
+
+    Uvicorn itself only closes idle connections after an answer; a half-sent request stays open.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.began = time.monotonic()
+        self.late = False
+        self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
+        idle = [each for each in self.connections if not getattr(each, "answering", True)]
+        if len(self.connections) > MAX_CONNECTIONS and idle:
+            min(idle, key=lambda each: each.began).transport.abort()  # type: ignore[union-attr]
+
+    @property
+    def answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expire(self) -> None:
+        if self.answering and not self.late:
+            self.late = True
+            self.deadline = self.loop.call_later(ANSWER_TIMEOUT_S, self._expire)
+        else:
+            self.transport.abort()  # close() would wait until a slow client has read everything
+
+    def on_response_complete(self) -> None:
+        self.deadline.cancel()
+        self.late = False
+        self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.deadline.cancel()
+        super().connection_lost(exc)
+
+
+def web_server(watcher: Watcher, token: str | None = None) -> uvicorn.Server:
+    """Build the server; run it with `run(sockets=[...])`."""
+    app = application(watcher, token)
+    config = uvicorn.Config(app, http=LimitedProtocol, log_level="warning", server_header=False)
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pipeline.dashboard.watch import Watcher
+from pipeline.dashboard.live import Watcher
 from tests.dashboard.served import serving
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.dashboard.files import static_page
-from pipeline.dashboard.source import Directories
-from pipeline.dashboard.watch import Watcher
+from pipeline.dashboard.live import Directories, Watcher
+from pipeline.dashboard.server import static_page
 from pipeline.runs.history import read_runs
 from pipeline.runs.log import Log
 from pipeline.scaling.points import points_of
@@ -360,7 +359,7 @@ def test_an_empty_store_one_run_and_a_token(opened, served, tmp_path: Path) -> N
     page = opened(static(root, tmp_path / "empty.html"), offline=True)
     assert "No runs yet" in text(page, "#empty") and axe(page) == []
     make_run(root, "only", 1e5, 2e6)
-    port, _ = served(Directories(root), host="0.0.0.0", token="s3cret")
+    port, _ = served(Directories(root), token="s3cret")
     page = opened(f"http://127.0.0.1:{port}/?token=s3cret")
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert page.url == f"http://127.0.0.1:{port}/"  # the token is not left in the address

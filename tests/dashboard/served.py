@@ -1,25 +1,19 @@
 """The real application behind a real uvicorn, in a thread."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
-
-from pipeline.dashboard.server import application
-from pipeline.dashboard.source import Source
-from pipeline.dashboard.watch import Watcher
+from pipeline.dashboard.live import Source, Watcher
+from pipeline.dashboard.server import listen, web_server
 from tests.track.mlflow_server import until
 
 
 @contextmanager
-def serving(
-    source: Source, host: str = "127.0.0.1", token: str | None = None
-) -> Iterator[tuple[int, Watcher]]:
+def serving(source: Source, token: str | None = None) -> Iterator[tuple[int, Watcher]]:
     watcher = Watcher(source)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(application(watcher, host, token), log_level="warning"))
+    listening = listen("127.0.0.1", 0)
+    server = web_server(watcher, token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.dashboard.curve import SLACK, Folded, thin
+from pipeline.dashboard.payload import SLACK, RunLog, thin
 
 
 def step(number: int, **more: object) -> dict[str, object]:
@@ -33,7 +33,7 @@ def test_thinning_keeps_the_extremes() -> None:
 
 
 def test_a_long_run_stays_small_and_keeps_its_spike() -> None:
-    folded, rng = Folded(limit=50), np.random.default_rng(0)
+    folded, rng = RunLog(limit=50), np.random.default_rng(0)
     for i in range(1, 20001):
         folded.add(step(i, loss=50.0 if i == 4321 else 3 + rng.normal(0, 0.01)))
     rows = folded.steps.rows
@@ -45,7 +45,7 @@ def test_a_long_run_stays_small_and_keeps_its_spike() -> None:
 
 
 def test_a_step_told_again_counts_once_and_ranks_multiply_hours() -> None:
-    folded = Folded()
+    folded = RunLog()
     folded.add({"kind": "event", "time": 0.0, "step": 0, "event": "start", "world": 4})
     for i in [*range(1, 11), *range(6, 13)]:  # cut at step 10, resumed from 5
         folded.add(step(i, loss=float(i)))
@@ -54,25 +54,25 @@ def test_a_step_told_again_counts_once_and_ranks_multiply_hours() -> None:
 
 
 def test_spikes_are_found_by_the_rule_that_skips_them() -> None:
-    folded, rng = Folded(), np.random.default_rng(0)
+    folded, rng = RunLog(), np.random.default_rng(0)
     for i in range(1, 501):
         folded.add(step(i, loss=3 + rng.normal(0, 0.01) + (i == 400)))
     assert [spike["step"] for spike in folded.spikes()] == [400]
 
 
 def test_token_hashes_are_sampled_where_other_runs_are_too() -> None:
-    long, brief = Folded(), Folded()
+    long, brief = RunLog(), RunLog()
     for i in range(1, 3001):
         long.add(step(i))
     for i in range(1, 101):
         brief.add(step(i, hash=float(i)))  # as MLflow keeps it
-    assert len(long.tokens()["step"]) <= 512
-    assert set(long.tokens()["step"]) & set(brief.tokens()["step"])
-    assert brief.tokens()["hash"][0] == f"{1:013x}"
+    assert len(long.token_hashes()["step"]) <= 512
+    assert set(long.token_hashes()["step"]) & set(brief.token_hashes()["step"])
+    assert brief.token_hashes()["hash"][0] == f"{1:013x}"
 
 
 def test_phases_are_never_crowded_out() -> None:
-    folded = Folded(limit=50)
+    folded = RunLog(limit=50)
     for i in range(2000):
         folded.add({"kind": "event", "time": float(i), "step": i, "event": "skip"})
     folded.add({"kind": "event", "time": 3000.0, "step": 2000, "event": "finish"})
