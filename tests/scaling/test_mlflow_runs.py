@@ -54,7 +54,6 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
 
 
 def test_the_dashboard_draws_both_alike(stored: Path) -> None:
-    from pipeline.dashboard import rows
     from pipeline.dashboard.live import Directories, open_source
 
     drawn = []
@@ -62,9 +61,9 @@ def test_the_dashboard_draws_both_alike(stored: Path) -> None:
         seen = [source.read(key, whole=True) for key in source.scan()]
         told = {
             one.run.name: (
-                rows.curves(one, 100),
-                rows.row("", one, 0.0)["status"],
-                one.folded.tokens(),
+                one.curves(100),
+                one.row("", 0.0)["status"],
+                one.log.token_hashes(),
             )
             for one in seen
         }
