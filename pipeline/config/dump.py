@@ -1,46 +1,22 @@
 """A RunConfig as TOML text that loads back to itself, and the difference of two of them."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import tomli_w
 
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import RunConfig
 
 
 def to_toml(config: RunConfig) -> str:
-    """TOML of every setting; what is None is left out, since TOML has no null and None is each such field's default."""
-    return "\n".join(_table(config.model_dump(exclude_none=True), "")).lstrip("\n") + "\n"
-
-
-def _table(table: Mapping[str, Any], path: str) -> Iterator[str]:
-    for key, value in table.items():
-        if not isinstance(value, Mapping):
-            yield f"{key} = {_value(value)}"
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield f"\n[{path}{key}]"
-            yield from _table(value, f"{path}{key}.")
-
-
-def _value(value: object) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case float():
-            text = repr(value)
-            return text if {".", "e", "n"} & set(text) else f"{text}.0"
-        case str():
-            return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
-        case list() | tuple():
-            return f"[{', '.join(map(_value, value))}]"
-        case _:
-            return str(value)
+    """Write every setting as TOML. TOML has no null, so None is left out: it is those fields' default."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def flat(config: Frozen) -> dict[str, Any]:
     """Settings by dotted key."""
-    return dict(_flat(config.model_dump(), ""))
+    return dict(_flat(config.model_dump(mode="json"), ""))
 
 
 def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:

@@ -203,7 +203,8 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] == "model_type" and inner:
         text = f"has settings of its own; write {key}={{}} for their defaults, or {key}.{inner[0]}=… ({', '.join(inner)})"
-    value = "" if isinstance(first["input"], dict) else f"={first['input']!r}"
+    secret = "env" in at  # an environment table's value may be a credential
+    value = "" if secret or isinstance(first["input"], dict) else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
 
 

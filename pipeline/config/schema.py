@@ -4,9 +4,10 @@ A field that may be "auto" follows from the size and is filled in by pipeline.pl
 run directory's config.toml holds numbers only.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, model_validator
 
 from pipeline.config.parts import (
     Auto,
@@ -21,6 +22,7 @@ from pipeline.config.parts import (
     Word,
 )
 from pipeline.config.shape import Model
+from pipeline.errors import ConfigError
 
 VERSION: Literal[1] = (
     1  # of the schema: raised when an old config.toml would be read with another meaning
@@ -168,6 +170,19 @@ class Container(Frozen):
     python: Word = "python3"  # inside
 
 
+_WORD = TypeAdapter[str](Word)
+MASK = str(SecretStr("x"))  # what a secret shows of itself
+
+
+def _word(secret: SecretStr) -> SecretStr:
+    _WORD.validate_python(secret.get_secret_value())
+    return secret
+
+
+# A value that is used and never recorded: printed or dumped, it is the mask.
+Secret = Annotated[SecretStr, AfterValidator(_word)]
+
+
 class Slurm(Frozen):
     """How a site takes jobs: each value is an argument of sbatch or srun, or an exported variable, never text of a
     script."""
@@ -184,7 +199,10 @@ class Slurm(Frozen):
     srun: tuple[Word, ...] = ()
     modules: tuple[Annotated[str, Field(pattern=r"^[\w./+-]+$")], ...] = ()
     setup: Word | None = None  # a shell file that every job sources first
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], Word] = Field(default_factory=dict)
+    # Variables of every process. A run directory records their names; the values may be credentials.
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Secret] = Field(
+        default_factory=dict
+    )
     container: Container | None = None
     scratch: Word | None = (
         None  # a folder on each node's own disk, to which shards are copied first
@@ -209,6 +227,19 @@ class Slurm(Frozen):
                 f"give more time, or --set cluster.slurm.grace_s={max(1, (seconds - 60) // 2)}"
             )
         return self
+
+    def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
+        """The variables with their values. A run directory has the names only: then the values come
+        from the environment of the submitting process."""
+        values = {name: secret.get_secret_value() for name, secret in self.env.items()}
+        for name, value in values.items():
+            if value == MASK and name not in outer:
+                raise ConfigError(
+                    f"cluster.slurm.env.{name}: its value is not recorded with the run; export {name}, "
+                    "or give the cluster file again with --cluster"
+                )
+            values[name] = outer[name] if value == MASK else value
+        return values
 
 
 class Cluster(Frozen):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.atomic import replace
-from pipeline.config.schema import Container, Slurm
+from pipeline.config.schema import MASK, Container, Slurm
 from pipeline.errors import ConfigError, RunError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -94,7 +94,7 @@ class Submission:
     def variables(self) -> dict[str, str]:
         """What the script and the job read from the environment."""
         return {
-            **self.site.env,
+            **self.site.environment(os.environ),
             "ISOFLOP_PYTHON": sys.executable,
             "ISOFLOP_MODULES": " ".join(self.site.modules),
             "ISOFLOP_SETUP": self.site.setup or os.devnull,
@@ -103,7 +103,8 @@ class Submission:
     def shown(self) -> str:
         """As a person would type it, and the script it submits."""
         variables = " ".join(
-            f"{key}={shlex.quote(value)}" for key, value in self.variables().items()
+            f"{key}={MASK if key in self.site.env else shlex.quote(value)}"
+            for key, value in self.variables().items()
         )
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n# {self.script.name}\n{self.script.read_text()}"
 
