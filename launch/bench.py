@@ -135,7 +135,7 @@ def train(
     from pipeline.parallel.world import World, free_port, joining
     from pipeline.planner.check import DeviceMemory, check_one_micro_batch, smaller_micro_batch
     from pipeline.planner.recipe import resolve
-    from pipeline.runs.faults import no_room
+    from pipeline.runs.faults import out_of_memory
     from pipeline.train.request import Devices
 
     before = dict(os.environ)
@@ -184,7 +184,7 @@ def train(
     try:
         _print(chain(first, _waited(figures, status)), as_json, show=world.first)
     except RuntimeError as error:
-        if not no_room(type(error).__name__, str(error)):
+        if not out_of_memory(type(error).__name__, str(error)):
             raise
         lower, micro = smaller_micro_batch(config, world.size), config.train.micro_batch
         if lower is None or "RANK" in before:  # of several ranks the others wait for this one

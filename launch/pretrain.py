@@ -281,11 +281,12 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
     """The last held-out figures, and how to go on."""
     import json
 
+    from pipeline.runs.directory import RunDir
     from pipeline.runs.log import read
 
     last: dict[str, Any] = {}
     step, goodput = 0, None
-    for record in read(path / "log.jsonl"):
+    for record in read(RunDir(path).log):
         step = max(step, int(record.get("step", 0)))
         if record.get("kind") == "eval":
             last = record

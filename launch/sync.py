@@ -8,6 +8,7 @@ import typer
 
 from launch.options import examples
 from pipeline.errors import RunError
+from pipeline.runs.history import find_runs
 from pipeline.track import mlflow_store, mlflow_sync
 
 
@@ -37,9 +38,7 @@ def sync(
     """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
     for folder in run_dirs:
         sweep = bool(mlflow_store.read_sweep(folder))
-        for run_dir in (
-            sorted(log.parent for log in folder.glob("*/log.jsonl")) if sweep else [folder]
-        ):
+        for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
             fed = mlflow_sync.sync(run_dir, wait)
             if as_json:
                 facts = {"run_dir": str(run_dir), "records": fed.records_sent}

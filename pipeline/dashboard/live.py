@@ -22,8 +22,8 @@ from typing import Any
 from pipeline.dashboard.law_view import clusters, law_data
 from pipeline.dashboard.payload import RunLog, RunView, text
 from pipeline.errors import RunError, UserError
-from pipeline.runs.history import read_record, run_paths
-from pipeline.runs.log import Tail
+from pipeline.runs.history import RUN_FILE, find_runs, read_record
+from pipeline.runs.log import FILE, Tail
 from pipeline.scaling.record import registered, score
 from pipeline.track import mlflow_runs
 from pipeline.track import mlflow_store as store
@@ -60,10 +60,10 @@ class Directories:
         # File names may be any bytes, so the id is a hash of the bytes, not of text.
         self._paths = {
             hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path
-            for path in run_paths(self.root)
+            for path in find_runs(self.root)
         }
         return {
-            key: tuple(_stamp(path / name) for name in ("run.json", "log.jsonl"))
+            key: tuple(_stamp(path / name) for name in (RUN_FILE, FILE))
             for key, path in self._paths.items()
         }
 
@@ -71,7 +71,7 @@ class Directories:
         """Read one run that `scan` found: enough for the overview, or every record."""
         path = self._paths[key]
         record = read_record(path)
-        fresh = (Tail(path / "log.jsonl"), RunLog(None if whole else KEPT_ROWS))
+        fresh = (Tail(path / FILE), RunLog(None if whole else KEPT_ROWS))
         tail, log = fresh if whole else self._following.pop(key, fresh)
         try:
             while records := tail.take(CHUNK_RECORDS):

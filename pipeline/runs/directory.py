@@ -1,47 +1,42 @@
-"""The run directory: enough to resume, to fit and to draw, with no other service.
+"""The run directory: enough to resume, fit and plot a run, without any other service.
 
-config.toml    every setting, resolved          log.jsonl      what happened, append-only
-run.json       N, FLOPs, data: what fits need   checkpoints/   step-00000100/, newest last
-logs/          what each process wrote          error.json     why this attempt fails; then faults.jsonl
+config.toml    every setting, resolved              log.jsonl      what happened, append-only
+run.json       N, FLOPs, data: what fits need       checkpoints/   step-00000100/, newest last
+logs/          output of each process               error.json     why the current attempt fails
+faults.jsonl   why earlier attempts failed
 """
 
-import fcntl
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.atomic import digest, replace
+from filelock import BaseFileLock
+
+from pipeline.atomic import digest, lock, read_regular, replace
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
-from pipeline.runs.log import Record, read
+from pipeline.runs.history import PHASES, RUN_FILE, last_phase, read_json
+from pipeline.runs.log import FILE, Record, printable, read
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
 
-# what a resumed run may change: how often it speaks and saves, its layout and machine, where its data and itself lie
+# Settings that a resumed run may change: how often it logs and saves, its layout and machine, and
+# where its data and its directory are.
 FREE = (
-    *(
-        f"train.{key}"
-        for key in (
-            "*_every",
-            "keep_*",
-            "max_restarts",
-            "hang_s",
-            "first_s",
-            "*_batch",
-            "recompute",
-            "compile",
-        )
-    ),
-    *("parallel.*", "cluster.*", "data.dir", "name", "experiment"),
+    *("train.*_every", "train.keep_*", "train.max_restarts", "train.hang_s", "train.first_s"),
+    *("train.*_batch", "train.recompute", "train.compile", "parallel.*", "cluster.*"),
+    *("data.dir", "name", "experiment"),
 )
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+# A lock ends when its object does. Those of a run last as long as this process.
+_HELD: list[BaseFileLock] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        return self.path / "log.jsonl"
+        return self.path / FILE
 
     @property
     def faults(self) -> Path:
@@ -69,19 +64,17 @@ class RunDir:
         return self.config.exists()
 
     def create(self, config: RunConfig, facts: dict[str, Any]) -> None:
-        """A new run; config.toml is written last and makes it exist."""
+        """Create a run. config.toml is written last: with it, the run exists."""
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            replace(self.path / "run.json", json.dumps(facts, indent=1).encode() + b"\n")
+            replace(self.path / RUN_FILE, json.dumps(facts, indent=1).encode() + b"\n")
             replace(self.config, to_toml(config).encode())
         except OSError as error:
-            raise RunError(
-                f"--out {self.path} cannot be written: {error.strerror}; choose another directory"
-            ) from None
+            raise self._not_writable(error) from None
 
     def continue_with(self, config: RunConfig) -> None:
-        """A resumed run is the same run; only what is free to change is taken over."""
+        """Save a changed config of this run; refuse it if it would make another run of it."""
         changed = differences(reload(self.config), config)
         fixed = {
             key: values
@@ -89,66 +82,80 @@ class RunDir:
             if not any(fnmatch(key, free) for free in FREE)
         }
         if fixed:
-            what = ", ".join(f"{k} was {a!r}, now {b!r}" for k, (a, b) in list(fixed.items())[:3])
+            first = list(fixed.items())[:3]
+            what = ", ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in first)
             more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
             raise RunError(
-                f"--resume {self.path} with another config: {what}{more}; take that back or give a new --out"
+                f"--resume {self.path} with another config: {what}{more}; "
+                "use the old values or give a new --out"
             )
         if changed:
             replace(self.config, to_toml(config).encode())
 
     @property
     def last_event(self) -> Record:
-        """The last thing that happened, or an empty record."""
-        events = [r for r in read(self.log) if r.get("kind") == "event"]
-        return events[-1] if events else {}
+        """The last event of the log, or an empty record."""
+        last: Record = {}
+        for record in read(self.log):
+            if record["kind"] == "event":
+                last = record
+        return last
 
     @property
     def finished(self) -> bool:
-        return self.last_event.get("event") == "finish"
+        phase = last_phase(read(self.log))
+        return phase is not None and PHASES[phase["event"]] == "finished"
 
     @property
     def world(self) -> int | None:
-        """How many processes trained it last, or were to."""
-        begun = self.path / "run.json"
-        worlds = [json.loads(begun.read_bytes()).get("world")] if begun.exists() else [None]
-        return [*worlds, *(int(record["world"]) for record in read(self.log) if "world" in record)][
-            -1
-        ]
+        """The number of processes that trained it last, or that it was created for."""
+        world = self.fact("world")
+        for record in read(self.log):
+            world = record.get("world", world)
+        if not isinstance(world, int | None):
+            raise RunError(f"{printable(self.path / RUN_FILE)}: world={world!r} is not a number")
+        return world
 
     @property
     def tokenizer(self) -> str | None:
-        """Fingerprint of the tokenizer it was trained with, or that came with an import; None where nobody knows."""
-        begun, imported = self.path / "run.json", self.path / "tokenizer.model"
-        if begun.exists():
-            known: str | None = json.loads(begun.read_bytes()).get("tokenizer")
-            return known
-        return digest(imported) if imported.exists() else None
+        """Fingerprint of the tokenizer of its data, or of an import; None if unknown."""
+        imported = self.path / "tokenizer.model"
+        known = self.fact("tokenizer")
+        if known is None and imported.exists() and not (self.path / RUN_FILE).exists():
+            return digest(imported)
+        return None if known is None else str(known)
 
-    def claim(self) -> int:
-        """Hold the directory for this launcher, before anything is in it: of two first launches one is refused."""
+    def fact(self, key: str) -> Any:
+        """Return a value of run.json, or None."""
+        file = self.path / RUN_FILE
+        return read_json(file).get(key) if file.exists() else None
+
+    def claim(self) -> BaseFileLock:
+        """Lock the directory for this launcher, before anything is in it."""
         return self.lock(".launch")
 
-    def lock(self, name: str = ".lock") -> int:
-        """Hold the run for this process; the kernel lets go when it dies, however it dies."""
+    def lock(self, name: str = ".lock") -> BaseFileLock:
+        """Lock the run for this process, until it releases the lock or dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / name, os.O_CREAT | os.O_RDWR, 0o644)
+            held = lock(self.path / name)
         except OSError as error:
+            raise self._not_writable(error) from None
+        if held is None:
             raise RunError(
-                f"--out {self.path} cannot be written: {error.strerror}; choose another directory"
-            ) from None
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            raise RunError(
-                f"run {self.path} is being written by another process; wait for it or give another --out"
-            ) from None
-        return handle
+                f"run {self.path} is being written by another process; "
+                "wait for it or give another --out"
+            )
+        _HELD.append(held)
+        return held
+
+    def _not_writable(self, error: OSError) -> RunError:
+        return RunError(
+            f"--out {self.path} cannot be written: {error.strerror}; choose another directory"
+        )
 
     def fail(self, error: BaseException) -> None:
-        """Leave the reason for the launcher; the first process to fail is the cause, so it alone is kept."""
+        """Leave the reason for the launcher. The first process to fail is the cause: keep that."""
         fault = {
             "kind": type(error).__name__,
             "message": str(error) or repr(error),
@@ -158,24 +165,38 @@ class RunDir:
             with (self.path / "error.json").open("x", encoding="utf-8") as file:
                 json.dump(fault, file)
         except OSError:
-            return  # another rank was first, or the disk is full: the log of this rank still has it
+            return  # another rank was first, or the disk is full: this rank's log still has it
 
     def fault(self) -> dict[str, Any] | None:
+        """Return the reason that `fail` left, or None."""
         try:
-            fault: dict[str, Any] = json.loads(
-                (self.path / "error.json").read_text(encoding="utf-8")
-            )
-            return fault
-        except (FileNotFoundError, json.JSONDecodeError):
+            fault = json.loads(read_regular(self.path / "error.json"))
+        except (OSError, ValueError):
             return None
+        return fault if isinstance(fault, dict) else None
 
     def forget_fault(self) -> None:
         (self.path / "error.json").unlink(missing_ok=True)
 
 
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def list_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step, oldest first; unfinished ones have other names."""
+    found = {}
+    for path in root.glob("step-*"):
+        name = _CHECKPOINT_NAME.fullmatch(path.name)
+        if name and path.is_dir():
+            found[int(name[1])] = path
+    return dict(sorted(found.items()))
+
+
 def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tokenizer":
-    """The one that is given, the one beside the run, or that of its data: the run's own."""
-    from pipeline.data.shards import Corpus  # a second that others need not wait
+    """Return the given tokenizer, the one beside the run or the one of its data, if it fits."""
+    # Importing the tokenizer takes a second that other users of this module need not wait.
+    from pipeline.data.shards import Corpus
     from pipeline.data.tokenizer import Tokenizer
 
     beside = run / "tokenizer.model"
@@ -185,20 +206,20 @@ def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tok
         found = Tokenizer.open(Path(data) / Corpus.open(Path(data)).manifest.tokenizer.file)
     else:
         raise DataError(
-            f"{run}: its data.dir={data} is not here, and with it the tokenizer; give --tokenizer FILE"
+            f"{run}: data.dir={data} does not exist, so its tokenizer is missing; "
+            "give --tokenizer FILE"
         )
-    same_tokenizer(
-        run, found.fingerprint, found.name, "give --tokenizer, the .model that the run's data has"
-    )
+    same_tokenizer(run, found.fingerprint, found.name, "give --tokenizer, the .model of its data")
     return found
 
 
 def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
-    """Of a run directory, or one checkpoint of it: to other pieces its numbers mean nothing."""
-    inner = next(
-        (p for p in (run.absolute(), run.absolute().parent) if p.name == "checkpoints"), None
-    )
-    known = RunDir(inner.parent if inner else run).tokenizer
+    """Refuse a tokenizer other than that of the run, or of the run that a checkpoint belongs to."""
+    folder = run.absolute()
+    for place in (folder, folder.parent):
+        if place.name == "checkpoints":
+            folder = place.parent
+    known = RunDir(folder).tokenizer
     if known not in (None, found):
         raise DataError(f"{what}: its tokenizer is {found}, but that of {run} is {known}; {remedy}")
 
@@ -206,11 +227,10 @@ def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
 def facts(
     config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None
 ) -> dict[str, Any]:
-    """What fits and pages need to know of a run, without importing or recomputing anything."""
+    """Return run.json: what fits and pages need, so that they do not have to recompute it."""
+    assert config.train.steps is not None and config.train.batch_tokens != "auto"
     count = account.params(config.model)
-    assert config.train.steps is not None and config.train.batch_tokens != "auto", (
-        "resolve the recipe first"
-    )
+    flops_per_token = account.flops_per_token(config.model).model
     tokens = config.train.steps * config.train.batch_tokens
     return {
         "version": 1,
@@ -219,7 +239,7 @@ def facts(
         "size": config.model.size,
         "arch": config.model.arch,
         "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
-        "flops_per_token": account.flops_per_token(config.model).model,
+        "flops_per_token": flops_per_token,
         "convention": account.CONVENTION,
         "vocab": config.model.vocab,
         "tokenizer": tokenizer,
@@ -228,24 +248,7 @@ def facts(
         "batch_tokens": config.train.batch_tokens,
         "steps": config.train.steps,
         "tokens": tokens,
-        "flops": tokens * account.flops_per_token(config.model).model,
+        "flops": tokens * flops_per_token,
         "seq": config.model.seq,
         "peak_flops": peak_flops,
     }
-
-
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    return root / f"step-{step:08d}"
-
-
-def list_checkpoints(root: Path) -> dict[int, Path]:
-    """By step, oldest first. What is still being written has another name, and so has what a person put aside."""
-    found = {
-        int(name[1]): p
-        for p in root.glob("step-*")
-        if (name := _CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
-    }
-    return dict(sorted(found.items()))

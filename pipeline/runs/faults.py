@@ -1,4 +1,4 @@
-"""How a run's attempts failed, kept beside it; from this it follows whether another one is worth it."""
+"""How the attempts of a run failed (faults.jsonl), and whether another attempt is worth it."""
 
 import time
 from collections.abc import Sequence
@@ -6,30 +6,44 @@ from collections.abc import Sequence
 from pipeline.config.layers import reload
 from pipeline.planner.check import smaller_micro_batch
 from pipeline.runs.directory import RunDir, list_checkpoints
-from pipeline.runs.log import Log, Record, read
+from pipeline.runs.log import Log, Record, read, read_lines
+
+# torch has an exception type only for its own device allocator, not for the CPU's or a library's.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class HangError(RuntimeError):
-    """A rank that lives and does not go on."""
+    """A rank is alive and makes no progress."""
 
 
 def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Record:
-    """Write down how the attempt that just ended failed, and where; the reason it left makes room for the next."""
+    """Record how the attempt that just ended failed, and clear its reason for the next one.
+
+    If memory ran out and a smaller micro-batch is possible, the run's config gets that one.
+    """
     unknown = f"it ended with code {code}: {said or 'no reason was given'}"
     reason = run.fault() or {"kind": "exit", "message": unknown, "user": False}
-    records = list(read(run.log))
+    steps = (record["step"] for record in read(run.log) if record["kind"] == "step")
     fault = {
         "time": time.time(),
         **reason,
-        "step": max((r["step"] for r in records if r["kind"] == "step"), default=0),
+        "step": max(steps, default=0),
         "saved": max(list_checkpoints(run.checkpoints), default=0),
     }
-    if no_room(fault["kind"], fault["message"]) and (
-        lower := smaller_micro_batch(reload(run.config), ranks or run.world or 1)
-    ):
-        to = f"train.micro_batch is lowered to {lower.train.micro_batch}"
-        fault |= {"lowered": True, "message": f"{fault['message'].splitlines()[0]}; {to}"}
-        run.continue_with(lower)
+    if out_of_memory(fault["kind"], fault["message"]):
+        lower = smaller_micro_batch(reload(run.config), ranks or run.world or 1)
+        if lower is not None:
+            first_line = fault["message"].splitlines()[0]
+            fault["lowered"] = True
+            fault["message"] = (
+                f"{first_line}; train.micro_batch is lowered to {lower.train.micro_batch}"
+            )
+            run.continue_with(lower)
     log = Log(run.faults)
     log.append(fault)
     log.close()
@@ -38,40 +52,35 @@ def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Re
 
 
 def history(run: RunDir) -> list[Record]:
-    return list(read(run.faults))
+    return list(read_lines(run.faults))
 
 
-def unheard(run: RunDir, records: Sequence[Record]) -> Record | None:
-    """The fault after which nothing was recorded any more."""
-    last = history(run)[-1:]
-    return last[0] if last and last[0]["time"] > (records[-1]["time"] if records else 0.0) else None
+def unlogged(run: RunDir, records: Sequence[Record]) -> Record | None:
+    """Return the last fault if nothing was logged after it."""
+    faults = history(run)
+    logged_until = records[-1]["time"] if records else 0.0
+    return faults[-1] if faults and faults[-1]["time"] > logged_until else None
 
 
 def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
-    """Why the run is not to be tried again, or None; restarts count until a new checkpoint is written."""
+    """Return why the run should not be restarted, or None. A new checkpoint resets the count."""
     last = faults[-1]
     if last.get("lowered"):
         return None
-    in_vain = sum(fault["saved"] == last["saved"] for fault in faults)
-    twice = len(faults) > 1 and all(faults[-2][key] == last[key] for key in ("kind", "step"))
     if last["user"]:
         return str(last["message"])
-    if max_restarts and twice:
+    same_place = [(fault["kind"], fault["step"]) for fault in faults[-2:]]
+    if max_restarts and len(same_place) == 2 and same_place[0] == same_place[1]:
         return f"failed twice at step {last['step']}: {line(last)}"
-    if in_vain > max_restarts:
-        return f"failed {f'{in_vain} times ' if max_restarts else ''}after step {last['saved']} was saved: {line(last)}"
+    attempts = sum(fault["saved"] == last["saved"] for fault in faults)
+    if attempts > max_restarts:
+        times = f"{attempts} times " if max_restarts else ""
+        return f"failed {times}after step {last['saved']} was saved: {line(last)}"
     return None
 
 
-def no_room(kind: str, message: str) -> bool:
-    """torch has a type for its own allocator on a device alone: not for a CPU's, nor for what libraries allocate."""
-    words = (
-        "DefaultCPUAllocator",
-        "CUDA error: out of memory",
-        "[CUDA]: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-    )
-    return kind == "OutOfMemoryError" or any(word in message for word in words)
+def out_of_memory(kind: str, message: str) -> bool:
+    return kind == "OutOfMemoryError" or any(words in message for words in _OUT_OF_MEMORY)
 
 
 def line(fault: Record) -> str:

@@ -1,25 +1,61 @@
 """The history of a run: what it is (run.json), what it logged, its status and its goodput."""
 
 import json
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
 import psutil
 
+from pipeline.atomic import read_regular
 from pipeline.errors import RunError
-from pipeline.runs.log import Record
+from pipeline.runs.log import FILE, Record, printable, read
 
+RUN_FILE = "run.json"
 VERSION = 1
-STALE_S = 600.0  # a run that has said nothing for ten minutes is not shown as running
-END = {"finish": "finished", "interrupt": "interrupted", "fail": "failed"}
+STALE_S = 600.0  # a run that has logged nothing for ten minutes is not shown as running
+SEARCH_DEPTH = 4  # runs/EXPERIMENT/NAME, seen from one directory above runs/
+# The events that change what a run is doing. Others, such as "save", leave its status alone.
+PHASES = {
+    "start": "running",
+    "resume": "running",
+    "restart": "running",
+    "finish": "finished",
+    "interrupt": "interrupted",
+    "fail": "failed",
+}
+
+
+def last_phase(records: Iterable[Record]) -> Record | None:
+    """Return the last event that changed what the run is doing."""
+    found = None
+    for record in records:
+        if record.get("event") in PHASES:
+            found = record
+    return found
+
+
+def status_of(records: Sequence[Record], now: float) -> str:
+    """Return "new", "running", "stale", "finished", "interrupted" or "failed".
+
+    This is the only rule for the status of a run. `records` may be the last part of a log.
+    """
+    phase = last_phase(records)
+    status = PHASES[phase["event"]] if phase else "running"
+    if status != "running":
+        return status
+    if not records:
+        return "new"
+    newest = max(float(record["time"]) for record in records)
+    return "running" if now - newest < STALE_S else "stale"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its record and its log, read as far as it goes."""
+    """One run: its run.json and its log, as far as it goes."""
 
     path: Path
     record: Record
@@ -32,156 +68,188 @@ class Run:
         return str(self.record["name"])
 
     @property
-    def N(self) -> float:  # noqa: N802  the law's own letter
+    def N(self) -> float:  # noqa: N802  the letter that scaling laws use
         """Parameters without the input embedding, with the head (arXiv 2406.19146)."""
         return float(self.record["params"]["scaling"])
 
     @property
     def last(self) -> Record:
-        """The newest figures of any kind."""
+        """The newest step or evaluation."""
         logged = (*self.steps[-1:], *self.evals[-1:])
-        return max(
-            logged, key=lambda r: int(r["step"]), default={"step": 0, "tokens": 0, "flops": 0.0}
-        )
+        nothing = {"step": 0, "tokens": 0, "flops": 0.0}
+        return max(logged, key=lambda record: int(record["step"]), default=nothing)
 
     def status(self, now: float) -> str:
-        """finished, interrupted, failed, running or stale."""
-        told = [
-            END.get(e["event"], "")
-            for e in self.events
-            if e["event"] in (*END, "start", "resume", "restart")
-        ]
-        if told and told[-1]:
-            return told[-1]
-        newest = (*self.steps[-1:], *self.evals[-1:], *self.events[-1:])
-        heard = max((float(record.get("time", 0)) for record in newest), default=0.0)
-        return "running" if now - heard < STALE_S else "stale"
+        return status_of([*self.steps[-1:], *self.evals[-1:], *self.events], now)
 
     @property
     def finished(self) -> bool:
         return self.status(now=0.0) == "finished"
 
 
-def read_record(path: Path) -> Record:
-    """What the run is: run.json, of a version and with the keys that everything here reads."""
+def read_json(path: Path) -> Record:
+    """Return the object in a small JSON file of a run directory."""
     try:
-        record = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except OSError as error:
         raise RunError(
-            f"run={path}: run.json cannot be read ({error.strerror}); is this a run directory?"
+            f"{printable(path)} cannot be read ({error.strerror}); is this a run directory?"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RunError(
-            f"run={path}: run.json is not JSON; copy it again or train the run again"
+            f"{printable(path)} is not JSON; restore it or train the run again"
         ) from None
-    if not isinstance(record, dict) or record.get("version") != VERSION:
-        found = record.get("version") if isinstance(record, dict) else None
+    if not isinstance(found, dict):
+        raise RunError(f"{printable(path)} is not a JSON object; restore it or train the run again")
+    return found
+
+
+def read_record(path: Path) -> Record:
+    """Return run.json, checked: its version, and the types of the keys that readers use."""
+    file = path / RUN_FILE
+    record = read_json(file)
+    if record.get("version") != VERSION:
         raise RunError(
-            f"{path}/run.json: version={found!r}, this release reads {VERSION}; use the one that wrote it"
+            f"{printable(file)}: version={record.get('version')!r}, this release reads {VERSION}; "
+            "use the release that wrote it"
         )
-    for key in ("name", "params", "convention", "tokenizer"):
-        if key not in record:
-            raise RunError(
-                f"{path}/run.json: {key} is missing; train the run again with this release"
-            )
+    for key in ("name", "convention", "tokenizer"):
+        if not isinstance(record.get(key), str):
+            raise RunError(_invalid(file, key))
+    params = record.get("params")
+    if not isinstance(params, dict) or not _positive(params.get("scaling")):
+        raise RunError(_invalid(file, "params.scaling"))
+    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token"):
+        if record.get(key) is not None and not _positive(record[key]):
+            raise RunError(_invalid(file, key))
+    for key in ("experiment", "size", "arch", "data"):
+        if not isinstance(record.get(key), str | None):
+            raise RunError(_invalid(file, key))
     return record
 
 
+def _invalid(file: Path, key: str) -> str:
+    return f"{printable(file)}: {key} is missing or invalid; restore it or train the run again"
+
+
+def _positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < 1e300  # type: ignore[operator]
+
+
 def read_run(path: Path) -> Run:
-    """One run directory; records past a resume replace what they repeat, a torn last line is left out."""
+    """Read one run directory. Steps logged again after a resume replace the earlier ones."""
     record = read_record(path)
-    kinds: dict[str, dict[int, Record]] = {"step": {}, "eval": {}}
+    steps: dict[int, Record] = {}
+    evals: dict[int, Record] = {}
     events: list[Record] = []
-    log = path / "log.jsonl"
-    lines = log.read_bytes().split(b"\n") if log.exists() else []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            kind, step = entry["kind"], int(entry["step"])
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):
-                continue  # the run was cut off while writing it
-            raise RunError(
-                f"{log}:{number} is not a log record; move the file away and resume the run"
-            ) from None
-        if kind == "event":
-            events.append(entry)
-        elif kind in kinds:
-            kinds[kind][step] = entry
-    steps, evals = (tuple(kinds[kind][s] for s in sorted(kinds[kind])) for kind in ("step", "eval"))
-    return Run(path, record, steps, evals, tuple(events))
+    for entry in read(path / FILE):
+        match entry["kind"]:
+            case "step":
+                steps[entry["step"]] = entry
+            case "eval":
+                evals[entry["step"]] = entry
+            case "event":
+                events.append(entry)
+    return Run(path, record, _by_step(steps), _by_step(evals), tuple(events))
 
 
-def run_paths(root: Path) -> list[Path]:
-    """Every run directory in `root`, itself included."""
-    return [
-        file.parent
-        for pattern in ("run.json", "*/run.json", "*/*/run.json")
-        for file in root.glob(pattern)
-    ]
+def _by_step(records: dict[int, Record]) -> tuple[Record, ...]:
+    return tuple(records[step] for step in sorted(records))
+
+
+def find_runs(root: Path, depth: int = SEARCH_DEPTH) -> list[Path]:
+    """Return every run directory in `root`, `root` included, in order.
+
+    Directories that disappear or cannot be opened meanwhile are skipped.
+    """
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    found = [root] if any(entry.name == RUN_FILE for entry in entries) else []
+    for entry in entries if depth else ():
+        if entry.name not in ("checkpoints", "logs") and os.path.isdir(entry):  # noqa: PTH112
+            found += find_runs(root / entry.name, depth - 1)
+    return found
 
 
 def read_runs(root: Path) -> list[Run]:
-    """Every run in `root`, itself included, by size and then name."""
+    """Read every run in `root`, `root` included, sorted by size and then name."""
     if not root.is_dir():
         raise RunError(
             f"runs={root} is not a directory; give one that holds runs, such as runs/demo"
         )
-    found = run_paths(root)
-    if not found:
+    runs = []
+    for path in find_runs(root):
+        try:
+            runs.append(read_run(path))
+        except RunError:
+            if path.exists():  # otherwise it was deleted after it was found
+                raise
+    if not runs:
         raise RunError(
             f"runs={root} holds no run (no run.json below it); train one with `launch pretrain`"
         )
-    return sorted((read_run(path) for path in found), key=lambda run: (run.N, run.name))
-
-
-BEGINNINGS = ("start", "resume", "restart", "rollback")
+    return sorted(runs, key=lambda run: (run.N, run.name))
 
 
 def startup_cost(before: list[Record], start: int, *, failed: bool) -> dict[str, float]:
-    """What an attempt that begins at step `start` has cost already, given all that was recorded before it: the work
-    past its checkpoint, and the time since the last word of an attempt that failed, else since this process began."""
+    """Return the seconds that an attempt starting at step `start` has cost before its first step.
+
+    `before` is everything logged by earlier attempts. `start_s` is the time since the last record
+    of an attempt that failed, or else since this process started. `replay_s` is the work past the
+    checkpoint, which has to be done again.
+    """
     now = time.time()
     kept = [record for record in before if record["step"] <= start]
-    return {
-        "start_s": now - before[-1]["time"]
-        if failed and before
-        else now - psutil.Process().create_time(),
-        "replay_s": before[-1]["time"] - reduce(_until, kept, 0.0)
-        if kept and (failed or kept != before)
-        else 0.0,
-    }
+    start_s = now - psutil.Process().create_time()
+    replay_s = 0.0
+    if failed and before:
+        start_s = now - before[-1]["time"]
+    if kept and (failed or kept != before):
+        replay_s = before[-1]["time"] - reduce(_accounted_until, kept, 0.0)
+    return {"start_s": start_s, "replay_s": replay_s}
 
 
 def goodput(records: Iterable[Record]) -> dict[str, float]:
-    """Seconds by cause, and the share that is left. Between a stop that was asked for and its resume no time passes."""
-    wall_s, last = 0.0, 0.0
+    """Return the share of a run's time that went into steps it kept, and the seconds lost by cause.
+
+    The time between a requested stop and the resume does not count.
+    """
+    wall_s = 0.0
+    last = 0.0
     lost = dict.fromkeys(("start_s", "replay_s", "checkpoint_s", "wait_s", "skipped_s"), 0.0)
     for record in records:
-        event, before, last = record.get("event"), last, _until(last, record)
-        if event in BEGINNINGS:
+        event = record.get("event")
+        until = _accounted_until(last, record)
+        if event in ("start", "resume", "restart", "rollback"):
             for key in ("start_s", "replay_s"):
-                lost[key] += record.get(key, 0.0)
-                wall_s += record.get(key, 0.0)
+                lost[key] += record.get(key) or 0.0
+                wall_s += record.get(key) or 0.0
         else:
-            wall_s += last - before
+            wall_s += until - last
+        last = until
         if event == "save":
             lost["checkpoint_s"] += _blocked_s(record)
         elif event == "skip":
-            lost["skipped_s"] += record["seconds"]
+            lost["skipped_s"] += record.get("seconds") or 0.0
         elif record["kind"] == "step":
-            lost["wait_s"] += record["wait_s"]
-    return {"goodput": 1 - sum(lost.values()) / wall_s if wall_s else 1.0, "wall_s": wall_s, **lost}
+            lost["wait_s"] += record.get("wait_s") or 0.0
+    share = 1 - sum(lost.values()) / wall_s if wall_s else 1.0
+    return {"goodput": share, "wall_s": wall_s, **lost}
 
 
-def _until(until: float, record: Record) -> float:
-    """To when the time is accounted for, with one record more. A save is told when it is committed, past steps that a
-    cut may have taken away: what it stands for is the time in which the training waited."""
+def _accounted_until(until: float, record: Record) -> float:
+    """Return up to when time is accounted for after one more record.
+
+    A save is logged when it is committed, after later steps. It stands only for the time that
+    training waited for it.
+    """
     time_s = float(record["time"])
-    return min(until + _blocked_s(record), time_s) if record.get("event") == "save" else time_s
+    if record.get("event") == "save":
+        return min(until + _blocked_s(record), time_s)
+    return time_s
 
 
 def _blocked_s(save: Record) -> float:
-    return float(save["blocked_s" if "blocked_s" in save else "seconds"])
+    return float(save.get("blocked_s", save.get("seconds")) or 0.0)

@@ -1,58 +1,97 @@
-"""The run's own log: one JSON line per record, appended by one writer, readable at any moment, whatever was killed.
+"""The log of a run, log.jsonl: one JSON object per line, appended by rank 0 as things happen.
 
-A record is flat. JSON has no NaN: a non-finite number is written as null and named in `nonfinite`
-(`{"loss": null, "nonfinite": {"loss": "nan"}}`), so that every JSON reader keeps a numeric column and `read` gets the
-number back. Null without the mark means unknown.
+This module is the only reader and writer of that file. A record is flat and has a `kind`
+("step", "eval", "moe", "event"), a `step` and a `time`. JSON has no NaN: a number that is not
+finite is written as null and named in `nonfinite` (`{"loss": null, "nonfinite": {"loss": "nan"}}`),
+and `read` restores it. Null without that mark means unknown.
 """
 
 import json
 import math
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
-from pipeline.atomic import replace
+from pipeline.atomic import open_regular, replace
 from pipeline.errors import RunError
+
+FILE = "log.jsonl"
+# A record is a few hundred bytes, and a megabyte with the load of every expert. A longer line is
+# damage, such as a hole that a crash left in the file.
+MAX_LINE_BYTES = 16 << 20
+TAIL_BYTES = 64 << 10  # at least the last hundred steps
 
 Record = dict[str, Any]
 
+# Readers calculate with these keys, so text under one of them makes a line invalid.
+_NUMBERS = {
+    *("time", "tokens", "flops", "loss", "bpb", "grad_norm", "lr", "tokens_per_s", "mfu"),
+    *("memory_bytes", "wait_s", "world", "goodput", "start_s", "replay_s", "seconds"),
+    *("blocked_s", "saved", "seq"),
+}
+_SEQUENCE = re.compile(rb'"seq":(\d{1,18})[,}]')
+
 
 class Log:
-    """Append-only records of one run; a partial last line left by a crash is cut off on opening."""
+    """Append records to a JSON-lines file. Opening it cuts off the partial line a crash left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._sequence = 0
         self._open()
 
     def _open(self) -> None:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self._end_bytes = _whole_bytes(self.path)
+        self._end_bytes = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                # A power cut may also leave a tail of zero bytes, which holds no newline.
+                if not line.endswith(b"\n"):
+                    break
+                self._end_bytes += len(line)
+                for number in _SEQUENCE.findall(line):
+                    self._sequence = max(self._sequence, int(number))
         os.ftruncate(self._file, self._end_bytes)
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Write one whole line with one system call; it survives the death of this process from here on."""
+        """Write one line with one system call. It survives the death of this process."""
+        is_event = record.get("kind") == "event"
+        if is_event:
+            record = {**record, "seq": self._next_sequence()}
         line = encode(record)
         try:
             written = os.write(self._file, line)
-            while written < len(line):  # a nearly full disk or a signal: a short write is legal
+            while written < len(line):  # a nearly full disk or a signal: short writes are legal
                 written += os.write(self._file, line[written:])
-            if record.get("kind") == "event":
+            if is_event:
                 os.fsync(self._file)  # a checkpoint that survives a power cut keeps its curve
         except OSError as error:
-            os.ftruncate(self._file, self._end_bytes)  # a half line would swallow the next one
+            os.ftruncate(self._file, self._end_bytes)  # half a line would spoil the next one
             raise RunError(
-                f"log={self.path} cannot be written ({error.strerror}); mend that and --resume"
+                f"log={self.path} cannot be written ({error.strerror}); fix that and --resume"
             ) from error
         self._end_bytes += len(line)
 
+    def _next_sequence(self) -> int:
+        """Number the events, so that a copy knows which ones it has when the clock goes back.
+
+        The number is the time in ms, or one more than the last number where that is larger.
+        It is kept when a rollback truncates the log: a number is never used twice.
+        """
+        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+        return self._sequence
+
     def truncate_after(self, step: int) -> int:
-        """Drop what was recorded past a checkpoint's step, all or nothing, and say how many records that were."""
-        kept, dropped = [], 0
-        for line, record in _lines(self.path):
-            if record.get("step", 0) > step:
+        """Drop the records past a checkpoint's step, all or none; return how many there were."""
+        kept = []
+        dropped = 0
+        for line, record in _lines(self.path, log=True):
+            if record["step"] > step:
                 dropped += 1
             else:
                 kept.append(line)
@@ -69,29 +108,119 @@ class Log:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Every whole record in order; a partial last line is not one, and a log that is not there has none."""
-    return (record for _, record in _lines(path)) if path.exists() else iter(())
+    """Yield every record of a run's log in order; a missing log has none.
+
+    A partial last line is skipped: the writer may be in the middle of it. Any other line that is
+    not a record raises `RunError`, as does a file that cannot be read.
+    """
+    return (record for _, record in _lines(path, log=True))
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+def read_lines(path: Path) -> Iterator[Record]:
+    """Yield the objects of another JSON-lines file of a run, such as faults.jsonl."""
+    return (record for _, record in _lines(path))
+
+
+def last_records(path: Path) -> list[Record]:
+    """Return the newest records of a log that may be large; skip damaged lines."""
+    file = _open_log(path)
+    if file is None:
+        return []
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        lines = file.read(TAIL_BYTES).splitlines(keepends=True)
+    if size > TAIL_BYTES:
+        del lines[:1]  # its beginning is not in the buffer
+    found = []
+    for line in lines:
+        if line.endswith(b"\n"):
+            with suppress(ValueError):
+                found.append(checked(decode(line)))
+    return found
+
+
+class Tail:
+    """Follow a log that another process writes. A rollback may rewrite the file meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rewound = False
+        self._file: BinaryIO | None = None
+
+    def take(self, limit: int) -> list[Record]:
+        """Return up to `limit` new records; `rewound` says that they start at the top again."""
+        self.rewound = self._follow()
+        records: list[Record] = []
+        while self._file is not None and len(records) < limit:
+            start = self._file.tell()
+            line = self._file.readline(MAX_LINE_BYTES)
             if not line.endswith(b"\n"):
+                self._file.seek(start)  # the writer is in the middle of it, or died there
+                break
+            with suppress(ValueError):  # a damaged line must not hide the good ones after it
+                records.append(checked(decode(line)))
+        return records
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _follow(self) -> bool:
+        """Open the file again if it was replaced or truncated; return whether it was."""
+        if self._file is not None:
+            try:
+                there = self.path.stat()
+            except OSError:
+                return False
+            # The old file stays open, so its inode cannot be reused for the new one.
+            here = os.fstat(self._file.fileno())
+            same_file = (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+            if same_file and there.st_size >= self._file.tell():
+                return False
+            self.close()
+        self._file = _open_log(self.path)
+        return self._file is not None
+
+
+def _open_log(path: Path) -> BinaryIO | None:
+    """Open a log for reading; None if there is none."""
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(
+            f"log={printable(path)} cannot be read ({error.strerror}); fix that or move it away"
+        ) from None
+
+
+def _lines(path: Path, *, log: bool = False) -> Iterator[tuple[bytes, Record]]:
+    file = _open_log(path)
+    if file is None:
+        return
+    with file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 return
             try:
                 record = decode(line)
-            except ValueError:
+                yield line, checked(record) if log else record
+            except ValueError as error:
                 raise RunError(
-                    f"log={path} line {number} is not a record; restore the file or cut that line"
+                    f"log={printable(path)} line {number} is not a record ({error}); "
+                    "restore the file or cut that line"
                 ) from None
-            yield line, record
 
 
 def encode(record: Mapping[str, object]) -> bytes:
     flat: dict[str, object] = {}
     nonfinite: dict[str, str] = {}
     for key, value in record.items():
-        if isinstance(value, list):  # of finite numbers or of such lists: an expert's load by layer
+        if isinstance(value, list):  # finite numbers, or lists of them: expert loads by layer
             json.dumps(value, allow_nan=False)
         elif not isinstance(value, str | int | float | None):
             value = _plain(key, value)
@@ -101,22 +230,54 @@ def encode(record: Mapping[str, object]) -> bytes:
         flat[key] = value
     if nonfinite:
         flat["nonfinite"] = nonfinite
-    return (
-        json.dumps(flat, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-        + b"\n"
-    )
+    text = json.dumps(flat, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    record = json.loads(line)
+    """Parse one line; raise `ValueError` if it is not a JSON object."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict):
-        raise ValueError(f"a record is a JSON object, not {line[:40]!r}")
+        raise ValueError(f"not a JSON object: {line[:40]!r}")
     nonfinite = record.pop("nonfinite", {})
     if not isinstance(nonfinite, dict):
         raise ValueError(f"nonfinite={nonfinite!r} is not a table")
     for key, value in nonfinite.items():
-        record[key] = float(value)
+        try:
+            record[key] = float(value)
+        except TypeError:
+            raise ValueError(f"nonfinite.{key} is not text") from None
     return record
+
+
+def checked(record: Record) -> Record:
+    """Return a log record whose types every reader can rely on; raise `ValueError` otherwise."""
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step < 2**53:
+        raise ValueError("step is not a number of steps")
+    if not isinstance(record.get("kind"), str):
+        raise ValueError("kind is missing")
+    record.setdefault("time", 0.0)
+    if record["kind"] == "event" and not isinstance(record.get("event"), str):
+        raise ValueError("event is missing")
+    for key, value in record.items():
+        if isinstance(value, dict) or (key in _NUMBERS and not _is_number(value)):
+            raise ValueError(f"{key} is not a number")
+    if record["time"] is None or not math.isfinite(record["time"]):
+        raise ValueError("time is not finite")
+    if not isinstance(record.get("world", 1), int | None):
+        raise ValueError("world is not a number of processes")
+    return record
+
+
+def _is_number(value: object) -> bool:
+    """Whether a JSON value is null or a number that fits into a double."""
+    if isinstance(value, int):
+        return abs(value) < 10**300
+    return value is None or isinstance(value, float)
 
 
 def _plain(key: str, value: object) -> float:
@@ -128,60 +289,6 @@ def _plain(key: str, value: object) -> float:
         ) from None
 
 
-def _whole_bytes(path: Path) -> int:
-    """Where the last whole line ends; a power cut may also leave a tail of zero bytes, which holds no newline."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
-
-
-class Tail:
-    """Hands out whole records once each; after a rewrite it starts again from the top and says so."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rewound = False
-        self._file: IO[bytes] | None = None
-
-    def take(self, limit: int) -> list[Record]:
-        """The next records, at most `limit`; `rewound` tells whether they start at the top."""
-        self.rewound = self._follow()
-        records: list[Record] = []
-        while self._file is not None and len(records) < limit:
-            start = self._file.tell()
-            line = self._file.readline()
-            if not line.endswith(b"\n"):
-                self._file.seek(start)  # the writer is in the middle of it, or a crash was
-                break
-            with suppress(ValueError):  # a rotten line must not hide the good ones behind it
-                records.append(decode(line))
-        return records
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _follow(self) -> bool:
-        try:
-            there = self.path.stat()
-        except FileNotFoundError:
-            return False
-        if self._file is not None:
-            # Holding the old file open keeps its inode from being reused, so the comparison cannot be fooled.
-            here = os.fstat(self._file.fileno())
-            if (here.st_dev, here.st_ino) == (
-                there.st_dev,
-                there.st_ino,
-            ) and there.st_size >= self._file.tell():
-                return False
-            self._file.close()
-        self._file = self.path.open("rb")
-        return True
+def printable(path: Path) -> str:
+    """Return a path as text that any terminal and JSON accepts: a name may not be UTF-8."""
+    return os.fsencode(path).decode(errors="replace")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
-from pipeline.runs.log import Record, read
+from pipeline.runs.log import Record, read, read_lines
 from pipeline.train.stop import STOPPED
 
 FILE = "attempts.jsonl"
@@ -69,7 +69,7 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
 
 
 def past(run: Path) -> list[Record]:
-    return list(read(run / FILE))
+    return list(read_lines(run / FILE))
 
 
 def ending(

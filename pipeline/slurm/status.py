@@ -1,20 +1,26 @@
 """Where runs stand: what SLURM says of their jobs, joined with what their directories say."""
 
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.layers import read_toml
-from pipeline.errors import RunError
+from pipeline.errors import RunError, UserError
 from pipeline.runs.directory import RunDir
-from pipeline.runs.log import Record, decode
+from pipeline.runs.history import find_runs, status_of
+from pipeline.runs.log import Record, last_records, printable
 from pipeline.slurm import attempts, queue
 from pipeline.slurm.submit import job_of
 
-_TAIL_BYTES = 65536  # of a log: its last hundred steps or more
-_SILENT_S = 600.0  # a local run that has written nothing for so long has died
+# A run that no job in the queue trains. One that logs nothing any more has died.
+_STATES = {
+    "new": "NEW",
+    "running": "RUNNING",
+    "stale": "FAILED",
+    "finished": "FINISHED",
+    "interrupted": "STOPPED",
+    "failed": "FAILED",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +38,10 @@ class Status:
 
 
 def runs(paths: Iterable[Path]) -> list[Path]:
-    """Run directories, given or found below what is given."""
+    """Return the run directories in `paths`, given or found below what is given."""
     found: list[Path] = []
     for path in paths:
-        inside = [path] if RunDir(path).exists else sorted(p.parent for p in path.rglob("run.json"))
+        inside = [path] if RunDir(path).exists else find_runs(path)
         if not inside:
             raise RunError(f"{path} holds no run; give a run directory or a folder of them")
         found += inside
@@ -43,35 +49,43 @@ def runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def statuses(paths: Iterable[Path]) -> list[Status]:
-    places = runs(paths)
-    jobs = {path: job_of(path) for path in places}
-    there, silence = {}, ""
+    """Return the status of every run; a damaged run directory is listed with its fault."""
+    jobs = {path: job_of(path) for path in runs(paths)}
+    entries: dict[str, queue.Entry] = {}
+    silence = ""
     if any(jobs.values()):
         try:
-            there = queue.entries()
-        except RunError as error:  # the directories still say how far it has got
+            entries = queue.entries()
+        except RunError as error:  # the run directories still have the progress
             silence = str(error)
-    return [
-        _status(path, job, there.get(job or ""), silence if job else "")
-        for path, job in jobs.items()
-    ]
+    found = []
+    for path, job in jobs.items():
+        try:
+            status = _status(path, job, entries.get(job or ""), silence if job else "")
+        except UserError as error:
+            status = Status(printable(path), job, "DAMAGED", "", 0, 0, None, None, 0, str(error))
+        if path.exists():  # otherwise it was deleted after it was found
+            found.append(status)
+    return found
 
 
 def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str) -> Status:
     run, tries = RunDir(path), attempts.past(path)
-    records = tail(run.log)
-    steps = [r for r in records if r.get("kind") == "step"]
-    last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
+    records = last_records(run.log)
+    steps = [r for r in records if r["kind"] == "step"]
     ended = next((r for r in reversed(tries) if r["event"] != "begin"), {})
-    total = int(read_toml(run.config).get("train", {}).get("steps", 0))
-    state = (
-        entry.state
-        if entry and entry.living
-        else _settled(last, ended, records, over=entry is not None)
-    )
+    total = _steps(run)
+    if entry and entry.living:
+        state = entry.state
+    else:
+        state = _STATES[status_of(records, time.time())]
+        died = ended.get("event") == "stop"
+        # No job trains it, so a run that looks alive was killed before it could log its end.
+        if (state == "NEW" and died) or (state == "RUNNING" and (died or entry is not None)):
+            state = "FAILED"
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
-        run=str(path),
+        run=printable(path),
         job=job,
         state=state,
         nodes=entry.nodes if entry is not None and state == "RUNNING" else "",
@@ -84,20 +98,11 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
     )
 
 
-def _settled(last: Record, ended: Record, records: list[Record], *, over: bool) -> str:
-    """Of a run that no job in the queue trains: by what it wrote last."""
-    match last.get("event"):
-        case "finish":
-            return "FINISHED"
-        case "interrupt":
-            return "STOPPED"
-        case None:
-            return "NEW" if ended.get("event") != "stop" else "FAILED"
-        case _:
-            over |= (
-                time.time() - float(records[-1]["time"]) > _SILENT_S or ended.get("event") == "stop"
-            )
-            return "FAILED" if over else "RUNNING"
+def _steps(run: RunDir) -> int:
+    steps = run.fact("steps") or 0
+    if not isinstance(steps, int):
+        raise RunError(f"{printable(run.path)}/run.json: steps={steps!r} is not a number")
+    return steps
 
 
 def _eta(steps: list[Record], total: int) -> float | None:
@@ -106,15 +111,3 @@ def _eta(steps: list[Record], total: int) -> float | None:
         return None
     pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
     return float(max(0.0, pace * (total - recent[-1]["step"]) - (time.time() - recent[-1]["time"])))
-
-
-def tail(path: Path) -> list[Record]:
-    """The last records of a log that may be large and is being written."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [decode(line) for line in lines[size > _TAIL_BYTES :] if line.endswith(b"\n")]

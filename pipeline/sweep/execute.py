@@ -15,7 +15,9 @@ from pathlib import Path
 from pipeline.atomic import replace
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.process import end_with_parent
+from pipeline.runs.directory import RunDir
 from pipeline.runs.history import Run, read_run, read_runs
+from pipeline.runs.log import last_records
 from pipeline.scaling.points import points_of
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep
@@ -46,12 +48,10 @@ class Member:
     def step(self) -> int:
         """How far it has got, from the end of its log."""
         try:
-            with (self.out / "log.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = file.read().split(b"\n")
-            return int(json.loads(lines[-2])["step"])
-        except (OSError, ValueError, KeyError, IndexError):
+            records = last_records(RunDir(self.out).log)
+        except RunError:
             return 0
+        return int(records[-1]["step"]) if records else 0
 
 
 def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:

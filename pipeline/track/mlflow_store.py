@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from pipeline.runs.lock import hold
+from pipeline.atomic import locked
 from pipeline.track import environment
 
 DEFAULT = "sqlite:///mlflow.db"  # what a plain `mlflow ui` in the same folder opens
@@ -71,15 +71,13 @@ class Store:
                 f"MLflow is not installed ({error}); pip install mlflow, then replay"
             ) from None
         try:
+            self.client = MlflowClient(uri)
             if uri.startswith("sqlite:///"):
                 folder = Path(uri.removeprefix("sqlite:///")).parent
                 folder.mkdir(parents=True, exist_ok=True)
-                # Two first runs at once would both create the tables; the folder is the lock that leaves no file.
-                with hold(folder, wait_s=60):
-                    self.client = MlflowClient(uri)
+                # The first query creates the tables, and MLflow does not guard that against others.
+                with locked(folder / ".mlflow.lock", wait_s=60):
                     self.client.search_experiments(max_results=1)
-            else:
-                self.client = MlflowClient(uri)
         except UnsupportedModelRegistryStoreURIException:
             raise UnusableError(_remedy(uri, "is of no kind that MLflow knows")) from None
 

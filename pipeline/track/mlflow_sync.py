@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 
-from pipeline.atomic import replace
+from pipeline.atomic import locked, replace
 from pipeline.errors import RunError
-from pipeline.runs.lock import hold
+from pipeline.runs.log import FILE as LOG_FILE
 from pipeline.runs.log import Record, Tail, encode, read
 from pipeline.track import environment, mlflow_store
 from pipeline.track.mlflow_store import (
@@ -102,7 +102,7 @@ class Feeder:
         self.state = load_state(run_dir)
         self.uri = resolve(self.state.uri)
         self.records_sent = 0
-        self._tail = Tail(run_dir / "log.jsonl")
+        self._tail = Tail(run_dir / LOG_FILE)
         self._store: Store | None = None
         self._batch: list[Record] = []  # taken from the log and not yet acknowledged
         self._phase: Record | None = None  # the last event that says what the run is doing
@@ -306,10 +306,10 @@ def finish(process: "subprocess.Popen[str]", wait_s: float = WAIT_S) -> str:
 
 def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
     """Replay what MLflow has not got, here and now."""
-    if not (run_dir / "log.jsonl").is_file():
-        raise RunError(f"run={run_dir} has no log.jsonl; name a run directory, such as runs/NAME")
+    if not (run_dir / LOG_FILE).is_file():
+        raise RunError(f"run={run_dir} has no {LOG_FILE}; name a run directory, such as runs/NAME")
     _settle_mlflow()
-    with hold(run_dir / "mlflow.lock", wait_s=0) as alone, contextlib.redirect_stdout(sys.stderr):
+    with locked(run_dir / "mlflow.lock", wait_s=0) as alone, contextlib.redirect_stdout(sys.stderr):
         if not alone:
             raise RunError(f"run={run_dir} is being fed to MLflow right now; nothing to do")
         feeder = Feeder(run_dir)
@@ -348,7 +348,7 @@ def follow(
         except Exception as error:  # MLflow raises many kinds, and none of them may end the feeding
             again, fault = bool(fault), reason(error)
             if not again:
-                logging.warning("%s; records wait in log.jsonl", fault)
+                logging.warning("%s; records wait in the log", fault)
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
         if time.monotonic() >= deadline:
             return fault or "time ran out"
@@ -417,7 +417,7 @@ def _attend(
     try:
         while True:
             # The sidecar of the interrupted run may still be delivering, or somebody runs `launch sync`.
-            with hold(run_dir / "mlflow.lock", wait_s=WAIT_S) as alone:
+            with locked(run_dir / "mlflow.lock", wait_s=WAIT_S) as alone:
                 if alone:
                     environment.write(run_dir)
                     return follow(Feeder(run_dir), ended, wait_s, told_to_stop)

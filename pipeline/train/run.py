@@ -110,7 +110,7 @@ def _tracker(
         return Fan([])
     assert config.train.steps is not None
     before = list(read(directory.log))
-    fault = faults.unheard(directory, before)
+    fault = faults.unlogged(directory, before)
     log = Log(directory.log)
     log.truncate_after(start)
     tracker = Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])

@@ -296,13 +296,13 @@ def test_two_jobs_never_write_one_run(corpus, tmp_path):
         )
         assert [p.name for p in out.iterdir()] == [".launch"]
     finally:
-        os.close(held)
+        held.release()
     held = RunDir(out).lock()
     try:
         with pytest.raises(RunError, match="being written by another process"):
             RunDir(out).lock()
     finally:
-        os.close(held)
+        held.release()
 
 
 @pytest.mark.parametrize(

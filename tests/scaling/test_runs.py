@@ -30,7 +30,7 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path: Pa
     assert read_run(path).steps[-1]["step"] == 400
     with (path / "log.jsonl").open("a") as log:
         log.write('\n{"kind": "event", "time": 9, "step": 400, "event": "finish"}\n')
-    with pytest.raises(RunError, match=r"log.jsonl:\d+ is not a log record"):
+    with pytest.raises(RunError, match=r"log\.jsonl line \d+"):
         read_run(path)
 
 

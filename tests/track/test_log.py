@@ -142,7 +142,7 @@ def test_full_disk_names_the_log_and_leaves_no_half_line(
 
 def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step":1}\n{"st\xff\n{"step":3}\n')
+    path.write_bytes(b'{"kind":"x","step":1}\n{"st\xff\n{"kind":"x","step":3}\n')
     with pytest.raises(RunError, match="line 2"):
         steps(path)
     assert [record["step"] for record in Tail(path).take(10)] == [1, 3]

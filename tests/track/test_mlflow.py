@@ -265,7 +265,7 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
     assert mlflow_sync.load_state(other).uri == uri
     assert list(Path("mlruns").rglob("config.toml"))
     assert Counter(path.name for path in Path.cwd().iterdir()) == Counter(
-        ["runs", "mlflow.db", "mlruns"]
+        ["runs", "mlflow.db", ".mlflow.lock", "mlruns"]
     )
 
 

@@ -10,8 +10,8 @@ from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
 from launch import law, sync
+from pipeline.atomic import locked
 from pipeline.errors import RunError
-from pipeline.runs.lock import hold
 from pipeline.runs.log import Log
 from pipeline.track import mlflow_sync
 from tests.scaling.made_runs import make_ladder
@@ -98,7 +98,7 @@ def test_not_a_run(app: typer.Typer, tmp_path: Path) -> None:
 
 def test_one_feeder_at_a_time(run_dir: Path, log: Log) -> None:
     log.append(step_record(1))
-    with hold(run_dir / "mlflow.lock", wait_s=0) as alone:
+    with locked(run_dir / "mlflow.lock", wait_s=0) as alone:
         assert alone
         with pytest.raises(RunError, match="right now"):
             mlflow_sync.sync(run_dir)

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.parallel.build import _model
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
-from pipeline.runs.faults import no_room
+from pipeline.runs.faults import out_of_memory
 from pipeline.train.meter import peak_flops
 from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment, launch
@@ -298,7 +298,7 @@ def test_fp8_from_weights_that_it_does_not_suit_is_remarked_on(corpus, tmp_path)
     ],
 )
 def test_whatever_allocates_says_that_memory_ran_out(kind, message, lowers):
-    assert no_room(kind, message) == lowers
+    assert out_of_memory(kind, message) == lowers
 
 
 def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch):
