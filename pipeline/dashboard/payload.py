@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RunError
-from pipeline.runs.history import BEGINNINGS, END, Run
+from pipeline.runs.history import PHASES, Run
 from pipeline.runs.log import Record
 from pipeline.scaling.points import Array
 
@@ -182,7 +182,7 @@ class RunLog:
         self.world = max(1, int(world)) if world else self.world
         event = record["event"][:MAX_CHARACTERS]
         # Events that decide the status are never left out.
-        decides = event in END or event in BEGINNINGS
+        decides = event in PHASES
         if decides or (event != "save" and len(self.events) < MAX_EVENTS):
             time_s = known(record.get("time")) or 0.0
             self.events.append({"step": step, "time": time_s, "event": event})
