@@ -132,15 +132,16 @@ def train(
     from pipeline.bench import train_step as bench
     from pipeline.config.layers import load
     from pipeline.data.shards import Corpus
-    from pipeline.parallel.world import World, free_port, joining
+    from pipeline.parallel.world import World
     from pipeline.planner.check import DeviceMemory, check_one_micro_batch, smaller_micro_batch
     from pipeline.planner.recipe import resolve
+    from pipeline.process import one_node, python_module
     from pipeline.runs.faults import out_of_memory
     from pipeline.train.request import Devices
 
     before = dict(os.environ)
     if "RANK" not in before:  # alone, not under torchrun
-        os.environ |= joining(0, 1, free_port())
+        os.environ |= one_node(0, 1)
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -199,7 +200,7 @@ def train(
         typer.echo(f"micro-batch {micro} does not fit", err=True)
         os.execve(
             sys.executable,
-            [sys.executable, "-m", "launch", *sys.argv[1:]],
+            python_module("launch", *sys.argv[1:]),
             before | {_FAILED: str(micro)},
         )
 

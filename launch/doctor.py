@@ -95,7 +95,7 @@ def _package(name: str) -> Finding:
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     probe = subprocess.run(
-        [sys.executable, "-c", f"import {name}"],
+        [sys.executable, "-P", "-c", f"import {name}"],
         capture_output=True,
         text=True,
         env=env,
@@ -110,7 +110,7 @@ def _package(name: str) -> Finding:
 def _gpus() -> Finding:
     code = "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
     probe = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
     )
     names = probe.stdout.strip()
     if probe.returncode or names == "[]":

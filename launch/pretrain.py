@@ -115,8 +115,7 @@ def pretrain(
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
     from pipeline.runs.directory import RunDir, list_checkpoints
     from pipeline.train.request import Devices, Request, plan_run
-    from pipeline.train.stop import STOPPED
-    from pipeline.train.supervisor import start
+    from pipeline.train.supervisor import STOPPED, start
 
     for option, value in {
         "--nodes": nodes,

@@ -1,10 +1,39 @@
-"""Requests of a process to the kernel: follow its parent's death, write its output to a file."""
+"""Child processes: how they start, how ranks of one node find each other, where output goes."""
 
 import contextlib
 import ctypes
+import io
 import os
+import queue
 import signal
+import sys
+import threading
 from pathlib import Path
+from typing import TextIO
+
+STORE = "ISOFLOP_STORE"  # the file through which the ranks of one node find each other
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def python_module(module: str, *arguments: object) -> list[str]:
+    """The command `python -m MODULE`, which imports nothing from the working directory (-P)."""
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+
+
+def loopback() -> dict[str, str]:
+    """Environment that keeps the ports of gloo and NCCL closed to other machines."""
+    return {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+
+
+def one_node(rank: int, size: int, store: Path | None = None) -> dict[str, str]:
+    """Environment of one rank of a group on this node.
+
+    The ranks meet in the file `store`, in a directory that only this user can enter: torch's
+    TCPStore would listen on every interface for whoever comes. A single rank needs no store.
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    env = loopback() | {name: str(number) for name, number in numbers.items()}
+    return env if store is None else {**env, STORE: str(store)}
 
 
 def end_with_parent() -> None:
@@ -18,3 +47,50 @@ def redirect_output(log: Path) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+
+
+class PatientOutput(io.TextIOBase):
+    """A text stream whose writer never waits.
+
+    A thread writes to the terminal or pipe, which may block for as long as nobody reads it (Ctrl-S,
+    `| less`). Meanwhile text is queued, and dropped when the queue is full.
+    """
+
+    def __init__(self, stream: TextIO, longest: int = 1000) -> None:
+        self._stream = stream
+        self._descriptor = os.dup(stream.fileno())
+        self._queue: queue.Queue[bytes] = queue.Queue(longest)
+        threading.Thread(target=self._work, name="output", daemon=True).start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        data = text.encode(self.encoding, self._stream.errors or "strict")
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(data)
+        return len(text)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything is written, but not longer than `timeout_s`."""
+        done = self._queue.all_tasks_done
+        with done:
+            done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            data = self._queue.get()
+            with contextlib.suppress(OSError):  # `launch … | head` has closed our output
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            self._queue.task_done()

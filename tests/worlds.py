@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -14,25 +15,27 @@ from typing import Any
 
 import torch
 
-import pipeline.train.run
+import pipeline.train.worker
 from pipeline.checkpoint.load import find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
 from pipeline.parallel.build import engine
 from pipeline.parallel.fragments import Fragment
-from pipeline.parallel.world import World, free_port, joining
+from pipeline.parallel.world import World
+from pipeline.process import one_node
 from pipeline.runs.directory import RunDir
 from pipeline.train.request import Devices, Request, plan_run
-from pipeline.train.run import run
-from pipeline.train.stop import Stop
+from pipeline.train.supervisor import StopRequest
+from pipeline.train.worker import run
 
 
 def fork(ranks: int, work: Callable[[World], object]) -> None:
-    """`work` in `ranks` processes that find each other as torchrun's do; raises if one fails."""
-    port, children = free_port(), []
+    """`work` in `ranks` processes that find each other as a run's do; raises if one fails."""
+    children = []
+    store = Path(tempfile.mkdtemp(prefix="isoflop-")) / "store"
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            os.environ |= joining(rank, ranks, port)
+            os.environ |= one_node(rank, ranks, store)
             try:
                 work(World.from_environment(os.environ))
                 os._exit(0)
@@ -41,6 +44,7 @@ def fork(ranks: int, work: Callable[[World], object]) -> None:
                 os._exit(1)
         children.append(child)
     failed = [child for child in children if os.waitpid(child, 0)[1]]
+    shutil.rmtree(store.parent)
     assert not failed, f"{len(failed)} of {ranks} ranks failed"
 
 
@@ -50,7 +54,7 @@ def launch(arguments: list[object]) -> None:
     from pipeline.train import supervisor as start
 
     def started(directory: RunDir, *, nproc: int, **_: object) -> tuple[str, None]:
-        fork(nproc, lambda world: run(directory.path, world, Stop(), quiet=True))
+        fork(nproc, lambda world: run(directory.path, world, StopRequest(), quiet=True))
         return "", None
 
     def call(_world: World) -> None:
@@ -82,7 +86,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     fork(
         1, lambda _: plan_run(request, Devices(0, 2**36, "CPU")).commit()
     )  # it holds the directory while it lives
-    fork(nproc, lambda world: run(path, world, Stop(), quiet=True))
+    fork(nproc, lambda world: run(path, world, StopRequest(), quiet=True))
 
 
 def cut(out: str, step: int) -> None:
@@ -126,7 +130,7 @@ class Late(Saver):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    pipeline.train.run.Saver = Late
+    pipeline.train.worker.Saver = Late
     import torch._dynamo
 
     import pipeline.parallel.ddp

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import always, balance
-from pipeline.parallel.world import World, free_port, joining
-from pipeline.process import end_with_parent, redirect_output
+from pipeline.parallel.world import World
+from pipeline.process import end_with_parent, one_node, redirect_output
 from pipeline.train.evaluation import cut
 
 # of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
@@ -271,7 +272,8 @@ def held(
     )  # that it ends the others of a group
     method = "spawn" if torch.cuda.is_available() else "fork"
     said = get_context(method).SimpleQueue()
-    where = [joining(rank, nproc, port) for port in [free_port()] for rank in range(nproc)]
+    private = TemporaryDirectory(prefix="isoflop-")
+    where = [one_node(rank, nproc, Path(private.name) / "store") for rank in range(nproc)]
     group = start_processes(
         _rank, (config, layouts, where, noise, said), nproc, join=False, start_method=method
     )  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ from pipeline.runs.log import Log
 from pipeline.track.tracker import Fan, LocalLog
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
-from pipeline.train.stop import Stop
+from pipeline.train.supervisor import StopRequest
 from pipeline.train.watchdog import Watch
 
 
@@ -51,7 +51,7 @@ def overheads(
         closing(Fan([LocalLog(Log(run.log))])) as tracker,
     ):
         saver = Saver(worker, config, run.checkpoints, world)
-        loop = Loop(config, run, worker, world, tracker, Stop(), watch, Guard([]), saver)
+        loop = Loop(config, run, worker, world, tracker, StopRequest(), watch, Guard([]), saver)
         count = itertools.count()
 
         def timed(**off: Any) -> float:

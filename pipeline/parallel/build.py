@@ -1,5 +1,6 @@
 """Config → engine with its model drawn and compiled: the one place where engines are chosen."""
 
+import os
 from typing import assert_never
 
 import torch
@@ -12,10 +13,11 @@ from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.sequence import share_sequences
-from pipeline.parallel.world import World
+from pipeline.parallel.world import World, join
 
 
 def engine(config: RunConfig, world: World) -> Engine:
+    join(world, os.environ)
     if config.train.dtype == "bf16" and world.device.type == "cuda":
         # the only fp32 products are the routers', whose operands are bf16 values: TF32 holds them exactly
         torch.set_float32_matmul_precision("high")

@@ -10,23 +10,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from pipeline.errors import ConfigError
+from pipeline.process import STORE
 
 T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # of one collective; the first waits for the slowest node's imports
 # of a CPU without bf16, which torch has to say with a stack of C++ frames
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-def joining(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment of one of this node's processes that meet at a port, where neither torchrun nor srun sets it."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in numbers.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +108,39 @@ class World:
             dist.barrier()
 
 
-TIMEOUT = timedelta(minutes=30)  # of one collective; the first waits for the slowest node's imports
+def join(world: World, env: Mapping[str, str]) -> None:
+    """Create the process group, unless this process is already in one."""
+    if dist.is_initialized():
+        return
+    store: Store | None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = None  # started by the user's own torchrun, which serves the store: env:// finds it
+    elif world.size == 1:
+        store = HashStore()
+    elif STORE in env:
+        store = FileStore(env[STORE], world.size)
+    else:
+        store = _network_store(world, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    dist.init_process_group(
+        world.backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT
+    )
+
+
+def _network_store(world: World, address: str, port: int) -> Store:
+    """The store of a job on several nodes; rank 0 serves it, on the job's network only."""
+    if not world.first:
+        return TCPStore(address, port, world.size, is_master=False, timeout=TIMEOUT)
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if str(where[0]).startswith("127.0.1."):
+        # Debian's /etc/hosts gives a host's own name this address, which no other node can reach.
+        where = ("", port)
+    listener = socket.create_server(where[:2], family=family, backlog=2 * world.size)
+    return TCPStore(
+        address,
+        port,
+        world.size,
+        is_master=True,
+        timeout=TIMEOUT,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

@@ -46,7 +46,10 @@ class ZeroEngine:
             # DeepSpeed would compile a shared-memory all-reduce that only inference uses: a minute, and a C++ compiler.
             # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
             sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-        deepspeed.init_distributed(dist_backend=world.backend, timeout=TIMEOUT, verbose=False)
+        # The process group exists (world.join); without one, DeepSpeed would look for MPI.
+        deepspeed.init_distributed(
+            dist_backend=world.backend, timeout=TIMEOUT, verbose=False, auto_mpi_discovery=False
+        )
         self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
         self.clock: Clock = untimed
         self._clip = config.optim.clip

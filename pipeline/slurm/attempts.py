@@ -9,7 +9,7 @@ from typing import Literal
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Record, read, read_lines
-from pipeline.train.stop import STOPPED
+from pipeline.train.supervisor import STOPPED
 
 FILE = "attempts.jsonl"
 _DIED = re.compile(

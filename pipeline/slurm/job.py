@@ -20,7 +20,7 @@ from types import FrameType
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.process import redirect_output
+from pipeline.process import loopback, redirect_output
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
 from pipeline.slurm import attempts, queue
@@ -185,8 +185,10 @@ class Batch:
 
     def _environment(self) -> dict[str, str]:
         """Where the ranks meet: on the first node, at a port that the job's number gives and that is free there."""
-        first = queue.hosts(self.here.nodelist)[0]
+        alone = self.here.nodes == 1
+        first = "127.0.0.1" if alone else queue.hosts(self.here.nodelist)[0]
         env = {
+            **(loopback() if alone else {}),
             **os.environ,
             "MASTER_ADDR": first,
             "MASTER_PORT": str(_port(int(self.here.job), self.here.restarts)),

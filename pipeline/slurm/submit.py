@@ -164,7 +164,7 @@ def pattern(path: Path) -> str:
 
 
 def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> list[str]:
-    """What the batch step starts: one process per task, or one torchrun per node, in the site's container."""
+    """What the batch step starts: one process per task, or one that starts all of its node, in the site's container."""
     agents = site.launcher == "torchrun"
     each, log = (1, "agent") if agents else (tasks, "rank")
     srun = [
@@ -183,7 +183,7 @@ def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> li
     if cpus is not None:  # srun does not take it over from sbatch
         srun += [f"--cpus-per-task={cpus * (tasks // each)}"]
     around, python = _container(site.container)
-    return [*srun, *site.srun, *around, python, "-m", "pipeline.slurm.task", str(run)]
+    return [*srun, *site.srun, *around, python, "-P", "-m", "pipeline.slurm.task", str(run)]
 
 
 def _container(container: Container | None) -> tuple[list[str], str]:

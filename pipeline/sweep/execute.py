@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from pipeline.atomic import replace
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.process import end_with_parent
+from pipeline.process import end_with_parent, python_module
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import Run, read_run, read_runs
 from pipeline.runs.log import last_records
@@ -154,7 +153,7 @@ def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
     return subprocess.Popen(
-        [sys.executable, "-m", "launch", *member.argv, "--quiet", *([] if track else ["--no-track"])],
+        python_module("launch", *member.argv, "--quiet", *([] if track else ["--no-track"])),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={"OMP_NUM_THREADS": str(threads), **os.environ},
         start_new_session=True,  # Ctrl-C is ours to hand on, once

@@ -22,6 +22,7 @@ from types import FrameType
 
 from pipeline.atomic import locked, replace
 from pipeline.errors import RunError
+from pipeline.process import python_module
 from pipeline.runs.log import FILE as LOG_FILE
 from pipeline.runs.log import Record, Tail, encode, read
 from pipeline.track import environment, mlflow_store
@@ -284,7 +285,7 @@ def start(run_dir: Path) -> "subprocess.Popen[str]":
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "mlflow.log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(run_dir)],
+            python_module(MODULE, run_dir),
             stdin=subprocess.PIPE,  # the kernel closes it with us: no pid to poll, none to be reused
             stdout=subprocess.PIPE,
             stderr=log,
@@ -300,7 +301,7 @@ def finish(process: "subprocess.Popen[str]", wait_s: float = WAIT_S) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return _replay(Path(process.args[3]), "MLflow is slow")  # type: ignore[index,arg-type]  # the list above
+        return _replay(Path(process.args[-1]), "MLflow is slow")  # type: ignore[index,arg-type]  # the list above
     return said.strip()
 
 

@@ -27,7 +27,7 @@ from pipeline.train.guard import Guard
 from pipeline.train.meter import Meter, peak_flops
 from pipeline.train.reading import Moment, Reading
 from pipeline.train.replicas import Look, Replicas
-from pipeline.train.stop import Stop
+from pipeline.train.supervisor import StopRequest
 from pipeline.train.watchdog import Watch
 
 _SHIFTS = (0, 16, 32, 48)
@@ -52,7 +52,7 @@ class Loop:
         engine: Engine,
         world: World,
         tracker: Tracker,
-        stop: Stop,
+        stop: StopRequest,
         watch: Watch,
         guard: Guard,
         saver: Saver,

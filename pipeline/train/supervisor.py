@@ -1,46 +1,82 @@
-"""Start a run's processes on this node, stand between them and the terminal, and say how it ended."""
+"""Start the ranks of a run on this node, restart them after a fault, and report how it ended.
+
+The ranks are direct children of this process: it sees the exit code of each one. It imports no
+torch, so that the command line answers at once. A worker exits with one of these codes:
+0 finished; 75 saved because a signal asked for it; 2 a fault that only the user can fix; 1 any
+other fault.
+"""
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
 from pipeline.config.layers import reload
 from pipeline.errors import RunError
-from pipeline.process import end_with_parent
+from pipeline.process import end_with_parent, one_node, python_module
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import HangError
+from pipeline.runs.log import Record
 from pipeline.track import mlflow_sync
-from pipeline.train.stop import SIGNALS
 
 WORKER = "pipeline.train.worker"
+STOPPED = os.EX_TEMPFAIL  # 75: the worker has saved as a signal asked, and has more steps to do
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+_TICK_S = 0.2  # how soon a signal is passed on
+_LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
+_GRACE_S = 5.0  # for the other ranks to report their own error after one has failed
+_SPARE_AFTER_S = 15.0  # of training: a short run does not pay for a spare group
 _FEED_WAIT_S = 30.0
-_STRAY_WAIT_S = 60.0
-_TICK_S, _LOOK = (
-    0.2,
-    5,
-)  # how soon a signal is passed on; every so many ticks all workers are looked at
-_SPARE_AFTER_S = 15.0  # of training: a short run is not to pay for what it does not need
-_SAID = re.compile(
-    rb"^[\w.: ]*[Ee]rror: \S.*$", re.MULTILINE
-)  # torchrun, of what it itself could not do
-_KILLED = re.compile(
-    rb"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+)"
-)  # torchrun, of all that had failed
-Wish = tuple[float, int]  # when, and which signal
-_Group = tuple["subprocess.Popen[bytes]", Path]  # torchrun, and the file it complains to
+
+
+class StopRequest:
+    """The signal that asked this process to stop, if one did.
+
+    A second signal, a second or more after the first, asks to end at once: terminals and
+    schedulers often send the same signal twice within milliseconds.
+    """
+
+    def __init__(self, *, first_only: bool = False) -> None:
+        self._first_only = first_only
+        self.signal: signal.Signals | None = None
+        self.at_once = False
+        self._first_s = 0.0
+        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    @property
+    def reason(self) -> str | None:
+        return None if self.signal is None else self.signal.name
+
+    def close(self) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._first_s = now_s
+        elif now_s - self._first_s > 1 and not self._first_only:
+            self.at_once = True
+
+
+class Ended(NamedTuple):
+    note: str  # a line about tracking to show; may be empty
+    signal: int | None  # the signal that stopped the run
 
 
 def start(
@@ -51,250 +87,257 @@ def start(
     max_restarts: int = 0,
     quiet: bool = False,
     track: bool = True,
-) -> tuple[str, int | None]:
-    """Returns when the run has finished or was stopped as asked, with a line about tracking if there is one to show,
-    and the signal that asked; raises RunError with one line otherwise. After a fault the whole group is started anew,
-    with a torchrun of its own: torchrun's own restarts would repeat also what only a person can mend, and do not
-    survive its death."""
+) -> Ended:
+    """Train until the run is finished or stopped as asked; raise RunError with one line otherwise.
+
+    After a fault the whole group of ranks is restarted from the last checkpoint.
+    """
     run.forget_fault()
     old = len(faults.history(run))
-    feeder, note = mlflow_sync.start(run.path) if track else None, ""
+    feeder = mlflow_sync.start(run.path) if track else None
+    note = ""
     try:
-        with (
-            listening() as wishes,
-            closing(_Groups(run, nproc, gpu, quiet, spare=max_restarts > 0)) as groups,
-        ):
-            while code := _attempt(run, groups, wishes):
-                _note_failure(run, code, groups.said, nproc, old, 0 if wishes else max_restarts)
+        groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, spare=max_restarts > 0)
+        with closing(StopRequest()) as stop, closing(groups):
+            while not _attempt(run, groups, stop, nproc):
+                _give_up(run, faults.history(run)[old:], 0 if stop.signal else max_restarts)
     finally:
         if feeder is not None:
             note = mlflow_sync.finish(feeder, _FEED_WAIT_S)
-    return note, wishes[0][1] if wishes else None
+    return Ended(note, stop.signal)
+
+
+class Death(NamedTuple):
+    rank: int
+    signal: signal.Signals
+
+
+class Group:
+    """Worker processes on this node that train together, and what became of each."""
+
+    def __init__(
+        self, run: RunDir, environments: list[dict[str, str]], *options: str, terminal: bool = False
+    ) -> None:
+        self._run = run
+        self._hang_s = reload(run.config).train.hang_s
+        self._command = python_module(WORKER, run.path, *options)
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended_by_us: set[int] = set()
+        for env in environments:
+            rank = int(env["RANK"])
+            self._ranks[rank] = self._start(env, terminal=terminal and rank == 0)
+
+    def _start(self, env: dict[str, str], *, terminal: bool) -> "subprocess.Popen[bytes]":
+        with self._log(int(env["RANK"])).open("ab") as log:
+            return subprocess.Popen(
+                self._command,
+                env={**env, "PYTHONSAFEPATH": "1"},  # also for the processes that it starts
+                stdin=subprocess.PIPE,
+                stdout=None if terminal else log,
+                stderr=log,
+                # Ctrl-C reaches the supervisor alone, which passes it on as a request to stop
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether no rank has ended."""
+        return all(process.poll() is None for process in self._ranks.values())
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._ranks.values()]
+
+    def begin(self) -> None:
+        """Let the workers start, which wait for this once they have imported everything."""
+        for process in self._ranks.values():
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(b".")
+
+    def wait(self, stop: StopRequest, between: Callable[[], None] = lambda: None) -> dict[int, int]:
+        """Return the exit code of every rank, once all have ended.
+
+        The first signal asks every rank to save and stop; a second one ends them. `between` is
+        called at every tick.
+        """
+        asked = False
+        failed_s: float | None = None
+        stopped_s = Counter[int]()
+        ticks = 0
+        while living := [rank for rank, p in self._ranks.items() if p.poll() is None]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._ranks[living[0]].wait(timeout=_TICK_S)
+                continue
+            between()
+            ticks += 1
+            if stop.signal and not asked:
+                asked = True
+                for rank in living:
+                    self._ranks[rank].send_signal(stop.signal)
+                _warn("stopping: a checkpoint is written first; a second signal ends it at once\n")
+            if stop.at_once:
+                self._kill(living)
+            if ticks % _LOOK_EVERY == 0:
+                self._end_stopped(living, stopped_s)
+            codes = (process.returncode for process in self._ranks.values())
+            if failed_s is None and any(code not in (None, 0, STOPPED) for code in codes):
+                failed_s = time.monotonic()
+            if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
+                self._kill(living)
+        return {rank: process.returncode for rank, process in self._ranks.items()}
+
+    def death(self, codes: Mapping[int, int]) -> Death | None:
+        """The rank that a signal killed, other than one of ours."""
+        deaths = [
+            Death(rank, signal.Signals(-code))
+            for rank, code in codes.items()
+            if code < 0 and rank not in self._ended_by_us
+        ]
+        # SIGKILL, the kernel's answer when memory runs out, is never the consequence of another
+        return max(deaths, key=lambda death: death.signal == signal.SIGKILL, default=None)
+
+    def last_line(self, rank: int) -> str:
+        lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def close(self) -> None:
+        """End the ranks that still live."""
+        self._kill([rank for rank, process in self._ranks.items() if process.poll() is None])
+        for process in self._ranks.values():
+            process.wait()
+
+    def _end_stopped(self, living: list[int], stopped_s: "Counter[int]") -> None:
+        """End a rank that a signal has stopped (SIGSTOP), in whatever phase it is.
+
+        Time is counted in looks: while this process is suspended itself, no time passes.
+        """
+        for rank in living:
+            process = self._ranks[rank]
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+                if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+                    stopped_s[rank] = 0
+                    continue
+                stopped_s[rank] += 1
+                if stopped_s[rank] * _LOOK_EVERY * _TICK_S > self._hang_s / 2:
+                    self._run.fail(HangError(f"rank {rank} stands still: a signal has stopped it"))
+                    self._kill([rank])
+
+    def _kill(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            self._ended_by_us.add(rank)
+            self._ranks[rank].kill()
+
+    def _log(self, rank: int) -> Path:
+        return self._run.path / "logs" / f"rank-{rank}.log"
 
 
 class _Groups:
-    """The group that trains and, when it has done so for a while, one that stands ready to take its place: its workers
-    have imported everything, which is most of a start, and wait for a word."""
+    """The group that trains and, after a while, a spare one that is ready to replace it.
 
-    def __init__(self, run: RunDir, nproc: int, gpu: bool, quiet: bool, *, spare: bool) -> None:
-        self._log, self._logs, self._nproc, self._wanted = run.log, run.path / "logs", nproc, spare
-        self._logs.mkdir(exist_ok=True)
-        self._command, self._env = (
-            _command(run, nproc, self._logs, quiet=quiet),
-            _environment(nproc, gpu=gpu),
-        )
-        self._spare: _Group | None = None
+    The workers of the spare have imported everything, which is most of a start.
+    """
+
+    def __init__(self, run: RunDir, nproc: int, *, gpu: bool, quiet: bool, spare: bool) -> None:
+        self._run = run
+        self._nproc = nproc
+        self._gpu = gpu
+        self._options = ["--wait", *(["--quiet"] if quiet else [])]
+        self._wanted = spare
+        self._spare: Group | None = None
+        self._taken_s = 0.0
+        self._training_since_s: float | None = None
+        # mkdtemp's mode is 0700: no other user can join the group or write to its store
+        self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
+        self._made = 0
+        (run.path / "logs").mkdir(exist_ok=True)
 
     @property
-    def spare_pid(self) -> int:
-        return self._spare[0].pid if self._spare else -1
+    def spare(self) -> Group | None:
+        return self._spare
 
-    @property
-    def said(self) -> str:
-        """Torchrun's own last word in the group that was taken last; empty if there is none."""
-        said: list[bytes] = _SAID.findall(self._noise.read_bytes())
-        return said[-1].decode(errors="replace") if said else ""
-
-    def take(self) -> _Group:
-        """The spare if it lives, else a new one; its workers begin."""
-        group, self._spare = self._spare, None
-        if group is None or group[0].poll() is not None:
+    def take(self) -> Group:
+        """Start the spare group if it lives, otherwise a new one."""
+        group = self._spare
+        self._spare = None
+        if group is not None and not group.alive:
+            group.close()
+            group = None
+        if group is None:
             group = self._new()
-        assert group[0].stdin is not None
-        with contextlib.suppress(BrokenPipeError), group[0].stdin as word:
-            word.write(b"." * self._nproc)  # each takes one
-        self._noise, self._taken, self._trains = group[1], time.time(), 0.0
+        group.begin()
+        self._taken_s = time.time()
+        self._training_since_s = None
         return group
 
     def prepare(self) -> None:
-        """Called while the group trains."""
-        now = time.time()
-        if not self._trains and self._log.exists() and self._log.stat().st_mtime > self._taken:
-            self._trains = now
-        if (
-            self._wanted
-            and self._spare is None
-            and self._trains
-            and now > self._trains + _SPARE_AFTER_S
-        ):
+        """Start a spare once the group has trained for a while; called at every tick."""
+        now_s = time.time()
+        log = self._run.log
+        if self._training_since_s is None:
+            if log.exists() and log.stat().st_mtime > self._taken_s:
+                self._training_since_s = now_s
+            return
+        due = now_s > self._training_since_s + _SPARE_AFTER_S
+        if self._wanted and self._spare is None and due:
             self._spare = self._new()
 
     def close(self) -> None:
         if self._spare is not None:
-            self._spare[0].terminate()
-            self._spare[0].wait()
+            self._spare.close()
+        shutil.rmtree(self._private, ignore_errors=True)
 
-    def _new(self) -> _Group:
-        noise = self._logs / f"torchrun-{time.time_ns()}.log"
-        with noise.open("wb") as file:
-            # a session of its own: Ctrl-C reaches us alone, and we hand it on to the workers as a wish to stop
-            agent = subprocess.Popen(
-                self._command, env=self._env, stdin=subprocess.PIPE, stderr=file, start_new_session=True,
-                preexec_fn=end_with_parent,
-            )  # fmt: skip
-        return agent, noise
-
-
-def _attempt(run: RunDir, groups: _Groups, wishes: list[Wish]) -> int:
-    """0 when the run finished or was stopped as asked, otherwise torchrun's code."""
-    before = run.last_event
-    agent, noise = groups.take()
-    code = attend(run, agent, wishes, groups.prepare)
-    if code < 0:
-        _end_strays(run, groups.spare_pid)
-    killed = max(
-        _KILLED.findall(noise.read_bytes()), key=lambda each: each[1] == b"9", default=None
-    )
-    known = run.fault() or {"kind": None, "user": False}
-    if killed and not (
-        wishes or known["user"] or known["kind"] == HangError.__name__
-    ):  # others miss it, no more
-        run.forget_fault()
-        run.fail(
-            ChildProcessError(
-                f"rank {int(killed[0])} was killed by {signal.Signals(int(killed[1])).name}"
-            )
-        )
-    # torchrun makes one code of its workers' codes; their log says whether they were told to stop
-    told = code > 0 and run.last_event != before and run.last_event.get("event") == "interrupt"
-    return 0 if run.fault() is None and (wishes or told) else code
+    def _new(self) -> Group:
+        self._made += 1
+        store = self._private / f"store-{self._made}"
+        shared = dict(os.environ)
+        shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._nproc)))
+        if not self._gpu:
+            shared["DS_ACCELERATOR"] = "cpu"
+        ranks = [shared | one_node(rank, self._nproc, store) for rank in range(self._nproc)]
+        return Group(self._run, ranks, *self._options, terminal=True)
 
 
-def _note_failure(
-    run: RunDir, code: int, said: str, nproc: int, old: int, max_restarts: int
-) -> None:
-    """Keep the reason of a failed attempt; raises it if there is not to be another one."""
-    if (
-        run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20
-    ):  # too full even for the reason
+def _attempt(run: RunDir, groups: _Groups, stop: StopRequest, nproc: int) -> bool:
+    """Train with one group; False after a fault, which is then in the run's history."""
+    group = groups.take()
+    with closing(group):
+        codes = group.wait(stop, groups.prepare)
+    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    if run.fault() is None and (stop.signal or not failed):
+        return True
+    death = group.death(codes)
+    if death and not stop.signal:
+        record_death(run, death)
+    if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:
         raise RunError(
-            f"disk full at {run.path}; the last checkpoint is intact; make room and --resume"
+            f"disk full at {run.path}: not even the error could be written; the last checkpoint is "
+            "intact; free some space and --resume"
         )
-    fault = faults.note(run, code, said, nproc)
-    if reason := faults.verdict(faults.history(run)[old:], max_restarts):
-        mine = f"run {run.path} {reason}; see {run.path}/logs; --resume continues it"
-        raise RunError(reason if fault["user"] else mine)
+    rank, code = next(iter(failed.items()), (0, 0))
+    faults.note(run, code, group.last_line(rank), nproc)
+    return False
 
 
-def _end_strays(run: RunDir, spare: int) -> None:
-    """Workers whose torchrun was killed save and stop, also one that a signal had stopped once it goes on; they must be
-    gone before others take their place."""
-    ours = {WORKER, str(run.path)}
-    there = [
-        p for p in psutil.process_iter(["cmdline", "ppid"]) if ours <= set(p.info["cmdline"] or ())
-    ]
-    strays = [p for p in there if spare not in (p.pid, p.info["ppid"])]
-    for stray in strays:
-        with contextlib.suppress(psutil.Error):
-            stray.resume()
-    _, alive = psutil.wait_procs(strays, timeout=_STRAY_WAIT_S)
-    for stray in alive:
-        stray.kill()
+def record_death(run: RunDir, death: Death) -> None:
+    """Replace what the other ranks report, which only miss the one that died."""
+    known = run.fault() or {"kind": None, "user": False}
+    if not known["user"] and known["kind"] != HangError.__name__:
+        run.forget_fault()
+        run.fail(ChildProcessError(f"rank {death.rank} was killed by {death.signal.name}"))
 
 
-@contextlib.contextmanager
-def listening(*, once: bool = False) -> Iterator[list[Wish]]:
-    """Signals become wishes, from the first attempt to the last, or the first of them alone."""
-    wishes: list[Wish] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        if not (once and wishes):
-            wishes.append((time.monotonic(), number))
-
-    old = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
-        yield wishes
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
+    """Raise the reason of the last fault if the run is not to be restarted."""
+    reason = faults.verdict(history, max_restarts)
+    if reason is None:
+        return
+    if history[-1]["user"]:
+        raise RunError(reason)
+    raise RunError(f"run {run.path} {reason}; see {run.path}/logs; --resume continues it")
 
 
-def _command(run: RunDir, nproc: int, logs: Path, *, quiet: bool) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
-    rendezvous = [
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-    ]  # a free port: two runs never collide
-    where = [
-        "--log_dir",
-        str(logs),
-        "--redirects",
-        "2",
-    ]  # stderr to files: of ranks above 9 torchrun takes no list
-    return [
-        *torchrun,
-        *rendezvous,
-        *where,
-        "-m",
-        WORKER,
-        str(run.path),
-        "--wait",
-        *(["--quiet"] if quiet else []),
-    ]
-
-
-def _environment(nproc: int, *, gpu: bool) -> dict[str, str]:
-    env = {
-        **os.environ,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }  # a restarted group must not find dead addresses
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    if not gpu:
-        env["DS_ACCELERATOR"] = "cpu"
-    return env
-
-
-def attend(
-    run: RunDir,
-    agent: subprocess.Popen[bytes],
-    wishes: list[Wish],
-    beside: Callable[[], None] = lambda: None,
-) -> int:
-    """The agent's exit code. The first signal asks every worker to save and stop, also those that are still starting;
-    another one, a second or more later, ends them. A worker that a signal has stopped is ended too, in whatever phase
-    it is: before the others, who wait for it, wonder. What the kernel says of it needs no heartbeat. Where this process
-    was stopped as well, by a scheduler that suspends the job, no time passes."""
-    told, still, most = set[int](), Counter[int](), reload(run.config).train.hang_s / 2 / _TICK_S
-    ticks, heard = 0, False
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=_TICK_S)
-        beside()
-        if wishes and not heard:
-            heard = True
-            sys.stderr.write("stopping: a checkpoint is written first; once more ends it at once\n")
-        ticks, passed = ticks + 1, 1 if wishes else _LOOK
-        if ticks % passed:
-            continue
-        for worker in _workers(agent.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
-                still[worker.pid] = (
-                    still[worker.pid] + passed if worker.status() == psutil.STATUS_STOPPED else 0
-                )
-                if still[worker.pid] > most:
-                    run.fail(
-                        HangError(
-                            f"rank {worker.environ()['RANK']} stands still: a signal has stopped it"
-                        )
-                    )
-                    worker.kill()
-                if wishes and wishes[-1][0] - wishes[0][0] > 1:
-                    worker.kill()
-                elif wishes and worker.pid not in told:
-                    worker.send_signal(wishes[0][1])
-                    told.add(worker.pid)
-
-
-def _workers(agent: int) -> list[psutil.Process]:
-    """Below torchrun, or the one that srun started."""
-    try:
-        process = psutil.Process(agent)
-        return [
-            each
-            for each in (process, *process.children(recursive=True))
-            if WORKER in each.cmdline()[:4]
-        ]
-    except psutil.NoSuchProcess:
-        return []
+def _warn(line: str) -> None:
+    """Write to standard error from a thread: a terminal that is not read must not block us."""
+    threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()

@@ -1,48 +1,168 @@
-"""The edge of a training process, started by torchrun or srun:
-`python -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--to-file] [--wait]`."""
+"""One training process, and the file to read first: it assembles a run from its config.
+
+`python -P -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--wait]`, started by the
+supervisor or by a SLURM task, which set RANK, WORLD_SIZE and how the ranks find each other.
+"""
 
 import os
 import sys
+import time
 import traceback
+from contextlib import closing
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from pipeline.checkpoint.load import begin, find, load
+from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
-from pipeline.errors import UserError
+from pipeline.config.schema import RunConfig
+from pipeline.data.shards import Corpus
+from pipeline.errors import RunError, UserError
+from pipeline.parallel.build import engine
+from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
-from pipeline.process import end_with_parent, redirect_output
+from pipeline.process import PatientOutput, end_with_parent
+from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
-from pipeline.train.run import run
-from pipeline.train.stop import STOPPED, Stop
+from pipeline.runs.history import goodput, startup_cost
+from pipeline.runs.log import Log, read
+from pipeline.track.console import Console
+from pipeline.track.tracker import Fan, LocalLog, Tracker
+from pipeline.train.evaluation import Evaluator, loader
+from pipeline.train.guard import Guard, RollbackError, relevant
+from pipeline.train.loop import Loop
+from pipeline.train.request import same_data
+from pipeline.train.supervisor import STOPPED, StopRequest
+from pipeline.train.watchdog import Watch
+
+
+def run(
+    path: Path, world: World, stop: StopRequest, *, quiet: bool = False, data: Path | None = None
+) -> bool:
+    """Train a run from where it stands; return whether it reached its last step.
+
+    `data` is a copy of the corpus on a nearer disk.
+    """
+    directory = RunDir(path)
+    if world.first:
+        directory.lock()
+    config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
+    torch.manual_seed(config.seed + world.rank)
+    corpus = _corpus(config)
+    batches = loader(config, corpus, "train")
+    with closing(Watch(directory, world, config.train.hang_s, config.train.first_s)) as watch:
+        worker = engine(config, world)
+        evaluator = Evaluator(config, corpus, world)
+        saver = Saver(worker, config, directory.checkpoints, world)
+        rollback: RollbackError | None = None
+        while True:
+            start, notes = _resume(worker, directory, world, config.init, rollback)
+            tracker = _tracker(directory, config, world, start, notes, rollback, quiet=quiet)
+            guard = Guard(world.first_says(relevant(read(directory.log)) if world.first else []))
+            loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
+            try:
+                return loop.train(batches, evaluator, start)
+            except RollbackError as trouble:
+                watch.enter("rollback", trouble.last)
+                loop.saved(saver.wait())
+                rollback = trouble
+            finally:
+                tracker.close()
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    if config.data.dir is None:
+        raise RunError("data.dir is missing; give --data DIR, made by `launch data prepare`")
+    corpus = Corpus.open(Path(config.data.dir))
+    same_data(config, corpus)
+    return corpus
+
+
+def _resume(
+    worker: Engine,
+    directory: RunDir,
+    world: World,
+    init: str | None,
+    rollback: RollbackError | None,
+) -> tuple[int, list[str]]:
+    """Load the newest intact checkpoint; return its step and what was wrong with newer ones."""
+    found, notes = find(directory.checkpoints, world)
+    if found is not None:
+        load(worker, found, world)
+        return found.step, notes
+    if rollback is not None:
+        raise RunError(
+            f"{rollback}, and there is no checkpoint to go back to; lower optim.lr or "
+            "train.save_every"
+        )
+    saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"]
+    if saved:
+        raise RunError(
+            f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, "
+            "or start again with another --out"
+        )
+    if init is not None:
+        begin(worker, Path(init))
+    return 0, notes
+
+
+def _tracker(
+    directory: RunDir,
+    config: RunConfig,
+    world: World,
+    start: int,
+    notes: list[str],
+    rollback: RollbackError | None,
+    *,
+    quiet: bool,
+) -> Tracker:
+    """Cut the log back to the step of the checkpoint, and record how the run starts there."""
+    if not world.first:
+        return Fan([])
+    assert config.train.steps is not None
+    before = list(read(directory.log))
+    fault = faults.unlogged(directory, before)
+    log = Log(directory.log)
+    log.truncate_after(start)
+    tracker = Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
+    reason = ""
+    if rollback:
+        kind = "rollback"
+        reason = rollback.reason
+    elif fault:
+        kind = "restart"
+        reason = faults.line(fault)
+    else:
+        kind = "resume" if start else "start"
+    event = {
+        "kind": "event",
+        "time": time.time(),
+        "step": start,
+        "event": kind,
+        "world": world.size,
+        "reason": reason,
+        "notes": "; ".join(notes),
+        **({"first": rollback.first, "last": rollback.last} if rollback else {}),
+        **startup_cost(before, start, failed=bool(rollback or fault)),
+    }
+    kept = [record for record in before if record["step"] <= start]
+    tracker.record({**event, "goodput": goodput([*kept, event])["goodput"] if kept else None})
+    return tracker
 
 
 def main(arguments: list[str]) -> int:
-    """0: finished; 75: saved because a signal asked for it, and not finished; 2: a person can mend it, so that no
-    scheduler should try again; 1: a fault of ours or of the machine."""
+    """Run one rank; the exit codes are those of supervisor.py."""
     path = Path(arguments[0])
-    if (
-        os.environ["RANK"] != "0"
-    ):  # who keeps the terminal; what the others print goes where their errors go
-        os.dup2(2, 1)
-    if (
-        "--wait" in arguments
-    ):  # with all of it imported, until a byte comes: perhaps for the death of another group
-        import pipeline.parallel.zero  # noqa: F401
-
-        if reload(RunDir(path).config).train.compile:
-            import torch._dynamo  # noqa: F401
-        if not os.read(sys.stdin.fileno(), 1):
-            return 1
-    stop = Stop()
-    if "--to-file" in arguments:  # torchrun's own files are by its numbers of a node
-        redirect_output(path / "logs" / f"rank-{os.environ['RANK']}.log")
-    copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
+    if "--wait" in arguments and not _wait(path):
+        return 1
+    stop = StopRequest()
     end_with_parent()
+    copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     try:
-        finished = run(
-            path, World.from_environment(os.environ), stop, quiet="--quiet" in arguments, data=copy
-        )
+        world = World.from_environment(os.environ)
+        finished = run(path, world, stop, quiet="--quiet" in arguments, data=copy)
     except UserError as error:
         RunDir(path).fail(error)
         return 2
@@ -55,9 +175,27 @@ def main(arguments: list[str]) -> int:
     return 0 if finished else STOPPED
 
 
+def _wait(path: Path) -> bool:
+    """Import everything, then wait for a byte; False if the supervisor has gone.
+
+    A spare group waits here until the group that trains has died.
+    """
+    import pipeline.parallel.zero  # noqa: F401
+
+    if reload(RunDir(path).config).train.compile:
+        import torch._dynamo  # noqa: F401
+    return bool(os.read(sys.stdin.fileno(), 1))
+
+
 if __name__ == "__main__":
+    output = PatientOutput(sys.stdout)
+    sys.stdout = output
+    if output.isatty():  # rich asks descriptor 1 for the width
+        os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
+    # What libraries write past Python, such as NCCL's log, goes to the file of this rank.
+    os.dup2(2, 1)
     code = main(sys.argv[1:])
-    sys.stdout.flush()
+    output.drain(timeout_s=2.0)
     sys.stderr.flush()
-    # threads of gloo or NCCL that wait for a dead peer would keep a failed process from ending
+    # Threads of gloo or NCCL that wait for a dead rank would keep a failed process from ending.
     os._exit(code)

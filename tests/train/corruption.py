@@ -29,7 +29,7 @@ from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.replicas import DivergenceError, Replicas
-from pipeline.train.stop import Stop
+from pipeline.train.supervisor import StopRequest
 from tests.worlds import fork
 
 LAYOUTS = [
@@ -79,7 +79,7 @@ class Heard(list[dict[str, Any]]):
 def looping(config: RunConfig, guard: Guard | None = None) -> tuple[Loop, Heard]:
     """The real loop, with no more than it needs here, and what it says."""
     heard: Any = Heard()
-    made = engine(config, WORLD), WORLD, heard, Stop(), None, guard or Guard([]), None
+    made = engine(config, WORLD), WORLD, heard, StopRequest(), None, guard or Guard([]), None
     return Loop(config, RunDir(Path()), *made), heard
 
 

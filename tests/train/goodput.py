@@ -27,10 +27,10 @@ while process.poll() is None:
     if not log.exists():
         last = time.monotonic()
     elif time.monotonic() - last >= every_s:
-        agents = sorted(
-            psutil.Process(process.pid).children(), key=lambda agent: agent.create_time()
+        workers = sorted(
+            psutil.Process(process.pid).children(), key=lambda worker: worker.create_time()
         )
-        ranks = agents[0].children() if agents else []  # the younger group stands ready
+        ranks = workers[:2]  # the younger ones are a group that stands ready
         if ranks:
             ranks[kills % len(ranks)].kill()
             kills, last = kills + 1, time.monotonic()
