@@ -1,13 +1,21 @@
-"""`launch`: one typer app; every command's own imports wait until it runs, so that --help and show answer at once."""
+"""`launch`: one typer app. Each command imports its own parts, so that --help answers at once."""
 
 import os
-import signal
 import sys
+from importlib import import_module
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from pipeline.errors import UserError
+
+# Every module registers its commands with the app, in the order in which --help lists them.
+MODULES = (
+    "data", "bench", "show", "pretrain", "verify", "evaluate", "generate", "convert", "slurm",
+    "law", "dashboard", "sync", "doctor",
+)  # fmt: skip
+MAX_MESSAGE = 400  # characters; some exceptions quote whole files
 
 app = typer.Typer(
     name="launch",
@@ -21,8 +29,6 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
         print(f"isoflop {version('isoflop')}")
         raise typer.Exit
 
@@ -30,65 +36,61 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print it.", is_eager=True, callback=_version)
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_version),
     ] = False,
 ) -> None: ...
 
 
-def _mount() -> None:
-    from launch import (
-        bench,
-        convert,
-        dashboard,
-        data,
-        doctor,
-        evaluate,
-        generate,
-        law,
-        pretrain,
-        show,
-        slurm,
-        sync,
-        verify,
-    )
+def mount() -> None:
+    """Add the commands of every module to the app."""
+    for name in MODULES:
+        module = import_module(f"launch.{name}")
+        if name in ("data", "bench"):
+            app.add_typer(module.app, name=name)
+        else:
+            module.register(app)
 
-    app.add_typer(data.app, name="data")
-    app.add_typer(bench.app, name="bench")
-    for module in (
-        show,
-        pretrain,
-        verify,
-        evaluate,
-        generate,
-        convert,
-        slurm,
-        law,
-        dashboard,
-        sync,
-        doctor,
-    ):
-        module.register(app)
+
+def unexpected(error: Exception) -> str:
+    """Describe an exception that nothing expected: its class, message and file, in one line."""
+    line = " ".join(str(error).split())
+    file = getattr(error, "filename", None)
+    if file is not None and str(file) not in line:
+        line = f"{file}: {line}"
+    if len(line) > MAX_MESSAGE:
+        line = line[:MAX_MESSAGE] + "…"
+    what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback"
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 something the user can mend (one line), 75 saved as a signal asked, with more to do, 130
-    interrupted, 1 a fault of ours."""
+    """Run a command and turn every ending into an exit code.
+
+    0: success. 1: an unexpected error. 2: an error that the user can fix, in one line.
+    75: training stopped on request with steps left. 130: interrupted.
+    Typer itself ends a command whose output pipe is closed (`launch show | head`), with 1.
+    """
     try:
-        _mount()
+        mount()
         app()
-    except UserError as error:
+    except KeyboardInterrupt:
+        _interrupted()
+    except SystemExit as ended:
+        if ended.code == 130:  # typer's exit code for Ctrl-C
+            _interrupted()
+        raise
+    except Exception as error:
         if os.environ.get("ISOFLOP_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (KeyboardInterrupt, SystemExit) as ended:
-        if isinstance(ended, SystemExit) and ended.code != 130:  # typer's word for an interrupt
-            raise
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # `launch show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        expected = isinstance(error, UserError)
+        print(f"error: {error if expected else unexpected(error)}", file=sys.stderr)
+        sys.exit(2 if expected else 1)
+
+
+def _interrupted() -> None:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`launch doctor`: is this machine ready, and if not, what mends it."""
+"""`launch doctor`: check whether this machine is ready, and say how to fix what is not."""
 
 import importlib.metadata
 import json
@@ -6,26 +6,25 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
-from launch.options import examples
+from launch.options import AsJson, examples
 
 PACKAGES = (
-    "torch",
-    "deepspeed",
-    "accelerate",
-    "datasets",
-    "sentencepiece",
-    "gigatoken",
-    "ray",
-    "mlflow",
+    "torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "gigatoken", "ray", "mlflow",
+)  # fmt: skip
+GIB = 2**30
+LIST_GPUS = (
+    "import torch\nprint([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
 )
+MARKS = {"ok": "green]✓", "note": "yellow]•", "missing": "red]✗", "broken": "red]✗"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,67 +39,57 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=examples("launch doctor", "launch doctor --json"))(doctor)
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-) -> None:
-    """Check Python, packages, devices, Ray, MLflow, SLURM, disk and memory; exit 1 if training cannot work."""
+def doctor(as_json: AsJson = False) -> None:
+    """Check Python, packages, GPUs, tracking, SLURM, disk and memory; exit 1 if training cannot work."""
     findings = []
     for finding in _findings():
         findings.append(finding)
         if not as_json:
             _print(finding)
     if as_json:
-        print(json.dumps([asdict(f) for f in findings], indent=1))
-    if any(f.state in ("missing", "broken") for f in findings):
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    if any(finding.state in ("missing", "broken") for finding in findings):
         raise typer.Exit(1)
 
 
 def _findings() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
     yield Finding(
         "python",
         "ok" if sys.version_info >= (3, 11) else "broken",
-        version,
+        ".".join(map(str, sys.version_info[:3])),
         "install Python 3.11 or newer",
     )
-    # each in a process of its own: a package that crashes on import must not take the doctor with it
     with ThreadPoolExecutor() as pool:
-        yield from (
-            done.result()
-            for done in as_completed([pool.submit(_package, name) for name in PACKAGES])
-        )
+        checks = [pool.submit(_package, name) for name in PACKAGES]
+        for done in as_completed(checks):
+            yield done.result()
     yield _gpus()
     yield _tracking()
     yield _slurm()
     yield _memory()
-    disk = shutil.disk_usage(Path.cwd())
-    low = disk.free < 10 * 2**30
-    yield Finding(
-        "disk",
-        "note" if low else "ok",
-        f"{disk.free / 2**30:.0f} GiB free here",
-        "make room for checkpoints" if low else "",
-    )
+    yield _disk()
+
+
+def _run(*command: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    merged = {**os.environ, **env}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=merged)
 
 
 def _package(name: str) -> Finding:
+    """Import a package in its own process: one that crashes must not end the doctor.
+
+    `-P` keeps Python files in the working directory from being imported.
+    """
     remedy = f"pip install -c constraints.txt {name}"
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed", remedy)
-    env = {
-        **os.environ,
-        "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-    }
-    probe = subprocess.run(
-        [sys.executable, "-P", "-c", f"import {name}"],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
+    accelerator = os.environ.get("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for a GPU otherwise
+    probe = _run(
+        sys.executable, "-P", "-c", f"import {name}",
+        DS_ACCELERATOR=accelerator, MLFLOW_DISABLE_TELEMETRY="true",
+    )  # fmt: skip
     if probe.returncode:
         reason = (probe.stderr.strip().splitlines() or ["import failed"])[-1]
         return Finding(name, "broken", f"{version}: {reason}", f"{remedy} --force-reinstall")
@@ -108,17 +97,12 @@ def _package(name: str) -> Finding:
 
 
 def _gpus() -> Finding:
-    code = "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
-    probe = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
-    )
+    probe = _run(sys.executable, "-P", "-c", LIST_GPUS)
     names = probe.stdout.strip()
     if probe.returncode or names == "[]":
+        found = f"no GPU, {os.cpu_count()} CPU cores"
         return Finding(
-            "devices",
-            "note",
-            f"no GPU, {os.cpu_count()} CPU cores",
-            "small sizes train on CPU; for GPUs install a driver",
+            "devices", "note", found, "small sizes train on CPUs; for GPUs install a driver"
         )
     return Finding("devices", "ok", names)
 
@@ -128,40 +112,24 @@ def _tracking() -> Finding:
 
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
-        return Finding("tracking", "ok", "local store mlflow.db", "")
+        return Finding("tracking", "ok", "local store mlflow.db")
     if not uri.startswith("http"):
         return Finding("tracking", "ok", public(uri))
-    import urllib.request
-
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=3) as answer:
             return Finding("tracking", "ok", f"{public(uri)} answers {answer.status}")
     except (OSError, ValueError) as error:
-        return Finding(
-            "tracking",
-            "note",
-            f"{public(uri)}: {error}",
-            "start the server; runs train without it and `launch sync` replays",
-        )
+        remedy = "start the server; runs train without it, and `launch sync` sends them later"
+        return Finding("tracking", "note", f"{public(uri)}: {error}", remedy)
 
 
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("slurm", "note", "no sbatch here", "only needed for cluster jobs")
-    probe = subprocess.run(
-        ["sinfo", "--noheader", "-o", "%P %a %D"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
+    probe = _run("timeout", "20", "sinfo", "--noheader", "-o", "%P %a %D")
     if probe.returncode:
-        return Finding(
-            "slurm",
-            "note",
-            "sbatch is here, the controller does not answer",
-            "check SLURM_CONF and slurmctld",
-        )
+        found = "sbatch is here, but the controller does not answer"
+        return Finding("slurm", "note", found, "check SLURM_CONF and slurmctld")
     return Finding("slurm", "ok", "; ".join(probe.stdout.split("\n")[:3]).strip("; "))
 
 
@@ -169,26 +137,25 @@ def _memory() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
-    low = memory.available < 4 * 2**30
-    found = f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB available"
-    return Finding(
-        "memory",
-        "note" if low else "ok",
-        found,
-        "close other programs: the demo wants 8 GiB" if low else "",
-    )
+    found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB available"
+    if memory.available < 4 * GIB:
+        return Finding("memory", "note", found, "close other programs: the demo needs 8 GiB")
+    return Finding("memory", "ok", found)
 
 
-def _print(f: Finding) -> None:
-    """One line at once: imports take a while."""
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{free / GIB:.0f} GiB free here"
+    if free < 10 * GIB:
+        return Finding("disk", "note", found, "free disk space for checkpoints")
+    return Finding("disk", "ok", found)
+
+
+def _print(finding: Finding) -> None:
+    """Print a finding at once, because the next check may take seconds."""
     from rich.console import Console
     from rich.markup import escape
 
-    marks = {
-        "ok": "[green]✓[/]",
-        "note": "[yellow]•[/]",
-        "missing": "[red]✗[/]",
-        "broken": "[red]✗[/]",
-    }
-    said = escape(f.found if f.state == "ok" else f"{f.found}; {f.remedy}")
-    Console().print(f"{marks[f.state]} {f.what:<13} {said}", highlight=False, soft_wrap=True)
+    message = finding.found if finding.state == "ok" else f"{finding.found}; {finding.remedy}"
+    line = f"[{MARKS[finding.state]}[/] {finding.what:<13} {escape(message)}"
+    Console().print(line, highlight=False, soft_wrap=True)

@@ -37,6 +37,8 @@ def sync(
 ) -> None:
     """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
     for folder in run_dirs:
+        if not folder.is_dir():
+            raise RunError(f"run_dir={folder} is not a directory; give a run, such as runs/demo/1m")
         sweep = bool(mlflow_store.read_sweep(folder))
         for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
             fed = mlflow_sync.sync(run_dir, wait)

@@ -66,8 +66,8 @@ def inside(
     from launch import __main__ as command_line
 
     if not command_line.app.registered_commands:
-        command_line._mount()
-    monkeypatch.setattr(command_line, "_mount", lambda: None)
+        command_line.mount()
+    monkeypatch.setattr(command_line, "mount", lambda: None)
 
     def call(*arguments: object, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])

@@ -1,0 +1,74 @@
+"""Whatever goes wrong in a command ends in one line and an exit code."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import __main__ as command_line
+from tests.conftest import command, environment
+
+
+def run(monkeypatch: pytest.MonkeyPatch, error: BaseException, **env: str) -> int:
+    """Run a command that raises `error`; return the exit code."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(command_line, "mount", lambda: command_line.app.command("fail")(fail))
+    monkeypatch.setattr(sys, "argv", ["launch", "fail"])
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    return ended.value.code
+
+
+@pytest.fixture(autouse=True)
+def no_extra_commands():
+    before = list(command_line.app.registered_commands)
+    yield
+    command_line.app.registered_commands[:] = before
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
+        (FileNotFoundError(2, "No such file", "/some/run.json"), "/some/run.json"),
+        (RecursionError("a" * 100_000 + "\n" * 50), "RecursionError"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_an_unexpected_error_is_one_line(monkeypatch, capsys, error, names) -> None:
+    assert run(monkeypatch, error) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and names in line and "ISOFLOP_TRACEBACK=1" in line
+    assert len(line) < 600
+
+
+def test_the_traceback_is_shown_on_request(monkeypatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(monkeypatch, ZeroDivisionError(), ISOFLOP_TRACEBACK="1")
+
+
+def test_an_interrupt_is_one_word(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err.strip().endswith("interrupted")
+
+
+def test_a_closed_pipe_is_silent() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command("show", "--sizes"), stdout=writer, stderr=subprocess.PIPE, env=environment()
+    )
+    os.close(writer)
+    assert done.returncode == 1 and done.stderr == b""
+
+
+def test_sync_of_a_file_is_refused(inside, tmp_path) -> None:
+    file = tmp_path / "run"
+    file.touch()
+    assert str(file) in inside("sync", file, code=2)
