@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 
 # Every module registers its commands with the app, in the order in which --help lists them.
 MODULES = (
-    "data", "bench", "show", "pretrain", "verify", "evaluate", "generate", "convert", "slurm",
+    "data", "bench", "show", "pretrain", "verify", "evaluate", "generate", "convert", "jobs",
     "law", "dashboard", "sync", "doctor",
 )  # fmt: skip
 MAX_MESSAGE = 400  # characters; some exceptions quote whole files

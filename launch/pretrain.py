@@ -248,7 +248,7 @@ def submit(
         (old := job_of(run))
         and settled.facts is None
         and (there := queue.entry(old))
-        and there.living
+        and there.alive
     ):
         raise RunError(
             f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it"

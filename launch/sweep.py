@@ -167,7 +167,7 @@ def submit(
     from pipeline.slurm import queue
     from pipeline.slurm.submit import array, command, job_of, remember, tidy
 
-    there = {job for job, entry in queue.entries().items() if entry.living}
+    there = {job for job, entry in queue.entries().items() if entry.alive}
     todo = [member for member in todo if job_of(member.out) not in there]
     if not todo:
         raise RunError(

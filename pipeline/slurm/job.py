@@ -1,12 +1,14 @@
-"""The batch step of a training job: `python -m pipeline.slurm.job RUN_DIR`, on the allocation's first node.
+"""The batch step of a training job: `python -P -m pipeline.slurm.job RUN_DIR [--no-track]`.
 
-It starts one process per GPU with srun and the MLflow sidecar beside them, hands a wish to stop on to all of them, and
-when they have ended it asks SLURM for another start, or says why not.
+It runs on the first node of the allocation. It starts the ranks with srun and the MLflow sidecar
+beside them, and passes a stop request on to them. When they have ended, it asks SLURM to start
+the job again, or records why not (attempts.jsonl in the run directory).
 """
 
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,28 +17,34 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from types import FrameType
+from typing import Literal
 
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.process import loopback, redirect_output
+from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
-from pipeline.runs.log import Log
-from pipeline.slurm import attempts, queue
+from pipeline.runs.log import Log, Record, read
+from pipeline.slurm import queue
+from pipeline.slurm.status import ATTEMPTS, past_attempts
 from pipeline.slurm.submit import step
 from pipeline.track import mlflow_sync
+from pipeline.train.supervisor import SIGNALS, STOPPED
 
-_UNLAUNCHED = (
-    "srun: error: Application launch failed"  # a node was slow to answer, or back but a moment ago
-)
-_STUCK_S = 15.0  # after one rank has said why it failed, and srun ends the others
-_PORTS = range(15000, 30000)  # below those that the kernel hands out
+# srun prints this when a node is slow to answer, or was booted a moment ago
+_LAUNCH_FAILED = "srun: error: Application launch failed"
+# srun reports every task that ends with an error; the first one is the cause
+_TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
+_STUCK_S = 15.0  # srun's time to end the other tasks, after a rank has recorded why it failed
+_PORTS = range(15000, 30000)  # below the ports that the kernel gives to clients
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What SLURM says of this job; read once, here."""
+    """What SLURM says about this job; its environment is read once, here."""
 
     job: str
     restarts: int
@@ -59,69 +67,135 @@ class Allocation:
         )
 
 
-def whole(here: Allocation, config: RunConfig) -> Allocation:
-    """As many of the allocated nodes as cut the global batch evenly: a run that shrinks or grows keeps its batch."""
-    micro, share, rows = config.train.micro_batch, config.parallel, config.rows
+def usable(here: Allocation, config: RunConfig) -> Allocation:
+    """Use as many of the allocated nodes as divide the global batch, which a run never changes."""
+    micro = config.train.micro_batch
     assert isinstance(micro, int)
+    ep = config.parallel.ep
+    sp = config.parallel.sp
     for nodes in range(here.nodes, 0, -1):
         ranks = nodes * here.tasks
-        if ranks % share.ep == ranks % share.sp == 0 == rows % (ranks // share.sp * micro):
+        divides = ranks % ep == 0 and ranks % sp == 0
+        if divides and config.rows % (ranks // sp * micro) == 0:
             return replace(here, nodes=nodes)
     raise ConfigError(
-        f"{here.tasks} processes on each of up to {here.nodes} nodes do not divide the {rows} sequences of a batch in "
-        f"micro-batches of {micro}, or are no multiple of --ep {share.ep} and --sp {share.sp}; give other --nodes"
+        f"{here.tasks} processes on each of up to {here.nodes} nodes do not divide the "
+        f"{config.rows} sequences of a batch in micro-batches of {micro}, or are no multiple of "
+        f"--ep {ep} and --sp {sp}; give other --nodes"
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an attempt ended, as the batch step saw it."""
+
+    step: int  # the last one logged
+    finished: bool
+    saved: bool  # because a signal asked for it
+    asked: str | None  # the signal that reached the batch step
+    fault: Record | None
+    hopeless: str | None  # why another attempt would end like this one
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    action: Literal["done", "requeue", "stop"]
+    reason: str
+    code: int = 0  # exit code of the job
+
+
+def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
+    """Decide whether the job should come back: only after what may go better next time."""
+    again = f"launch pretrain --resume --slurm --out {quote(str(run))}"
+    if end.finished:
+        return Verdict("done", f"finished at step {end.step}")
+    if end.asked == "SIGTERM":  # by `launch cancel`, scancel or SLURM: the sender has decided
+        how = "saved" if end.saved else "was"
+        return Verdict("stop", f"told to end; {how} at step {end.step}", STOPPED)
+    if end.fault is not None and end.hopeless is not None:
+        code = 2 if end.fault["user"] else 1
+        return Verdict("stop", f"{end.hopeless}; see {run}/logs, then {again}", code)
+    if end.fault is not None:
+        reason = f"{faults.line(end.fault)} at step {end.step}"
+    elif end.saved:
+        reason = f"saved at step {end.step} as asked"
+    else:  # the signal came before the ranks could handle it, which is no fault
+        reason = f"asked to stop at step {end.step}"
+    if restarts >= most:
+        limit = f"restarts={restarts} reach cluster.slurm.max_restarts={most}"
+        return Verdict("stop", f"{reason}; {limit}; {again}", 1)
+    return Verdict("requeue", reason, STOPPED)
+
+
+def ending(
+    run: RunDir,
+    job: str,
+    began: float,
+    code: int,
+    asked: str | None,
+    printed: str,
+    max_restarts: int,
+) -> Ending:
+    """Tell how an attempt ended, from the run's log, its faults, and what srun has printed."""
+    records = list(read(run.log))
+    step = max((int(r["step"]) for r in records if r.get("kind") == "step"), default=0)
+    last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
+    finished = last.get("event") == "finish"
+    saved = last.get("event") == "interrupt" and float(last["time"]) >= began
+    known = run.fault()
+    if finished or saved or (asked is not None and known is None):
+        return Ending(step, finished, saved, asked, None, None)
+    ended = _TASK_ENDED.search(printed)
+    if ended is not None:
+        node, task, how = ended.groups()
+        # a rank that exits by itself has recorded a better reason; one that is killed has not,
+        # and the others only miss it
+        if known is None or not (how.startswith("Exited") or known["user"]):
+            run.forget_fault()
+            run.fail(ChildProcessError(f"rank {task} on {node}: {how}"))
+    fault = faults.note(run, code)
+    began_first = min(
+        (r["time"] for r in past_attempts(run.path) if r["job"] == job), default=began
+    )
+    of_this_job = [f for f in faults.history(run) if float(f["time"]) >= began_first]
+    return Ending(step, finished, saved, asked, fault, faults.verdict(of_this_job, max_restarts))
+
+
 class Batch:
+    """One start of the job, from srun to SLURM's answer to a requeue."""
+
     def __init__(self, run: RunDir, here: Allocation, config: RunConfig, *, track: bool) -> None:
-        self.run, self.here, self.track = run, here, track
-        self.site, self.max_restarts = config.cluster.slurm, config.train.max_restarts
+        self.run = run
+        self.here = here
+        self.track = track
+        self.site = config.cluster.slurm
+        self.max_restarts = config.train.max_restarts
         self.asked: str | None = None
 
     def attempt(self) -> int:
-        """One start of the job, to its end; the code to end the batch step with."""
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        """Train until the attempt ends; return the exit code of the batch step."""
+        for number in SIGNALS:
             signal.signal(number, self._note)
-        run, here, began = self.run, self.here, time.time()
-        log = Log(run.path / attempts.FILE)
+        here = self.here
+        began = time.time()
+        log = Log(self.run.path / ATTEMPTS)
         about = {"kind": "attempt", "job": here.job, "restart": here.restarts}
-        log.append(
-            {
-                **about,
-                "event": "begin",
-                "time": began,
-                "nodes": here.nodelist,
-                "world": here.nodes * here.tasks,
-            }
-        )
-        logging.info(
-            "job %s, start %s, %s nodes of %s",
-            here.job,
-            here.restarts + 1,
-            here.nodes,
-            here.nodelist,
-        )
-        code, said, most = 0, "", self.site.max_restarts
-        if here.restarts > most:  # by SLURM itself, after lost nodes or preemptions
-            run.fail(
-                RunError(
-                    f"restarts={here.restarts} are more than cluster.slurm.max_restarts={most}"
-                )
-            )
-        elif not run.finished:
-            code, said = self._train()
-        end = attempts.ending(run, here.job, began, code, self.asked, said, self.max_restarts)
-        verdict = attempts.decide(end, restarts=here.restarts, most=most, run=run.path)
-        log.append(
-            {
-                **about,
-                "event": verdict.action,
-                "time": time.time(),
-                "step": end.step,
-                "reason": verdict.reason,
-            }
-        )
+        where = {"nodes": here.nodelist, "world": here.nodes * here.tasks}
+        log.append({**about, "event": "begin", "time": began, **where})
+        start = here.restarts + 1
+        logging.info("job %s, start %s, %s nodes of %s", here.job, start, here.nodes, here.nodelist)
+        code = 0
+        printed = ""
+        most = self.site.max_restarts
+        if here.restarts > most:  # SLURM itself restarts after lost nodes and preemptions
+            limit = f"restarts={here.restarts} are more than cluster.slurm.max_restarts={most}"
+            self.run.fail(RunError(limit))
+        elif not self.run.finished:
+            code, printed = self._train()
+        end = ending(self.run, here.job, began, code, self.asked, printed, self.max_restarts)
+        verdict = decide(end, restarts=here.restarts, most=most, run=self.run.path)
+        result = {"event": verdict.action, "step": end.step, "reason": verdict.reason}
+        log.append({**about, "time": time.time(), **result})
         log.close()
         logging.info("%s: %s", verdict.action, verdict.reason)
         if verdict.action == "requeue":
@@ -129,49 +203,53 @@ class Batch:
         return verdict.code
 
     def _train(self) -> tuple[int, str]:
-        """srun's exit code and words, once it and the sidecar have ended."""
-        here, log = self.here, self.run.path / "logs" / "job.log"
-        code, said = 0, ""
-        feeder = mlflow_sync.start(self.run.path) if self.track else None
+        """Run srun and the sidecar to their end; return srun's exit code and what it printed."""
+        here = self.here
+        log = self.run.path / "logs" / "job.log"
+        command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
+        code = 0
+        printed = ""
+        sidecar = mlflow_sync.start(self.run.path) if self.track else None
         try:
-            command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
             for pause_s in (0, 5, 30):
                 time.sleep(pause_s)
                 self.run.forget_fault()
                 if self.asked:
                     break
-                spoken = log.stat().st_size
+                size = log.stat().st_size
                 code = self._wait(subprocess.Popen(command, env=self._environment()))
-                said = log.read_bytes()[spoken:].decode(errors="replace")
-                if _UNLAUNCHED not in said:
+                printed = log.read_bytes()[size:].decode(errors="replace")
+                if _LAUNCH_FAILED not in printed:
                     break
         finally:
-            if feeder is not None and (note := mlflow_sync.finish(feeder)):
-                logging.info(note)
-        return code, said
+            if sidecar is not None:
+                note = mlflow_sync.finish(sidecar)
+                if note:
+                    logging.info(note)
+        return code, printed
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked != "SIGTERM":  # the graver wish stays
+        if self.asked != "SIGTERM":  # which means the end, where others mean to come back
             self.asked = signal.Signals(number).name
 
     def _wait(self, srun: "subprocess.Popen[bytes]") -> int:
-        told, failed = False, float("inf")
+        passed_on = False
+        failed_s: float | None = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = srun.wait(timeout=0.5)
                 return code if code >= 0 else 128 - code
-            if self.asked and not told:
-                srun.send_signal(
-                    signal.SIGUSR1
-                )  # srun hands this one on; at SIGTERM it would end the tasks itself
-                told = True
-            if failed == float("inf") and self.run.fault() is not None:
-                failed = time.monotonic()
-            if time.monotonic() - failed > _STUCK_S:  # a node that is gone answers nobody
-                srun.kill()
+            if self.asked and not passed_on:
+                # srun passes this one on to the tasks; at SIGTERM it would end them itself
+                srun.send_signal(signal.SIGUSR1)
+                passed_on = True
+            if failed_s is None and self.run.fault() is not None:
+                failed_s = time.monotonic()
+            if failed_s is not None and time.monotonic() - failed_s > _STUCK_S:
+                srun.kill()  # it waits for a node that is gone
 
     def _requeue(self) -> None:
-        for pause_s in (0, 5, 30, 120):  # a controller may be restarting
+        for pause_s in (0, 5, 30, 120):  # the controller may be restarting
             time.sleep(pause_s)
             try:
                 now = queue.entry(self.here.job)
@@ -184,43 +262,41 @@ class Batch:
                 logging.info("not requeued: %s", error)
 
     def _environment(self) -> dict[str, str]:
-        """Where the ranks meet: on the first node, at a port that the job's number gives and that is free there."""
+        """Where the ranks meet: on the first node, on loopback if it is the only one."""
         alone = self.here.nodes == 1
-        first = "127.0.0.1" if alone else queue.hosts(self.here.nodelist)[0]
         env = {
             **(loopback() if alone else {}),
             **os.environ,
-            "MASTER_ADDR": first,
-            "MASTER_PORT": str(_port(int(self.here.job), self.here.restarts)),
+            "MASTER_ADDR": "127.0.0.1" if alone else queue.hosts(self.here.nodelist)[0],
+            "MASTER_PORT": str(_free_port(int(self.here.job), self.here.restarts)),
+            "ISOFLOP_TASKS": str(self.here.tasks),
         }
         env.setdefault("OMP_NUM_THREADS", str(self.here.cpus or 1))
-        env["ISOFLOP_TASKS"] = str(self.here.tasks)
         if not self.here.gpus:
             env["DS_ACCELERATOR"] = "cpu"
         return env
 
 
-def _port(job: int, restarts: int) -> int:
-    at = (job + 97 * restarts) % len(
-        _PORTS
-    )  # not the port of the start before, which may still be closing
-    port: int
-    for port in (*_PORTS[at:], *_PORTS[:at]):
+def _free_port(job: int, restarts: int) -> int:
+    """A free port that follows from the job's number, so that jobs on one node do not collide."""
+    # another one at each restart: the old one may still be closing
+    first = (job + 97 * restarts) % len(_PORTS)
+    for offset in range(len(_PORTS)):
+        port = _PORTS[(first + offset) % len(_PORTS)]
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-    raise RunError(
-        f"no port of {_PORTS.start} to {_PORTS.stop} is free on this node; see `ss -ltn`"
-    )
+    ports = f"{_PORTS.start} to {_PORTS.stop}"
+    raise RunError(f"no port from {ports} is free on this node; see `ss -ltn`")
 
 
 def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
-    redirect_output(run.path / "logs" / "job.log")  # a member of an array too, and srun with it
+    redirect_output(run.path / "logs" / "job.log")  # in an array too, and srun's output with it
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         config = reload(run.config)
-        here = whole(Allocation.from_environment(os.environ), config)
+        here = usable(Allocation.from_environment(os.environ), config)
         return Batch(run, here, config, track="--no-track" not in arguments).attempt()
     except UserError as error:
         logging.error("error: %s", error)

@@ -1,4 +1,4 @@
-"""Where runs stand: what SLURM says of their jobs, joined with what their directories say."""
+"""The status of runs: SLURM's entry of their jobs, joined with their run directories."""
 
 import time
 from collections.abc import Iterable
@@ -8,10 +8,11 @@ from pathlib import Path
 from pipeline.errors import RunError, UserError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import find_runs, status_of
-from pipeline.runs.log import Record, last_records, printable
-from pipeline.slurm import attempts, queue
+from pipeline.runs.log import Record, last_records, printable, read_lines
+from pipeline.slurm import queue
 from pipeline.slurm.submit import job_of
 
+ATTEMPTS = "attempts.jsonl"  # in the run directory: every start of its jobs, and how it ended
 # A run that no job in the queue trains. One that logs nothing any more has died.
 _STATES = {
     "new": "NEW",
@@ -32,9 +33,13 @@ class Status:
     step: int
     steps: int
     loss: float | None
-    eta_s: float | None  # of the training itself, at its present pace
+    eta_s: float | None  # at the present pace of training
     restarts: int
     note: str
+
+
+def past_attempts(run: Path) -> list[Record]:
+    return list(read_lines(run / ATTEMPTS))
 
 
 def runs(paths: Iterable[Path]) -> list[Path]:
@@ -70,12 +75,13 @@ def statuses(paths: Iterable[Path]) -> list[Status]:
 
 
 def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str) -> Status:
-    run, tries = RunDir(path), attempts.past(path)
+    run = RunDir(path)
+    attempts = past_attempts(path)
     records = last_records(run.log)
     steps = [r for r in records if r["kind"] == "step"]
-    ended = next((r for r in reversed(tries) if r["event"] != "begin"), {})
+    ended = next((r for r in reversed(attempts) if r["event"] != "begin"), {})
     total = _steps(run)
-    if entry and entry.living:
+    if entry and entry.alive:
         state = entry.state
     else:
         state = _STATES[status_of(records, time.time())]
@@ -93,7 +99,7 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
         steps=total,
         loss=steps[-1].get("loss") if steps else None,
         eta_s=_eta(steps, total) if state == "RUNNING" else None,
-        restarts=max(0, sum(r["event"] == "begin" for r in tries) - 1),
+        restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
         note=silence or waits or str(ended.get("reason", "")),
     )
 
@@ -109,5 +115,8 @@ def _eta(steps: list[Record], total: int) -> float | None:
     recent = steps[-32:]
     if len(recent) < 2 or recent[-1]["step"] <= recent[0]["step"]:
         return None
-    pace = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
-    return float(max(0.0, pace * (total - recent[-1]["step"]) - (time.time() - recent[-1]["time"])))
+    first = recent[0]
+    last = recent[-1]
+    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    since_s = time.time() - last["time"]
+    return float(max(0.0, pace_s * (total - last["step"]) - since_s))

@@ -15,8 +15,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.planner.recipe import resolve
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import line
-from pipeline.slurm.attempts import Ending, decide, ending
-from pipeline.slurm.job import Allocation, whole
+from pipeline.slurm.job import Allocation, Ending, decide, ending, usable
 from pipeline.slurm.submit import TEMPLATES
 from tests.cluster.test_jobs import submit, verdicts
 from tests.conftest import environment, launch
@@ -60,7 +59,7 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
     assert (TEMPLATES / "pretrain.sbatch").read_text() in said
     around = "--container-image=/images/a.sqsh --container-mounts=/home:/home,/data:/data"
     assert (
-        f"50%% done/logs/rank-%t.log' --cpus-per-task=3 {around} python3 -m pipeline.slurm.task"
+        f"50%% done/logs/rank-%t.log' --cpus-per-task=3 {around} python3 -P -m pipeline.slurm.task"
         in said
     )
     assert "to start at" in said.splitlines()[-1]  # sbatch --test-only
@@ -209,7 +208,7 @@ def test_a_job_uses_as_many_nodes_as_cut_its_batch(nodes, used):
     """16 sequences, two processes a node, micro-batches of two."""
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.micro_batch=2")
     config = resolve(load(size="tiny", sets=sets), ranks=8, gpu=False)
-    assert whole(Allocation("1", 0, "node[1-7]", nodes, 2, 0, None), config).nodes == used
+    assert usable(Allocation("1", 0, "node[1-7]", nodes, 2, 0, None), config).nodes == used
 
 
 FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}

@@ -1,0 +1,127 @@
+"""`launch status`, `logs` and `cancel`: runs in SLURM's queue and outside of it."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.options import examples
+from pipeline.errors import RunError
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=examples("launch status", "launch status runs/1b --json"))(status)
+    app.command(epilog=examples("launch logs runs/1b --follow", "launch logs runs/1b --rank 3"))(
+        logs
+    )
+    app.command(epilog=examples("launch cancel runs/1b", "launch cancel runs/1b --now"))(cancel)
+
+
+def status(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN…]", help="Runs or directories of runs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
+) -> None:
+    """Print the queue state, step, loss, ETA and restarts of every run."""
+    from pipeline.slurm.status import statuses
+    from pipeline.track.console import span
+
+    rows = statuses(paths or [Path("runs")])
+    if as_json:
+        for row in rows:
+            print(json.dumps(asdict(row)))
+        return
+    table = [["run", "job", "state", "step", "loss", "eta", "restarts", "note"]]
+    for row in rows:
+        table.append(
+            [
+                row.run,
+                row.job or "–",
+                f"{row.state} {row.nodes}".strip(),
+                f"{row.step}/{row.steps}",
+                "–" if row.loss is None else f"{row.loss:.4f}",
+                span(row.eta_s),
+                str(row.restarts),
+                row.note,
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def logs(
+    run: RunArgument,
+    rank: Annotated[
+        int | None, typer.Option(help="One process; default: the job and rank 0.", min=0)
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Print what the processes of a run have written."""
+    folder = run / "logs"
+    if not folder.is_dir():
+        raise RunError(f"{run} is not a run directory; `launch status` lists those below runs/")
+    printed: dict[Path, int] = {}
+    last: Path | None = None
+    while True:
+        for path in _log_files(folder, rank):
+            text = _read_from(path, printed.get(path, 0))
+            if text is None:
+                continue
+            if text and path != last:
+                print(f"==> {path} <==")
+                last = path
+            print(text.decode(errors="replace"), end="", flush=True)
+            printed[path] = printed.get(path, 0) + len(text)
+        if not follow:
+            break
+        time.sleep(0.5)
+    if not printed:
+        which = "any process" if rank is None else f"rank {rank}"
+        raise RunError(
+            f"{folder} has no log of {which} yet; `launch status {run}` shows whether it runs"
+        )
+
+
+def _log_files(folder: Path, rank: int | None) -> list[Path]:
+    files = [folder / "job.log"] if rank is None else []
+    files.append(folder / f"rank-{rank or 0}.log")
+    # Until November 2026 torchrun wrote the logs of local runs, in a directory per start.
+    return files + sorted(folder.glob(f"*/attempt_*/{rank or 0}/std*.log"))
+
+
+def _read_from(path: Path, start: int) -> bytes | None:
+    from pipeline.atomic import open_regular
+
+    try:
+        with open_regular(path) as file:
+            file.seek(start)
+            return file.read()
+    except FileNotFoundError:  # it may also be deleted while we look
+        return None
+
+
+def cancel(
+    run: RunArgument,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait until it has saved.")] = False,
+) -> None:
+    """End a run's job: it saves first and does not come back; --resume --slurm continues it."""
+    from pipeline.slurm import queue
+    from pipeline.slurm.submit import job_of
+
+    job = job_of(run)
+    entry = queue.entry(job) if job else None
+    if job is None or entry is None or not entry.alive:
+        raise RunError(f"run {run} has no job in the queue; see `launch status {run}`")
+    save = entry.state == "RUNNING" and not now
+    queue.cancel(job, save=save)
+    print(f"job {job} of {run}: {'asked to save and end' if save else 'cancelled'}")
