@@ -68,7 +68,7 @@ def loader(
 ) -> None:
     """Batches per second, against a bare permuted gather from the same tokens."""
     from pipeline.bench import data_stage as bench
-    from pipeline.data.shards import Corpus
+    from pipeline.data.corpus import Corpus
 
     _print(bench.loader(Corpus.open(path), rows, seq), as_json)
 
@@ -131,7 +131,7 @@ def train(
 
     from pipeline.bench import train_step as bench
     from pipeline.config.layers import load
-    from pipeline.data.shards import Corpus
+    from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
     from pipeline.planner.check import DeviceMemory, check_one_micro_batch, smaller_micro_batch
     from pipeline.planner.recipe import resolve

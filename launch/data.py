@@ -84,8 +84,8 @@ def prepare(
 
     The same arguments give the same bytes whatever the number of workers. A second call finishes what a first one left.
     """
+    from pipeline.data.corpus_recipe import load_recipe
     from pipeline.data.prepare import prepare as make
-    from pipeline.data.recipe import load_recipe
     from pipeline.data.tokenizer import Tokenizer
     from pipeline.errors import ConfigError
 
@@ -113,7 +113,7 @@ def prepare(
             workers=workers,
             malformed_share=malformed_share,
             report=report,
-            say=lambda line: print(line, file=sys.stderr),
+            warn=lambda line: print(line, file=sys.stderr),
         )
     seconds = time.monotonic() - start
     if as_json:
@@ -184,8 +184,8 @@ def train_tokenizer(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a SentencePiece model that returns every text byte for byte; same sources and seed, same file."""
-    from pipeline.data.recipe import load_recipe
-    from pipeline.data.sample import make_tokenizer
+    from pipeline.data.corpus_recipe import load_recipe
+    from pipeline.data.tokenizer import make_tokenizer
 
     train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | (
         {"controls": special} if special else {}
@@ -234,7 +234,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Verify every checksum; print counts, token statistics and a sample."""
-    from pipeline.data.inspect import inspect as look
+    from pipeline.data.corpus import inspect as look
 
     described = look(path)
     print(json.dumps(described) if as_json else "\n".join(_lines(described)))

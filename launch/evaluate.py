@@ -34,7 +34,7 @@ def evaluate(
     import torch
 
     from pipeline.checkpoint.weights import load_model
-    from pipeline.data.shards import Corpus
+    from pipeline.data.corpus import Corpus
     from pipeline.errors import ConfigError
     from pipeline.parallel.world import World
     from pipeline.runs.directory import same_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import manifest
-from pipeline.data.shards import Corpus
+from pipeline.data.corpus import Corpus
 from tests.checkpoint.test_layouts import tensors
 from tests.conftest import launch
 

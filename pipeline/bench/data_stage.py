@@ -17,17 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from pipeline.data.cluster import cluster
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Recipe, load_recipe
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.permute import Permutation
-from pipeline.data.piece import MB
+from pipeline.data.piece import MB, Malformed
 from pipeline.data.prepare import prepare
-from pipeline.data.read import Malformed, read
-from pipeline.data.recipe import Recipe, load_recipe
-from pipeline.data.sample import train_on
-from pipeline.data.shards import Corpus
+from pipeline.data.ray_pool import cluster
+from pipeline.data.readers import read
 from pipeline.data.sources import plan
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer import Tokenizer, train_on
 from pipeline.errors import DataError
 
 # Each runs in a process of its own: gigatoken remembers words, so a second pass in one process would flatter it.

@@ -18,8 +18,8 @@ from pipeline.bench.host_waits import reads
 from pipeline.bench.overheads import overheads
 from pipeline.bench.trace import kernels, traced
 from pipeline.config.schema import RunConfig
+from pipeline.data.corpus import Corpus
 from pipeline.data.loader import prefetch
-from pipeline.data.shards import Corpus
 from pipeline.errors import RunError
 from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import learning_rate

@@ -1,6 +1,8 @@
-"""Parquet and Arrow: text as a column, read a few rows at a time."""
+"""Text in a column: Parquet, Arrow, and Hugging Face `datasets` (hf:NAME[:split]).
 
-import os
+An hf: source is a hub name, a directory of data files, or a dataset saved by `save_to_disk`.
+"""
+
 import struct
 from collections.abc import Iterator
 from itertools import islice
@@ -10,19 +12,24 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+import xxhash
 
-from pipeline.data.piece import MB
-from pipeline.data.read import LINE_BYTES
+from pipeline.data.piece import DOCUMENT_BYTES, MB, Piece
 from pipeline.errors import DataError
 
-ROWS, ROWS_BYTES = 256, 128 * MB  # at a time, whichever is less
-PAGE_BYTES = (
-    1024 * MB
-)  # that a parquet page takes: pyarrow decodes it whole, and copies a row as long as it thrice
+BATCH_ROWS = 256  # rows read at once from a parquet file ...
+BATCH_BYTES = 8 * MB  # ... fewer if the rows of a group are long on average
+HUB_ROWS = 10_000  # rows of a saved dataset per piece
+HUB_SHARD_BYTES = 64 * MB  # assumed: the size of a streamed shard is unknown
 
 
-def row_groups(path: Path) -> list[int]:
-    """Bytes of each row group."""
+class Row(NamedTuple):
+    number: int  # in the file, or in the shard of a streamed dataset
+    value: object  # of the text column
+    bytes: int
+
+
+def row_group_bytes(path: Path) -> list[int]:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except pyarrow.ArrowInvalid as error:
@@ -30,122 +37,48 @@ def row_groups(path: Path) -> list[int]:
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
-def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object, int]]:
-    """Row number in the file, value of the text column and its bytes, for row groups start…stop-1."""
-    file = pyarrow.parquet.ParquetFile(
-        path, buffer_size=MB, pre_buffer=False
-    )  # else it reads whole row groups
+def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
+    """Read the text column of row groups start to stop - 1, a few rows at a time."""
+    # Without these options pyarrow loads whole row groups into memory.
+    file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)
     _check_column(path, key, file.schema_arrow.names)
-    row = sum(file.metadata.row_group(i).num_rows for i in range(start))
-    for group in range(start, stop):
+    number = sum(file.metadata.row_group(i).num_rows for i in range(start))
+    for index in range(start, stop):
+        group = file.metadata.row_group(index)
+        row_bytes = group.total_byte_size // max(1, group.num_rows)
+        rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
         try:
-            rows = max(
-                1, min(ROWS, ROWS_BYTES // _largest_page(path, file.metadata.row_group(group), key))
-            )
-            for batch in file.iter_batches(rows, row_groups=[group], columns=[key]):
+            for batch in file.iter_batches(rows, row_groups=[index], columns=[key]):
                 for value in batch.column(key):
-                    yield row, *_python(value)
-                    row += 1
+                    yield _row(number, value)
+                    number += 1
         except (pyarrow.ArrowInvalid, LookupError) as error:
             raise DataError(
-                f"{path}: row group {group} is damaged ({error}); fetch the file again"
+                f"{path}: row group {index} is damaged ({error}); download the file again"
             ) from error
 
 
-def _largest_page(path: str, group: Any, key: str) -> int:
-    """Bytes of the column's largest page, which no value exceeds; by the pages' heads, before any is read."""
-    columns = (
-        c
-        for c in map(group.column, range(group.num_columns))
-        if f"{c.path_in_schema}.".startswith(f"{key}.")
-    )
-    column = min(
-        columns, key=lambda c: len(c.path_in_schema)
-    )  # a name may have a dot in it, as a list's has behind it
-    at = column.dictionary_page_offset or column.data_page_offset
-    end, largest = at + column.total_compressed_size, 1
-    with Path(path).open("rb") as file:
-        while at < end:
-            try:
-                sizes, length = _thrift(os.pread(file.fileno(), 4096, at))
-            except IndexError:  # it quotes long values
-                sizes, length = _thrift(os.pread(file.fileno(), 16 * MB, at))
-            unpacked, packed = sizes[2], sizes[3]
-            if 4 * unpacked + packed > PAGE_BYTES:
-                rows = max(1, group.num_rows * 128 * MB // column.total_uncompressed_size)
-                raise DataError(
-                    f"{path}: a page of {unpacked // MB:,} MiB ({packed // MB:,} packed) at byte {at:,} does not fit a "
-                    f"worker's memory; write the file anew with smaller row groups (row_group_size={rows})"
-                )
-            largest, at = max(largest, unpacked), at + length + packed
-    return largest
-
-
-def _thrift(raw: bytes, at: int = 0) -> tuple[dict[int, int], int]:
-    """The whole numbers of a struct in Thrift's compact protocol, and where it ends; IndexError where the bytes do."""
-    numbers: dict[int, int] = {}
-    field = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            value |= (raw[at] & 127) << shift
-            shift, at = shift + 7, at + 1
-            if raw[at - 1] < 128:
-                return value
-
-    while head := raw[at]:
-        step, kind = divmod(head, 16)
-        at += 1
-        field = field + step if step else varint() >> 1
-        if kind in (4, 5, 6):  # zigzag; none of ours is negative
-            numbers[field] = varint() >> 1
-        elif kind == 8:  # bytes
-            at = varint() + at  # in this order: it moves at
-        elif kind == 12:
-            at = _thrift(raw, at)[1]
-        else:  # a byte; true and false have none
-            at += kind == 3
-    return numbers, at + 1
-
-
-class Head(NamedTuple):
-    """What an Arrow file says of a record batch ahead of it."""
-
-    rows: int
-    bytes: int
-    packed: bool
-
-
-def record_batches(path: Path) -> list[int]:
-    """Bytes of each record batch, none of them read."""
+def record_batch_bytes(path: Path) -> list[int]:
+    """Return the size of each record batch; no batch is read."""
     try:
-        return [head.bytes for head in _heads(str(path))]
-    except (pyarrow.ArrowInvalid, OSError, struct.error) as error:
+        return [message.body.size for message in _record_batches(str(path))]
+    except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not an Arrow file ({error}); replace or remove it") from error
 
 
-def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object, int]]:
-    """Row number in the file, value of the text column and its bytes, for record batches start…stop-1."""
-    heads = list(_heads(path))
-    row = sum(head.rows for head in heads[:start])
-    for head in heads[start:stop]:
-        if head.packed and 4 * head.bytes > PAGE_BYTES:  # text packs about threefold
-            raise DataError(
-                f"{path}: a compressed record batch of {head.bytes // MB:,} MiB does not fit a worker's memory; "
-                f"write the file anew in smaller ones (max_chunksize={max(1, head.rows * 64 * MB // head.bytes)})"
-            )
-    for batch in _batches(path, start, stop):
+def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
+    """Read the text column of record batches start to stop - 1."""
+    number = sum(_row_count(message) for message in islice(_record_batches(path), start))
+    for batch in _read_batches(path, start, stop):
         _check_column(path, key, batch.schema.names)
         _check_offsets(batch.column(key))
         for value in batch.column(key):
-            yield row, *_python(value)
-            row += 1
+            yield _row(number, value)
+            number += 1
 
 
-def _batches(path: str, start: int, stop: int) -> Iterator[Any]:
-    """Of the file format or of the streaming format, which `datasets` writes."""
+def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
+    """Read the file format, or else the streaming format, which `datasets` writes."""
     source = pyarrow.memory_map(path)
     try:
         reader = pyarrow.ipc.open_file(source)
@@ -156,57 +89,146 @@ def _batches(path: str, start: int, stop: int) -> Iterator[Any]:
     yield from map(reader.get_batch, range(start, stop))
 
 
-def _heads(path: str) -> Iterator[Head]:
-    """Both formats are the same messages, their heads flatbuffers (Schema.fbs and Message.fbs of Arrow's format)."""
+def _record_batches(path: str) -> Iterator[Any]:
+    """Iterate over the messages of the record batches; both formats contain the same messages."""
     source = pyarrow.memory_map(path)
     source.seek(8 if source.read(6) == b"ARROW1" else 0)
     for message in pyarrow.ipc.MessageReader.open_stream(source):
         if message.type == "record batch":
-            raw = message.metadata.to_pybytes()
-            batch = _field(raw, _unsigned("I", raw, 0), 2)
-            assert batch is not None
-            batch += _unsigned("I", raw, batch)
-            rows = _field(raw, batch, 0)
-            count = 0 if rows is None else _unsigned("Q", raw, rows)
-            yield Head(count, message.body.size, packed=_field(raw, batch, 3) is not None)
+            yield message
 
 
-def _field(raw: bytes, table: int, number: int) -> int | None:
-    """Where a flatbuffer's table has its field, if it has."""
-    fields = table - struct.unpack_from("<i", raw, table)[0]
-    place = 4 + 2 * number
-    offset = _unsigned("H", raw, fields + place) if place < _unsigned("H", raw, fields) else 0
-    return table + offset if offset else None
+def _row_count(message: Any) -> int:
+    """Read the row count from the flatbuffer header of a record batch (Arrow's Message.fbs).
+
+    pyarrow returns it only with the batch itself, which it has to decompress. A worker that starts
+    at the last batch of a file would decompress the whole file to number its rows.
+    """
+    raw = message.metadata.to_pybytes()
+    header = _flatbuffer_field(raw, struct.unpack_from("<I", raw)[0], 2)
+    batch = header + struct.unpack_from("<I", raw, header)[0]
+    rows = _flatbuffer_field(raw, batch, 0)
+    return int(struct.unpack_from("<q", raw, rows)[0]) if rows else 0
 
 
-def _unsigned(kind: str, raw: bytes, at: int) -> int:
-    return int(struct.unpack_from(f"<{kind}", raw, at)[0])
+def _flatbuffer_field(raw: bytes, table: int, number: int) -> int:
+    """Return the position of a table's field; 0 if it has its default value."""
+    vtable = table - struct.unpack_from("<i", raw, table)[0]
+    entry = 4 + 2 * number
+    if entry >= struct.unpack_from("<H", raw, vtable)[0]:
+        return 0
+    offset = struct.unpack_from("<H", raw, vtable + entry)[0]
+    return table + offset if offset else 0
 
 
-def _python(value: Any) -> tuple[object, int]:
-    """As Python has it, and the bytes of a text; of one that is too long for the stages no more than shows it."""
+def _row(number: int, value: Any) -> Row:
+    """Convert a value to Python; of a text that is too long, only enough to show that it is."""
     if isinstance(value, pyarrow.DictionaryScalar):
         value = value.value
     if not isinstance(value, pyarrow.BinaryScalar) or not value.is_valid:
-        return value.as_py(), 0
+        return Row(number, value.as_py(), 0)
     raw = value.as_buffer()
-    if raw.size > LINE_BYTES:
-        return str(raw[: LINE_BYTES + 4], errors="ignore"), raw.size
+    if raw.size > DOCUMENT_BYTES:
+        return Row(number, str(raw[: DOCUMENT_BYTES + 4], errors="ignore"), raw.size)
     try:
-        return value.as_py(), raw.size
+        return Row(number, value.as_py(), raw.size)
     except UnicodeDecodeError:
-        return b"", raw.size
+        return Row(number, b"", raw.size)
 
 
 def _check_offsets(column: Any) -> None:
-    """Arrow takes them as they are in the file, and a wrong one ends the process."""
+    """Validate the offsets: Arrow trusts those of a file, and a wrong one crashes the process."""
     try:
         column.validate(full=True)
     except pyarrow.ArrowInvalid as error:
-        if "UTF8" not in str(error):  # looked at last, and set aside row by row
+        # Arrow checks UTF-8 last. Invalid text is reported row by row.
+        if "UTF8" not in str(error):
             raise
 
 
 def _check_column(path: str, key: str, names: list[str]) -> None:
     if key not in names:
         raise DataError(f"{path}: text-key={key!r} is not a column; choose from {', '.join(names)}")
+
+
+# Hugging Face datasets
+
+
+def hub_pieces(source: str) -> Iterator[Piece]:
+    dataset, paths = _open_dataset(source)
+    stamp = _stamp(dataset, paths)
+    if _is_saved(source):
+        rows = len(dataset)
+        row_bytes = max(1, dataset.data.nbytes // max(1, rows))
+        for start in range(0, rows, HUB_ROWS):
+            stop = min(start + HUB_ROWS, rows)
+            yield Piece(source, "hf", source, start, stop, (stop - start) * row_bytes, stamp)
+    else:
+        for shard in range(dataset.num_shards):
+            path = f"{source} shard {shard} of {dataset.num_shards}"
+            yield Piece(source, "hf", path, shard, shard + 1, HUB_SHARD_BYTES, stamp)
+
+
+def hub_files(source: str) -> list[str]:
+    """List the files and URLs that the dataset reads."""
+    return _open_dataset(source)[1]
+
+
+def hub_folder(source: str) -> Path:
+    """Return where the dataset is if it is on this machine."""
+    return Path(_name_and_split(source)[0])
+
+
+def hub_rows(piece: Piece, key: str) -> Iterator[Row]:
+    dataset, _ = _open_dataset(piece.source)
+    if dataset.column_names is not None:
+        _check_column(piece.source, key, dataset.column_names)
+    if _is_saved(piece.source):
+        values = ((number, dataset[number][key]) for number in range(piece.start, piece.stop))
+    else:
+        shard = dataset.shard(dataset.num_shards, piece.start)
+        values = ((number, record.get(key)) for number, record in enumerate(shard))
+    for number, value in values:
+        size = len(value.encode(errors="surrogatepass")) if isinstance(value, str) else 0
+        yield Row(number, value, size)
+
+
+def _stamp(dataset: Any, paths: list[str]) -> int:
+    """Hash the sizes and times of local files; a hub's URL contains the revision."""
+    stats = [
+        path if "://" in path else (Path(path).stat().st_size, Path(path).stat().st_mtime_ns)
+        for path in paths
+    ]
+    return xxhash.xxh3_64_intdigest(repr((getattr(dataset, "_fingerprint", None), stats)).encode())
+
+
+def _is_saved(source: str) -> bool:
+    folder = hub_folder(source)
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _name_and_split(source: str) -> tuple[str, str]:
+    name, _, split = source.removeprefix("hf:").partition(":")
+    return name, split or "train"
+
+
+def _open_dataset(source: str) -> tuple[Any, list[str]]:
+    """Return the dataset, and the files and URLs that it reads."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    name, split = _name_and_split(source)
+    try:
+        if not _is_saved(source):
+            builder = datasets.load_dataset_builder(name)
+            files = (builder.config.data_files or {}).get(split, ())
+            return builder.as_streaming_dataset(split), list(files)
+        saved = datasets.load_from_disk(name)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        if split not in splits:
+            raise LookupError(f"no split {split!r}, there are {', '.join(splits)}")
+        return splits[split], [file["filename"] for file in splits[split].cache_files]
+    # datasets raises a dozen unrelated types for "not found", "no network", "no such split".
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"source={source!r}: {reason}; check name, split and network") from error

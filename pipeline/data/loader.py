@@ -1,4 +1,10 @@
-"""Batches as a pure function of (manifest, seed, step): nothing to save, nothing to restore, any number of ranks."""
+"""Batches as a pure function of (manifest, seed, step), for any number of ranks: no state to save.
+
+1. A sample number selects a source and a position within it (mixture.Schedule).
+2. The position selects an epoch and, through the epoch's permutation, a window (packing.Stream) or
+   a packed row (packing.PackedStream).
+3. A batch is `rows` consecutive samples, cut across ranks, with a hash of its tokens.
+"""
 
 import queue
 import threading
@@ -11,18 +17,18 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from pipeline.data.corpus import Corpus
 from pipeline.data.mixture import BLOCK, Schedule
-from pipeline.data.packing import PackedStream
-from pipeline.data.shards import Corpus
-from pipeline.data.stream import Stream
+from pipeline.data.packing import PackedStream, Stream
 from pipeline.objective.batch import Batch
 
 
 class Loader:
-    """Windows of seq + 1 tokens, shuffled anew each epoch; drawn from the sources by weight where a mixture says so.
+    """Windows of seq + 1 tokens in a new order each epoch, drawn by weight if there is a mixture.
 
-    Concatenated documents by default; packing="best-fit" gives rows that no document crosses. With boundaries (always
-    when packed) a batch says which document each token is of, so that attention and positions can start anew there.
+    Documents are concatenated by default; with packing="best-fit", no document crosses a row. With
+    boundaries (always if packed), a batch has the document of each token, so that attention and
+    positions can restart there.
     """
 
     def __init__(
@@ -36,45 +42,47 @@ class Loader:
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
     ) -> None:
-        self.seq, self.rows, self.seed = seq, rows, seed
-        self._eod, self._boundaries = corpus.manifest.tokenizer.eod, boundaries
+        self.seq = seq
+        self.rows = rows
+        self.seed = seed
+        self._eod = corpus.manifest.tokenizer.eod
+        self._boundaries = boundaries
         shards = corpus.split(split).shards
-        weighted = [
-            source
-            for source in corpus.manifest.sources
-            if source.weight is not None and split == "train"
-        ]
-        groups = [[s for s in shards if s.source == source.name] for source in weighted] or [
-            list(shards)
-        ]
+        weighted = [s for s in corpus.manifest.sources if s.weight is not None and split == "train"]
+        groups = [[s for s in shards if s.source == source.name] for source in weighted]
+        if not weighted:
+            groups = [list(shards)]
         self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
-        packed = packing == "best-fit"
-        self._streams = [] if packed else [Stream(corpus, group, seq) for group in groups]
-        self._packed_streams = (
-            [PackedStream(corpus, group, seq) for group in groups] if packed else []
-        )
+        self._streams: list[Stream] = []
+        self._packed_streams: list[PackedStream] = []
+        if packing == "best-fit":
+            self._packed_streams = [PackedStream(corpus, group, seq) for group in groups]
+        else:
+            self._streams = [Stream(corpus, group, seq) for group in groups]
         both: list[Stream | PackedStream] = [*self._streams, *self._packed_streams]
-        self._windows, self._orders = [s.windows for s in both], [s.order for s in both]
+        self._windows = [stream.windows for stream in both]
+        self._orders = [stream.order for stream in both]
         if 0 in self._windows:
             raise corpus.too_small(split, seq)
         self.windows = sum(self._windows)
         self.steps_per_epoch = max(1, self.windows // rows)
-        # Caches only, of what is computed block by block: they change the speed, never the batch.
-        self._places = lru_cache(2)(self._block)
-        self._order = lru_cache(4 * len(groups))(self._order_block)
+        # These caches change the speed, never the batch.
+        self._cached_block = lru_cache(2)(self._block)
+        self._cached_order = lru_cache(4 * len(groups))(self._order_block)
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
         places = [(row, *self._place(step * self.rows + row)) for row in rows]
         if self._packed_streams:
-            return self._packed(places)
-        # Tokens and targets lie apart, each contiguous; a window is read once, while it is in the cache.
+            return self._packed_batch(places)
+        # Tokens and targets are separate and contiguous; each window is read once.
         both_2BS = np.empty((2, len(rows), self.seq), np.int64)
         tokens_BS, targets_BS = both_2BS
         digest = 0
         for i, (row, stream, number) in enumerate(places):
             window = self._streams[stream].window(number)
-            tokens_BS[i], targets_BS[i] = window[:-1], window[1:]
+            tokens_BS[i] = window[:-1]
+            targets_BS[i] = window[1:]
             digest += xxhash.xxh3_64_intdigest(window.data, row)
         return Batch(
             tokens_BS=torch.from_numpy(tokens_BS),
@@ -84,35 +92,33 @@ class Loader:
         )
 
     def _documents(self, tokens_BS: npt.NDArray[np.int64]) -> torch.Tensor:
-        """How many ends came before: an end still belongs to the document that it ends."""
+        """Count the document ends before each token; an end belongs to the document it ends."""
         documents_BS = np.zeros_like(tokens_BS)
         np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
         return torch.from_numpy(documents_BS)
 
-    def _packed(self, places: list[tuple[int, int, int]]) -> Batch:
-        # One block of memory per row, so that one hash covers all that training sees of it.
-        row_B3S = np.empty((len(places), 3, self.seq), np.int64)
+    def _packed_batch(self, places: list[tuple[int, int, int]]) -> Batch:
+        # One block of memory per row, so that one hash covers tokens, targets and documents.
+        rows_B3S = np.empty((len(places), 3, self.seq), np.int64)
         digest = 0
-        for out, (row, stream, window) in zip(row_B3S, places, strict=True):
+        for out, (row, stream, window) in zip(rows_B3S, places, strict=True):
             self._packed_streams[stream].read(window, *out)
             digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
-        tokens_BS, targets_BS, documents_BS = (
-            torch.from_numpy(row_B3S[:, i].copy()) for i in range(3)
-        )
         return Batch(
-            tokens_BS=tokens_BS,
-            targets_BS=targets_BS,
+            tokens_BS=torch.from_numpy(rows_B3S[:, 0].copy()),
+            targets_BS=torch.from_numpy(rows_B3S[:, 1].copy()),
             hash=digest % 2**64,
-            documents_BS=documents_BS,
+            documents_BS=torch.from_numpy(rows_B3S[:, 2].copy()),
         )
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """Which window of which stream the sample-th draw is."""
+        """Return the stream and the window that a sample number draws."""
         block, offset = divmod(sample, BLOCK)
-        streams, numbers = self._places(block)
-        epoch, index = divmod(numbers[offset], self._windows[streams[offset]])
-        block, offset_in_order = divmod(index, BLOCK)
-        return streams[offset], self._order(streams[offset], epoch, block)[offset_in_order]
+        streams, numbers = self._cached_block(block)
+        stream = streams[offset]
+        epoch, index = divmod(numbers[offset], self._windows[stream])
+        order_block, order_offset = divmod(index, BLOCK)
+        return stream, self._cached_order(stream, epoch, order_block)[order_offset]
 
     def _block(self, number: int) -> tuple[list[int], list[int]]:
         if len(self._windows) == 1:
@@ -121,9 +127,8 @@ class Loader:
         return streams.tolist(), numbers.tolist()
 
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
-        index: npt.NDArray[np.int64] = np.arange(
-            block * BLOCK, min((block + 1) * BLOCK, self._windows[stream])
-        )
+        stop = min((block + 1) * BLOCK, self._windows[stream])
+        index: npt.NDArray[np.int64] = np.arange(block * BLOCK, stop)
         order: list[int] = self._orders[stream](index, self.seed + stream, epoch).tolist()
         return order
 
@@ -138,8 +143,11 @@ def prefetch(
     depth: int = 2,
     pin: bool = False,
 ) -> Generator[tuple[int, Batch], None, None]:
-    """Batches of steps start…stop-1, made ahead by a thread, with `pin` in memory that a GPU copies from at once; its
-    errors are raised here, and closing ends it."""
+    """Yield the batches of steps start to stop - 1, which a thread prepares ahead of time.
+
+    With `pin`, they are in page-locked memory, from which a GPU copies asynchronously. An error of
+    the thread is raised here. Closing the generator ends the thread.
+    """
     ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
     closed = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tokenized corpora in Megatron's .bin/.idx, taken as they are: their ids go into our shards untouched."""
+"""Tokenized corpora in Megatron's .bin/.idx format: their ids go into our shards unchanged."""
 
 import os
 from collections.abc import Iterator
@@ -9,81 +9,81 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.piece import MB, Piece
-from pipeline.data.read import LINE_BYTES, Malformed
+from pipeline.data.piece import DOCUMENT_BYTES, MB, Malformed, Piece
 from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest, TokenizerInfo
-from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 
-_DTYPES = {
-    1: "u1",
-    2: "i1",
-    3: "<i2",
-    4: "<i4",
-    5: "<i8",
-    8: "<u2",
-}  # Megatron's codes; the floats are no token ids
+# Megatron's dtype codes; its float types cannot be token ids.
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 PIECE_BYTES = 4 * MB
-DOCUMENTS, SEQUENCES = (
-    2**18,
-    2**20,
-)  # of an index that are looked at together: some tens of megabytes
-BLOCK = 2**16  # ids that are Python's own at once
-TOKENS = LINE_BYTES  # a longer document is set aside, as a text is
+DOCUMENTS = 2**18  # documents of an index read at once, ...
+SEQUENCES = 2**20  # ... and sequences: some tens of megabytes
+DOCUMENT_TOKENS = DOCUMENT_BYTES  # a longer document is malformed, as is a text of as many bytes
 
 I64 = npt.NDArray[np.int64]
 
 
 class Index:
-    """An opened .idx with its .bin: where each document lies, read a stretch at a time."""
+    """An opened .idx with its .bin: where each document is, read a stretch at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.data = path, path.with_suffix(".BIN" if path.suffix.isupper() else ".bin")
+        self.path = path
+        self.data = path.with_suffix(".BIN" if path.suffix.isupper() else ".bin")
         try:
             with path.open("rb") as file:
                 raw = file.read(HEADER.size)
-            found, self.size = path.stat().st_size, self.data.stat().st_size
-            self.stamp = path.stat().st_mtime_ns + self.data.stat().st_mtime_ns + self.size
+            index_stat = path.stat()
+            data_stat = self.data.stat()
         except OSError as error:
             raise DataError(
-                f"{error.filename}: cannot be read ({error.strerror}); a corpus is a .bin and an .idx"
+                f"{error.filename}: cannot be read ({error.strerror}); "
+                "a Megatron corpus is a .bin and an .idx file"
             ) from error
+        self.size = data_stat.st_size
+        self.stamp = index_stat.st_mtime_ns + data_stat.st_mtime_ns + self.size
         if not raw.startswith(MAGIC):
-            raise DataError(f"{path}: not an index of Megatron's; it should begin with MMIDIDX")
+            raise DataError(f"{path}: not a Megatron index; it should begin with MMIDIDX")
         if len(raw) < HEADER.size:
             raise DataError(f"{path}: {len(raw):,} bytes are too few for an index; copy it again")
         _, version, code, self.sequences, boundaries = HEADER.unpack(raw)
         if version != 1 or code not in _DTYPES:
             raise DataError(
-                f"{path}: version={version}, dtype code={code}; readable: version 1 with integer ids"
+                f"{path}: version={version}, dtype code={code}; "
+                "supported: version 1 with integer ids"
             )
-        if found < HEADER.size + 12 * self.sequences + 8 * boundaries:
+        if index_stat.st_size < HEADER.size + 12 * self.sequences + 8 * boundaries:
             raise DataError(
-                f"{path}: {found:,} bytes are too few for {self.sequences:,} sequences; copy it again"
+                f"{path}: {index_stat.st_size:,} bytes are too few for {self.sequences:,} "
+                "sequences; copy it again"
             )
         self.dtype = np.dtype(_DTYPES[code])
         self.documents = boundaries - 1
-        if (
-            boundaries == 0
-            or self.ends(0, 0)[0] != 0
-            or self.ends(boundaries - 1, boundaries - 1)[0] != self.sequences
-        ):
+        if boundaries == 0:
+            raise self._damaged()
+        first_end = self.ends(0, 0)[0]
+        last_end = self.ends(self.documents, self.documents)[0]
+        if first_end != 0 or last_end != self.sequences:
             raise self._damaged()
 
     def ends(self, start: int, stop: int) -> I64:
-        """Where document start begins, then where those before stop end; a document is one sequence or several."""
+        """Read where document `start` begins and where documents start to stop - 1 end.
+
+        The unit is sequences: a document consists of one or several.
+        """
         ends: I64 = self._column("<i8", 12 * self.sequences, start, stop + 1)
         if ends[0] < 0 or ends[-1] > self.sequences or (np.diff(ends) < 0).any():
             raise self._damaged()
         return ends
 
     def places(self, ends: I64) -> tuple[I64, I64]:
-        """Tokens of each document between these ends, and the byte it begins at: -1 where it has no sequence."""
-        first, last = int(ends[0]), int(ends[-1])
+        """Return each document's tokens and its first byte, -1 if it has no sequence."""
+        first = int(ends[0])
+        last = int(ends[-1])
         if last - first > SEQUENCES:
             raise DataError(
-                f"{self.path}: a document of more than {SEQUENCES:,} sequences; end documents, write it anew"
+                f"{self.path}: a document has more than {SEQUENCES:,} sequences; "
+                "mark the document ends and write the corpus again"
             )
         lengths = self._column("<i4", 0, first, last).astype(np.int64)
         offsets = self._column("<i8", 4 * self.sequences, first, last)
@@ -92,110 +92,101 @@ class Index:
             raise self._damaged()
         if (offsets > self.size - sizes).any():
             raise DataError(
-                f"{self.data}: {self.size:,} bytes are fewer than its index says; copy it again"
+                f"{self.data}: {self.size:,} bytes are fewer than its index requires; copy it again"
             )
-        some = ends[1:] > ends[:-1]
-        starts = ends[:-1][some] - first
-        follows = np.ones(len(offsets), bool)
-        np.equal(np.diff(offsets), sizes[:-1], out=follows[1:])
-        follows[starts] = True
-        if not follows.all():
+        has_sequences = ends[1:] > ends[:-1]
+        starts = ends[:-1][has_sequences] - first
+        contiguous = np.ones(len(offsets), bool)
+        np.equal(np.diff(offsets), sizes[:-1], out=contiguous[1:])
+        contiguous[starts] = True  # only within a document
+        if not contiguous.all():
             raise DataError(
-                f"{self.path}: the sequences of a document do not follow each other: damaged; copy it again"
+                f"{self.path}: the sequences of a document are not contiguous: damaged; "
+                "copy it again"
             )
         tokens = np.concatenate(([0], np.cumsum(lengths)))[ends - first]
-        begins = np.full(len(some), -1)
-        begins[some] = offsets[starts]
+        begins = np.full(len(has_sequences), -1)
+        begins[has_sequences] = offsets[starts]
         return np.diff(tokens), begins
 
     def _column(self, kind: str, at: int, start: int, stop: int) -> npt.NDArray[Any]:
-        size = np.dtype(kind).itemsize
-        return np.fromfile(self.path, kind, stop - start, offset=HEADER.size + at + start * size)
+        offset = HEADER.size + at + start * np.dtype(kind).itemsize
+        return np.fromfile(self.path, kind, stop - start, offset=offset)
 
     def _damaged(self) -> DataError:
         return DataError(
-            f"{self.path}: lengths, offsets or document ends that cannot be: damaged; copy it again"
+            f"{self.path}: impossible lengths, offsets or document ends: damaged; copy it again"
         )
 
 
 def pieces(source: str, path: Path) -> Iterator[Piece]:
-    """Every number of the index is checked here, once; a task reads its own part of it."""
-    index, first = Index(path), 0
+    """Cut the corpus into pieces and check every number of the index, a stretch at a time."""
+    index = Index(path)
+    first = 0
     while first < index.documents:
         ends = index.ends(first, min(first + DOCUMENTS, index.documents))
-        ends = ends[: max(2, int(np.searchsorted(ends, ends[0] + SEQUENCES, side="right")))]
+        most = int(np.searchsorted(ends, ends[0] + SEQUENCES, side="right"))
+        ends = ends[: max(2, most)]
         sizes = np.cumsum(index.places(ends)[0]) * index.dtype.itemsize
-        start = before = 0
+        start = 0
+        before = 0
         while start < len(sizes):
             stop = max(start + 1, int(np.searchsorted(sizes, before + PIECE_BYTES, side="right")))
-            size = int(sizes[stop - 1]) - before
-            yield Piece(
-                source, "megatron", str(path), first + start, first + stop, size, index.stamp
-            )
-            start, before = stop, int(sizes[stop - 1])
+            end = int(sizes[stop - 1])
+            documents = (first + start, first + stop)
+            yield Piece(source, "megatron", str(path), *documents, end - before, index.stamp)
+            start = stop
+            before = end
         first += len(sizes)
 
 
-def documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.uint32] | Malformed]:
-    """Ids of each document, its end included whether the corpus had one or not."""
-    index, folder = Index(Path(piece.path)), Path(piece.path).parent
-    if (folder / MANIFEST).exists() and (
-        info := _made_with(folder, piece.stamp)
-    ).fingerprint != tokenizer.fingerprint:
-        raise DataError(
-            f"{index.data}: made with the tokenizer {info.fingerprint}, and the one given is "
-            f"{tokenizer.fingerprint}; give --tokenizer {folder / info.file}"
-        )
+def documents(
+    piece: Piece, tokenizer: TokenizerInfo
+) -> Iterator[npt.NDArray[np.uint32] | Malformed]:
+    """Read the ids of each document and append its end where the corpus has none."""
+    index = Index(Path(piece.path))
+    _check_tokenizer(index, piece, tokenizer)
     lengths, begins = index.places(index.ends(piece.start, piece.stop))
     left = piece.limit
     with index.data.open("rb", buffering=0) as file:
-        for number, tokens, at in zip(
-            range(piece.start, piece.stop), lengths.tolist(), begins.tolist(), strict=True
-        ):
-            if at < 0 or (left is not None and left <= 0):
+        places = zip(lengths.tolist(), begins.tolist(), strict=True)
+        for number, (tokens, begin) in enumerate(places, piece.start):
+            if begin < 0 or (left is not None and left <= 0):
                 continue
             size = tokens * index.dtype.itemsize
             left = None if left is None else left - size
-            if tokens > TOKENS:
-                yield Malformed(
-                    str(index.data), number, f"document longer than {TOKENS:,} tokens", size
-                )
+            if tokens > DOCUMENT_TOKENS:
+                reason = f"document longer than {DOCUMENT_TOKENS:,} tokens"
+                yield Malformed(str(index.data), number, reason, size)
                 continue
-            ids = np.frombuffer(os.pread(file.fileno(), size, at), index.dtype)
+            ids = np.frombuffer(os.pread(file.fileno(), size, begin), index.dtype)
             if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab):
                 wrong = int(ids.min() if ids.min() < 0 else ids.max())
                 raise DataError(
-                    f"{index.data}: document {number:,} has id {wrong}, but those of the tokenizer given are 0 to "
-                    f"{tokenizer.vocab - 1:,}; give the tokenizer that made these shards with --tokenizer"
+                    f"{index.data}: document {number:,} has id {wrong}, but the ids of this "
+                    f"tokenizer are 0 to {tokenizer.vocab - 1:,}; give the tokenizer that made "
+                    "these shards with --tokenizer"
                 )
             ids = ids.astype(np.uint32)
-            yield (
-                ids
-                if len(ids) and ids[-1] == tokenizer.eod
-                else np.append(ids, np.uint32(tokenizer.eod))
-            )
+            if not len(ids) or ids[-1] != tokenizer.eod:
+                ids = np.append(ids, np.uint32(tokenizer.eod))
+            yield ids
+
+
+def _check_tokenizer(index: Index, piece: Piece, tokenizer: TokenizerInfo) -> None:
+    """Check the tokenizer of a corpus that `launch data prepare` made; others do not name theirs."""
+    folder = index.path.parent
+    if not (folder / MANIFEST).exists():
+        return
+    made_with = _tokenizer_of(folder, piece.stamp)
+    if made_with.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{index.data}: made with the tokenizer {made_with.fingerprint}, not with the given "
+            f"{tokenizer.fingerprint}; give --tokenizer {folder / made_with.file}"
+        )
 
 
 @lru_cache(1)
-def _made_with(folder: Path, stamp: int) -> TokenizerInfo:
+def _tokenizer_of(folder: Path, stamp: int) -> TokenizerInfo:
+    """Cached for the pieces of a task; the stamp is part of the key because files change."""
     return Manifest.load(folder).tokenizer
-
-
-def text_of(ids: npt.NDArray[np.uint32], tokenizer: Tokenizer) -> bytes:
-    """The text behind the ids: byte for byte that which a lossless tokenizer encoded."""
-    texts = _piece_texts(tokenizer)
-    blocks = (ids[start : start + BLOCK].tolist() for start in range(0, len(ids), BLOCK))
-    return b"".join(b"".join(map(texts.__getitem__, block)) for block in blocks)
-
-
-@lru_cache(1)
-def _piece_texts(tokenizer: Tokenizer) -> list[bytes]:
-    model, silent = tokenizer.sentencepiece, set(tokenizer.controls.values())
-    return [
-        b""
-        if i in silent
-        else bytes.fromhex(piece[3:5])
-        if model.is_byte(i)
-        else piece.replace(META, " ").encode()
-        for i, piece in enumerate(map(model.id_to_piece, range(tokenizer.vocab)))
-    ]

@@ -1,7 +1,7 @@
-"""Sources drawn by weight: the table that GPT-3's paper prints (2.2), and the order that follows from it.
+"""Sources drawn by weight: the table in GPT-3's paper (2.2), and the order that follows from it.
 
-Samples come in blocks. In every block each source has the same number of places, shuffled anew, so that how many
-samples of a source came before any other is a multiplication: nothing to count, nothing to save.
+Samples come in blocks. Every block has the same number of places for each source, in a new order,
+so that the number of earlier samples of a source is a multiplication: there is no state to save.
 """
 
 from collections.abc import Sequence
@@ -9,47 +9,52 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.corpus_recipe import Mixture
 from pipeline.data.permute import Permutation
-from pipeline.data.recipe import Mixture
 from pipeline.data.shards import SourceShare
 from pipeline.errors import ConfigError
 
 BLOCK = 4096  # samples; weights are rounded to 1/4096
 
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
 
 def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[SourceShare, ...]:
-    """Sources with their final weights, caps applied, and the epochs they will see."""
+    """Return the sources with their final weights, caps applied, and their epochs."""
     if mixture is None:
         return tuple(sources)
-    names = [source.name for source in sources]
-    check(mixture, names)
-    if empty := [source.name for source in sources if source.tokens == 0]:
-        raise ConfigError(
-            f"mixture.weights: source={empty[0]!r} has no tokens left to draw; remove it or its filters"
-        )
-    weights = np.array([mixture.weights[name] for name in names])
+    check_mixture(mixture, [source.name for source in sources])
+    for source in sources:
+        if source.tokens == 0:
+            raise ConfigError(
+                f"mixture.weights: source={source.name!r} has no tokens left; "
+                "remove it or its filters"
+            )
+    weights = np.array([mixture.weights[source.name] for source in sources])
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
-        most = _most(sources, mixture.tokens, mixture.most_epochs)
-        counts = below(places(capped(weights, most / BLOCK)), most)
+        most = _most_places(sources, mixture.tokens, mixture.most_epochs)
+        counts = _within(places(capped(weights, most / BLOCK)), most)
     else:
         counts = places(weights)
-    shares = counts / BLOCK
-    return tuple(
-        source.model_copy(
-            update={"weight": float(share), "epochs": _epochs(source, float(share), mixture.tokens)}
-        )
-        for source, share in zip(sources, shares, strict=True)
-    )
+    result = []
+    for source, count in zip(sources, counts.tolist(), strict=True):
+        share = count / BLOCK
+        epochs = round(share * mixture.tokens / source.tokens, 4) if mixture.tokens else None
+        result.append(source.model_copy(update={"weight": share, "epochs": epochs}))
+    return tuple(result)
 
 
-def check(mixture: Mixture | None, names: Sequence[str]) -> None:
-    """What can be told before a token is counted."""
+def check_mixture(mixture: Mixture | None, names: Sequence[str]) -> None:
+    """Check what can be checked before tokens are counted."""
     if mixture is None:
         return
-    if unknown := set(mixture.weights) ^ set(names):
+    unmatched = set(mixture.weights) ^ set(names)
+    if unmatched:
         raise ConfigError(
-            f"mixture.weights: {', '.join(sorted(unknown))} without its match; give one weight per source"
+            f"mixture.weights: {', '.join(sorted(unmatched))} is only a weight or only a source; "
+            "give one weight per source"
         )
     if mixture.most_epochs is not None and mixture.tokens is None:
         raise ConfigError(
@@ -59,39 +64,34 @@ def check(mixture: Mixture | None, names: Sequence[str]) -> None:
     for name, weight in mixture.weights.items():
         if weight < least / 2:
             raise ConfigError(
-                f"mixture.weights: source={name!r} weighs {weight:g}, the least that is drawn is 1/{BLOCK} of all; "
-                f"give it {least:.2g} or remove it"
+                f"mixture.weights: source={name!r} has weight {weight:g}, below 1/{BLOCK} of the "
+                f"sum; give it {least:.2g} or remove it"
             )
 
 
-def _epochs(source: SourceShare, share: float, tokens: int | None) -> float | None:
-    return round(share * tokens / source.tokens, 4) if tokens else None
-
-
-def _most(sources: Sequence[SourceShare], tokens: int, epochs: float) -> npt.NDArray[np.int64]:
-    """Places in a block that each source may have, and not one more."""
+def _most_places(sources: Sequence[SourceShare], tokens: int, epochs: float) -> I64:
+    """Return how many places of a block each source may have."""
     limits = np.array([source.tokens * epochs / tokens for source in sources])
-    most: npt.NDArray[np.int64] = np.floor(limits * BLOCK).astype(np.int64)
+    most: I64 = np.floor(limits * BLOCK).astype(np.int64)
     if most.sum() < BLOCK:
-        enough = int(tokens * limits.sum() * BLOCK / (BLOCK + len(sources)))  # each is rounded down
+        # Each source's places are rounded down, hence the extra len(sources).
+        enough = int(tokens * limits.sum() * BLOCK / (BLOCK + len(sources)))
         raise ConfigError(
-            f"mixture.most_epochs={epochs:g}: all sources together last for {most.sum() / BLOCK:.2%} of "
-            f"mixture.tokens={tokens:,}; lower it to {enough:,}, raise the cap or add data"
+            f"mixture.most_epochs={epochs:g}: all sources together have {most.sum() / BLOCK:.2%} "
+            f"of mixture.tokens={tokens:,}; lower it to {enough:,}, raise the cap or add data"
         )
     if (most < 1).any():
         least = sources[int(np.argmin(limits))]
         raise ConfigError(
-            f"mixture.most_epochs={epochs:g}: source={least.name!r}, {least.tokens:,} tokens, would pass it with the "
-            f"fewest batches it can have, 1/{BLOCK}; remove it, or lower mixture.tokens={tokens:,} to "
-            f"{int(least.tokens * epochs * BLOCK):,}"
+            f"mixture.most_epochs={epochs:g}: source={least.name!r} with {least.tokens:,} tokens "
+            f"exceeds it even with 1/{BLOCK} of the batches; remove it, or lower "
+            f"mixture.tokens={tokens:,} to {int(least.tokens * epochs * BLOCK):,}"
         )
     return most
 
 
-def capped(
-    weights: npt.NDArray[np.float64], limits: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Weights with none above its limit; what a capped source gives up goes to the rest in proportion."""
+def capped(weights: F64, limits: F64) -> F64:
+    """Cap the weights; the others get what a capped source gives up, in proportion."""
     fixed = np.zeros(len(weights), bool)
     while True:
         free = np.where(fixed, 0, weights)
@@ -102,17 +102,18 @@ def capped(
         fixed |= over
 
 
-def places(weights: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Samples of each source in a block, by largest remainder, at least one each."""
+def places(weights: F64) -> I64:
+    """Return the samples of each source in a block, by largest remainder, at least one each."""
     exact = weights * (BLOCK - len(weights))
     counts = np.floor(exact).astype(np.int64)
-    for i in np.argsort(counts - exact, kind="stable")[: BLOCK - len(weights) - counts.sum()]:
+    missing = BLOCK - len(weights) - counts.sum()
+    for i in np.argsort(counts - exact, kind="stable")[:missing]:
         counts[i] += 1
     return counts + 1
 
 
-def below(counts: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Places that rounding put above a limit go to where most are left."""
+def _within(counts: I64, most: I64) -> I64:
+    """Move places above a limit, which rounding may cause, to the sources with most slack."""
     over = np.maximum(counts - most, 0)
     counts = counts - over
     for _ in range(over.sum()):
@@ -121,7 +122,7 @@ def below(counts: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> npt.NDA
 
 
 class Schedule:
-    """Which source each sample is drawn from, and how many of that source came before it."""
+    """The source of each sample, and the number of earlier samples of that source."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self._counts = np.round(np.array(weights) * BLOCK).astype(np.int64)
@@ -129,12 +130,11 @@ class Schedule:
         self._slots = np.repeat(np.arange(len(weights)), self._counts)
         self._seed = seed
 
-    def block(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Sources of the block's samples, and each one's number among all samples of its source."""
+    def block(self, number: int) -> tuple[I64, I64]:
+        """Return the source of each sample of a block, and its number within that source."""
         slots = self._slots[Permutation(BLOCK, self._seed, number)(np.arange(BLOCK))]
         order = np.argsort(slots, kind="stable")
+        first = np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
         within = np.empty(BLOCK, np.int64)
-        within[order] = np.arange(BLOCK) - np.repeat(
-            np.cumsum(self._counts) - self._counts, self._counts
-        )
+        within[order] = np.arange(BLOCK) - first
         return slots, number * self._counts[slots] + within

@@ -1,37 +1,73 @@
-"""Documents packed into rows that none of them crosses (best-fit decreasing; Ding et al. 2024, arXiv 2404.10830).
+"""Shards as numbered windows of tokens: documents one after the other, or packed into rows.
 
-A document of n tokens fills n - 1 places: each token but the last is an input, each but the first a target. A document
-longer than a row is cut into full rows and a rest; only rests share rows. A shard is packed when one of its rows is
-first asked for; how many rows it will have is counted without packing. An epoch goes through a few shards at a time, in
-an order of its own, so that a packing serves all its rows before it is forgotten: memory is constant in the corpus.
+Stream concatenates documents. PackedStream fills rows so that no document crosses a row (best-fit
+decreasing; Ding et al. 2024, arXiv 2404.10830). A document of n tokens fills n - 1 places: each
+token but the last is an input, each but the first a target. A document longer than a row is cut
+into full rows and a rest; only rests share rows. A shard is packed when one of its rows is first
+read; its number of rows is counted without packing. An epoch visits a few shards at a time, in an
+order of its own, so that each shard is packed once per epoch and memory stays constant.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.corpus import Corpus
 from pipeline.data.permute import Permutation
-from pipeline.data.shards import Corpus, Shard
+from pipeline.data.shards import Shard
 
-IGNORE = -100  # target of a place that predicts nothing, as torch's cross-entropy names it
-PACKED_SHARDS = 8  # whose rows are drawn in turn, and whose packings are kept at hand
+IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
+OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
+PACKED_SHARDS = 8  # shuffled together, and cached packings
 
 I64 = npt.NDArray[np.int64]
 
 
+class Stream:
+    """Windows of seq + 1 tokens, seq apart, over the concatenated documents of some shards."""
+
+    def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
+        self._seq = seq
+        self._starts = list(accumulate((s.tokens for s in shards), initial=0))
+        self.windows = max(0, self._starts[-1] - 1) // seq
+        self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(shards[index]))
+
+    def order(self, index: I64, seed: int, epoch: int) -> I64:
+        """Return the windows that the epoch draws at these positions."""
+        return Permutation(self.windows, seed, epoch)(index)
+
+    def window(self, number: int) -> npt.NDArray[np.integer]:
+        """Return a view into the shard, or a copy if the window crosses shards."""
+        start = number * self._seq
+        shard = bisect_right(self._starts, start) - 1
+        local = start - self._starts[shard]
+        view = self._map(shard)[local : local + self._seq + 1]
+        if len(view) == self._seq + 1:
+            return view
+        parts = [view]
+        missing = self._seq + 1 - len(view)
+        while missing > 0:
+            shard += 1
+            parts.append(self._map(shard)[:missing])
+            missing -= len(parts[-1])
+        return np.concatenate(parts)
+
+
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices per bin: the largest first, each into the fullest bin that still holds it."""
+    """Return the indices in each bin: largest first, each into the fullest bin that has space."""
     bins: list[list[int]] = []
-    open_bins: dict[int, list[int]] = {}  # by the space left
+    open_bins: dict[int, list[int]] = {}  # by free space
     spaces: list[int] = []  # the sorted keys of open_bins
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         at = bisect_left(spaces, sizes[index])
         if at == len(spaces):
-            number, space = len(bins), capacity
+            number = len(bins)
+            space = capacity
             bins.append([])
         else:
             space = spaces[at]
@@ -39,7 +75,8 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             if not open_bins[space]:
                 del open_bins[space], spaces[at]
         bins[number].append(index)
-        if left := space - sizes[index]:
+        left = space - sizes[index]
+        if left:
             if left not in open_bins:
                 open_bins[left] = []
                 insort(spaces, left)
@@ -48,23 +85,25 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def count_bins(counts: I64, capacity: int) -> int:
-    """How many bins best_fit fills with counts[n] items of size n: equal items fill equal bins in equal ways."""
-    opened, spaces = 0, [capacity]
-    free: dict[int, float] = {capacity: inf}  # bins by the space left
+    """Count the bins that best_fit fills with counts[n] items of size n, many items at a time."""
+    opened = 0
+    spaces = [capacity]
+    free: dict[int, float] = {capacity: inf}  # bins by free space
     for size in np.flatnonzero(counts)[::-1].tolist():
         items = int(counts[size])
         while items:
-            space = spaces[at := bisect_left(spaces, size)]
-            each = min(
-                items, space // size
-            )  # a bin that has taken one is the fullest that holds another
+            at = bisect_left(spaces, size)
+            space = spaces[at]
+            # A bin that has received an item is the fullest with space for the next.
+            each = min(items, space // size)
             bins = int(min(items // each, free[space]))
             items -= bins * each
             opened += bins if space == capacity else 0
             free[space] -= bins
             if not free[space]:
                 del free[space], spaces[at]
-            if left := space - each * size:
+            left = space - each * size
+            if left:
                 if left not in free:
                     insort(spaces, left)
                 free[left] = free.get(left, 0) + bins
@@ -72,15 +111,14 @@ def count_bins(counts: I64, capacity: int) -> int:
 
 
 def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
-    """The parts of all rows of a shard whose documents have these lengths, and where each row's parts end.
+    """Pack the documents of a shard; return the parts of all rows, and where each row's parts end.
 
-    A part is the inputs start…start+places-1, the targets one further.
+    A part (start, places) has the inputs start … start+places-1 and the targets one further.
     """
     starts = np.cumsum(lengths) - lengths
     full, rest = np.divmod(lengths.astype(np.int64) - 1, seq)
-    whole = np.repeat(starts, full) + seq * (
-        np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
-    )
+    row_in_document = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
+    whole = np.repeat(starts, full) + seq * row_in_document
     rests = np.stack((starts + full * seq, rest), axis=1)[rest > 0]
     bins = best_fit(rests[:, 1].tolist(), seq)
     shared = rests[[i for group in bins for i in sorted(group)]]
@@ -89,15 +127,13 @@ def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
 
 
 class PackedStream:
-    """Rows instead of windows, the same numbering for the loader."""
+    """Packed rows, numbered like the windows of a Stream."""
 
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
         self._eod = corpus.manifest.tokenizer.eod
         self._seq = seq
-        self._packed = lru_cache(PACKED_SHARDS)(
-            lambda index: pack(corpus.lengths(shards[index]), seq)
-        )
-        self._map = lru_cache(PACKED_SHARDS)(lambda index: corpus.tokens(shards[index]))
+        self._pack = lru_cache(PACKED_SHARDS)(lambda i: pack(corpus.lengths(shards[i]), seq))
+        self._map = lru_cache(PACKED_SHARDS)(lambda i: corpus.tokens(shards[i]))
         self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
         self._starts = np.cumsum([0, *self._rows.tolist()])
         self.windows = int(self._starts[-1])
@@ -108,31 +144,42 @@ class PackedStream:
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Which rows the epoch's index-th draws are: shards in a new order, shuffled together a few at a time."""
+        """Return the rows that the epoch draws at these positions.
+
+        Shards come in a new order each epoch and are shuffled together a few at a time.
+        """
         count = len(self._rows)
         shards = Permutation(count, seed, epoch)(np.arange(count))
         ends = np.cumsum(self._rows[shards])
-        group_ends = ends[np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1]
-        groups, found = np.searchsorted(group_ends, index, "right"), np.empty_like(index)
+        last_shards = np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1
+        group_ends = ends[last_shards]
+        groups = np.searchsorted(group_ends, index, "right")
+        found = np.empty_like(index)
         for group in np.unique(groups).tolist():
             low = int(group_ends[group - 1]) if group else 0
             mine = groups == group
-            place = low + Permutation(int(group_ends[group]) - low, seed + group, epoch)(
-                index[mine] - low
-            )
-            shard = shards[at := np.searchsorted(ends, place, "right")]
+            shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
+            place = low + shuffle(index[mine] - low)
+            at = np.searchsorted(ends, place, "right")
+            shard = shards[at]
             found[mine] = self._starts[shard] + place - (ends[at] - self._rows[shard])
         return found
 
     def read(self, window: int, tokens: I64, targets: I64, documents: I64) -> None:
-        """Fill one row; what is left at its end is padding, a document of its own that predicts nothing."""
+        """Fill one row. Padding at its end is a document of its own that predicts nothing."""
         shard = int(np.searchsorted(self._starts, window, "right")) - 1
-        data, at, number = self._map(shard), 0, 0
-        parts, ends = self._packed(shard)
-        first = window - self._starts[shard]
-        for number, (start, places) in enumerate(parts[ends[first] : ends[first + 1]].tolist(), 1):
-            row = slice(at, at := at + places)
-            tokens[row] = data[start : start + places]
-            targets[row] = data[start + 1 : start + places + 1]
-            documents[row] = number - 1
-        tokens[at:], targets[at:], documents[at:] = self._eod, IGNORE, number
+        data = self._map(shard)
+        parts, ends = self._pack(shard)
+        row = window - self._starts[shard]
+        at = 0
+        number = 0
+        for start, places in parts[ends[row] : ends[row + 1]].tolist():
+            here = slice(at, at + places)
+            tokens[here] = data[start : start + places]
+            targets[here] = data[start + 1 : start + places + 1]
+            documents[here] = number
+            at += places
+            number += 1
+        tokens[at:] = self._eod
+        targets[at:] = IGNORE
+        documents[at:] = number

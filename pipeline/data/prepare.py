@@ -1,12 +1,15 @@
 """From sources to a corpus: plan, tokenizer, passes over the text on Ray, manifest last.
 
-What a task has finished stays under .work by the fingerprint of all that decides its bytes, so that a call after
-Ctrl-C, a lost worker or a power cut does only what is missing, and ends in the same bytes.
+An output directory belongs to one set of arguments once it is finished, and to one process while it
+is written. Until then everything is under .work/FINGERPRINT, where the fingerprint covers all that
+decides the bytes. A call after Ctrl-C, a lost worker or a power cut does only what is missing, and
+gives the same bytes.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -14,48 +17,58 @@ from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
+from filelock import FileLock, Timeout
 
+from pipeline.atomic import TEMPORARY
 from pipeline.config.parts import Frozen
 from pipeline.data import synthetic
-from pipeline.data.claim import WORK, claimed, finished, publish
-from pipeline.data.cluster import cluster, run
+from pipeline.data.clean import normalize, total
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Dedup, Recipe
 from pipeline.data.dedup import deduplicate
-from pipeline.data.files import replacing, save
-from pipeline.data.mixture import check, mixed
-from pipeline.data.normalise import normalise
+from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
+from pipeline.data.mixture import check_mixture, mixed
 from pipeline.data.permute import U64
-from pipeline.data.piece import Task
-from pipeline.data.read import Malformed, read, tokens_not_text
-from pipeline.data.recipe import Dedup, Recipe
-from pipeline.data.sample import train_on
-from pipeline.data.shards import VERSION, Corpus, Manifest, SourceShare, Split, Stage, dtype_for
-from pipeline.data.shingles import ngrams, word_hashes
-from pipeline.data.sketch import Sketched, sketch
-from pipeline.data.sources import plan
-from pipeline.data.stages import Position, total
-from pipeline.data.tokenize import CONVERTED, MODEL, SPLITS, Done, tokenize
-from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import DataError
-
-ASIDE = "malformed.jsonl"
-MALFORMED_SHARE = (
-    0.01  # of the documents; more is taken for the wrong file rather than for a few bad lines
+from pipeline.data.piece import Malformed, Task
+from pipeline.data.ray_pool import cluster, run
+from pipeline.data.readers import read, tokens_not_text
+from pipeline.data.shards import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    Position,
+    SourceShare,
+    Split,
+    Stage,
+    dtype_for,
+    has_utf8_name,
+    replacing,
+    save,
+    write_error,
 )
-FEWEST_WORDS = (
-    8  # of a held-out text, as in GPT-3's appendix C: fewer stand in many a document by chance
-)
+from pipeline.data.sketch import Sketched, ngrams, sketch, word_hashes
+from pipeline.data.sources import Warn, plan
+from pipeline.data.tokenizer import Tokenizer, check_vocab_size, train_on
+from pipeline.errors import DataError, UserError
 
-Report = Callable[[str, int, int], None]  # what, bytes done, bytes in all
+RECIPE = "recipe.json"
+WORK = ".work"  # finished parts of an unfinished corpus
+MALFORMED = "malformed.jsonl"
+MALFORMED_SHARE = 0.01  # of the documents; more looks like a wrong file, not like a few bad lines
+# A shorter held-out text occurs in many documents by chance (GPT-3's appendix C).
+SHORTEST_HELD_OUT_WORDS = 8
+
+Report = Callable[[str, int, int], None]  # what, bytes done, bytes in total
 Record = TypeVar("Record", bound=Frozen)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every step of one preparation needs to know."""
+    """What every step of one preparation needs."""
 
     recipe: Recipe
     tasks: Sequence[Task]
-    work: Path  # every file is made here
+    work: Path  # every file is written here first
     workers: int | None
     report: Report
 
@@ -72,79 +85,147 @@ def prepare(
     workers: int | None = None,
     malformed_share: float = MALFORMED_SHARE,
     report: Report = lambda *_: None,
-    say: Callable[[str], None] = lambda line: None,
+    warn: Warn = lambda line: None,
 ) -> tuple[Manifest, bool]:
-    """Make the corpus, or finish it; returns its manifest and whether it was already there."""
-    tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed, out=out, say=say)
+    """Make the corpus, or finish it. Return its manifest and whether it was already complete."""
+    if model is None:
+        check_vocab_size(recipe.vocab_size, recipe.train.controls)
+    check_mixture(recipe.mixture, recipe.sources)
+    limit_bytes = recipe.limit_bytes
+    tasks = plan(recipe.sources, limit_bytes=limit_bytes, seed=recipe.seed, out=out, warn=warn)
     if not tasks:
-        raise _empty(recipe)
-    check(recipe.mixture, recipe.sources)
-    if taken := [
-        piece
-        for task in tasks
-        for piece in task
-        if piece.kind == "megatron" and not recipe.as_it_is
-    ]:
-        raise tokens_not_text(taken[0])
-    against = _held_out_tasks(recipe, out, say)
-    inputs = xxhash.xxh3_128_hexdigest(
-        repr([[astuple(piece) for piece in task] for task in [*tasks, *against]]).encode()
-    )
+        raise _no_text(recipe)
+    for piece in (piece for task in tasks for piece in task):
+        if piece.kind == "megatron" and not recipe.is_plain:
+            raise tokens_not_text(piece)
+    against = _held_out_tasks(recipe, out, warn)
+    pieces = [[astuple(piece) for piece in task] for task in [*tasks, *against]]
+    inputs = xxhash.xxh3_128_hexdigest(repr(pieces).encode())
     fingerprint = recipe.fingerprint(inputs)
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
-    if finished(out, arguments):
+    if _is_finished(out, arguments):
         report("verify", 0, 1)
         manifest = Corpus.open(out, verify=True).manifest
         report("verify", 1, 1)
-        shutil.rmtree(
-            out / WORK, ignore_errors=True
-        )  # a kill between the manifest and this left it
+        # A call that was killed just after it wrote the manifest leaves .work.
+        shutil.rmtree(out / WORK, ignore_errors=True)
         return manifest, True
-    with claimed(out, fingerprint, say) as work:
+    with claimed(out, fingerprint, warn) as work:
         job = Job(recipe, tasks, work, workers, report)
         with cluster(workers):
-            tokenizer = _tokenizer(job, model)
-            held_out = _held_out(job, against, say)
+            tokenizer = _make_tokenizer(job, model)
+            held_out = _held_out_ngrams(job, against, warn)
             counted = _deduplicate(job, malformed_share)
-            done = _tokenize(job, held_out, dedup=counted is not None)
-        stages = total([counted or (), *(d.stages for d in done)])
-        _check_read(job, stages, [d.malformed for d in done], malformed_share)
-        manifest = _manifest(job, done, stages, tokenizer, fingerprint)
-        shards = [
-            f"{s.name}.{suffix}"
-            for d in done
-            for s in d.shards.values()
-            for suffix in ("bin", "idx")
-        ]
-        publish(work, out, [*shards, *_set_aside(job, done), MODEL], arguments)
+            encoded = _tokenize(job, held_out, dedup=counted is not None)
+        stages = total([counted or (), *(record.stages for record in encoded)])
+        _check_read(job, stages, [record.malformed for record in encoded], malformed_share)
+        manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
+        shards = [shard for record in encoded for shard in record.shards.values()]
+        files = [f"{shard.name}.{suffix}" for shard in shards for suffix in ("bin", "idx")]
+        _publish(work, out, [*files, *_join_malformed(job, encoded), MODEL], arguments)
         sealed = manifest.save(out)
         shutil.rmtree(out / WORK, ignore_errors=True)
         return sealed, False
 
 
-def _empty(recipe: Recipe) -> DataError:
-    return DataError(f"sources={', '.join(recipe.sources)}: no text in them; every file is empty")
+# The output directory
 
 
-def _held_out_tasks(recipe: Recipe, out: Path, say: Callable[[str], None]) -> list[Task]:
-    def named(line: str) -> str:
-        return line.replace("source=", "decontaminate.against=", 1)
-
-    if recipe.decontaminate is None:
-        return []
+def _is_finished(out: Path, arguments: dict[str, Any]) -> bool:
+    """Check whether a corpus of these arguments is there; one of other arguments is an error."""
+    remedy = "choose another --out or remove this one"
     try:
-        return plan(
-            recipe.decontaminate.against,
-            limit_bytes=None,
-            seed=0,
-            out=out,
-            say=lambda line: say(named(line)),
-        )
-    except DataError as error:
-        raise DataError(named(str(error))) from error
+        if not (out / MANIFEST).exists():
+            return False
+    except OSError as error:
+        raise write_error(error, out) from error
+    try:
+        before = json.loads((out / RECIPE).read_text())
+        old = dict(before["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{out / RECIPE}: damaged; {remedy}") from None
+    new = json.loads(json.dumps(arguments["recipe"]))
+    # The tokenizer first: vocab_size follows from it.
+    for key in sorted(new, key=lambda key: key != "tokenizer"):
+        if old.get(key) != new[key]:
+            raise DataError(
+                f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; {remedy}"
+            )
+    if before.get("inputs") != arguments["inputs"]:
+        raise DataError(f"out={out}: its input files have changed since; {remedy}")
+    return True
 
 
-def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
+@contextmanager
+def claimed(out: Path, fingerprint: str, warn: Warn) -> Iterator[Path]:
+    """Lock the directory and yield the folder for what these arguments have finished."""
+    if not has_utf8_name(out):
+        raise DataError(f"out={str(out)!r}: the name is not UTF-8; choose another --out")
+    work = out / WORK
+    try:
+        if out.exists() and not out.is_dir():
+            raise DataError(f"out={out}: a file, but shards need a directory; choose another --out")
+        is_new = not out.exists()
+        if not is_new and not work.exists() and any(out.iterdir()):
+            raise DataError(
+                f"out={out}: not empty and not made by `launch data prepare`; choose another --out"
+            )
+        work.mkdir(parents=True, exist_ok=True)
+        with FileLock(work / "lock", blocking=False):
+            mine = work / fingerprint
+            mine.mkdir(exist_ok=True)
+            for other in work.iterdir():
+                if other.is_dir() and other != mine:
+                    warn(
+                        f"{other}: unfinished work of other arguments or inputs; "
+                        "it is deleted when this corpus is finished"
+                    )
+            for left in work.rglob(f"*{TEMPORARY}"):  # by writers that were killed
+                left.unlink(missing_ok=True)
+            try:
+                yield mine
+            except UserError:
+                _clean_up(out if is_new else None, work, mine)
+                raise
+    except Timeout:
+        raise DataError(
+            f"out={out}: another `launch data prepare` is writing there; wait for it"
+        ) from None
+    except OSError as error:
+        raise write_error(error, Path(error.filename or out)) from error
+
+
+def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
+    """After an error of the user, remove what has no finished shard or sketch."""
+    if not [*mine.glob("*.idx"), *mine.glob("*.items.npy")]:
+        shutil.rmtree(mine, ignore_errors=True)
+    if not any(entry.is_dir() for entry in work.iterdir()):
+        shutil.rmtree(work)
+        if new_out:
+            new_out.rmdir()
+
+
+def _publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, Any]) -> None:
+    """Move the files to their place. If it is killed midway, the next call moves the rest."""
+    for other in work.parent.iterdir():
+        if other.is_dir() and other != work:
+            shutil.rmtree(other)
+    for suffix in ("bin", "idx", "jsonl"):
+        for path in out.glob(f"*.{suffix}"):
+            # Left by a call with other arguments that was killed here.
+            if path.name not in names:
+                path.unlink()
+    for name in names:
+        if (work / name).exists():
+            (work / name).rename(out / name)
+    # This also flushes the names of the moved files.
+    save(out / RECIPE, json.dumps(arguments, indent=1).encode())
+
+
+# The passes
+
+
+def _make_tokenizer(job: Job, model: bytes | None) -> Tokenizer:
     path = job.work / MODEL
     if not path.exists():
         if model is None:
@@ -153,158 +234,171 @@ def _tokenizer(job: Job, model: bytes | None) -> Tokenizer:
             job.report("tokenizer", 1, 1)
         save(path, model)
     tokenizer = Tokenizer.open(path)
-    if tokenizer.fast:  # once, not in every worker
+    if tokenizer.fast:
         save(job.work / CONVERTED, tokenizer.converted.encode())
     return tokenizer
 
 
-def _held_out(job: Job, against: Sequence[Task], say: Callable[[str], None]) -> Path | None:
-    """All n-grams of the texts that must not be trained on, by n, sorted, in one small file; of a text with fewer than
-    n words, all of them."""
+def _held_out_tasks(recipe: Recipe, out: Path, warn: Warn) -> list[Task]:
+    def rename(line: str) -> str:
+        return line.replace("source=", "decontaminate.against=", 1)
+
+    if recipe.decontaminate is None:
+        return []
+    against = recipe.decontaminate.against
+    try:
+        return plan(against, limit_bytes=None, seed=0, out=out, warn=lambda s: warn(rename(s)))
+    except DataError as error:
+        raise DataError(rename(str(error))) from error
+
+
+def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | None:
+    """Write all n-grams of the held-out texts, by n, sorted; a shorter text is one n-gram."""
     if job.recipe.decontaminate is None:
         return None
-    path, n = job.work / "held-out.npz", job.recipe.decontaminate.ngram
-    if not path.exists():
-        grams: dict[int, list[U64]] = {}
-        texts = short = 0
-        for item in (
-            item for task in against for piece in task for item in read(piece, job.recipe.text_key)
-        ):
-            if isinstance(item, Malformed):  # what is not read would be trained on
+    path = job.work / "held-out.npz"
+    if path.exists():
+        return path
+    n = job.recipe.decontaminate.ngram
+    shortest = min(n, SHORTEST_HELD_OUT_WORDS)
+    grams: dict[int, list[U64]] = {}
+    texts = 0
+    short = 0
+    for piece in (piece for task in against for piece in task):
+        for text in read(piece, job.recipe.text_key):
+            if isinstance(text, Malformed):  # a text that is skipped would be trained on
                 raise DataError(
-                    f"decontaminate.against: {item.path} at {item.position:,}: {item.reason}; mend it"
+                    f"decontaminate.against: {text.path} at {text.position:,}: {text.reason}; "
+                    "fix the file"
                 )
-            words = word_hashes(normalise(item, job.recipe.normalise).encode())
-            texts, k = texts + 1, min(n, len(words))
-            if k < min(n, FEWEST_WORDS):
+            words = word_hashes(normalize(text, job.recipe.normalise).encode())
+            texts += 1
+            length = min(n, len(words))
+            if length < shortest:
                 short += 1
             else:
-                grams.setdefault(k, []).append(ngrams(words, k))
-        if short:
-            what = f"decontaminate.against: {short:,} of {texts:,} texts have fewer than {min(n, FEWEST_WORDS)} words"
-            remedy = "join each with what belongs to it (a question with its answer)"
-            if not grams:
-                raise DataError(f"{what}: nothing is left to look for; {remedy}")
-            say(f"{what} and are not looked for; {remedy}")
-        file = BytesIO()
-        np.savez(
-            file,
-            allow_pickle=False,
-            **{str(k): np.unique(np.concatenate(found)) for k, found in grams.items()},
+                grams.setdefault(length, []).append(ngrams(words, length))
+    if short:
+        problem = (
+            f"decontaminate.against: {short:,} of {texts:,} texts have fewer than {shortest} words "
+            "and are ignored; join each with its context (a question with its answer)"
         )
-        save(path, file.getvalue())
+        if not grams:
+            raise DataError(problem)
+        warn(problem)
+    arrays = {str(length): np.unique(np.concatenate(found)) for length, found in grams.items()}
+    file = BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    save(path, file.getvalue())
     return path
 
 
 def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
-    """The books of all stages up to dedup, once STEM.keep.npy says what each task keeps; None where dedup is off."""
+    """Write what each task keeps and return the counts up to dedup; None if dedup is off."""
     if job.recipe.dedup == Dedup():
         return None
-    books = job.work / "dedup.json"
-    if books.exists():
-        return tuple(Stage.model_validate(stage) for stage in json.loads(books.read_text()))
+    counts = job.work / "dedup.json"
+    if counts.exists():
+        return tuple(Stage.model_validate(stage) for stage in json.loads(counts.read_text()))
     stems = [job.work / f"sketch-{name}" for name in job.names]
     calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
-    sketched = _finish(
-        job, "sketch", sketch, calls, [stem.with_suffix(".done.json") for stem in stems], Sketched
-    )
+    records = [stem.with_suffix(".done.json") for stem in stems]
+    sketched = _run_pass(job, "sketch", sketch, calls, records, Sketched)
     stages = total(s.stages for s in sketched)
     _check_read(job, stages, [s.malformed for s in sketched], malformed_share)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
-    save(books, json.dumps([stage.model_dump() for stage in stages]).encode())
+    save(counts, json.dumps([stage.model_dump() for stage in stages]).encode())
     job.report("dedup", 1, 1)
     return stages
 
 
-def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Done]:
-    keeps = [job.work / f"sketch-{name}.keep.npy" if dedup else None for name in job.names]
-    calls = [
-        (task, name, job.work, job.recipe, held_out, keep)
-        for task, name, keep in zip(job.tasks, job.names, keeps, strict=True)
-    ]
-    return _finish(
-        job,
-        "tokenize",
-        tokenize,
-        calls,
-        [job.work / f"{name}.done.json" for name in job.names],
-        Done,
-    )
+def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Encoded]:
+    calls = []
+    for task, name in zip(job.tasks, job.names, strict=True):
+        keep = job.work / f"sketch-{name}.keep.npy" if dedup else None
+        calls.append((task, name, job.work, job.recipe, held_out, keep))
+    records = [job.work / f"{name}.done.json" for name in job.names]
+    return _run_pass(job, "tokenize", tokenize, calls, records, Encoded)
 
 
-def _finish(
+def _run_pass(
     job: Job,
     what: str,
     function: Callable[..., Record],
     calls: Sequence[tuple[Any, ...]],
-    records: Sequence[Path],
+    paths: Sequence[Path],
     kind: type[Record],
 ) -> list[Record]:
-    """One call per task, less those whose record is there."""
-    found = {
-        i: kind.model_validate_json(r.read_bytes()) for i, r in enumerate(records) if r.exists()
-    }
+    """Run one call per task, except those whose record exists."""
+    found = {i: kind.model_validate_json(p.read_bytes()) for i, p in enumerate(paths) if p.exists()}
     sizes = [sum(piece.bytes for piece in task) for task in job.tasks]
-    finished = sum(sizes[i] for i in found)
+    done = sum(sizes[i] for i in found)
     missing = [i for i in range(len(calls)) if i not in found]
-    job.report(what, finished, sum(sizes))
+    job.report(what, done, sum(sizes))
 
-    def note(index: int, _: Record) -> None:
-        nonlocal finished
-        finished += sizes[missing[index]]
-        job.report(what, finished, sum(sizes))
+    def on_done(index: int, _: Record) -> None:
+        nonlocal done
+        done += sizes[missing[index]]
+        job.report(what, done, sum(sizes))
 
-    found.update(
-        zip(missing, run(function, [calls[i] for i in missing], note, job.workers), strict=True)
-    )
+    results = run(function, [calls[i] for i in missing], on_done, job.workers)
+    found.update(zip(missing, results, strict=True))
     return [found[i] for i in range(len(calls))]
 
 
+# The result
+
+
+def _no_text(recipe: Recipe) -> DataError:
+    return DataError(f"sources={', '.join(recipe.sources)}: every file is empty; add text")
+
+
 def _check_read(
-    job: Job, stages: Sequence[Stage], named: Sequence[Position | None], share: float
+    job: Job, stages: Sequence[Stage], malformed: Sequence[Position | None], share: float
 ) -> None:
     if not stages:
         shutil.rmtree(job.work)
-        raise _empty(job.recipe)
+        raise _no_text(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:
-        path, position, reason = next(filter(None, named))
+        path, position, reason = next(filter(None, malformed))
         raise DataError(
-            f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than malformed-share={share}; "
-            f"the first is {path} at {position:,}: {reason}; mend the input or raise --malformed-share"
+            f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than "
+            f"malformed-share={share}; the first is {path} at {position:,}: {reason}; "
+            "fix the input or raise --malformed-share"
         )
 
 
-def _set_aside(job: Job, done: Sequence[Done]) -> list[str]:
-    """The file with the positions of what was malformed, for whoever wants to mend the input; if anything was."""
-    parts = [
-        job.work / f"{name}.malformed"
-        for name, d in zip(job.names, done, strict=True)
-        if d.malformed
-    ]
-    if parts:
-        with replacing(job.work / ASIDE) as whole:
-            for part in parts:
-                with part.open("rb") as lines:
-                    shutil.copyfileobj(lines, whole)
-    return [ASIDE] if parts else []
+def _join_malformed(job: Job, encoded: Sequence[Encoded]) -> list[str]:
+    """Join the tasks' lists of malformed documents into one file, if there are any."""
+    records = zip(job.names, encoded, strict=True)
+    parts = [job.work / f"{name}.malformed" for name, record in records if record.malformed]
+    if not parts:
+        return []
+    with replacing(job.work / MALFORMED) as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
+    return [MALFORMED]
 
 
 def _manifest(
-    job: Job, done: Sequence[Done], stages: Sequence[Stage], tokenizer: Tokenizer, fingerprint: str
+    job: Job,
+    encoded: Sequence[Encoded],
+    stages: Sequence[Stage],
+    tokenizer: Tokenizer,
+    fingerprint: str,
 ) -> Manifest:
     if stages[-1].documents_kept == 0:
-        shutil.rmtree(job.work)  # of no use to whoever mends it
-        reasons = ", ".join(
-            f"{n:,} {why}" for stage in stages for why, (n, _) in stage.dropped.items()
-        )
+        shutil.rmtree(job.work)  # useless once the input or the recipe is fixed
+        dropped = (item for stage in stages for item in stage.dropped.items())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, (count, _) in dropped)
         raise DataError(
-            f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} documents is left "
-            f"({reasons}); check the text or loosen the filters"
+            f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} "
+            f"documents is left ({reasons}); check the text or loosen the filters"
         )
-    written = Split.of([shard for d in done for shard in d.shards.values()])
-    encoded = Stage(
+    written = Split.of([shard for record in encoded for shard in record.shards.values()])
+    tokenize_stage = Stage(
         name="tokenize",
         documents_in=stages[-1].documents_kept,
         bytes_in=stages[-1].bytes_kept,
@@ -313,25 +407,25 @@ def _manifest(
         dropped={},
         tokens=written.tokens,
     )
+    splits = {}
+    for name in SPLITS:
+        splits[name] = Split.of([r.shards[name] for r in encoded if name in r.shards])
+    shares = [_source_share(name, splits["train"]) for name in job.recipe.sources]
     return Manifest(
         version=VERSION,
         hash="",
         plan=fingerprint,
         tokenizer=tokenizer.info(MODEL),
         dtype=dtype_for(tokenizer.vocab),
-        splits={
-            name: Split.of([d.shards[name] for d in done if name in d.shards]) for name in SPLITS
-        },
-        sources=mixed([_share(name, done) for name in job.recipe.sources], job.recipe.mixture),
-        stages=(*stages, encoded),
+        splits=splits,
+        sources=mixed(shares, job.recipe.mixture),
+        stages=(*stages, tokenize_stage),
     )
 
 
-def _share(source: str, done: Sequence[Done]) -> SourceShare:
-    """What training can draw from the source; held-out documents are not in it."""
-    split = Split.of(
-        [d.shards["train"] for d in done if d.source == source and "train" in d.shards]
-    )
+def _source_share(source: str, train: Split) -> SourceShare:
+    """Count what training can draw from the source, without held-out documents."""
+    split = Split.of([shard for shard in train.shards if shard.source == source])
     language = synthetic.LANGUAGES.get(source)
     return SourceShare(
         name=source,

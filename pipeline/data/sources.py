@@ -1,25 +1,24 @@
-"""From what the user names to pieces of work: which stretch of which input each task reads."""
+"""From the sources that the user names to tasks: which worker reads which stretch of which input."""
 
 import glob
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.data import hub, synthetic
-from pipeline.data.files import nameable, unreadable
+from pipeline.data import synthetic
 from pipeline.data.piece import MB, Kind, Piece, Task
-from pipeline.data.shards import MANIFEST
+from pipeline.data.shards import MANIFEST, has_utf8_name, read_error
 from pipeline.errors import DataError
 
-BUILT_IN_BYTES = 32 * MB  # of a built-in corpus unless asked for more: about ten million tokens
-TEXT_DOCUMENT_BYTES = MB  # a longer .txt file becomes several documents, cut at line ends
-SMALLEST_TASK_BYTES, LARGEST_TASK_BYTES, TASKS = (
-    4 * MB,
-    256 * MB,
-    64,
-)  # depend on the input alone, never on the workers
+BUILT_IN_BYTES = 32 * MB  # of a built-in corpus by default: about ten million tokens
+COMPRESSION = 4  # assumed: text compresses about fourfold
+
+# The size of a task depends on the input alone, never on the number of workers.
+SMALLEST_TASK_BYTES = 4 * MB
+LARGEST_TASK_BYTES = 256 * MB
+TASKS = 64
 
 SUFFIXES: dict[str, Kind] = {
     ".txt": "text",
@@ -31,6 +30,8 @@ SUFFIXES: dict[str, Kind] = {
     ".idx": "megatron",
 }
 
+Warn = Callable[[str], None]
+
 
 def plan(
     sources: Sequence[str],
@@ -38,181 +39,210 @@ def plan(
     limit_bytes: int | None,
     seed: int,
     out: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    warn: Warn = lambda line: None,
 ) -> list[Task]:
-    """Cut every source into tasks; the same inputs give the same tasks. What lies in `out` is none."""
-    whole: dict[str, list[Piece]] = {}
+    """Cut every source into tasks; the same inputs give the same tasks. Files in `out` are skipped.
+
+    `limit_bytes` applies to each source: the files of a directory or glob share it.
+    """
+    pieces: dict[str, list[Piece]] = {}
     owner: dict[str, str] = {}
     for source in sources:
-        if source in whole:
+        if source in pieces:
             raise DataError(
                 f"source={source!r} is given twice; name it once (a mixture weight repeats it)"
             )
-        whole[source] = list(
-            _limited(_inputs(source, limit_bytes, seed, out, say), source, limit_bytes)
-        )
-        named = {p.path for p in whole[source] if p.kind not in ("hf", "synthetic")}
-        for path in sorted(named) or (hub.files(source) if source.startswith("hf:") else ()):
+        try:
+            pieces[source] = _source_pieces(source, limit_bytes, seed, out, warn)
+            paths = _paths(source, pieces[source])
+        except OSError as error:
+            raise read_error(error, f"source={source!r}") from error
+        for path in paths:
             real = os.path.realpath(path)
             if real in owner:
                 raise DataError(
-                    f"{path}: reached twice, by source={owner[real]!r} and {source!r}; name it once"
+                    f"{path}: source={owner[real]!r} and source={source!r} both contain it; "
+                    "name it once"
                 )
             owner[real] = source
-    total = sum(piece.bytes for pieces in whole.values() for piece in pieces)
+    total = sum(piece.bytes for found in pieces.values() for piece in found)
     task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB
-    return [task for pieces in whole.values() for task in _group(pieces, task_bytes)]
+    return [task for found in pieces.values() for task in _group(found, task_bytes)]
 
 
-def _limited(pieces: Iterator[Piece], source: str, limit_bytes: int | None) -> Iterator[Piece]:
-    """Pieces up to the limit, the last one cut: a file of lines at the line it falls into, others at the document."""
-    left = BUILT_IN_BYTES if limit_bytes is None and source == "python" else limit_bytes
+def _source_pieces(
+    source: str, limit_bytes: int | None, seed: int, out: Path | None, warn: Warn
+) -> list[Piece]:
+    if source == "python":
+        return list(_limited(_python_pieces(), limit_bytes or BUILT_IN_BYTES))
+    if source in synthetic.LANGUAGES:
+        size = synthetic.batch_bytes(synthetic.LANGUAGES[source])
+        batches = -(-(limit_bytes or BUILT_IN_BYTES) // size)
+        path = f"seed={seed}"
+        return [Piece(source, "synthetic", path, i, i + 1, size) for i in range(batches)]
+    if source.startswith("hf:"):
+        from pipeline.data import columns  # pyarrow takes a while to import
+
+        folder = columns.hub_folder(source)
+        if out and folder.is_dir() and _is_below(out / MANIFEST, folder):
+            raise DataError(
+                f"out={out} is inside source={source!r}, which would read it; choose another --out"
+            )
+        return list(_limited(columns.hub_pieces(source), limit_bytes))
+    files = _files(source, out, warn)
+    every_piece = (piece for path in files for piece in _file_pieces(source, path))
+    pieces = list(_limited(every_piece, limit_bytes))
+    if pieces and limit_bytes is not None:
+        unread = len(files) - 1 - files.index(Path(pieces[-1].path))
+        if unread:
+            warn(
+                f"source={source!r}: limit-bytes={limit_bytes:,} is one budget for all its files; "
+                f"it ends in {pieces[-1].path}, and {unread:,} of {len(files):,} files are not read"
+            )
+    return pieces
+
+
+def _limited(pieces: Iterable[Piece], limit_bytes: int | None) -> Iterator[Piece]:
+    """Yield pieces up to the limit; the last one ends at the line or document that reaches it."""
+    left = limit_bytes
     for piece in pieces:
-        if (
-            left is not None and piece.kind != "synthetic"
-        ):  # its batches are made whole, as many as it takes
-            if left <= 0:
-                return
-            if piece.kind in ("text", "jsonl") and piece.stop > 0:
-                piece = replace(piece, stop=min(piece.stop, left), bytes=min(piece.bytes, left))
-            else:  # how much text is in it shows only when it is read
-                piece = replace(piece, limit=left)
-            left -= piece.bytes
+        if left is None:
+            yield piece
+            continue
+        if left <= 0:
+            return
+        if piece.kind in ("text", "jsonl") and piece.stop > 0:
+            piece = replace(piece, stop=min(piece.stop, left), bytes=min(piece.bytes, left))
+        else:
+            # How much text it contains is known only when it is read.
+            piece = replace(piece, limit=left)
+        left -= piece.bytes
         yield piece
 
 
-def _inputs(
-    source: str, limit_bytes: int | None, seed: int, out: Path | None, say: Callable[[str], None]
-) -> Iterator[Piece]:
-    if source == "python":
-        yield from _python(source)
-    elif language := synthetic.LANGUAGES.get(source):
-        size = synthetic.batch_bytes(language)
-        for batch in range(-(-(limit_bytes or BUILT_IN_BYTES) // size)):
-            yield Piece(source, "synthetic", f"seed={seed}", batch, batch + 1, size)
-    elif source.startswith("hf:"):
-        if (
-            out
-            and hub.folder(source).is_dir()
-            and out.resolve().is_relative_to(hub.folder(source).resolve())
-        ):
-            raise DataError(
-                f"out={out} lies in source={source!r}, which would read it; choose another --out"
-            )
-        yield from hub.pieces(source)
-    else:
-        for path in _files(source, out, say):
-            yield from _file(source, path)
+def _paths(source: str, pieces: Sequence[Piece]) -> list[str]:
+    if source.startswith("hf:"):
+        from pipeline.data import columns
+
+        return columns.hub_files(source)
+    return sorted({piece.path for piece in pieces if piece.kind != "synthetic"})
 
 
-def _python(source: str) -> Iterator[Piece]:
-    """The text of the interpreter's library, then of the installed packages, in a fixed order."""
-    library, packages = (sysconfig.get_paths()[k] for k in ("stdlib", "purelib"))
-    for root in (library, packages):
-        for folder, subfolders, names in os.walk(root):
-            subfolders[:] = sorted(
-                d for d in subfolders if d not in ("site-packages", "dist-packages", "__pycache__")
-            )
+def _python_pieces() -> Iterator[Piece]:
+    """Yield the interpreter's library, then the installed packages, in a fixed order."""
+    skipped = ("site-packages", "dist-packages", "__pycache__")
+    for root in ("stdlib", "purelib"):
+        for folder, subfolders, names in os.walk(sysconfig.get_paths()[root]):
+            subfolders[:] = sorted(name for name in subfolders if name not in skipped)
             for path in (Path(folder, name) for name in sorted(names)):
-                if (
-                    path.suffix == ".py" and not path.is_symlink() and (size := path.stat().st_size)
-                ):  # Debian has links
-                    yield Piece(source, "text", str(path), 0, size, size, path.stat().st_mtime_ns)
+                # Debian's library has links to its own files.
+                if path.suffix != ".py" or path.is_symlink():
+                    continue
+                stat = path.stat()
+                if stat.st_size:
+                    size = stat.st_size
+                    yield Piece("python", "text", str(path), 0, size, size, stat.st_mtime_ns)
 
 
-def _files(source: str, out: Path | None, say: Callable[[str], None]) -> list[Path]:
-    """A file, all known files below a directory, or a glob; of the rest it is said how much there is."""
+def _files(source: str, out: Path | None, warn: Warn) -> list[Path]:
+    """List the files of a path, directory or glob, and warn about those that are skipped."""
     path = Path(source)
-    if path.is_dir() and source:
-        ours = (path / MANIFEST).exists()  # of it only the shards: its malformed.jsonl is no text
-        every = sorted(p for p in _below(path) if not ours or p.suffix == ".idx")
-        found = [p for p in every if _kind(p) and p.is_file()]
-        if not found:
-            raise DataError(
-                f"source={source!r}: no {', '.join(SUFFIXES)} files below it; check the path"
-            )
+    if source and path.is_dir():
+        candidates = sorted(_walk(path))
+        # The only text of a finished corpus is its shards; malformed.jsonl is a report.
+        if (path / MANIFEST).exists():
+            candidates = [p for p in candidates if p.suffix == ".idx"]
+        chosen = [p for p in candidates if _kind(p) and p.is_file()]
+        problem = f"no {', '.join(SUFFIXES)} files below it; check the path"
     else:
-        every = [path] if path.is_file() else sorted(map(Path, glob.glob(source, recursive=True)))  # noqa: PTH207  # absolute too
-        found = [p for p in every if p.is_file()]
-        if not found:
-            raise DataError(
-                f"source={source!r}: no such file, directory or glob, nor a built-in (python, synthetic, "
-                "synthetic:small); for the Hugging Face hub write hf:NAME[:split]"
-            )
-    if out:
-        inside = out.resolve()
-        every, found = (
-            [p for p in paths if inside not in p.resolve().parents] for paths in (every, found)
+        # Path.glob refuses absolute patterns.
+        matches = [path] if path.is_file() else map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
+        candidates = sorted(matches)
+        chosen = [p for p in candidates if p.is_file()]
+        problem = (
+            "no such file, directory or glob, nor a built-in corpus (python, synthetic, "
+            "synthetic:small); for the Hugging Face hub write hf:NAME[:split]"
         )
-        if not found:
-            raise DataError(f"source={source!r} lies in out={out}; choose another --out")
-    taken = {
-        *found,
-        *(p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in found),
-    }
-    left = [p for p in every if p not in taken]
-    for what, some in (
-        ("files of another kind", [p for p in left if p.is_file()]),
-        ("links to nothing", [p for p in left if not p.exists()]),
-    ):
-        if some:
-            say(f"source={source!r}: {len(some):,} {what} not taken, the first {some[0]}")
-    return found
+    if not chosen:
+        raise DataError(f"source={source!r}: {problem}")
+    if out is not None:
+        candidates = [p for p in candidates if not _is_below(p, out)]
+        chosen = [p for p in chosen if not _is_below(p, out)]
+        if not chosen:
+            raise DataError(f"source={source!r} is inside out={out}; choose another --out")
+    _warn_skipped(source, candidates, chosen, warn)
+    return chosen
 
 
-def _below(root: Path) -> Iterator[Path]:
-    """Every file below a directory, links followed, each directory once. What is hidden is none, as for a glob: .work
-    among it, where shards are half made."""
+def _is_below(path: Path, folder: Path) -> bool:
+    # Unlike Path.resolve, realpath does not fail on a loop of links.
+    return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
+
+
+def _warn_skipped(source: str, candidates: list[Path], chosen: list[Path], warn: Warn) -> None:
+    used = set(chosen)
+    used |= {p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in chosen}
+    skipped = [p for p in candidates if p not in used]
+    others = [p for p in skipped if p.is_file()]
+    broken = [p for p in skipped if not p.exists()]
+    for what, paths in (("files of other kinds", others), ("broken links", broken)):
+        if paths:
+            warn(f"source={source!r}: skipped {len(paths):,} {what}, the first is {paths[0]}")
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield every file below a directory, links followed, each directory once.
+
+    Hidden files are skipped, as in a glob. Among them is .work with unfinished shards.
+    """
     seen = set()
     for folder, subfolders, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
-        subfolders[:] = sorted(
-            name for name in subfolders if not name.startswith(".") and real not in seen
-        )
-        yield from (
-            Path(folder, name) for name in names if not name.startswith(".") and real not in seen
-        )
+        if real in seen:
+            subfolders.clear()
+            continue
         seen.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _kind(path: Path) -> Kind | None:
-    return next(
-        (kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None
-    )
+    name = path.name.lower()
+    return next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def _file(source: str, path: Path) -> Iterator[Piece]:
+def _file_pieces(source: str, path: Path) -> Iterator[Piece]:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: unknown suffix {path.suffix!r}; known: {', '.join(SUFFIXES)}")
-    if not nameable(path):
-        raise DataError(f"{str(path)!r}: a name that is not UTF-8; rename it")
+    if not has_utf8_name(path):
+        raise DataError(f"{str(path)!r}: the name is not UTF-8; rename the file")
     try:
-        size, stamp = path.stat().st_size, path.stat().st_mtime_ns
+        size = path.stat().st_size
+        stamp = path.stat().st_mtime_ns
         if kind == "parquet" or kind == "arrow":
-            from pipeline.data import columns  # pyarrow only where it is needed
+            from pipeline.data import columns
 
-            groups = columns.row_groups(path) if kind == "parquet" else columns.record_batches(path)
-            for i, group_bytes in enumerate(groups):
+            sizes = columns.row_group_bytes if kind == "parquet" else columns.record_batch_bytes
+            for i, group_bytes in enumerate(sizes(path)):
                 yield Piece(source, kind, str(path), i, i + 1, group_bytes, stamp)
         elif kind == "megatron":
             from pipeline.data import megatron
 
             yield from megatron.pieces(source, path)
         elif path.suffix.lower() in (".gz", ".zst"):
-            yield Piece(
-                source, kind, str(path), 0, -1, size * 4, stamp
-            )  # one stream; text packs about fourfold
+            # One stream, which only one worker can read. -1: to its end.
+            yield Piece(source, kind, str(path), 0, -1, size * COMPRESSION, stamp)
         elif size:
             yield Piece(source, kind, str(path), 0, size, size, stamp)
     except DataError:
         raise
     except Exception as error:
-        raise unreadable(error, path) from error
+        raise read_error(error, path) from error
 
 
 def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
-    """Small pieces together, large files in stretches, about task_bytes each."""
+    """Combine small pieces and cut large files, to about task_bytes per task."""
     group: list[Piece] = []
     for piece in (part for whole in pieces for part in _split(whole, task_bytes)):
         if group and sum(p.bytes for p in group) + piece.bytes > task_bytes:
@@ -224,15 +254,13 @@ def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
 
 
 def _split(piece: Piece, task_bytes: int) -> Iterator[Piece]:
-    count = (
-        round(piece.bytes / task_bytes) if piece.kind in ("text", "jsonl") and piece.stop > 0 else 1
-    )
+    can_split = piece.kind in ("text", "jsonl") and piece.stop > 0
+    count = round(piece.bytes / task_bytes) if can_split else 1
     if count <= 1:
         yield piece
         return
-    step = (
-        -(-piece.stop // count // MB) * MB
-    )  # whole documents of a long .txt, and no scrap at the end
+    # Whole megabytes, so that a long .txt file is cut into the same documents.
+    step = -(-piece.stop // count // MB) * MB
     for start in range(0, piece.stop, step):
         stop = min(start + step, piece.stop)
         yield replace(piece, start=start, stop=stop, bytes=stop - start)

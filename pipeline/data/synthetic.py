@@ -1,18 +1,21 @@
-"""A corpus whose entropy is known exactly, so that a fitted irreducible loss can be held against the truth.
+"""A corpus whose entropy is known exactly, to compare a fitted irreducible loss with the truth.
 
-A document is a chain of words. Each next word is drawn in two independent steps: a frequency class, then a rank
-within the class by Zipf's law. A permutation of the class, keyed by the previous word (and, in every other class, by
-the class of the word before it), turns the rank into a word. Given the past, rank → word is one to one, so the entropy
-of a word is that of (class, rank) whatever the past was: a closed form, no simulation. What a model has to learn is the
-permutations, one per context; contexts are as frequent as words are, that is, Zipfian, so the loss falls smoothly with
-size and data.
+A document is a chain of words. Each next word is drawn in two independent steps: a frequency class,
+then a rank within the class by Zipf's law. A permutation of the class, keyed by the previous word
+(and, in every other class, by the class of the word before it), turns the rank into a word. Given
+the past, rank → word is one to one, so the entropy of a word is that of (class, rank) whatever the
+past was: a closed form, no simulation. What a model has to learn is the permutations, one per
+context. Contexts are as frequent as words, that is, Zipfian, so the loss falls smoothly with size
+and data.
 
-All words of a class have one length, so bytes per word are a closed form too. A document ends after each word with
-probability 1/WORDS. Text and word chain determine each other (words are distinct and hold no space), hence
+All words of a class have one length, so bytes per word are a closed form too. A document ends after
+each word with probability 1/WORDS. Text and word chain determine each other (words are distinct and
+contain no space), hence
 
-    nats per byte = (H(class) + Σ p(class)·H(rank | class) + H(end)) / (Σ p(class)·length(class) + 1 for the separator)
+    nats per byte = (H(class) + Σ p(class)·H(rank | class) + H(end))
+                    / (Σ p(class)·length(class) + 1 for the separator)
 
-to be compared with held-out loss × tokens / bytes, where tokens count the document ends and bytes the text.
+to be compared with held-out loss × tokens / bytes, where tokens include the document ends.
 """
 
 import math
@@ -22,37 +25,38 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.permute import U64, mix
+from pipeline.data.permute import GOLDEN, U64, mix
+
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Language:
     classes: tuple[
         int, ...
-    ]  # words per class, powers of two: the permutations are arithmetic modulo them
+    ]  # words per class; powers of two, because permutations work modulo 2**k
     lengths: tuple[int, ...]  # bytes per word: frequent words are short
     weights: tuple[float, ...]  # a word of class c is 3–5 times as frequent as one of class c + 1
-    farther: bool = (
-        True  # every other class also depends on the class of the word before the previous one
-    )
+    farther: bool = True  # every other class also depends on the class of the word before the last
 
 
 LANGUAGES = {
     "synthetic": Language(
         (16, 64, 256, 1024, 4096), (2, 4, 4, 6, 6), (0.32, 0.24, 0.18, 0.14, 0.12)
     ),
-    # Few enough words that CPU-minutes come near the entropy and a ladder of them can find it. Looking farther back
-    # would be worth 0.13 nats per token and is learned late: such a ladder would see little else (docs/LOG.md).
+    # Few enough words that minutes on a CPU approach the entropy and a ladder of runs can find it.
+    # Looking farther back is worth 0.13 nats per token and is learned late: such a ladder would
+    # show little else (docs/LOG.md).
     "synthetic:small": Language((8, 32, 128), (2, 4, 4), (0.5, 0.3, 0.2), farther=False),
 }
 FULL = LANGUAGES["synthetic"]
-SKEW = 1.3  # Zipf's exponent within a class: what knowing the context is worth
+SKEW = 1.3  # Zipf's exponent within a class; decides how much knowing the context is worth
 WORDS = 256  # mean words per document
 DOCUMENTS = 2048  # per batch; about 2.5 MB of text
 
 
 def entropy_nats_per_byte(language: Language = FULL) -> float:
-    """Exact, from the definition above."""
+    """Return the exact entropy, from the definition above."""
     end = 1 / WORDS
     nats = -(end * math.log(end) + (1 - end) * math.log(1 - end))
     for size, weight in zip(language.classes, language.weights, strict=True):
@@ -62,7 +66,7 @@ def entropy_nats_per_byte(language: Language = FULL) -> float:
 
 
 def bytes_per_word(language: Language = FULL) -> float:
-    """The separator included: words are joined by spaces and a newline ends the document."""
+    """Include the separator: a space between words, a newline at the end of a document."""
     return sum(w * n for w, n in zip(language.weights, language.lengths, strict=True)) + 1
 
 
@@ -71,15 +75,13 @@ def batch_bytes(language: Language = FULL) -> int:
 
 
 def documents(seed: int, batch: int, language: Language = FULL) -> list[str]:
-    """The batch-th group of documents of the corpus with this seed: a pure function of both."""
+    """Return one batch of documents of the corpus: a pure function of seed and number."""
     random = np.random.Generator(np.random.Philox(key=[seed, batch]))
-    # Uniform draws alone, inverted here: numpy keeps only their stream fixed across its releases.
-    lengths = 1 + np.floor(np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)).astype(
-        np.int64
-    )
-    drawn_class = np.searchsorted(
-        np.cumsum(language.weights)[:-1], random.random(int(lengths.sum())), side="right"
-    )
+    # Only uniform draws, inverted here: numpy keeps only their stream stable across releases.
+    ends = np.log1p(-random.random(DOCUMENTS)) / math.log1p(-1 / WORDS)
+    lengths = 1 + np.floor(ends).astype(np.int64)
+    class_edges = np.cumsum(language.weights)[:-1]
+    drawn_class = np.searchsorted(class_edges, random.random(int(lengths.sum())), side="right")
     uniform = random.random(len(drawn_class))
     drawn_rank = np.empty(len(drawn_class), np.uint64)
     for c, size in enumerate(language.classes):
@@ -91,39 +93,37 @@ def documents(seed: int, batch: int, language: Language = FULL) -> list[str]:
     return [" ".join([spelling[word] for word in row[:length]]) + "\n" for row, length in rows]
 
 
-def _chain(
-    seed: int,
-    language: Language,
-    lengths: npt.NDArray[np.int64],
-    drawn_class: npt.NDArray[np.int64],
-    drawn_rank: U64,
-) -> npt.NDArray[np.int64]:
-    """Ranks to words, one position at a time, all documents that are still going on at once."""
+def _chain(seed: int, language: Language, lengths: I64, drawn_class: I64, drawn_rank: U64) -> I64:
+    """Turn ranks into words, one position at a time in all documents that reach it."""
     sizes = np.array(language.classes, np.uint64)
     first = np.concatenate(([0], np.cumsum(language.classes)[:-1])).astype(np.uint64)
     words = np.zeros((len(lengths), int(lengths.max())), np.int64)
     rows = np.argsort(-lengths, kind="stable")
-    previous = np.full(
-        len(rows), sum(language.classes), np.uint64
-    )  # the start of a document is a context of its own
+    # The start of a document is a context of its own.
+    previous = np.full(len(rows), sum(language.classes), np.uint64)
     before = np.zeros(len(rows), np.uint64)
-    salt = np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    salt = np.uint64(seed * GOLDEN % 2**64)
     done = 0
     for t in range(words.shape[1]):
         rows = rows[lengths[rows] > t]
-        draws = slice(done, done := done + len(rows))
+        draws = slice(done, done + len(rows))
+        done += len(rows)
         c = drawn_class[draws].astype(np.uint64)
-        context = previous[: len(rows)] * np.uint64(16) + np.where(
-            language.farther & (c % 2 == 1), before[: len(rows)], np.uint64(0)
-        )
+        looks_farther = language.farther & (c % 2 == 1)
+        context = previous[: len(rows)] * np.uint64(16)
+        context += np.where(looks_farther, before[: len(rows)], np.uint64(0))
         key = mix((context << np.uint64(8)) + c + salt)
-        before, previous = c, first[c] + _shuffle(drawn_rank[draws], sizes[c], key)
+        previous = first[c] + _shuffle(drawn_rank[draws], sizes[c], key)
+        before = c
         words[rows, t] = previous
     return words
 
 
 def _shuffle(rank: U64, size: U64, key: U64) -> U64:
-    """A keyed bijection of 0…size-1: odd factors, additions and right-shift xors are each invertible modulo 2**k."""
+    """A keyed bijection of 0 … size-1.
+
+    Odd factors, additions and right-shift xors are each invertible modulo 2**k.
+    """
     mask = size - np.uint64(1)
     x = rank
     for shift in (np.uint64(0), np.uint64(20), np.uint64(40)):
@@ -140,14 +140,13 @@ def _zipf(size: int) -> npt.NDArray[np.float64]:
 
 @lru_cache(2)
 def _spelling(seed: int, language: Language) -> tuple[str, ...]:
-    """Distinct pronounceable words, the right length for their class."""
+    """Return distinct pronounceable words with the length of their class."""
     random = np.random.Generator(np.random.Philox(key=[seed, 2**63]))
     syllables = [c + v for c in "bdfghjklmnprstvz" for v in "aeiou"]
-    words: dict[str, None] = {}
+    words: dict[str, None] = {}  # an ordered set
     for size, length in zip(language.classes, language.lengths, strict=True):
         target = len(words) + size
         while len(words) < target:
-            words[
-                "".join(syllables[i] for i in random.integers(0, len(syllables), length // 2))
-            ] = None
+            chosen = random.integers(0, len(syllables), length // 2)
+            words["".join(syllables[i] for i in chosen)] = None
     return tuple(words)

@@ -1,13 +1,15 @@
-"""SentencePiece is the truth; gigatoken runs the same model file several times faster where the ids are equal.
+"""SentencePiece is the reference; gigatoken runs the same model several times faster if ids agree.
 
-Ids are those of sentencepiece, with one exception that it needs itself: it spells a space as U+2581, so that a literal
-U+2581 would come back as a space. Lossless models get that character in bytes, and every text returns byte for byte.
+Ids are those of sentencepiece, with one exception: it writes a space as U+2581, so a literal U+2581
+would be decoded as a space. Lossless models encode that character as bytes, and every text comes
+back byte for byte.
 """
 
 import io
 import json
+import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,56 +20,72 @@ import sentencepiece
 import xxhash
 from sentencepiece import sentencepiece_model_pb2 as proto
 
-from pipeline.data.piece import MB
-from pipeline.data.shards import TokenizerInfo
+from pipeline.data.clean import normalize
+from pipeline.data.corpus_recipe import Recipe
+from pipeline.data.piece import MB, Malformed, Task
+from pipeline.data.readers import read
+from pipeline.data.shards import TokenizerInfo, save, write_error
+from pipeline.data.sources import plan
 from pipeline.errors import DataError
 
 Ids = npt.NDArray[np.uint32]
+_PieceType = proto.ModelProto.SentencePiece
 
-META = "\u2581"
-EOD = "</s>"
-FIXED = 3 + 256  # <unk>, <s>, </s> and one piece per byte
-SENTENCE_CHARACTERS = 4096  # documents are handed to the trainer in cuts of this length: its work per cut is not linear
-CACHE_BYTES, CACHE_CHECK = (
-    256 * MB,
-    4 * MB,
-)  # gigatoken 0.10 forgets no word it ever saw; looked at every so much text
+META = "\u2581"  # sentencepiece's spelling of a space
+FIXED_PIECES = 3 + 256  # <unk>, <s>, </s> and one piece per byte
+SENTENCE_CHARACTERS = 4096  # cut documents for the trainer: its work per sentence is not linear
+DECODE_IDS = 2**16  # ids decoded at once: as Python objects they take several times the memory
+
+# gigatoken 0.10 never forgets a word. Check its memory after so many characters of text.
+CACHE_BYTES = 256 * MB
+CACHE_CHECK_CHARACTERS = 4 * MB
+
+# The sample that a tokenizer is trained on.
+SAMPLE_TASKS = 64  # read from each source, evenly spaced
+SAMPLE_BYTES_PER_PIECE = 2500  # of the vocabulary: rare pieces still occur often
+SMALLEST_SAMPLE_BYTES = 8 * MB
+LARGEST_SAMPLE_BYTES = 256 * MB
 
 
 class Tokenizer:
-    """A SentencePiece model, its ids exactly, at gigatoken's speed where that is safe."""
+    """A SentencePiece model: exactly its ids, with gigatoken's speed where that is safe."""
 
     def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
-        self.model, self.name = model, name
+        self.model = model
+        self.name = name
         self._spec = proto.ModelProto()
         try:
             self._spec.ParseFromString(model)
             self.sentencepiece = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (
-            Exception
-        ) as error:  # protobuf's DecodeError and sentencepiece's RuntimeError share no base
+        # protobuf's DecodeError and sentencepiece's RuntimeError have no common base.
+        except Exception as error:
             raise DataError(
                 f"{name}: not a SentencePiece model; give another, or --vocab-size to train one"
             ) from error
         self.fingerprint = xxhash.xxh3_128_hexdigest(model)
-        self._unchecked = self._resident = 0
         self.vocab: int = self.sentencepiece.get_piece_size()
         self.eod: int = self.sentencepiece.eos_id()
+        self._unchecked_characters = 0
+        self._resident_bytes = 0
         if self.eod < 0:
             raise DataError(
                 f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece"
             )
-        if reached := next(filter(self._reached, self.controls), None):
-            raise DataError(
-                f"{name}: text with {reached!r} in it would become that control piece; give another model"
-            )
+        for control in self.controls:
+            if self._text_reaches(control):
+                raise DataError(
+                    f"{name}: text that contains {control!r} would become that control piece; "
+                    "give another model"
+                )
 
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
         try:
             return cls(path.read_bytes(), str(path))
         except OSError as error:
-            raise DataError(f"{path}: cannot read the tokenizer ({error.strerror})") from error
+            raise DataError(
+                f"tokenizer={path}: cannot be read ({error.strerror}); check the path"
+            ) from error
 
     def info(self, file: str) -> TokenizerInfo:
         return TokenizerInfo(
@@ -80,100 +98,139 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> dict[str, int]:
-        """Pieces that text must never produce, by their spelling."""
-        never = (proto.ModelProto.SentencePiece.CONTROL, proto.ModelProto.SentencePiece.UNKNOWN)
+        """Pieces that text must never produce, by spelling."""
+        never = (_PieceType.CONTROL, _PieceType.UNKNOWN)
         return {piece.piece: i for i, piece in enumerate(self._spec.pieces) if piece.type in never}
 
-    def _reached(self, control: str) -> bool:
-        """BPE and character models look up a lone character whatever its kind, word models the first word."""
-        alone = (
-            len(control) == 1 and self._spec.trainer_spec.model_type != proto.TrainerSpec.UNIGRAM
-        )
-        return self.controls[control] != self.sentencepiece.unk_id() and (
-            alone or self.controls[control] in self.sentencepiece.encode(control)
-        )
+    def _text_reaches(self, control: str) -> bool:
+        """BPE and character models look up a lone character of any type, word models a word."""
+        number = self.controls[control]
+        if number == self.sentencepiece.unk_id():
+            return False
+        unigram = self._spec.trainer_spec.model_type == proto.TrainerSpec.UNIGRAM
+        return (len(control) == 1 and not unigram) or number in self.sentencepiece.encode(control)
 
     @cached_property
     def lossless(self) -> bool:
-        """Whether decode gives back every text: identity normalization, all spaces, bytes for unknown characters."""
-        spec, trainer = self._spec.normalizer_spec, self._spec.trainer_spec
-        plain = (
-            spec.name == "identity" and not spec.precompiled_charsmap and spec.escape_whitespaces
-        )
+        """Whether decode returns every text: no normalization, bytes for unknown characters."""
+        normalizer = self._spec.normalizer_spec
+        trainer = self._spec.trainer_spec
         return bool(
-            plain
-            and not spec.remove_extra_whitespaces
-            and not spec.add_dummy_prefix
+            normalizer.name == "identity"
+            and not normalizer.precompiled_charsmap
+            and normalizer.escape_whitespaces
+            and not normalizer.remove_extra_whitespaces
+            and not normalizer.add_dummy_prefix
             and not trainer.treat_whitespace_as_suffix
             and trainer.byte_fallback
         )
 
     @cached_property
     def fast(self) -> bool:
-        """Whether gigatoken gives the same ids: so measured for lossless BPE models without user-defined pieces."""
-        own = any(p.type == proto.ModelProto.SentencePiece.USER_DEFINED for p in self._spec.pieces)
-        words = (p.piece.lstrip(f"{META} ") for p in self._spec.pieces)
-        across = any(META in word or " " in word for word in words)  # encode cuts there
-        return (
-            self.lossless
-            and not own
-            and not across
-            and self._spec.trainer_spec.model_type == proto.TrainerSpec.BPE
-        )
+        """Whether gigatoken gives the same ids: lossless BPE models without user-defined pieces."""
+        pieces = self._spec.pieces
+        bpe = self._spec.trainer_spec.model_type == proto.TrainerSpec.BPE
+        user_defined = any(p.type == _PieceType.USER_DEFINED for p in pieces)
+        # encode() cuts the text before spaces, so no piece may continue across one.
+        words = (p.piece.lstrip(f"{META} ") for p in pieces)
+        across_spaces = any(META in word or " " in word for word in words)
+        return self.lossless and bpe and not user_defined and not across_spaces
 
     def encode(self, text: str) -> Ids:
-        """Words with a special string in them go through sentencepiece, all others through gigatoken where it is safe.
+        """Encode words that contain a special string with sentencepiece, the rest with gigatoken.
 
-        No piece of a fast model runs from a character into a space behind it: cut there, the parts have the same ids.
+        No piece of a fast model continues from a character into a space behind it, so the parts of
+        a text that is cut there have the same ids as the whole.
         """
         if not self.fast:
             return self._encode_exact(text)
-        parts, at, special = [], 0, self._special[META in text]
+        special = self._controls_or_meta if META in text else self._controls_only
+        parts = []
+        at = 0
         while found := special.search(text, at):
             before = text[at : found.start()].rpartition(" ")[0].rstrip(" ")
-            stop = text.find(" ", found.end()) % (len(text) + 1)  # -1: the end
-            parts += [self._encode_fast(before), self._encode_exact(text[at + len(before) : stop])]
+            stop = text.find(" ", found.end())
+            if stop < 0:
+                stop = len(text)
+            parts.append(self._encode_fast(before))
+            parts.append(self._encode_exact(text[at + len(before) : stop]))
             at = stop
         rest = self._encode_fast(text[at:] if at else text)
         return np.concatenate([*parts, rest]) if parts else rest
 
     def _encode_fast(self, text: str) -> Ids:
-        self._unchecked += len(text)
-        if self._unchecked > CACHE_CHECK:
-            self._unchecked = 0
-            if psutil.Process().memory_info().rss - self._resident > CACHE_BYTES:
-                del self._gigatoken  # and its cache; the next line makes another
-        return self._gigatoken.encode(text)  # type: ignore[no-any-return]  # untyped; str only: invalid bytes crash it
+        self._unchecked_characters += len(text)
+        if self._unchecked_characters > CACHE_CHECK_CHARACTERS:
+            self._unchecked_characters = 0
+            if psutil.Process().memory_info().rss - self._resident_bytes > CACHE_BYTES:
+                del self._gigatoken  # with its cache; the next line creates another
+        # Only str: invalid bytes crash gigatoken.
+        return self._gigatoken.encode(text)  # type: ignore[no-any-return]
+
+    def _encode_exact(self, text: str) -> Ids:
+        if not self.lossless:
+            return np.asarray(self.sentencepiece.encode(text), np.uint32)
+        ids, *rest = self.sentencepiece.encode(text.split(META))
+        for part in rest:
+            ids += self._meta_bytes + part
+        return np.asarray(ids, np.uint32)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
         return self.sentencepiece.decode([int(i) for i in ids])  # type: ignore[no-any-return]
 
+    def text_bytes(self, ids: Ids) -> bytes:
+        """Return the text of the ids; a lossless tokenizer returns exactly the bytes it encoded."""
+        blocks = (ids[start : start + DECODE_IDS] for start in range(0, len(ids), DECODE_IDS))
+        return b"".join(b"".join(map(self._piece_bytes.__getitem__, b.tolist())) for b in blocks)
+
     @cached_property
-    def _special(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Where gigatoken differs: it takes a control piece that is spelt out in the text for the piece itself."""
-        controls = "|".join(map(re.escape, self.controls))
-        return re.compile(controls), re.compile(
-            f"{controls}|{META}"
-        )  # the first is found eight times as fast
+    def _piece_bytes(self) -> list[bytes]:
+        controls = set(self.controls.values())
+        found = []
+        for i, piece in enumerate(self._spec.pieces):
+            if i in controls:
+                found.append(b"")
+            elif piece.type == _PieceType.BYTE:
+                found.append(bytes.fromhex(piece.piece[3:5]))  # spelled <0x41>
+            else:
+                found.append(piece.piece.replace(META, " ").encode())
+        return found
+
+    # gigatoken reads a control piece that is spelled out in the text as the piece itself. The
+    # pattern without META is eight times as fast.
+    @cached_property
+    def _controls_only(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.controls)))
+
+    @cached_property
+    def _controls_or_meta(self) -> re.Pattern[str]:
+        return re.compile(f"{self._controls_only.pattern}|{META}")
+
+    @cached_property
+    def _meta_bytes(self) -> list[int]:
+        return [self.sentencepiece.piece_to_id(f"<0x{byte:02X}>") for byte in META.encode()]
+
+    @cached_property
+    def _gigatoken(self):  # type: ignore[no-untyped-def]
+        import gigatoken
+
+        made = gigatoken.Tokenizer.from_json(self.converted)
+        self._resident_bytes = psutil.Process().memory_info().rss
+        return made
 
     @cached_property
     def converted(self) -> str:
-        """A fast model as gigatoken takes it: what its own converter gives in twice the time, as it parses anew."""
+        """A fast model as tokenizer.json. gigatoken's own converter parses the model again and
+        takes twice as long."""
         from gigatoken._load.sentencepiece import _generate_merges
 
-        vocab = {piece.piece: i for i, piece in enumerate(self._spec.pieces)}
-        kinds = {
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        control = proto.ModelProto.SentencePiece.CONTROL
+        pieces = self._spec.pieces
+        vocab = {piece.piece: i for i, piece in enumerate(pieces)}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added = [
-            {"id": vocab[p.piece], "content": p.piece} | kinds
-            for p in self._spec.pieces
-            if p.type == control
+            {"id": vocab[p.piece], "content": p.piece, **flags, "special": True}
+            for p in pieces
+            if p.type == _PieceType.CONTROL
         ]
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": META}
         bpe = {
@@ -181,49 +238,35 @@ class Tokenizer:
             "unk_token": self._spec.trainer_spec.unk_piece,
             "fuse_unk": True,
             "byte_fallback": True,
-        }
-        bpe |= {
             "vocab": vocab,
-            "merges": _generate_merges(vocab, {p.piece: p.score for p in self._spec.pieces}),
+            "merges": _generate_merges(vocab, {p.piece: p.score for p in pieces}),
         }
         normalizer = {"type": "Sequence", "normalizers": [spaces]}
         made = {"version": "1.0", "added_tokens": added, "normalizer": normalizer, "model": bpe}
         return json.dumps(made, ensure_ascii=False)
 
-    @cached_property
-    def _gigatoken(self):  # type: ignore[no-untyped-def]
-        import gigatoken
 
-        made = gigatoken.Tokenizer.from_json(self.converted)
-        self._resident = psutil.Process().memory_info().rss
-        return made
+# Training
 
-    @cached_property
-    def _meta_bytes(self) -> list[int]:
-        return [self.sentencepiece.piece_to_id(f"<0x{byte:02X}>") for byte in META.encode()]
 
-    def _encode_exact(self, text: str) -> Ids:
-        if not self.lossless:
-            return np.asarray(self.sentencepiece.encode(text), np.uint32)
-        first, *rest = self.sentencepiece.encode(text.split(META))
-        for part in rest:
-            first += self._meta_bytes + part
-        return np.asarray(first, np.uint32)
+def check_vocab_size(vocab: int, controls: Sequence[str]) -> None:
+    smallest = FIXED_PIECES + len(controls) + 1
+    if vocab < smallest:
+        raise DataError(
+            f"vocab-size={vocab:,} is below {smallest}, the count of byte and control pieces alone;"
+            " try 4096"
+        )
 
 
 def train(
     texts: Iterable[str], vocab: int, *, kind: str = "bpe", controls: Sequence[str] = ()
 ) -> bytes:
-    """Train a lossless model: same texts, same bytes out, whatever the number of threads."""
-    smallest = FIXED + len(controls) + 1
-    if vocab < smallest:
-        raise DataError(
-            f"vocab-size={vocab:,} is below {smallest}, the bytes and control pieces alone; try 4096"
-        )
+    """Train a lossless model; the same texts give the same bytes for any number of threads."""
+    check_vocab_size(vocab, controls)
     out = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_cuts(texts),
+            sentence_iterator=_sentences(texts),
             model_writer=out,
             vocab_size=vocab,
             model_type=kind,
@@ -239,23 +282,91 @@ def train(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(_explain(str(error), vocab)) from error
+        raise DataError(f"vocab-size={vocab:,}: {_explain(str(error))}") from error
     return out.getvalue()
 
 
-def _cuts(texts: Iterable[str]) -> Iterable[str]:
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        # The trainer drops a whole cut that holds a NUL, and takes U+2581 for a space.
+        # The trainer drops a whole sentence that contains NUL, and reads U+2581 as a space.
         for part in re.split(f"[\0{META}]", text):
             for start in range(0, len(part), SENTENCE_CHARACTERS):
                 yield part[start : start + SENTENCE_CHARACTERS]
 
 
-def _explain(message: str, vocab: int) -> str:
-    if limit := re.search(r"value <= (\d+)", message):
-        return f"vocab-size={vocab:,} is more than this text supports; use at most {int(limit[1]):,} or add text"
-    if limit := re.search(r"required_chars. \d+ vs (\d+)", message):
-        return f"vocab-size={vocab:,} does not hold every frequent character; use at least {int(limit[1]):,}"
+def _explain(message: str) -> str:
+    """Translate sentencepiece's error message."""
+    too_large = re.search(r"value <= (\d+)", message)
+    if too_large:
+        return f"this text supports at most {int(too_large[1]):,}; use that or add text"
+    too_small = re.search(r"required_chars. \d+ vs (\d+)", message)
+    if too_small:
+        return f"too small for every frequent character; use at least {int(too_small[1]):,}"
     if "sentences_.empty()" in message or "is_empty" in message:
-        return f"vocab-size={vocab:,}: no text to train a tokenizer on; check --source"
-    return f"vocab-size={vocab:,}: training the tokenizer failed: {message.splitlines()[-1]}"
+        return "no text to train a tokenizer on; check --source"
+    return f"training the tokenizer failed: {message.splitlines()[-1]}"
+
+
+def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
+    """Train on the recipe's sources and write the model. A different existing file is kept."""
+    try:
+        if out.is_dir():
+            raise DataError(f"out={out}: this is a directory; name the .model file to write")
+        tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
+        made = Tokenizer(train_on(tasks, recipe), str(out))
+        if out.exists() and out.read_bytes() != made.model:
+            raise DataError(
+                f"out={out}: exists and is another tokenizer, which shards may depend on; "
+                "choose another name"
+            )
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, out) from error
+    save(out, made.model)
+    return made
+
+
+def train_on(tasks: Sequence[Task], recipe: Recipe) -> bytes:
+    options = recipe.train
+    texts = _sample(tasks, recipe)
+    return train(texts, recipe.vocab_size, kind=options.kind, controls=options.controls)
+
+
+def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
+    """Yield documents from evenly spaced tasks; within a task the seed decides the order."""
+    by_vocab = max(SMALLEST_SAMPLE_BYTES, SAMPLE_BYTES_PER_PIECE * recipe.vocab_size)
+    budget = recipe.train.sample_bytes or min(by_vocab, LARGEST_SAMPLE_BYTES)
+    shares = _sample_shares(tasks, recipe.mixture.weights if recipe.mixture else None)
+    malformed = None
+    found_text = False
+    for source, share in shares.items():
+        mine = [task for task in tasks if task[0].source == source]
+        count = min(len(mine), SAMPLE_TASKS)
+        for number in range(count):
+            task = mine[number * len(mine) // count]
+            left = budget * share / count
+            pieces = random.Random(f"{recipe.seed} {source} {number}").sample(task, len(task))
+            for text in (text for piece in pieces for text in read(piece, recipe.text_key)):
+                if isinstance(text, Malformed):
+                    malformed = malformed or text
+                    continue
+                found_text = True
+                yield normalize(text, recipe.normalise)
+                left -= len(text)
+                if left <= 0:
+                    break
+    if malformed and not found_text:
+        raise DataError(
+            f"sources={', '.join(shares)}: no text to train a tokenizer on; the first document is "
+            f"{malformed.path} at {malformed.position:,}: {malformed.reason}"
+        )
+
+
+def _sample_shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return each source's share of the sample: by the mixture's weights, or by size."""
+    sizes: dict[str, float] = {}
+    for piece in (piece for task in tasks for piece in task):
+        sizes[piece.source] = sizes.get(piece.source, 0) + piece.bytes
+    chosen = {source: weights.get(source, 0) for source in sizes} if weights else sizes
+    total = max(sum(chosen.values()), 1e-300)
+    return {source: weight / total for source, weight in chosen.items()}

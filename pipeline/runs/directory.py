@@ -196,7 +196,7 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
 def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tokenizer":
     """Return the given tokenizer, the one beside the run or the one of its data, if it fits."""
     # Importing the tokenizer takes a second that other users of this module need not wait.
-    from pipeline.data.shards import Corpus
+    from pipeline.data.corpus import Corpus
     from pipeline.data.tokenizer import Tokenizer
 
     beside = run / "tokenizer.model"

@@ -13,7 +13,7 @@ from pydantic import Field
 from pipeline.config.layers import load, names, read_toml, validate
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import WSD, RunConfig
-from pipeline.data.shards import Corpus
+from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
+from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
-from pipeline.data.shards import Corpus
 from pipeline.objective.batch import Batch
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World

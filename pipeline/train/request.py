@@ -14,7 +14,7 @@ import psutil
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, reload
 from pipeline.config.schema import Cluster, RunConfig
-from pipeline.data.shards import Corpus
+from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, RunError
 from pipeline.planner.check import DeviceMemory, Resized, check_one_micro_batch, fit_to_devices
 from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded

@@ -18,7 +18,7 @@ from pipeline.checkpoint.load import begin, find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
-from pipeline.data.shards import Corpus
+from pipeline.data.corpus import Corpus
 from pipeline.errors import RunError, UserError
 from pipeline.parallel.build import engine
 from pipeline.parallel.engine import Engine

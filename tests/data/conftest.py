@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.cluster import cluster
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Recipe
-from pipeline.data.shards import Corpus
+from pipeline.data.ray_pool import cluster
 from pipeline.data.tokenizer import Tokenizer, train
 
 WORDS = [

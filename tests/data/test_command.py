@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from launch.__main__ import main
 from launch.data import app
-from pipeline.data.cluster import cluster
-from pipeline.data.shards import Corpus
+from pipeline.data.corpus import Corpus
+from pipeline.data.ray_pool import cluster
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import some_texts, write_jsonl

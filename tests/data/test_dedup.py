@@ -11,15 +11,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.data import clean
 from pipeline.data import dedup as deduplicating
 from pipeline.data import sketch as sketching
-from pipeline.data import stages
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import (
+    Decontaminate,
+    Dedup,
+    Filters,
+    Near,
+    Normalize,
+    Quality,
+    Recipe,
+)
 from pipeline.data.dedup import _exact_range, _pairs, deduplicate, join
 from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Decontaminate, Dedup, Filters, Near, Normalise, Quality, Recipe
-from pipeline.data.shards import Corpus
-from pipeline.data.shingles import BLOCK, shingles, word_hashes
-from pipeline.data.sketch import BOTTOM, band_keys, bottom, similarity
+from pipeline.data.sketch import (
+    BOTTOM,
+    TEXT_BLOCK,
+    band_keys,
+    bottom,
+    shingles,
+    similarity,
+    word_hashes,
+)
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -124,13 +139,13 @@ def test_word_hashes_of_a_long_document_are_those_of_its_words() -> None:
     """It is hashed block by block, cut at spaces; only a word longer than a block is cut."""
     for separator in (" ", "\n", ", "):
         text = separator.join(random.Random(5).choices(VOCABULARY, k=40_000))
-        assert len(text) > 2 * BLOCK
+        assert len(text) > 2 * TEXT_BLOCK
         words = {word: int(word_hashes(word.encode())[0]) for word in VOCABULARY}
         assert word_hashes(text.encode()).tolist() == [
             words[word] for word in text.split(separator)
         ]
-    assert len(word_hashes(b"x" * (2 * BLOCK + 1))) == 3
-    assert len(word_hashes("。東".encode() * BLOCK)) == BLOCK  # cut between characters
+    assert len(word_hashes(b"x" * (2 * TEXT_BLOCK + 1))) == 3
+    assert len(word_hashes("。東".encode() * TEXT_BLOCK)) == TEXT_BLOCK  # cut between characters
 
 
 def test_near_duplicates_of_a_script_without_spaces() -> None:
@@ -238,7 +253,7 @@ def test_a_sketch_in_parts_is_the_same_sketch(
     packed.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", texts).read_bytes(), 1))
     recipe = Recipe(sources=(str(packed),), dedup=Dedup(exact=True, near=Near()))
     [task] = plan(recipe.sources, limit_bytes=None, seed=0)
-    monkeypatch.setattr(stages, "DOCUMENTS", 32)  # in a batch
+    monkeypatch.setattr(clean, "BATCH_DOCUMENTS", 32)  # in a batch
     seen = []
     for limit in (sketching.PART_BYTES, 100_000):
         monkeypatch.setattr(sketching, "PART_BYTES", limit)
@@ -254,7 +269,7 @@ def test_a_sketch_in_parts_is_the_same_sketch(
                 record.parts,
                 peak,
                 np.load(stem.with_suffix(".keep.npy")),
-                stages.total([record.stages, books]),
+                clean.total([record.stages, books]),
             )
         )
     (whole, all_of_it, keep, counted), (parts, most, keep_again, counted_again) = seen
@@ -355,7 +370,7 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
             ),
         }
     )
-    manifest, _ = prepare(short, tmp_path / "short", model=tokenizer.model, say=said.append)
+    manifest, _ = prepare(short, tmp_path / "short", model=tokenizer.model, warn=said.append)
     assert manifest.stages[-2].dropped == {
         "overlap": (2, sum(len(t.encode()) for t in tainted[:2]))
     }
@@ -375,7 +390,7 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     again = recipe.model_copy(
         update={
             "sources": (*recipe.sources, str(write_jsonl(tmp_path / "b.jsonl", copies))),
-            "normalise": Normalise(controls=True, unicode="NFC"),
+            "normalise": Normalize(controls=True, unicode="NFC"),
             "filters": Filters(
                 quality=Quality(
                     words=(3, 10**6), mean_word_length=(0, 99), alphabetic_words=0, stop_words=0

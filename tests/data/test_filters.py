@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.filters import _duplicate_share, _top_share, reason_to_drop
-from pipeline.data.normalise import normalise
-from pipeline.data.recipe import C4, Filters, Normalise, Quality, Repetition, Score, load_recipe
+from pipeline.data.clean import _duplicate_share, _top_share, normalize, reason_to_drop
+from pipeline.data.corpus_recipe import (
+    C4,
+    Filters,
+    Normalize,
+    Quality,
+    Repetition,
+    Score,
+    load_recipe,
+)
 from pipeline.errors import ConfigError
 
 PROSE = """The committee met on Tuesday to discuss the new harbour wall, which has been leaking since winter.
@@ -174,13 +181,13 @@ def test_recipes_that_cannot_be(setting: str, says: str) -> None:
 
 def test_normalise() -> None:
     text = "cafe\u0301\r\nﬁne\r\x07tab\t mail bob.smith+x@mail.example.co.uk from 10.11.12.13 v1.2.3.4.5"
-    assert normalise(text, Normalise()) is text
-    assert normalise(text, Normalise(unicode="NFC")).startswith("café\r\nﬁne")
-    assert normalise(text, Normalise(unicode="NFKC")).startswith("café\r\nfine")
-    assert normalise(text, Normalise(newlines=True)).count("\n") == 2
-    assert "\x07" not in normalise(text, Normalise(controls=True)) and "\t" in normalise(
-        text, Normalise(controls=True)
+    assert normalize(text, Normalize()) is text
+    assert normalize(text, Normalize(unicode="NFC")).startswith("café\r\nﬁne")
+    assert normalize(text, Normalize(unicode="NFKC")).startswith("café\r\nfine")
+    assert normalize(text, Normalize(newlines=True)).count("\n") == 2
+    assert "\x07" not in normalize(text, Normalize(controls=True)) and "\t" in normalize(
+        text, Normalize(controls=True)
     )
-    assert normalise(text, Normalise(pii=True)).endswith(
+    assert normalize(text, Normalize(pii=True)).endswith(
         "mail name@example.com from 192.0.2.1 v1.2.3.4.5"
     )

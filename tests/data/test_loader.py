@@ -10,9 +10,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.permute import Permutation
-from pipeline.data.shards import Corpus
 from pipeline.errors import DataError
 
 SEQ, ROWS = 64, 28

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pipeline.data import megatron
-from pipeline.data.megatron import text_of
+from pipeline.data import tokenizer as tokenizing
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Recipe
+from pipeline.data.piece import Malformed
 from pipeline.data.prepare import prepare
-from pipeline.data.read import Malformed
-from pipeline.data.recipe import Recipe
-from pipeline.data.shards import Corpus, index_bytes
+from pipeline.data.shards import index_bytes
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError
@@ -66,7 +67,7 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
         source.with_suffix(".bin").rename(source.with_suffix(".BIN"))
     said: list[str] = []
     made = recipe(source.parent, tokenizer, valid_share=0.2)
-    manifest, _ = prepare(made, tmp_path / "out", model=tokenizer.model, say=said.append)
+    manifest, _ = prepare(made, tmp_path / "out", model=tokenizer.model, warn=said.append)
     assert not said
     corpus = Corpus.open(tmp_path / "out", verify=True)
     found = [
@@ -128,7 +129,9 @@ def test_an_index_in_stretches(
     cut = list(megatron.pieces("s", source))
     assert [(0, *(p.stop for p in cut))] == [(*(p.start for p in cut), len(given))] and len(cut) > 3
     assert sum(p.bytes for p in cut) == 4 * sum(len(s) for d in given for s in d)
-    found = [np.asarray(ids).tolist() for p in cut for ids in megatron.documents(p, tokenizer)]
+    found = [
+        np.asarray(ids).tolist() for p in cut for ids in megatron.documents(p, tokenizer.info(""))
+    ]
     assert found == [[*(i for s in d for i in s), tokenizer.eod] for d in given if d]
     monkeypatch.setattr(megatron, "SEQUENCES", 2)
     with pytest.raises(DataError, match="a document of more than 2 sequences"):
@@ -145,13 +148,13 @@ def test_a_long_index_is_never_read_whole(
         file.truncate(2 * sum(lengths))
     tracemalloc.start()
     cut = list(megatron.pieces("s", tmp_path / "a.idx"))
-    *_, last = megatron.documents(cut[-1], tokenizer)
+    *_, last = megatron.documents(cut[-1], tokenizer.info(""))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert cut[-1].stop == len(lengths) and not isinstance(last, Malformed) and len(last) == 101
     assert peak < (tmp_path / "a.idx").stat().st_size / 10
-    monkeypatch.setattr(megatron, "TOKENS", 99)
-    *_, last = megatron.documents(cut[-1], tokenizer)
+    monkeypatch.setattr(megatron, "DOCUMENT_TOKENS", 99)
+    *_, last = megatron.documents(cut[-1], tokenizer.info(""))
     assert last == Malformed(str(tmp_path / "a.bin"), 10**6, "document longer than 99 tokens", 200)
 
 
@@ -180,10 +183,10 @@ def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: T
 
 
 def test_text_behind_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "BLOCK", 50)
+    monkeypatch.setattr(tokenizing, "DECODE_IDS", 50)
     for text in some_texts(20, seed=8):
         assert (
-            text_of(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)), tokenizer)
+            tokenizer.text_bytes(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)))
             == text.encode()
         )
 

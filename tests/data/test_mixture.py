@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Mixture, Recipe
 from pipeline.data.loader import Loader
 from pipeline.data.mixture import BLOCK, Schedule, capped, mixed, places
 from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Mixture, Recipe
-from pipeline.data.shards import Corpus, SourceShare
+from pipeline.data.shards import SourceShare
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
 from tests.data.conftest import some_texts, write_jsonl

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import packing
+from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.packing import IGNORE, PackedStream, best_fit, count_bins, pack
-from pipeline.data.shards import Corpus
 
 SEQ, ROWS = 64, 14
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.bench.data_stage import _peak_bytes
-from pipeline.data.claim import claimed
-from pipeline.data.prepare import prepare
-from pipeline.data.recipe import Recipe
-from pipeline.data.shards import MANIFEST, Corpus, Manifest
+from pipeline.data.corpus import Corpus
+from pipeline.data.corpus_recipe import Recipe
+from pipeline.data.encode import is_held_out
+from pipeline.data.prepare import claimed, prepare
+from pipeline.data.shards import MANIFEST, Manifest
 from pipeline.data.sources import plan
-from pipeline.data.tokenize import is_held_out
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import some_texts, write_jsonl
@@ -263,7 +263,7 @@ def test_unfinished_work_stands_in_nobodys_way(tmp_path: Path, tokenizer: Tokeni
         (out / name).write_bytes(b"of other arguments")
     source.write_bytes(good)
     said: list[str] = []
-    prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model, say=said.append)
+    prepare(with_tokenizer([source], tokenizer), out, model=tokenizer.model, warn=said.append)
     [line] = said
     assert "unfinished work of other arguments" in line
     make([source], tmp_path / "whole", tokenizer)

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import columns
-from pipeline.data import read as reading
-from pipeline.data.piece import Kind, Piece
-from pipeline.data.read import Malformed, read
+from pipeline.data import readers as reading
+from pipeline.data.piece import Kind, Malformed, Piece
+from pipeline.data.readers import read
 from pipeline.data.sources import plan
 from pipeline.errors import DataError
 from tests.data.conftest import some_texts, write_jsonl
@@ -139,75 +139,52 @@ def test_parquet_arrow_and_datasets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "writing",
     [
-        {"compression": "none", "use_dictionary": False, "write_statistics": True},
-        {
-            "compression": "zstd",
-            "data_page_version": "2.0",
-            "write_page_index": True,
-            "write_page_checksum": True,
-        },
-        {"compression": "snappy", "use_dictionary": True, "dictionary_pagesize_limit": 2**30},
+        {"compression": "none", "use_dictionary": False},
+        {"compression": "zstd", "data_page_version": "2.0", "write_page_index": True},
+        {"compression": "snappy", "dictionary_pagesize_limit": 2**30},
     ],
 )
-def test_a_parquet_page_beyond_a_workers_memory_is_refused_unread(
+def test_parquet_with_long_rows_and_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: dict[str, Any]
 ) -> None:
-    """The sizes come from the pages' heads: whatever the writer's settings, every one of them is found."""
-    path, long = tmp_path / "a.parquet", "x" * 300_000
-    table = pyarrow.table(
-        {
-            "n": list(range(402)),
-            "text": [*some_texts(200), long, *some_texts(200, seed=1), "x" * 101],
-        }
-    )
+    path = tmp_path / "a.parquet"
+    texts = [*some_texts(200), "x" * 300_000, *some_texts(200, seed=1)]
+    table = pyarrow.table({"n": list(range(401)), "text": texts})
     pyarrow.parquet.write_table(table, path, data_page_size=1000, write_batch_size=5, **writing)
-    column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     [piece] = plan([str(path)], limit_bytes=None, seed=0)[0]
-    assert column.total_uncompressed_size > 600_000
-    monkeypatch.setattr(
-        columns, "PAGE_BYTES", 4 * column.total_uncompressed_size + column.total_compressed_size
-    )
-    assert everything([piece]) == table["text"].to_pylist()
-    monkeypatch.setattr(columns, "LINE_BYTES", 100_000)
-    monkeypatch.setattr(reading, "LINE_BYTES", 100_000)
+    for batch_bytes in (columns.BATCH_BYTES, 3000, 1):  # rows at a time: 256, a few, one
+        monkeypatch.setattr(columns, "BATCH_BYTES", batch_bytes)
+        assert everything([piece]) == texts
+    monkeypatch.setattr(columns, "DOCUMENT_BYTES", 100_000)
+    monkeypatch.setattr(reading, "DOCUMENT_BYTES", 100_000)
     assert everything([piece])[200] == Malformed(str(path), 200, "text longer than 0 MB", 300_000)
-    monkeypatch.setattr(columns, "PAGE_BYTES", 4 * len(long))
-    with pytest.raises(
-        DataError, match=r"a.parquet: a page of .* does not fit .*row_group_size=\d"
-    ):
-        everything([piece])
+    column = pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     raw = bytearray(path.read_bytes())
     raw[column.data_page_offset + 1 : column.data_page_offset + 20] = b"\xff" * 19
     path.write_bytes(raw)
-    monkeypatch.setattr(columns, "PAGE_BYTES", 2**40)
-    with pytest.raises(DataError, match=r"a.parquet: (row group 0 is damaged|cannot be read)"):
+    with pytest.raises(DataError, match=r"a.parquet"):
         everything([piece])
 
 
 @pytest.mark.parametrize("new", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
 @pytest.mark.parametrize("compression", ["lz4", "zstd", None])
-def test_arrow_is_planned_by_its_heads_and_a_packed_batch_beyond_memory_is_refused(
+def test_arrow_is_planned_without_reading_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Any, compression: str | None
 ) -> None:
-    path, texts = tmp_path / "a.arrow", some_texts(30)
+    path = tmp_path / "a.arrow"
+    texts: list[str | None] = [*some_texts(29), None]
     table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode(), "n": list(range(30))})
-    with new(
-        path, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression=compression)
-    ) as file:
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with new(path, table.schema, options=options) as file:
         file.write_table(table, max_chunksize=7)
-    monkeypatch.setattr(columns, "_batches", lambda *_: pytest.fail("it was read to be planned"))
-    task = [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
-    monkeypatch.undo()
-    assert [head.rows for head in columns._heads(str(path))] == [7, 7, 7, 7, 2]
-    assert everything(task) == texts and everything(task[3:]) == texts[21:]
-    monkeypatch.setattr(columns, "PAGE_BYTES", 4)
-    if compression:
-        with pytest.raises(
-            DataError, match=r"a.arrow: a compressed record batch of .*max_chunksize=\d"
-        ):
-            everything(task)
-    else:
-        assert everything(task) == texts
+    with monkeypatch.context() as patch:
+        patch.setattr(columns, "_read_batches", lambda *_: pytest.fail("planning reads batches"))
+        task = [piece for task in plan([str(path)], limit_bytes=None, seed=0) for piece in task]
+    assert len(task) == 5
+    *found, last = everything(task)
+    assert found == texts[:-1] and everything(task[3:])[:-1] == texts[21:-1]
+    for item in (last, everything(task[4:])[-1]):  # rows are numbered in the file
+        assert isinstance(item, Malformed) and item.position == 29
 
 
 def test_columns_that_are_not_utf8_are_set_aside_row_by_row(tmp_path: Path) -> None:
@@ -256,7 +233,7 @@ def test_a_damaged_arrow_file_is_one_line(
     if damage == "end":
         path.write_bytes(path.read_bytes()[:-4])
     if damage == "reader":
-        monkeypatch.setattr(columns, "_batches", lambda *_: {}["unheard of"])
+        monkeypatch.setattr(columns, "_read_batches", lambda *_: {}["unheard of"])
     with pytest.raises(
         DataError, match=r"a.arrow: cannot be read \(\w+: .*\); fetch the file again"
     ) as caught:
@@ -275,8 +252,8 @@ def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
 def test_malformed_rows_are_counted_with_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "LINE_BYTES", 20)
-    monkeypatch.setattr(columns, "LINE_BYTES", 20)
+    monkeypatch.setattr(reading, "DOCUMENT_BYTES", 20)
+    monkeypatch.setattr(columns, "DOCUMENT_BYTES", 20)
     long = "ü" * 15
     table = pyarrow.table({"text": pyarrow.array(["good", long, None, "good"])})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -295,7 +272,7 @@ def test_malformed_rows_are_counted_with_their_bytes(
 
 
 def test_malformed_lines_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LINE_BYTES", 100)
+    monkeypatch.setattr(reading, "DOCUMENT_BYTES", 100)
     good = b'{"text": "good"}\n'
     bad = {
         b'{"text": \n': "not JSON",
@@ -376,7 +353,7 @@ def test_a_directory_is_taken_whole_and_what_is_not_is_said(tmp_path: Path) -> N
         (tmp_path / "in" / name).write_text("hello")
     said: list[str] = []
     source = str(tmp_path / "in")
-    [task] = plan([source], limit_bytes=None, seed=0, say=said.append)
+    [task] = plan([source], limit_bytes=None, seed=0, warn=said.append)
     assert sorted(map(str, everything(list(task)))) == sorted(
         text for some in texts for text in some
     )
@@ -384,7 +361,7 @@ def test_a_directory_is_taken_whole_and_what_is_not_is_said(tmp_path: Path) -> N
         f"source={source!r}: 2 files of another kind not taken, the first {source}/README.md",
         f"source={source!r}: 1 links to nothing not taken, the first {source}/gone.jsonl",
     ]
-    plan([f"{source}/*.[Jj]*"], limit_bytes=None, seed=0, say=said.append)
+    plan([f"{source}/*.[Jj]*"], limit_bytes=None, seed=0, warn=said.append)
     assert said[2:] == [
         f"source='{source}/*.[Jj]*': 1 links to nothing not taken, the first {source}/gone.jsonl"
     ]

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.data import app
-from pipeline.data.cluster import run
+from pipeline.data.ray_pool import run
 from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import some_texts, write_jsonl
 from tests.data.test_prepare import contents
@@ -189,7 +189,7 @@ def test_a_node_is_lost(
 
 SESSIONS = """
 from contextlib import suppress
-from pipeline.data.cluster import cluster
+from pipeline.data.ray_pool import cluster
 for number in range(2):
     with suppress(ZeroDivisionError), cluster(1):
         1 / number

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.shards import MANIFEST, Corpus, ShardWriter, dtype_for
+from pipeline.data.corpus import Corpus
+from pipeline.data.shards import MANIFEST, ShardWriter, dtype_for
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 

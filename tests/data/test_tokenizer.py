@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import tokenizer as tokenizing
+from pipeline.data.corpus_recipe import load_recipe
 from pipeline.data.piece import MB
-from pipeline.data.recipe import load_recipe
 from pipeline.data.tokenizer import META, Tokenizer, train
 from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import some_texts
@@ -69,7 +69,7 @@ def test_words_are_not_remembered_without_end(
 ) -> None:
     """A terabyte has words enough to fill any memory; starting anew changes no id."""
     monkeypatch.setattr(tokenizing, "CACHE_BYTES", 8 * MB)
-    monkeypatch.setattr(tokenizing, "CACHE_CHECK", 100_000)
+    monkeypatch.setattr(tokenizing, "CACHE_CHECK_CHARACTERS", 100_000)
     fresh, source = Tokenizer(tokenizer.model), random.Random(0)
     first = fresh._gigatoken
     for _ in range(20):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from pipeline.config.layers import reload
+from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
-from pipeline.data.shards import Corpus
 from pipeline.parallel.world import World
 from pipeline.train import worker
 from tests.worlds import fork

@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline.data.shards import Corpus, ShardWriter, Split
+from pipeline.data.corpus import Corpus
+from pipeline.data.shards import ShardWriter, Split
 from pipeline.runs.faults import verdict
 from pipeline.runs.history import goodput, startup_cost
 from tests.conftest import command, environment, worlds

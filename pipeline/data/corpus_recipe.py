@@ -1,4 +1,4 @@
-"""Everything that decides the bytes of a corpus, and nothing that does not: no workers, no output path."""
+"""Everything that decides the bytes of a corpus, and nothing else: no workers, no output path."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,34 +8,32 @@ import xxhash
 from pydantic import AfterValidator, Field
 
 from pipeline.config.layers import CONFIGS, merge, names, nearest, parse_set, read_toml, validate
-from pipeline.config.parts import Frozen
+from pipeline.config.parts import Count, Frozen, Share
 from pipeline.errors import ConfigError
 
-VOCAB = 4096  # for corpora of a few million tokens; set 32768 for real ones
+VOCAB = 4096  # for corpora of a few million tokens; use 32768 for larger ones
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0)]
-Shares = dict[Annotated[int, Field(ge=1)], Share]  # by n
+Shares = dict[Annotated[int, Field(ge=1)], Share]  # by n of the n-gram
 Number = TypeVar("Number", int, float)
 
 
 def _in_order(limits: tuple[Number, Number]) -> tuple[Number, Number]:
     if limits[0] > limits[1]:
-        raise ValueError("nothing lies between them; give the least first, then the most")
+        raise ValueError("the range is empty; give the lower limit first")
     return limits
 
 
-class Normalise(Frozen):
-    """Off by default: text goes in as it is."""
+class Normalize(Frozen):
+    """Off by default: the text is not changed."""
 
     unicode: Literal["none", "NFC", "NFKC"] = "none"
     newlines: bool = False  # \r\n and \r become \n
-    controls: bool = False  # C0 and C1 controls but tab and newline go
-    pii: bool = False  # e-mail and IP addresses become reserved ones (RFC 2606, RFC 5737)
+    controls: bool = False  # remove C0 and C1 controls except tab and newline
+    pii: bool = False  # replace e-mail and IP addresses by reserved ones (RFC 2606, RFC 5737)
 
 
 class Quality(Frozen):
-    """Gopher's rules, table A1 of arXiv 2112.11446; the defaults are its numbers."""
+    """Gopher's rules with its numbers: table A1 of arXiv 2112.11446."""
 
     words: Annotated[tuple[Count, Count], AfterValidator(_in_order)] = (50, 100_000)
     mean_word_length: Annotated[tuple[float, float], AfterValidator(_in_order)] = (3, 10)
@@ -43,11 +41,11 @@ class Quality(Frozen):
     bullet_lines: Share = 0.9
     ellipsis_lines: Share = 0.3
     alphabetic_words: Share = 0.8  # at least
-    stop_words: Count = 2  # at least, of eight English ones; 0 for other languages and code
+    stop_words: Count = 2  # at least, of eight English words; 0 for other languages and code
 
 
 class Repetition(Frozen):
-    """Gopher's other table: shares of lines, paragraphs and n-grams that repeat."""
+    """Gopher's second table: shares of lines, paragraphs and n-grams that repeat."""
 
     duplicate_lines: Share = 0.3
     duplicate_line_characters: Share = 0.2
@@ -60,16 +58,16 @@ class Repetition(Frozen):
 
 
 class C4(Frozen):
-    """C4's page rules (arXiv 1910.10683, section 2.2), applied to whole documents: nothing is cut out of a text."""
+    """C4's page rules (arXiv 1910.10683, section 2.2). They drop whole documents, never lines."""
 
     sentence_lines: Share = 0.5  # at least this share of lines ends in . ! ? or a quotation mark
     sentences: Count = 3  # at least
     phrases: tuple[str, ...] = ("lorem ipsum",)  # any of them, in any case, drops the document
-    brackets: bool = True  # a curly bracket does: in prose it is a page's code
+    brackets: bool = True  # so does a curly bracket: in prose it is the code of a web page
 
 
 class Score(Frozen):
-    """Any function from text to a number, language identifiers included, by its import path."""
+    """Any function from text to a number, for example a language identifier."""
 
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:function
     least: float
@@ -83,11 +81,10 @@ class Filters(Frozen):
 
 
 class Near(Frozen):
-    """MinHash-LSH. Bands × rows = 20 × 6 finds a pair of Jaccard similarity 0.8 with probability 0.998."""
+    """MinHash-LSH. 20 bands × 6 rows find a pair of similarity 0.8 with probability 0.998."""
 
-    threshold: Annotated[float, Field(gt=0, le=1)] = (
-        0.8  # Jaccard similarity of the sets of word n-grams
-    )
+    # Jaccard similarity of the sets of word n-grams
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.8
     ngram: Annotated[int, Field(ge=1)] = 5
     bands: Annotated[int, Field(ge=1)] = 20
     rows: Annotated[int, Field(ge=1)] = 6
@@ -100,43 +97,36 @@ class Dedup(Frozen):
 
 class Decontaminate(Frozen):
     against: tuple[str, ...]  # files, directories or globs of held-out text
-    ngram: Annotated[int, Field(ge=1)] = 13  # words, as GPT-3 did (arXiv 2005.14165, appendix C)
+    ngram: Annotated[int, Field(ge=1)] = 13  # words, as for GPT-3 (arXiv 2005.14165, appendix C)
 
 
 class Mixture(Frozen):
     """How often each source is drawn, whatever its size."""
 
-    weights: dict[
-        str, Annotated[float, Field(gt=0)]
-    ]  # by source; they are normalised to sum to one
-    tokens: Annotated[int, Field(gt=0)] | None = None  # the training budget, for the epochs below
-    most_epochs: Annotated[float, Field(gt=0)] | None = (
-        None  # a source that would repeat more gives way to the others
-    )
+    weights: dict[str, Annotated[float, Field(gt=0)]]  # by source; normalized to sum to one
+    tokens: Annotated[int, Field(gt=0)] | None = None  # the training budget, to compute epochs
+    # Cap: a source that would repeat more often gives its share to the others.
+    most_epochs: Annotated[float, Field(gt=0)] | None = None
 
 
-def _control(piece: str) -> str:
-    """Text produces others: sentencepiece's BPE looks up a lone character, whatever its kind, and U+2581 is a space."""
+def _is_control(piece: str) -> str:
+    # SentencePiece's BPE looks up a lone character of any kind, and reads U+2581 as a space, so
+    # text could produce such a piece.
     if len(piece) < 2 or not piece.isprintable() or "\u2581" in piece:
         raise ValueError(
-            "a control piece has two printable characters or more, none of them U+2581; try <name>"
+            "a control piece has two or more printable characters, none of them U+2581; try <name>"
         )
     return piece
 
 
 class Train(Frozen):
-    """How a tokenizer is trained, where none is given."""
+    """How a tokenizer is trained if none is given."""
 
-    kind: Literal["bpe", "unigram"] = (
-        "bpe"  # unigram is encoded by sentencepiece itself, several times slower
-    )
-    controls: tuple[Annotated[str, AfterValidator(_control)], ...] = (
-        "<pad>",
-        "<mask>",
-    )  # beyond <unk>, <s>, </s>; what masked and denoising objectives need
-    sample_bytes: Annotated[int, Field(gt=0)] | None = (
-        None  # by default 2,500 per piece, within 8…256 MiB
-    )
+    kind: Literal["bpe", "unigram"] = "bpe"  # unigram encodes several times slower
+    # Beyond <unk>, <s>, </s>; masked and denoising objectives need them.
+    controls: tuple[Annotated[str, AfterValidator(_is_control)], ...] = ("<pad>", "<mask>")
+    # By default 2,500 bytes per piece, between 8 and 256 MiB.
+    sample_bytes: Annotated[int, Field(gt=0)] | None = None
 
 
 class Recipe(Frozen):
@@ -148,17 +138,17 @@ class Recipe(Frozen):
     valid_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of each source
     text_key: str = "text"
-    normalise: Normalise = Normalise()
+    normalise: Normalize = Normalize()
     filters: Filters = Filters()
     dedup: Dedup = Dedup()
     decontaminate: Decontaminate | None = None
     mixture: Mixture | None = None  # without one, every token is drawn once per epoch
 
     @property
-    def as_it_is(self) -> bool:
-        """Whether no stage looks at the text."""
-        off = (Normalise(), Filters(), Dedup(), None)
-        return (self.normalise, self.filters, self.dedup, self.decontaminate) == off
+    def is_plain(self) -> bool:
+        """Whether no stage reads or changes the text."""
+        chosen = (self.normalise, self.filters, self.dedup, self.decontaminate)
+        return chosen == (Normalize(), Filters(), Dedup(), None)
 
     def fingerprint(self, *inputs: str) -> str:
         return xxhash.xxh3_128_hexdigest("\n".join((self.model_dump_json(), *inputs)).encode())
@@ -167,15 +157,8 @@ class Recipe(Frozen):
 def load_recipe(
     config: str | None, settings: Mapping[str, Any], sets: Iterable[str] = ()
 ) -> Recipe:
-    """A shipped configs/data/NAME.toml or a file of one's own, over it the options, over them each --set a.b=c."""
-    table: dict[str, Any] = {}
-    if config is not None:
-        path = CONFIGS / "data" / f"{config}.toml" if config in names("data") else Path(config)
-        if not path.is_file():
-            raise ConfigError(
-                f"config={config!r}: neither a file nor in configs/data{nearest(config, names('data'))}"
-            )
-        table = read_toml(path)
+    """Load configs/data/NAME.toml or a file; then apply the options, then each --set a.b=c."""
+    table = {} if config is None else _read_config(config)
     chosen = {text: parse_set(text) for text in sets}
     if any("tokenizer" in layer for layer in (table, *chosen.values())):
         raise ConfigError(
@@ -184,10 +167,26 @@ def load_recipe(
     for text, layer in chosen.items():
         if settings.get("tokenizer") and layer.keys() & {"train", "vocab_size"}:
             raise ConfigError(
-                f"--set {text} is for a tokenizer that is trained; take it or --tokenizer away"
+                f"--set {text} configures the training of a tokenizer, but one is given; "
+                "remove it or --tokenizer"
             )
-    for layer in ({k: v for k, v in settings.items() if v is not None}, *chosen.values()):
+    given = {key: value for key, value in settings.items() if value is not None}
+    for layer in (given, *chosen.values()):
         table = merge(table, layer)
     if not table.get("sources"):
         raise ConfigError("sources is empty; name at least one with --source")
     return validate(Recipe, table, where=config or "")
+
+
+def _read_config(config: str) -> dict[str, Any]:
+    known = names("data")
+    path = CONFIGS / "data" / f"{config}.toml" if config in known else Path(config)
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise ConfigError(f"config={config!r}: {error.strerror}; check the path") from error
+    if not found:
+        raise ConfigError(
+            f"config={config!r}: neither a file nor in configs/data{nearest(config, known)}"
+        )
+    return read_toml(path)

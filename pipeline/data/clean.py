@@ -1,0 +1,349 @@
+"""The stages before deduplication: read → normalise → filter, on batches of documents.
+
+No stage knows what runs it. The sketch pass and the encode pass chain them within one task, and a
+ledger counts what each stage reads, keeps and drops. The filters are the rules of Gopher and C4
+and a score function of the user.
+"""
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import BinaryIO, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.data.corpus_recipe import C4, Filters, Normalize, Quality, Recipe, Repetition, Score
+from pipeline.data.piece import MB, Malformed, Task
+from pipeline.data.readers import read
+from pipeline.data.shards import Position, Stage
+from pipeline.errors import ConfigError
+
+BATCH_DOCUMENTS = 1024  # at most, and about a megabyte of text
+
+STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})  # Gopher's
+_BULLETS = ("•", "-", "*", "‣", "◦")
+_PARAGRAPHS = re.compile(r"\n{2,}")
+_SENTENCE_ENDS = (".", "!", "?", '"', "”", "'", "’")
+
+# All control characters but \t, \n, \r and U+0085, which is a line end.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
+_EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+\b")
+_BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+_IPV4 = re.compile(rf"(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w.])")
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+class Document(NamedTuple):
+    item: int  # its number among all that its task reads, malformed ones included
+    text: str
+    raw: bytes  # the text in UTF-8
+
+
+Batch = list[Document]
+
+
+@dataclass
+class _Count:
+    documents: int = 0
+    bytes_in: int = 0
+    bytes_kept: int = 0
+
+
+class Ledger:
+    """Count documents and bytes per stage, and list malformed documents in a file."""
+
+    def __init__(self, malformed_file: BinaryIO | None = None) -> None:
+        # By stage, then by reason; documents that are kept have the reason "".
+        self._counts: dict[str, dict[str, _Count]] = {}
+        self._malformed_file = malformed_file
+        self.first_malformed: Position | None = None
+
+    def keep(self, stage: str, documents: int, bytes_in: int, bytes_kept: int) -> None:
+        count = self._count(stage, "")
+        count.documents += documents
+        count.bytes_in += bytes_in
+        count.bytes_kept += bytes_kept
+
+    def drop(self, stage: str, reason: str, documents: int, size: int) -> None:
+        self._count(stage, "")  # the stage lists its kept documents even if there are none
+        count = self._count(stage, reason)
+        count.documents += documents
+        count.bytes_in += size
+
+    def report(self, found: Malformed) -> None:
+        self.drop("read", "malformed", 1, found.bytes)
+        position = Position(found.path, found.position, found.reason)
+        self.first_malformed = self.first_malformed or position
+        if self._malformed_file:
+            self._malformed_file.write(json.dumps(position._asdict()).encode() + b"\n")
+
+    def sift(self, stage: str, batch: Batch, reason: Callable[[Document], str | None]) -> Batch:
+        """Return the documents that there is no reason to drop."""
+        kept = []
+        for document in batch:
+            why = reason(document)
+            if why:
+                self.drop(stage, why, 1, len(document.raw))
+            else:
+                kept.append(document)
+        size = sum(len(document.raw) for document in kept)
+        self.keep(stage, len(kept), size, size)
+        return kept
+
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(
+            Stage(
+                name=name,
+                documents_in=sum(count.documents for count in counts.values()),
+                bytes_in=sum(count.bytes_in for count in counts.values()),
+                documents_kept=counts[""].documents,
+                bytes_kept=counts[""].bytes_kept,
+                dropped={
+                    reason: (count.documents, count.bytes_in)
+                    for reason, count in sorted(counts.items())
+                    if reason
+                },
+            )
+            for name, counts in self._counts.items()
+        )
+
+    def _count(self, stage: str, reason: str) -> _Count:
+        return self._counts.setdefault(stage, {}).setdefault(reason, _Count())
+
+
+def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Add up the counts of many tasks."""
+    ledger = Ledger()
+    for stage in (stage for part in parts for stage in part):
+        dropped_bytes = sum(size for _, size in stage.dropped.values())
+        bytes_in = stage.bytes_in - dropped_bytes
+        ledger.keep(stage.name, stage.documents_kept, bytes_in, stage.bytes_kept)
+        for reason, (documents, size) in stage.dropped.items():
+            ledger.drop(stage.name, reason, documents, size)
+    return ledger.stages()
+
+
+# Stages
+
+
+def before_dedup(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
+    for batch in _read_batches(task, recipe.text_key, ledger):
+        normalized = _normalized(batch, recipe.normalise, ledger)
+        yield _filtered(normalized, recipe.filters, ledger)
+
+
+def after_dedup(
+    task: Task, recipe: Recipe, keep: npt.NDArray[np.bool_], ledger: Ledger
+) -> Iterator[Batch]:
+    """Read again the documents that the sketch pass, which filtered and counted them, kept."""
+    for batch in _read_batches(task, recipe.text_key, ledger):
+        kept = [document for document in batch if keep[document.item]]
+        yield _normalized(kept, recipe.normalise, ledger)
+
+
+def _read_batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
+    batch: Batch = []
+    size = 0
+    for item, found in enumerate(found for piece in task for found in read(piece, key)):
+        if isinstance(found, Malformed):
+            ledger.report(found)
+            continue
+        raw = found.encode()
+        if not found or found.isspace():
+            ledger.drop("read", "empty", 1, len(raw))
+            continue
+        batch.append(Document(item, found, raw))
+        size += len(raw)
+        if size >= MB or len(batch) == BATCH_DOCUMENTS:
+            ledger.keep("read", len(batch), size, size)
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        ledger.keep("read", len(batch), size, size)
+        yield batch
+
+
+def _normalized(batch: Batch, rules: Normalize, ledger: Ledger) -> Batch:
+    if rules == Normalize():
+        return batch
+    found = []
+    for document in batch:
+        text = normalize(document.text, rules)
+        if text and not text.isspace():
+            raw = text.encode()
+            found.append(Document(document.item, text, raw))
+            ledger.keep("normalise", 1, len(document.raw), len(raw))
+        else:
+            ledger.drop("normalise", "empty", 1, len(document.raw))
+    return found
+
+
+def normalize(text: str, rules: Normalize) -> str:
+    """Apply the rules in a fixed order; without rules, return the same object."""
+    if rules.unicode != "none" and not text.isascii():
+        text = unicodedata.normalize(rules.unicode, text)
+    if rules.newlines and "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if rules.controls:
+        text = _CONTROLS.sub("", text)
+    if rules.pii:
+        text = _EMAIL.sub("name@example.com", text)
+        text = _IPV4.sub("192.0.2.1", text)
+    return text
+
+
+def _filtered(batch: Batch, rules: Filters, ledger: Ledger) -> Batch:
+    if rules == Filters():
+        return batch
+    return ledger.sift("filter", batch, lambda document: reason_to_drop(document.text, rules))
+
+
+# Filters
+
+
+def reason_to_drop(text: str, rules: Filters) -> str | None:
+    """Return the name of the first rule that the text breaks."""
+    words = text.split() if rules.quality or rules.repetition else []
+    return (
+        (rules.quality and _quality(text, words, rules.quality))
+        or (rules.c4 and _c4(text, rules.c4))
+        or (rules.repetition and _repetition(text, words, rules.repetition))
+        or (rules.score and _score(text, rules.score))
+        or None
+    )
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in map(str.strip, text.splitlines()) if line]
+
+
+def _quality(text: str, words: list[str], rule: Quality) -> str | None:
+    count = len(words)
+    if not rule.words[0] <= count <= rule.words[1]:
+        return "words"
+    if count == 0:
+        return None
+    if not rule.mean_word_length[0] <= sum(map(len, words)) / count <= rule.mean_word_length[1]:
+        return "mean_word_length"
+    if (text.count("#") + text.count("...") + text.count("…")) / count > rule.symbol_ratio:
+        return "symbol_ratio"
+    lines = _lines(text)
+    if sum(line.startswith(_BULLETS) for line in lines) / len(lines) > rule.bullet_lines:
+        return "bullet_lines"
+    if sum(line.endswith(("...", "…")) for line in lines) / len(lines) > rule.ellipsis_lines:
+        return "ellipsis_lines"
+    if sum(any(map(str.isalpha, word)) for word in words) / count < rule.alphabetic_words:
+        return "alphabetic_words"
+    if rule.stop_words and len(STOP_WORDS.intersection(map(str.lower, words))) < rule.stop_words:
+        return "stop_words"
+    return None
+
+
+def _c4(text: str, rule: C4) -> str | None:
+    if rule.brackets and "{" in text:
+        return "brackets"
+    lower = text.lower()
+    if any(phrase.lower() in lower for phrase in rule.phrases):
+        return "phrases"
+    lines = _lines(text)
+    sentence_lines = sum(line.endswith(_SENTENCE_ENDS) for line in lines)
+    if not lines or sentence_lines / len(lines) < rule.sentence_lines:
+        return "sentence_lines"
+    if rule.sentences and len(re.findall(r"[.!?]+[\"”'’)]*(?:\s|$)", text)) < rule.sentences:
+        return "sentences"
+    return None
+
+
+def _repetition(text: str, words: list[str], rule: Repetition) -> str | None:
+    duplicates, characters = _duplicates(text.split("\n"))
+    if duplicates > rule.duplicate_lines:
+        return "duplicate_lines"
+    if characters / max(1, len(text)) > rule.duplicate_line_characters:
+        return "duplicate_line_characters"
+    duplicates, characters = _duplicates(_PARAGRAPHS.split(text))
+    if duplicates > rule.duplicate_paragraphs:
+        return "duplicate_paragraphs"
+    if characters / max(1, len(text)) > rule.duplicate_paragraph_characters:
+        return "duplicate_paragraph_characters"
+    # Python's hash differs between processes, but which n-grams are equal does not.
+    hashes = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
+    lengths = np.fromiter(map(len, words), np.int64, len(words))
+    for n, share in rule.top_ngrams.items():
+        if _top_share(hashes, lengths, n, len(text)) > share:
+            return f"top_{n}grams"
+    for n, share in rule.duplicate_ngrams.items():
+        if _duplicate_share(hashes, lengths, n, len(text)) > share:
+            return f"duplicate_{n}grams"
+    return None
+
+
+def _duplicates(parts: list[str]) -> tuple[float, int]:
+    """Return the share of parts that occurred before, and their characters."""
+    parts = [part for part in map(str.strip, parts) if part]
+    counts = Counter(parts)
+    share = 1 - len(counts) / len(parts) if parts else 0.0
+    return share, sum(len(part) * (n - 1) for part, n in counts.items())
+
+
+def _ngram_hashes(hashes: U64, n: int) -> U64:
+    grams = np.zeros(max(0, len(hashes) - n + 1), np.uint64)
+    for k in range(n):
+        mixed = (grams ^ (grams >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+        grams = mixed + hashes[k : k + len(grams)]
+    return grams
+
+
+def _top_share(hashes: U64, lengths: I64, n: int, characters: int) -> float:
+    """Return the share of the text that the most frequent n-gram covers."""
+    grams = _ngram_hashes(hashes, n)
+    if not len(grams):
+        return 0.0
+    _, first, counts = np.unique(grams, return_index=True, return_counts=True)
+    top = int(counts.max())
+    if top < 2:
+        return 0.0
+    size = max(int(lengths[i : i + n].sum()) for i in first[counts == top])
+    return size * top / characters
+
+
+def _duplicate_share(hashes: U64, lengths: I64, n: int, characters: int) -> float:
+    """Return the share of the text in n-grams that occurred before, counting each word once."""
+    grams = _ngram_hashes(hashes, n)
+    if not len(grams):
+        return 0.0
+    repeated = np.ones(len(grams), bool)
+    repeated[np.unique(grams, return_index=True)[1]] = False
+    covered = np.zeros(len(hashes) + 1, np.int64)
+    np.add.at(covered, np.flatnonzero(repeated), 1)
+    np.add.at(covered, np.flatnonzero(repeated) + n, -1)
+    return float(lengths[np.cumsum(covered[:-1]) > 0].sum()) / characters
+
+
+def _score(text: str, rule: Score) -> str | None:
+    function = _import_function(rule.function)
+    try:
+        return "score" if function(text) < rule.least else None
+    except Exception as error:  # the function is the user's
+        raise ConfigError(
+            f"filters.score.function={rule.function!r} fails: {type(error).__name__}: {error}"
+        ) from error
+
+
+@lru_cache
+def _import_function(path: str) -> Callable[[str], float]:
+    module, _, name = path.partition(":")
+    try:
+        return cast("Callable[[str], float]", getattr(import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"filters.score.function={path!r}: {error}; give package.module:function"
+        ) from error

@@ -1,0 +1,166 @@
+"""An opened corpus: its shards checked and mapped, its contents summarized."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pipeline.atomic import digest
+from pipeline.data.shards import HEADER, Manifest, Shard, Split
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from pipeline.data.tokenizer import Tokenizer
+
+SAMPLE_TOKENS = 120
+_RESTORE = "copy it back, or remove the directory and prepare it again"
+
+
+class Corpus:
+    """A shard directory whose files were checked against the manifest."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path, verify: bool = False) -> "Corpus":
+        """Check that every file exists and has the right size; with verify, also its checksum."""
+        corpus = cls(path, Manifest.load(path))
+        corpus._check_tokenizer()
+        for split in corpus.manifest.splits.values():
+            for shard in split.shards:
+                corpus._check_shard(shard, verify)
+        return corpus
+
+    @property
+    def padded_vocab(self) -> int:
+        """Vocabulary of a model: GPUs multiply by multiples of 64 much faster."""
+        return -(-self.manifest.tokenizer.vocab // 64) * 64
+
+    def split(self, name: str) -> Split:
+        if name not in self.manifest.splits:
+            known = ", ".join(self.manifest.splits)
+            raise DataError(f"{self.path}: split={name!r} does not exist; choose from {known}")
+        return self.manifest.splits[name]
+
+    def check(self, vocab: int, seq: int, *splits: str) -> None:
+        """Check that a model of this vocabulary can read windows of this length."""
+        if vocab < self.manifest.tokenizer.vocab:
+            raise DataError(
+                f"model.vocab={vocab:,} is smaller than the {self.manifest.tokenizer.vocab:,} of "
+                f"the tokenizer in {self.path}; leave model.vocab out or prepare the data with "
+                "that vocabulary"
+            )
+        for split in splits:
+            if self.split(split).tokens <= seq:
+                raise self.too_small(split, seq)
+
+    def too_small(self, split: str, seq: int) -> DataError:
+        """Return the error for a split that is shorter than one window."""
+        remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
+        return DataError(
+            f"{self.path}: split {split!r} has {self.split(split).tokens:,} tokens, one window of "
+            f"seq={seq} needs {seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
+        )
+
+    def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
+        """Map the ids of a shard."""
+        path = self.path / f"{shard.name}.bin"
+        mapped = np.memmap(path, self.manifest.dtype, "r", shape=(shard.tokens,))
+        # A plain view: slicing the memmap subclass costs several times as much.
+        return np.asarray(mapped)
+
+    def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
+        """Read the tokens of each document, its end included."""
+        path = self.path / f"{shard.name}.idx"
+        return np.fromfile(path, np.int32, shard.documents, offset=HEADER.size)
+
+    def _check_tokenizer(self) -> None:
+        info = self.manifest.tokenizer
+        path = self.path / info.file
+        if not path.is_file():
+            raise DataError(f"{path}: the tokenizer of these shards is missing; {_RESTORE}")
+        found = xxhash.xxh3_128_hexdigest(path.read_bytes())
+        if found != info.fingerprint:
+            raise DataError(
+                f"{path}: fingerprint={found}, but the shards were made with {info.fingerprint}; "
+                f"{_RESTORE}"
+            )
+
+    def _check_shard(self, shard: Shard, verify: bool) -> None:
+        bin_bytes = shard.tokens * np.dtype(self.manifest.dtype).itemsize
+        # One i32 length, one i64 offset and one i64 end per document, plus the first end, 0.
+        idx_bytes = HEADER.size + 20 * shard.documents + 8
+        self._check_file(f"{shard.name}.bin", bin_bytes, shard.bin_hash, verify)
+        self._check_file(f"{shard.name}.idx", idx_bytes, shard.idx_hash, verify)
+
+    def _check_file(self, name: str, size: int, checksum: str, verify: bool) -> None:
+        path = self.path / name
+        if not path.is_file():
+            raise DataError(f"{path}: shard file is missing; {_RESTORE}")
+        found_size = path.stat().st_size
+        if found_size != size:
+            raise DataError(
+                f"{path}: shard file has {found_size:,} bytes instead of {size:,}; {_RESTORE}"
+            )
+        if verify:
+            found = digest(path)
+            if found != checksum:
+                raise DataError(
+                    f"{path}: damaged: xxh3={found}, in the manifest {checksum}; {_RESTORE}"
+                )
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Verify every checksum and describe the corpus as plain values."""
+    # Training opens corpora too, and does not need sentencepiece.
+    from pipeline.data.tokenizer import Tokenizer
+
+    corpus = Corpus.open(path, verify=True)
+    manifest = corpus.manifest
+    tokenizer = Tokenizer.open(path / manifest.tokenizer.file)
+    splits = manifest.splits.items()
+    return {
+        "path": str(path),
+        "hash": manifest.hash,
+        "dtype": manifest.dtype,
+        "tokenizer": manifest.tokenizer.model_dump(),
+        "splits": {name: _describe(corpus, split, tokenizer) for name, split in splits},
+        "sources": [source.model_dump() for source in manifest.sources],
+        "stages": [stage.model_dump(exclude_none=True) for stage in manifest.stages],
+        "checksums": "ok",
+    }
+
+
+def _describe(corpus: Corpus, split: Split, tokenizer: "Tokenizer") -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "tokens": split.tokens,
+        "documents": split.documents,
+        "bytes": split.bytes,
+        "shards": len(split.shards),
+        "bytes_per_token": round(split.bytes / split.tokens, 4) if split.tokens else None,
+    }
+    if not split.tokens:
+        return described
+    counts = np.zeros(tokenizer.vocab, np.int64)
+    for shard in split.shards:
+        counts += np.bincount(corpus.tokens(shard), minlength=tokenizer.vocab)
+    share = counts[counts > 0] / split.tokens
+    lengths = np.concatenate([corpus.lengths(shard) for shard in split.shards])
+    percentiles = {f"p{q}": int(np.percentile(lengths, q)) for q in (10, 50, 90, 99)}
+    most_frequent = np.argsort(-counts, kind="stable")[:10]
+    first = split.shards[0]
+    sample_tokens = min(SAMPLE_TOKENS, int(corpus.lengths(first)[0]) - 1)
+    return described | {
+        "pieces_used": int((counts > 0).sum()),
+        "unigram_nats_per_token": round(float(-(share * np.log(share)).sum()), 4),
+        "document_tokens": percentiles | {"max": int(lengths.max())},
+        "most_frequent": [
+            [tokenizer.sentencepiece.id_to_piece(int(i)), round(float(counts[i] / split.tokens), 4)]
+            for i in most_frequent
+        ],
+        "sample": tokenizer.decode(corpus.tokens(first)[:sample_tokens]),
+    }

@@ -1,0 +1,230 @@
+"""Ray: start or join a cluster, and run tasks on it in order, with bounded memory."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from pipeline.errors import DataError
+
+Result = TypeVar("Result")
+
+OBJECT_STORE_BYTES = 128 * 2**20  # tasks pass file names and counts, never text
+
+
+@contextmanager
+def cluster(workers: int | None) -> Iterator[None]:
+    """Join RAY_ADDRESS (`auto`: the local `ray start`), or run a private instance in the block."""
+    address = os.environ.get("RAY_ADDRESS")
+    _set_environment(address)
+    if address:
+        _check_answers(address)
+    import ray
+
+    if ray.is_initialized():  # the caller owns a cluster
+        yield
+        return
+    session = _connect(address, workers)
+    if address:
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    with _killed_with_driver(session):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+    # Only after success: the logs of a session that failed stay.
+    _remove_session(session)
+
+
+def _set_environment(address: str | None) -> None:
+    """Ray reads these variables when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Leave CUDA_VISIBLE_DEVICES alone, without a warning.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address:
+        # A wrong token fills the screen otherwise.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    elif "ray" not in sys.modules:
+        # Ray listens on every interface; without a token, anyone who reaches it can run code.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _check_answers(address: str) -> None:
+    """Fail at once if nothing listens; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise DataError(
+            f"RAY_ADDRESS={address}: nothing answers there ({error.strerror or error}); "
+            "check `ray status`, or unset it to run on this machine"
+        ) from error
+
+
+def _connect(address: str | None, workers: int | None) -> Path:
+    """Start or join Ray and return its session directory."""
+    import ray
+
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        options |= {
+            "address": "local",  # never a cluster that something else left running
+            "num_cpus": workers or os.cpu_count(),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
+    try:
+        context = ray.init(**options)
+    except (ConnectionError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        remedy = "check `ray status`"
+        if address:
+            remedy += " and that RAY_AUTH_MODE and RAY_AUTH_TOKEN are the cluster's"
+        raise DataError(
+            f"RAY_ADDRESS={address or 'local'}: Ray does not start or answer ({reason}); {remedy}"
+        ) from error
+    return Path(context.address_info["session_dir"])
+
+
+# Ray's own servers die with the driver, but its agents first try to reach them for a minute. The
+# guard blocks on its stdin, whose other end only the driver holds. Everything that Ray starts has
+# the session directory in its command line.
+_GUARD = """
+import os, signal, sys
+sys.stdin.read()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            mine = os.fsencode(sys.argv[1]) in file.read()
+        if mine and int(pid) != os.getpid():
+            os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+@contextmanager
+def _killed_with_driver(session: Path) -> Iterator[None]:
+    """Kill the processes of a private Ray session when this process ends, even by SIGKILL."""
+    # A session of its own, so that Ctrl-C in the terminal does not reach the guard.
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(session)]
+    guard = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def _remove_session(session: Path) -> None:
+    """Ray leaves a directory per session, and a link to the latest one that it never repairs."""
+    latest = session.with_name("session_latest")
+    with suppress(OSError):
+        if latest.readlink() == session:
+            latest.unlink()
+    shutil.rmtree(session, ignore_errors=True)
+
+
+def run(
+    function: Callable[..., Result],
+    calls: Sequence[tuple[Any, ...]],
+    on_done: Callable[[int, Result], None] = lambda index, result: None,
+    workers: int | None = None,
+) -> list[Result]:
+    """Call the function once per tuple of arguments, in parallel, and return results in order.
+
+    The first error is raised as it was in the worker. Only as many calls as there are CPUs are
+    submitted: the driver's memory does not grow with the work, and no call waits in a queue, where
+    canceling it can abort the driver (seen with Ray 2.60).
+    """
+    import ray
+
+    folder = Path.cwd()
+
+    @wraps(function)
+    def in_folder(*call: Any) -> Result:
+        # Relative paths are the caller's, wherever the cluster was started. A node without this
+        # folder can still read absolute paths.
+        with suppress(OSError):
+            os.chdir(folder)
+        return function(*call)
+
+    remote = ray.remote(max_retries=3)(in_folder)
+    results: dict[int, Result] = {}
+    running: dict[Any, int] = {}
+    waiting = iter(enumerate(calls))
+    try:
+        with _interrupts() as interrupted:
+            while True:
+                # Ask again: nodes come and go.
+                slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
+                if interrupted():
+                    raise KeyboardInterrupt
+                while len(running) < min(workers or slots, slots):
+                    index, call = next(waiting, (-1, ()))
+                    if index < 0:
+                        break
+                    running[remote.remote(*call)] = index
+                if not running:
+                    return [results[i] for i in range(len(calls))]
+                ready, _ = ray.wait(list(running), num_returns=1, timeout=1.0)
+                for reference in ready:
+                    index = running.pop(reference)
+                    results[index] = ray.get(reference)
+                    on_done(index, results[index])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error  # with the worker's traceback
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"Ray gave up on a task: {reason}; run the same command again to finish"
+        ) from error
+    finally:
+        if running:
+            time.sleep(0.1)  # until the last call has reached its worker
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Remember Ctrl-C: an interrupt raised while Ray frees an object is swallowed there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGINT, before)
