@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from pipeline.bench.train_step import Peer
+    from pipeline.bench.step_time import Peer
     from pipeline.config.schema import RunConfig
     from pipeline.parallel.world import World
 
@@ -129,7 +129,7 @@ def train(
 
     from rich.console import Console
 
-    from pipeline.bench import train_step as bench
+    from pipeline.bench import step_time as bench
     from pipeline.config.layers import load
     from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
@@ -207,8 +207,8 @@ def train(
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":
     """Refused before anything is timed."""
-    from pipeline.bench.peer import HuggingFace, described
-    from pipeline.bench.train_step import Twin
+    from pipeline.bench.peers.hf_model import HuggingFace, described
+    from pipeline.bench.step_time import Twin
 
     if name == "bf16" and config.train.fp8:
         return Twin

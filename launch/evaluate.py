@@ -33,7 +33,7 @@ def evaluate(
     """Nats per token and bits per byte on held-out text, on one device."""
     import torch
 
-    from pipeline.checkpoint.weights import load_model
+    from pipeline.checkpoint.restore import load_model
     from pipeline.data.corpus import Corpus
     from pipeline.errors import ConfigError
     from pipeline.parallel.world import World

@@ -66,7 +66,7 @@ def generate(
 
     import torch
 
-    from pipeline.checkpoint.weights import load_model
+    from pipeline.checkpoint.restore import load_model
     from pipeline.model import decode
     from pipeline.runs.directory import tokenizer_of
 

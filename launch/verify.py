@@ -13,7 +13,7 @@ from launch.options import examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from pipeline.bench.layouts import Outcome
+    from pipeline.bench.equivalence import Outcome
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +45,7 @@ def verify(
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     from torch.multiprocessing.spawn import ProcessException
 
-    from pipeline.bench.layouts import REFEREE, held, layouts
+    from pipeline.bench.equivalence import REFEREE, held, layouts
     from pipeline.config.layers import load
     from pipeline.planner.recipe import resolve
     from pipeline.train.request import Devices

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import manifest
+from pipeline.checkpoint.restore import newest
 from pipeline.data.corpus import Corpus
 from tests.checkpoint.test_layouts import tensors
 from tests.conftest import launch
@@ -42,7 +42,7 @@ def steps(run):
 def test_a_legacy_run_resumes_and_keeps_its_mlflow_run(legacy):
     run = legacy / "runs" / "dense"
     expected_steps = steps(run)
-    expected = tensors(manifest.newest(run))
+    expected = tensors(newest(run))
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     log = run / "log.jsonl"
     lines = log.read_text().splitlines(keepends=True)
@@ -50,7 +50,7 @@ def test_a_legacy_run_resumes_and_keeps_its_mlflow_run(legacy):
 
     launch("pretrain", "--resume", "--out", run)
 
-    found = tensors(manifest.newest(run))
+    found = tensors(newest(run))
     assert found.keys() == expected.keys()
     for step, (loss, tokens) in steps(run).items():
         assert tokens == expected_steps[step][1]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import pipeline.train.worker
-from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.restore import find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
-from pipeline.parallel.build import engine
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World
 from pipeline.process import one_node
@@ -107,7 +107,7 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
     Path(to).mkdir(parents=True)
 
     def work(world: World) -> None:
-        worker = engine(config, world)
+        worker = build_engine(config, world)
         found, _ = find(Path(out) / "checkpoints", world)
         assert found is not None
         load(worker, found, world)

@@ -1,100 +1,119 @@
-"""Saving behind the training's back: only its next optimizer step waits, until the state is copied.
+"""Save checkpoints in the background: only the next optimizer step waits, until the state is copied.
 
-Every rank writes aside, rank 0 gathers the checksums and commits by one rename. The training thread meets the writing
-one only before the next save and at the end; each has a process group of its own, for collectives of two threads in
-one group would meet in any order.
+Every rank writes its part to a temporary directory; rank 0 gathers the checksums, writes the
+manifest and commits with one rename. The training thread joins the writing thread only before the
+next save and at the end. The writing thread has a process group of its own, because collectives
+of two threads in one group could run in a different order on each rank.
 """
 
 import errno
 import shutil
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from pipeline.atomic import digest
-from pipeline.checkpoint import manifest, store
-from pipeline.checkpoint.manifest import Manifest
-from pipeline.checkpoint.random import random_state
+from pipeline.atomic import digest, replace, sync_directory
+from pipeline.checkpoint.format import (
+    CONFIG,
+    MANIFEST,
+    Manifest,
+    merge_tensors,
+    seal,
+    write_numbers,
+)
+from pipeline.config.dump import to_toml
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
+from pipeline.model.stack import Decoder
 from pipeline.parallel import fragments
-from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Engine
-from pipeline.parallel.fragments import Fragment
+from pipeline.parallel.fragments import WEIGHTS, Fragment, on_disk, random_state
 from pipeline.parallel.world import TIMEOUT, World
 from pipeline.planner.memory import checkpoint_bytes
-from pipeline.runs.directory import list_checkpoints
+from pipeline.runs.directory import checkpoint_path, list_checkpoints
 
 T = TypeVar("T")
-_ALIGN = 64  # bytes: between the copies of two fragments
+_ALIGN = 64  # bytes, between the host copies of two fragments
 
 
 class Saved(NamedTuple):
     step: int
-    seconds: float  # to the commit
-    blocked_s: float  # of them, those in which the training waited
+    seconds: float  # from the call to the commit
+    blocked_s: float  # the part of it in which training waited
+
+
+@dataclass(slots=True)
+class _Pending:
+    step: int
+    began: float
+    writing: Future[None]
 
 
 class Saver:
-    """One save at a time of one engine's state into one directory."""
+    """Saves one engine's state into one directory, one save at a time."""
 
     def __init__(self, engine: Engine, config: RunConfig, root: Path, world: World) -> None:
-        self._engine, self._config, self._root, self._world = engine, config, root, world
+        self._engine = engine
+        self._config = config
+        self._root = root
+        self._world = world
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: tuple[int, float, Future[None]] | None = None
-        self._blocked_s = 0.0  # by the save under way
-        self._copied = (
-            threading.Event()
-        )  # or, on a GPU, under way in a stream that the training's will wait for
+        self._pending: _Pending | None = None
+        self._blocked_s = 0.0  # by the save in progress
+        # Set when the state may change again: it is copied, or on a GPU its copy is enqueued in a
+        # stream that the training stream will wait for.
+        self._copied = threading.Event()
         self._copied.set()
-        self._stream: torch.cuda.Stream | None = None
-        if world.device.type == "cuda":
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._live = engine.state(
-            share=True
-        )  # the same views throughout: to list them takes longer than to copy them
+        on_gpu = world.device.type == "cuda"
+        self._stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+        # The views stay valid for the whole run, and listing them takes longer than copying them.
+        self._live = engine.state(share=True)
         disk = config.parallel.offload.path if config.parallel.offload.nvme else None
         live = [*self._live, *random_state(world)]
-        self._host = self._thread.submit(
-            _host_memory, live, disk, pinned=world.device.type == "cuda"
-        )
-        engine.optimizer.register_step_pre_hook(lambda *_: self._hold())
+        self._host = self._thread.submit(_host_memory, live, disk, pinned=on_gpu)
+        engine.optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
     def save(self, step: int) -> Saved | None:
-        """Returns at once, with the save before it, which it waits for. The next optimizer step waits for the copy:
-        until then nothing changes the state but draws of random numbers, which is why theirs is copied here."""
+        """Start a save and return at once; first wait for the save before it, and return that one.
+
+        The next optimizer step waits for the copy. Until then only random draws change the state,
+        so the random state is copied here.
+        """
         before = self.wait()
         began = time.perf_counter()
         self._copied.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        writing = self._thread.submit(self._write, step, [*self._live, *random_state(self._world)])
-        self._pending, self._blocked_s = (step, began, writing), time.perf_counter() - began
+        live = [*self._live, *random_state(self._world)]
+        self._pending = _Pending(step, began, self._thread.submit(self._save, step, live))
+        self._blocked_s = time.perf_counter() - began
         return before
 
     def wait(self) -> Saved | None:
-        """The save under way, when it is committed; raises RunError if it failed."""
-        if self._pending is None:
+        """Wait for the save in progress to be committed; raise RunError if it failed."""
+        pending = self._pending
+        if pending is None:
             return None
-        (step, began, writing), self._pending = self._pending, None
+        self._pending = None
         since = time.perf_counter()
-        writing.result()
+        pending.writing.result()
         now = time.perf_counter()
-        return Saved(step, now - began, self._blocked_s + now - since)
+        return Saved(pending.step, now - pending.began, self._blocked_s + now - since)
 
     def finished(self) -> Saved | None:
-        """The save under way, if it has ended."""
-        return self.wait() if self._pending is not None and self._pending[-1].done() else None
+        """Return the save in progress if it has ended; do not wait."""
+        return self.wait() if self._pending is not None and self._pending.writing.done() else None
 
-    def _hold(self) -> None:
+    def _wait_for_copy(self) -> None:
         began = time.perf_counter()
         self._copied.wait()
         if self._stream is not None:
@@ -102,80 +121,137 @@ class Saver:
         self._blocked_s += time.perf_counter() - began
 
     def _copy(self, live: list[Fragment]) -> tuple[int, list[Fragment]]:
-        """Beside the next forward and backward passes."""
+        """Copy the state to host memory, during the next forward and backward passes."""
         try:
             host = self._host.result()
-            with torch.cuda.stream(self._stream):  # of no effect without one
-                count = fragments.steps(self._engine.optimizer)
+            with torch.cuda.stream(self._stream):  # has no effect on a CPU, where it is None
+                adam_steps = fragments.steps(self._engine.optimizer)
                 for fragment, copy in zip(live, host, strict=True):
                     copy.copy_(fragment.data, non_blocking=True)
         finally:
             self._copied.set()
         if self._stream is not None:
             self._stream.synchronize()
-        return count, [
+        copies = [
             Fragment(f.key, f.shape, f.offset, copy) for f, copy in zip(live, host, strict=True)
         ]
+        return adam_steps, copies
 
-    def _write(self, step: int, live: list[Fragment]) -> None:
-        aside = self._root / f".step-{step:08d}.tmp"
-        count, copies = self._copy(live)
+    def _save(self, step: int, live: list[Fragment]) -> None:
+        temporary = _temporary(self._root, step)
+        adam_steps, copies = self._copy(live)
         try:
+            self._on_all_ranks(lambda: self._prepare(temporary))
+            path = temporary / f"rank-{self._world.rank:05d}.bin"
+            parts = self._on_all_ranks(lambda: (path.name, *write_numbers(path, copies)))
             if self._world.first:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-            need, free = checkpoint_bytes(self._config.model), shutil.disk_usage(self._root).free
-            if any(self._gather(free < need)):
-                raise OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free")
-            index = store.write(aside, copies, self._group)
-            sums = {p.name: digest(p) for p in aside.glob(f"__{self._world.rank}_*")}
-            parts = self._gather((sums, {f.key: list(f.shape) for f in copies}))
-            if self._world.first:
-                files = {name: each for part, _ in parts for name, each in part.items()}
-                shapes = {key: shape for _, part in parts for key, shape in part.items()}
-                about = Manifest(
-                    manifest.VERSION, step, count, self._world.size, shapes, index, files
+                manifest = Manifest(
+                    step=step,
+                    adam_steps=adam_steps,
+                    world=self._world.size,
+                    tensors=merge_tensors([tensors for _, tensors, _ in parts]),
+                    files={name: checksum for name, _, checksum in parts},
                 )
-                manifest.commit(aside, self._config, about)
+                commit(temporary, self._config, manifest)
                 train = self._config.train
-                manifest.prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
-        except (
-            OSError,
-            RuntimeError,
-            CheckpointException,
-        ) as error:  # torch reports a full disk as RuntimeError
-            fault = self._error(error, step)  # first: it looks how full the disk is
-            shutil.rmtree(aside, ignore_errors=True)
-            raise fault from error
+                prune(self._root, step, train.keep_last, train.keep_every, train.keep_at)
+        except OSError as error:
+            failure = self._failure(error, step)  # before the removal, which makes disk space free
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise failure from error
 
-    def _gather(self, mine: T) -> list[T]:
+    def _prepare(self, temporary: Path) -> None:
+        if self._world.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        need = checkpoint_bytes(self._config.model)
+        free = shutil.disk_usage(self._root).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free")
+
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Run an action on every rank; return all results, or raise on every rank if one failed."""
+        mine: T | OSError
+        try:
+            mine = action()
+        except OSError as error:
+            mine = error
         parts = [mine] * self._world.size
         if self._group is not None:
             dist.all_gather_object(parts, mine, group=self._group)
-        return parts
+        results: list[T] = []
+        for part in parts:
+            if isinstance(part, OSError):
+                raise part
+            results.append(part)
+        return results
 
-    def _error(self, error: BaseException, step: int) -> RunError:
-        if isinstance(error, CheckpointException):  # of whichever ranks failed
-            error = next(iter(error.failures.values()))[0]
-        # torch says it in its own words, and another rank may already have cleared its part away
-        short = "unexpected pos" in str(error) or "failed writing" in str(error)
-        full = (
-            short
-            or getattr(error, "errno", None) == errno.ENOSPC
-            or shutil.disk_usage(self._root).free < 1 << 20
-        )
-        held = list_checkpoints(self._root)
-        last = f"{held[max(held)].name} is intact" if held else "there is no earlier one"
-        what = "disk full" if full else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        detail = f" ({error.args[1]})" if isinstance(error, OSError) and len(error.args) > 1 else ""
+    def _failure(self, error: OSError, step: int) -> RunError:
+        intact = list_checkpoints(self._root)
+        last = f"{intact[max(intact)].name} is intact" if intact else "there is no earlier one"
+        what = "disk full" if error.errno == errno.ENOSPC else type(error).__name__
         return RunError(
-            f"saving step {step} to {self._root} failed: {what}{detail}; {last}; make room and --resume"
+            f"saving step {step} to {self._root} failed: {what} ({error.strerror}); {last}; "
+            "free disk space and --resume"
         )
 
 
 def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:
-    """Room for the copies, in one piece, held for the whole run: pinning it takes longer than a save may."""
+    """Allocate the host copies in one piece, for the whole run: pinning takes longer than a save."""
     sizes = [-(-f.data.nbytes // _ALIGN) * _ALIGN for f in live]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned and not disk)
-    room = torch.split(on_disk(whole, disk) if disk else whole, sizes)
-    return [part[: f.data.nbytes].view(f.data.dtype) for part, f in zip(room, live, strict=True)]
+    parts = torch.split(on_disk(whole, disk) if disk else whole, sizes)
+    return [part[: f.data.nbytes].view(f.data.dtype) for part, f in zip(parts, live, strict=True)]
+
+
+def save_weights(model: Decoder, config: RunConfig, root: Path) -> None:
+    """Write a checkpoint at step 0 without optimizer state, for a new run to start from."""
+    temporary = _temporary(root, 0)
+    temporary.mkdir(parents=True)
+    state = list(fragments.buffers(model, (0, 1), share=True))
+    for name, p in model.named_parameters():
+        flat = p.detach().contiguous().view(-1)
+        expert = getattr(p, "expert", None)
+        state += fragments.split(f"{WEIGHTS}/{name}", tuple(p.shape), expert, 0, flat)
+    name = "rank-00000.bin"
+    tensors, checksum = write_numbers(temporary / name, state)
+    files = {name: checksum}
+    commit(temporary, config, Manifest(step=0, adam_steps=0, world=1, tensors=tensors, files=files))
+
+
+def _temporary(root: Path, step: int) -> Path:
+    return root / f".step-{step:08d}.tmp"
+
+
+def commit(temporary: Path, config: RunConfig, manifest: Manifest) -> None:
+    """Write config and manifest; then one rename makes the checkpoint exist."""
+    replace(temporary / CONFIG, to_toml(config).encode())
+    manifest.files[CONFIG] = digest(temporary / CONFIG)
+    replace(temporary / MANIFEST, seal(manifest))
+    final = checkpoint_path(temporary.parent, manifest.step)
+    if final.exists():  # the run was rolled back past this step
+        remove(final)
+    temporary.rename(final)
+    sync_directory(final.parent)
+
+
+def prune(
+    root: Path, step: int, keep_last: int, keep_every: int | None, keep_at: Sequence[int] = ()
+) -> None:
+    """Remove all but the newest few up to a step, multiples of `keep_every`, and branch points.
+
+    Checkpoints after `step` belong to a part of the run that was rolled back: remove them too.
+    """
+    by_step = list_checkpoints(root)
+    newest = [each for each in by_step if each <= step][-keep_last:]
+    for each, path in by_step.items():
+        regular = keep_every is not None and each % keep_every == 0
+        if each > step or not (each in newest or each in keep_at or regular):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Rename a checkpoint first, so that a half-removed one is never read."""
+    gone = path.with_name(f".{path.name}.gone")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

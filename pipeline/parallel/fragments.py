@@ -6,11 +6,16 @@ rank holds.
 """
 
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from pipeline.errors import ConfigError
+from pipeline.parallel.world import World
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
 
@@ -122,3 +127,34 @@ def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
 def _share(numel: int, replica: tuple[int, int]) -> tuple[int, int]:
     index, count = replica
     return numel * index // count, numel * (index + 1) // count
+
+
+def on_disk(like: Tensor, folder: str) -> Tensor:
+    """Zeros of a host tensor's shape and type. The file has no name any more: however the process ends, its room is
+    free again; all of it is taken now, so that a full disk is an error here and no death of the process later."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, like.nbytes))
+            return torch.from_file(
+                file.name, shared=True, size=like.numel(), dtype=like.dtype
+            ).view(like.shape)
+    except OSError as error:
+        raise ConfigError(
+            f"parallel.offload.path={folder}: {error.strerror} ({like.nbytes:,} bytes); give a directory with room on "
+            "a disk of each node"
+        ) from None
+
+
+def random_state(world: World) -> list[Fragment]:
+    states = {f"rng/cpu/{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"rng/cuda/{world.rank}"] = torch.cuda.get_rng_state()
+    return [Fragment(key, tuple(state.shape), 0, state) for key, state in states.items()]
+
+
+def set_random_state(held: list[Fragment]) -> None:
+    for fragment in held:
+        if fragment.key.startswith("rng/cpu/"):
+            torch.set_rng_state(fragment.data)
+        else:
+            torch.cuda.set_rng_state(fragment.data)

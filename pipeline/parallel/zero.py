@@ -14,9 +14,8 @@ from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
 from pipeline.optim.groups import adamw, gate_step, set_learning_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.disk import on_disk
 from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
-from pipeline.parallel.fragments import Fragment, Piece
+from pipeline.parallel.fragments import Fragment, Piece, on_disk
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow where it finds it: seconds in every process, and a tracker

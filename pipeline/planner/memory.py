@@ -169,13 +169,16 @@ def checkpoint_bytes(model: Model) -> int:
 
 
 def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
-    """One checkpoint on disk: its numbers, and at most so much around them, which is most of a small one. Torch wraps
-    each run of numbers, and the manifest has its place, 1.9 kB together; a tensor's masters and moments are one each,
-    of every rank at ZeRO-0 and 3, else cut where two ranks meet. Random states and whole blocks come by rank."""
+    """Upper bound of one checkpoint on disk: its numbers and what surrounds them.
+
+    A manifest entry and padding take at most 256 bytes per run of numbers. The masters and moments
+    of a tensor are one run each: on every rank at ZeRO-0 and 3, else cut where two ranks meet.
+    Each rank adds its random state and a partly filled block.
+    """
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = model.layers + model.mtp
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
-    return checkpoint_bytes(model) + 3 * 2048 * runs + 16384 * ranks
+    return checkpoint_bytes(model) + 3 * 256 * runs + 16384 * ranks
 
 
 def memory(config: RunConfig, layout: Layout) -> Memory:

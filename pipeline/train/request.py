@@ -236,10 +236,9 @@ def _config(request: Request, corpus: Corpus) -> RunConfig:
     if request.init is None:
         layer["model"] = {"vocab": corpus.padded_vocab}
     else:
-        from pipeline.checkpoint.manifest import (  # torch: seconds that others need not wait
-            CONFIG,
-            newest,
-        )
+        # Imports torch, which takes seconds that other requests need not wait.
+        from pipeline.checkpoint.format import CONFIG
+        from pipeline.checkpoint.restore import newest
 
         remedy = "prepare the data with --tokenizer, the .model of that run"
         same_tokenizer(

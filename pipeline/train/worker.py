@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint.load import begin, find, load
+from pipeline.checkpoint.restore import begin, find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.errors import RunError, UserError
-from pipeline.parallel.build import engine
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.process import PatientOutput, end_with_parent
@@ -53,7 +53,7 @@ def run(
     corpus = _corpus(config)
     batches = loader(config, corpus, "train")
     with closing(Watch(directory, world, config.train.hang_s, config.train.first_s)) as watch:
-        worker = engine(config, world)
+        worker = build_engine(config, world)
         evaluator = Evaluator(config, corpus, world)
         saver = Saver(worker, config, directory.checkpoints, world)
         rollback: RollbackError | None = None

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint import manifest
-from pipeline.checkpoint.load import find, load
+from pipeline.checkpoint.restore import find, load, newest
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import load as settings
 from pipeline.errors import RunError
@@ -66,13 +65,13 @@ def main(root: Path, times: int, seed: int) -> None:
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         during += bool(list(root.glob(".step-*")))
         try:
-            newest = manifest.newest(root)
+            latest = newest(root)
         except RunError:
             assert last == 0, "the last checkpoint is gone"
             continue
-        load(engine, newest, ALONE)
-        assert engine.step() == newest.step >= last
-        last = newest.step
+        load(engine, latest, ALONE)
+        assert engine.step() == latest.step >= last
+        last = latest.step
     print(json.dumps({"during": during, "last": last}))
 
 

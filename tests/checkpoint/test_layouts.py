@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import manifest, store
-from pipeline.checkpoint.weights import load_model
+from pipeline.checkpoint.format import CONFIG, Checkpoint, Reader, read_manifest
+from pipeline.checkpoint.restore import load_model, newest
 from pipeline.config.layers import reload
 from pipeline.parallel.fragments import Fragment
 from pipeline.planner.memory import disk_bytes
@@ -49,16 +49,13 @@ def losses(run: Path) -> list[float]:
     return [r["loss"] for r in records if r["kind"] == "step"]
 
 
-def tensors(checkpoint: manifest.Checkpoint) -> dict[str, torch.Tensor]:
-    """Masters and moments, whole."""
-    about = checkpoint.manifest
-    keys = [key for key in about.tensors if not key.startswith("rng/")]
-    whole = {key: torch.empty(about.tensors[key]["numel"]) for key in keys}
-    store.read(
-        checkpoint.path,
-        about.tensors,
-        [Fragment(k, tuple(about.shapes[k]), 0, t) for k, t in whole.items()],
-    )
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return masters and moments, whole and flat."""
+    stored = checkpoint.manifest.tensors
+    keys = [key for key in stored if not key.startswith("rng/")]
+    whole = {key: torch.empty(stored[key].numel) for key in keys}
+    parts = [Fragment(key, tuple(stored[key].shape), 0, whole[key]) for key in keys]
+    Reader(checkpoint).fill(parts)
     return whole
 
 
@@ -66,7 +63,7 @@ def counted(*roots: Path) -> None:
     """No checkpoint takes more of a disk than is looked for before a run, and that is not far more."""
     for root in roots:
         for path in list_checkpoints(root).values():
-            ranks, config = manifest.read(path).manifest.world, reload(path / manifest.CONFIG)
+            ranks, config = read_manifest(path).manifest.world, reload(path / CONFIG)
             held = sum(file.stat().st_size for file in path.iterdir())
             assert (
                 held < disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero) < 2 * held
@@ -97,7 +94,7 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     assert losses(moved) != losses(
         whole
     )  # it did run elsewhere: another order of adding leaves its trace
-    want = tensors(manifest.newest(moved))
+    want = tensors(newest(moved))
     assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
     assert any("experts" in key and key.endswith(".7") for key in want) and any(
         k.endswith("steps") for k in want
@@ -108,7 +105,7 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     assert torch.equal(up[7].flatten(), want["model/blocks.1.ffn.experts.up.7"].bfloat16())
     assert torch.equal(model.embedding.weight.flatten(), want["model/embedding.weight"].bfloat16())
     for layout in CONVERTED:
-        there = manifest.newest(tmp_path / layout)
+        there = newest(tmp_path / layout)
         assert there.manifest.adam_steps == STEPS
         got = tensors(there)
         assert got.keys() == want.keys() and all(
@@ -146,8 +143,8 @@ def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
     for layout in RESUMED:
         whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
         assert losses(resumed) == losses(whole), layout
-        assert manifest.newest(resumed).manifest == manifest.newest(whole).manifest, layout
-        assert manifest.newest(whole).manifest.adam_steps == 4  # and DeepSpeed took none of its own
+        assert newest(resumed).manifest == newest(whole).manifest, layout
+        assert newest(whole).manifest.adam_steps == 4  # and DeepSpeed took none of its own
         alike = "bf16, zero 1" if layout.startswith("bf16") else "zero 0"
         assert losses(whole) == pytest.approx(
             losses(tmp_path / alike), abs=1e-3 if "bf16" in layout else 1e-6

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoint.weights import load_model
+from pipeline.checkpoint.restore import load_model
 from pipeline.data.shards import Manifest
 from pipeline.data.tokenizer import Tokenizer, train
 from tests.conftest import launch

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.checkpoint.weights import load_model
+from pipeline.checkpoint.restore import load_model
 from pipeline.config.layers import load as load_config
 from pipeline.config.layers import names
 from pipeline.errors import ConfigError, RunError, UserError

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.bench.host_waits import Calls, Operations
+from pipeline.bench.step_profile import Calls, Operations
 from pipeline.config.parts import MoE
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.parallel.expert import AllToAll, _Exchange

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeline.bench.host_waits import reads
+from pipeline.bench.step_profile import reads
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
 from pipeline.objective.batch import Batch
-from pipeline.parallel.build import engine
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
@@ -79,7 +79,7 @@ class Heard(list[dict[str, Any]]):
 def looping(config: RunConfig, guard: Guard | None = None) -> tuple[Loop, Heard]:
     """The real loop, with no more than it needs here, and what it says."""
     heard: Any = Heard()
-    made = engine(config, WORLD), WORLD, heard, StopRequest(), None, guard or Guard([]), None
+    made = build_engine(config, WORLD), WORLD, heard, StopRequest(), None, guard or Guard([]), None
     return Loop(config, RunDir(Path()), *made), heard
 
 
@@ -193,7 +193,7 @@ def strike(
 def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
     """How many of so many flips were caught before the step, with the struck rank named."""
     made = config(name, zero, arch="moe" if ep > 1 else "dense", ep=ep)
-    worker, caught, source = engine(made, WORLD), 0, random.Random(zero)
+    worker, caught, source = build_engine(made, WORLD), 0, random.Random(zero)
     replicas = Replicas(worker, WORLD, ep)
     for step in range(count):
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
@@ -237,7 +237,7 @@ def looped(save: bool) -> str:
 
 def routed(zero: int) -> str:
     """What is said of a flip in a router's balancing counts, which every rank must have alike."""
-    worker: Any = engine(config("deepspeed", zero, arch="moe", ep=2), WORLD)
+    worker: Any = build_engine(config("deepspeed", zero, arch="moe", ep=2), WORLD)
     replicas = Replicas(worker, WORLD, 2)
     if WORLD.rank == 1:
         flip([worker.module.routers()[0].steps], random.Random(zero))

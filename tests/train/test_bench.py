@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError
-from pipeline.parallel.build import _model
+from pipeline.parallel.build_engine import prepare_model
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
 from pipeline.runs.faults import out_of_memory
@@ -348,7 +348,7 @@ def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(
         *(["model.ffn.experts=8"] if "moe" in arch else []),
     ]
     config = resolve(load(size="7k", arch=arch, sets=wish), ranks=1, gpu=False)
-    model = _model(config, World(0, 1, torch.device("cpu"))).bfloat16()
+    model = prepare_model(config, World(0, 1, torch.device("cpu"))).bfloat16()
     random = torch.Generator().manual_seed(0)
 
     def forward(documents):

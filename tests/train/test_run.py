@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path
     out = tmp_path / "run"
     shutil.copytree(base, out)
     newest = sorted((out / "checkpoints").glob("step-*"))[-1]
-    victim = max(newest.rglob("*.distcp"), key=lambda p: p.stat().st_size)
+    victim = max(newest.rglob("*.bin"), key=lambda p: p.stat().st_size)
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)

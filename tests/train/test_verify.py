@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.bench.layouts import Outcome, _differences
+from pipeline.bench.equivalence import Outcome, _differences
 from tests.conftest import command, environment, launch
 
 

@@ -14,16 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.bench.host_waits import reads
-from pipeline.bench.overheads import overheads
-from pipeline.bench.trace import kernels, traced
+from pipeline.bench.step_profile import kernels, overheads, reads, traced
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import prefetch
 from pipeline.errors import RunError
 from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import learning_rate
-from pipeline.parallel.build import engine
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
@@ -51,7 +49,7 @@ class Twin:
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name: str = config.train.dtype  # fp32 on a CPU, unless bf16 is asked for
         plain = config.train.model_copy(update={"fp8": False})
-        self._engine = engine(config.model_copy(update={"train": plain}), world)
+        self._engine = build_engine(config.model_copy(update={"train": plain}), world)
 
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
         return self._engine.update(micros, lr).nll
@@ -119,7 +117,7 @@ def train(
     say("engine and first step")
     batches = _batches(config, corpus, world)
     first, before = next(batches), _held()
-    worker = engine(config, world)
+    worker = build_engine(config, world)
     ours = _Side("ours", partial(_step, worker, config, world), first, before)
     theirs = None
     if peer is not None:

@@ -26,7 +26,7 @@ from pipeline.model.build import build_model, init_weights
 from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
-from pipeline.parallel.build import engine
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import always, balance
 from pipeline.parallel.world import World
 from pipeline.process import end_with_parent, one_node, redirect_output
@@ -163,16 +163,16 @@ def held_against(
     config = validate(RunConfig, merge(config.model_dump(), over))
     lr = config.optim.lr
     assert isinstance(lr, float) and config.train.dtype in BOUND
-    worker, mine, tokens = engine(config, world), Run([], [], [], []), True
+    worker, mine, tokens = build_engine(config, world), Run([], [], [], []), True
     found: list[list[dict[str, float]]] = []  # by step, against each
     compared = STEPS if config.train.dtype == "fp32" else 1
     if layout.control:  # at the last step that is compared: those before it are as they should be
         part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
         for name, parameter in worker.module.named_parameters():
             if part in name:
-                parameter.register_hook(
+                parameter.register_hook(  # type: ignore[no-untyped-call]
                     lambda grad: grad * (factor if len(found) == compared - 1 else 1.0)
-                )  # type: ignore[no-untyped-call]
+                )
 
     def look(nll: Tensor, norm: Tensor) -> Tensor:
         if (step := len(found)) < compared:

@@ -1,0 +1,164 @@
+"""Find the newest intact checkpoint, load it into an engine of any layout, or read its weights."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.checkpoint.format import (
+    CONFIG,
+    Checkpoint,
+    DamagedError,
+    Reader,
+    check_files,
+    read_manifest,
+)
+from pipeline.config.layers import reload
+from pipeline.config.schema import RunConfig
+from pipeline.errors import RunError
+from pipeline.model.build import build_model
+from pipeline.model.stack import Decoder
+from pipeline.parallel import fragments
+from pipeline.parallel.engine import Engine
+from pipeline.parallel.fragments import WEIGHTS, Fragment, random_state, set_random_state, split
+from pipeline.parallel.world import World
+from pipeline.runs.directory import list_checkpoints
+
+
+def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest intact checkpoint, and a line for each newer one that is damaged.
+
+    Every rank calls it, at the start or between steps when no save is in progress. The ranks
+    share the work of checking the files and agree on the result.
+    """
+    if world.first:
+        for leftover in root.glob(".step-*"):  # from a process killed during a save or a removal
+            shutil.rmtree(leftover, ignore_errors=True)
+    world.barrier()
+    damaged: list[str] = []
+    for path in reversed(list_checkpoints(root).values()):
+        checkpoint = None
+        fault = ""
+        try:
+            checkpoint = read_manifest(path)
+            files = sorted(checkpoint.manifest.files)
+            check_files(checkpoint, files[world.rank :: world.size])
+        except DamagedError as error:
+            fault = str(error)
+        faults = [each for each in world.gather(fault) if each]
+        if not faults:
+            return checkpoint, damaged
+        damaged.append(f"checkpoint {path.name} is damaged ({faults[0]})")
+    if damaged:
+        raise RunError(
+            f"{damaged[0]} and no older one in {root} is intact; restore it or use a new --out"
+        )
+    return None, []
+
+
+def newest(path: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest of a run directory or of its `checkpoints`; check all files."""
+    for root in (path / "checkpoints", path):
+        found = list_checkpoints(root)
+        if found:
+            path = found[max(found)]
+            break
+    try:
+        checkpoint = read_manifest(path)
+        check_files(checkpoint, sorted(checkpoint.manifest.files))
+    except DamagedError as error:
+        raise RunError(
+            f"no intact checkpoint at {path} ({error}); give a run directory, or an older checkpoint"
+        ) from None
+    return checkpoint
+
+
+def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
+    """Load a checkpoint into an engine, new or already trained; every rank calls it."""
+    manifest = checkpoint.manifest
+    reader = Reader(checkpoint)
+    reader.fill(engine.state())
+    fragments.set_steps(engine.optimizer, manifest.adam_steps)
+    engine.adopt()
+    # The random state of a rank means nothing in a world of another size.
+    random = random_state(world)
+    if manifest.world == world.size and all(f.key in manifest.tensors for f in random):
+        reader.fill(random)
+        set_random_state(random)
+
+
+def begin(engine: Engine, path: Path) -> None:
+    """Load the weights of another run, and not its optimizer state; every rank calls it."""
+    weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/")]
+    Reader(newest(path)).fill(weights)
+    engine.adopt()
+
+
+class Weights(Mapping[str, Tensor]):
+    """Global tensors by name, one per expert, read on access; fp32 masters, or cast to `dtype`."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
+        self._tensors = checkpoint.manifest.tensors
+        self._reader = Reader(checkpoint)
+        self._dtype = dtype
+        keys = (key.partition("/") for key in self._tensors)
+        self._names = [name for kind, _, name in keys if kind == WEIGHTS]
+
+    def __getitem__(self, name: str) -> Tensor:
+        key = f"{WEIGHTS}/{name}"
+        stored = self._tensors[key]
+        dtype = self._cast(stored.torch_dtype)
+        tensor = torch.empty(stored.shape, dtype=dtype)
+        self._reader.fill([Fragment(key, tuple(stored.shape), 0, tensor.view(-1))])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def like(self, name: str, parameter: Tensor) -> Tensor:
+        """Return a module's tensor. If the module stacks experts, they are stacked here too."""
+        shape = tuple(parameter.shape)
+        tensor = torch.empty(shape, dtype=self._cast(parameter.dtype))
+        expert = getattr(parameter, "expert", None)
+        self._reader.fill(split(f"{WEIGHTS}/{name}", shape, expert, 0, tensor.view(-1)))
+        return tensor
+
+    def _cast(self, dtype: torch.dtype) -> torch.dtype:
+        # Integer counters of the routers keep their type.
+        return self._dtype if self._dtype and dtype.is_floating_point else dtype
+
+
+def load_weights(directory: Path, *, dtype: torch.dtype | None = None) -> Weights:
+    """Return the weights of a checkpoint, or of a run's newest one, after checking its files."""
+    return Weights(newest(directory), dtype)
+
+
+def load_model(
+    directory: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Decoder, RunConfig]:
+    """Return a trained model in evaluation mode, and the config of its run.
+
+    The model is built without memory and filled tensor by tensor: it needs its own size once.
+    """
+    checkpoint = newest(directory)
+    config = reload(checkpoint.path / CONFIG)
+    weights = Weights(checkpoint, dtype)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    saved = model.state_dict()
+    tensors: dict[str, nn.Parameter | Tensor] = dict(model.named_parameters())
+    tensors.update(model.named_buffers())
+    filled = {
+        name: weights.like(name, tensor).to(device)
+        for name, tensor in tensors.items()
+        if name in saved
+    }
+    # Not strict: of tied weights only one name is filled, and `tie` restores the other.
+    model.load_state_dict(filled, strict=False, assign=True)
+    model.tie()
+    return model.eval(), config

@@ -1,0 +1,87 @@
+"""Config → engine, with its model initialized and compiled: the one place where engines are chosen."""
+
+import os
+from typing import assert_never
+
+import torch
+
+from pipeline.config.parts import MoE
+from pipeline.config.schema import RunConfig
+from pipeline.errors import ConfigError
+from pipeline.model.build import build_model, init_weights
+from pipeline.model.fp8 import convert_to_fp8
+from pipeline.model.stack import Block, Decoder
+from pipeline.parallel.engine import Engine
+from pipeline.parallel.sequence import share_sequences
+from pipeline.parallel.world import World, join
+
+
+def build_engine(config: RunConfig, world: World) -> Engine:
+    join(world, os.environ)
+    if config.train.dtype == "bf16" and world.device.type == "cuda":
+        # The only fp32 products are the routers'. Their operands are bf16 values, which TF32
+        # represents exactly.
+        torch.set_float32_matmul_precision("high")
+    engine: Engine
+    # Each engine is imported where it is used: DeepSpeed alone takes seconds.
+    match config.parallel.engine:
+        case "deepspeed":
+            from pipeline.parallel.zero import ZeroEngine
+
+            engine = ZeroEngine(config, prepare_model(config, world), world)
+        case "accelerate":
+            from pipeline.parallel.ddp import DDPEngine
+
+            engine = DDPEngine(config, prepare_model(config, world), world)
+        case _:
+            assert_never(config.parallel.engine)
+    if config.parallel.sp > 1:
+        share_sequences(engine.module, config.parallel.sp)
+    return engine
+
+
+def prepare_model(config: RunConfig, world: World) -> Decoder:
+    """Build this rank's model and draw its weights; convert it to fp8 and compile it as configured."""
+    train = config.train
+    ep = config.parallel.ep
+    assert train.loss_chunk != "auto", "resolve the recipe first"
+    experts = None
+    if isinstance(config.model.ffn, MoE) and ep > 1:
+        share = config.model.ffn.experts // ep
+        first = world.rank % ep * share
+        experts = range(first, first + share)
+    model = build_model(
+        config.model,
+        z_loss=config.optim.z_loss,
+        loss_chunk=train.loss_chunk,
+        recompute=train.recompute,
+        experts=experts,
+    )
+    init_weights(model, config.model, config.seed)
+    if experts is not None:
+        from pipeline.parallel.expert import announce
+
+        announce(model, ep)
+    blocks = [*model.blocks, *(ahead.block for ahead in model.ahead)]
+    if train.fp8:
+        _convert_to_fp8(blocks, config, world)
+    if train.compile is True:
+        # Per block: this starts faster than compiling the whole model, and all layers share one
+        # graph. Hooks that an engine adds, such as ZeRO-3's gathering, stay outside of the graph.
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    return model
+
+
+def _convert_to_fp8(blocks: list[Block], config: RunConfig, world: World) -> None:
+    # Compute capability 8.9 (Ada) and 9.0 (Hopper) are the first with fp8 matmuls.
+    if world.device.type == "cuda" and torch.cuda.get_device_capability(world.device) < (8, 9):
+        name = torch.cuda.get_device_name(world.device)
+        raise ConfigError(
+            f"train.fp8=true: {name} has no fp8 matmuls (Hopper and Ada have); set train.fp8=false"
+        )
+    if not sum(map(convert_to_fp8, blocks)):
+        raise ConfigError(
+            f"train.fp8=true: no layer of width {config.model.width} has two sides divisible by 16; "
+            "use another --size, or train.fp8=false"
+        )
