@@ -4,28 +4,29 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAUNCH := $(BIN)/launch
-# the demo is for CPUs: ladders of seconds, not hours
+# The demo runs on CPUs: its ladder takes seconds, not hours.
 DATA   := data/demo
 RUNS   := runs/demo
 SIZES  := tiny 500k 1m
 
-.PHONY: demo picture test check install system clean help
+.PHONY: demo picture quick test gpu-test attack check install system clean help
 
-help:  ## what can be made
+help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # ── install ──────────────────────────────────────────────────────────────────────────────────────
 
-install: $(VENV)/.installed  ## a virtual environment with everything pinned
+install: $(VENV)/.installed  ## create a virtual environment with pinned packages
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoflop needs Python 3.11 or newer; make PYTHON=python3.12 …")'
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing what constraints.txt pins: about four minutes"
+	@echo "installing the versions in constraints.txt: about four minutes"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core; some packages carry files that are no Python
+	@# pip would compile on one core; some packages contain files that do not compile
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
-system:  ## Debian packages that the tests use: a browser, and a SLURM to start on this host
+system:  ## install the Debian packages that the tests use: a browser and SLURM
 	@if command -v apt-get >/dev/null && ! { command -v chromium && command -v slurmctld && command -v ip; } >/dev/null; then \
 	  SUDO=$$( [ "$$(id -u)" = 0 ] || echo sudo ); \
 	  $$SUDO apt-get update -qq && DEBIAN_FRONTEND=noninteractive $$SUDO apt-get install -qq -y --no-install-recommends \
@@ -34,7 +35,7 @@ system:  ## Debian packages that the tests use: a browser, and a SLURM to start 
 
 # ── the main job ─────────────────────────────────────────────────────────────────────────────────
 
-demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in minutes
+demo: install  ## corpus, three sizes, a fitted law and the page, in minutes
 	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.05
 	@set -e; for size in $(SIZES); do \
 	  echo; echo "+ launch pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume"; \
@@ -43,14 +44,25 @@ demo: install  ## corpus, three sizes, a fitted law, a page: the whole way in mi
 	$(LAUNCH) fit --runs $(RUNS)
 	$(LAUNCH) dashboard --runs $(RUNS) --static $(RUNS)/dashboard.html
 
-picture: demo system  ## the README's picture, from the demo's page
+picture: demo system  ## take the README's pictures of the demo's page
 	$(BIN)/python tests/browser/picture.py $(RUNS)/dashboard.html docs/images
 	$(BIN)/python -m tests.scaling.picture docs/images
 
-# ── proof ────────────────────────────────────────────────────────────────────────────────────────
+# ── tests ────────────────────────────────────────────────────────────────────────────────────────
 
-test: install check  ## lint, types, layers and every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+quick: install  ## unit tests alone: under 90 seconds
+	$(PYTEST) -m 'not slow and not slurm and not browser and not gpu'
+
+test: install check  ## lint, types, layers and every test that needs no GPU
+	$(PYTEST) --no-loadscope-reorder -m 'not gpu'
+
+gpu-test: install  ## tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
+
+attack: install  ## bad command lines, hostile files, damaged run and model directories
+	$(PYTEST) tests/attack
 
 check: install  ## lint, types and layers alone
 	$(BIN)/ruff check .
@@ -58,5 +70,5 @@ check: install  ## lint, types and layers alone
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean:  ## what runs and tests leave behind
+clean:  ## remove what runs and tests leave behind
 	rm -rf $(RUNS) $(DATA) mlruns mlflow.db .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""What several suites share: the command line as a user calls it, and one small corpus made by it."""
+"""Fixtures that several suites share: the command line as a user calls it, and one small corpus."""
 
 import json
 import os
@@ -9,15 +9,28 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is there: `make test` runs two of us side by side
-LONGEST = ("cluster/test_jobs.py", "train/test_survive.py", "train/test_run.py")  # minutes each
+# Before torch is imported: `make test` runs two workers side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Minutes each; they start first, so that no worker waits for another at the end.
+LONGEST = ("cluster/test_jobs.py", "train/test_survive.py", "train/test_run.py")
+# Whole suites that start training processes, and fixtures that take seconds to set up.
+SLOW_SUITES = ("attack", "bench", "hub", "parallel", "train", "test_legacy.py")
+SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin, so that at the end neither worker waits for the other."""
+    """Mark tests by what they use; see `markers` in pyproject.toml."""
+    here = Path(__file__).parent
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "slurm" in fixtures:
+            item.add_marker(pytest.mark.slurm)
+        if "browser" in fixtures:
+            item.add_marker(pytest.mark.browser)
+        if item.path.relative_to(here).parts[0] in SLOW_SUITES or fixtures & SLOW_FIXTURES:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 
@@ -32,7 +45,7 @@ def environment(**more: str) -> dict[str, str]:
 def launch(
     *arguments: object, code: int = 0, cwd: Path | None = None, timeout: float = 800, **env: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end and hold its exit code."""
+    """Run a command to its end and check its exit code."""
     done = subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -48,7 +61,7 @@ def launch(
 
 
 def worlds(jobs: list[dict], tmp_path: Path) -> None:
-    """Jobs one after the other, in groups of forked ranks: many runs for the price of one import (tests/worlds.py)."""
+    """Run jobs in forked ranks, one after the other: many runs for one import (tests/worlds.py)."""
     plan = tmp_path / "jobs.json"
     plan.write_text(json.dumps(jobs, default=str))
     env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
@@ -61,8 +74,10 @@ def worlds(jobs: list[dict], tmp_path: Path) -> None:
 def inside(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """The command line in this process, where importing torch or transformers anew would take longer than the command;
-    gives back what it printed, of a refusal its one line."""
+    """Run a command in this process, where importing torch again would take longer than the command.
+
+    Return what it printed, or the one line of an error.
+    """
     from launch import __main__ as command_line
 
     if not command_line.app.registered_commands:
@@ -84,7 +99,7 @@ def inside(
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The synthetic source: the same bytes on every machine, so that its losses can be known in advance."""
+    """A corpus of the synthetic source: the same bytes, and so the same losses, on every machine."""
     out = tmp_path_factory.mktemp("corpus") / "synthetic"
     launch(
         "data", "prepare", "--source", "synthetic", "--out", out, "--vocab-size", 512, "--seed", 1,

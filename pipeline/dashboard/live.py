@@ -314,8 +314,6 @@ class Watcher:
             before = old.runs.get(key)
             same = before is not None and before[1] == content
             runs[key] = before if same and before else (old.revision + 1, content)
-        if len(notes) > MAX_NOTES:
-            notes = [*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} more"]
         now = replace(
             old,
             runs=runs,
@@ -380,13 +378,16 @@ class Watcher:
     def runs(self, since: int = 0) -> bytes:
         """Return as JSON every run that has changed since a revision, and the ids of all."""
         now = self.snapshot
+        notes = list(now.notes[:MAX_NOTES])
+        if len(now.notes) > MAX_NOTES:
+            notes.append(f"and {len(now.notes) - MAX_NOTES} more")
         head = {
             "boot": self.boot,  # revisions count from the start of this process
             "revision": now.revision,
             "laws_revision": now.laws_revision,
             "time": time.time(),
             "title": self.source.title,
-            "notes": now.notes,
+            "notes": notes,
             "reading": now.reading,
             "clusters": clusters(),
             "ids": list(now.runs),
