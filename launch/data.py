@@ -1,6 +1,5 @@
-"""launch data: text to shards, and a look at them."""
+"""`launch data`: turn text into token shards, train a tokenizer, inspect a corpus."""
 
-import json
 import os
 import sys
 import time
@@ -11,32 +10,61 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import examples
+from launch.options import AsJson, Quiet, examples
+from launch.tables import print_json
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.data.prepare import Report
+    from pipeline.data.shards import Manifest
 
 app = typer.Typer(
-    help="Turn text into token shards with Ray, and look at them.", no_args_is_help=True
-)
-
-PREPARE = examples(
-    "launch data prepare --source python --out data/python",
-    "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 --out data/web",
-    "launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 --out data/crawl",
-    "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model --out data/stories",
+    help="Turn text into token shards with Ray, and inspect them.", no_args_is_help=True
 )
 
 
-@app.command(epilog=PREPARE)
+def _out_path(text: str) -> Path:
+    if not text:  # Path("") is the current directory
+        raise ConfigError("out='': the path is empty; give --out a name")
+    return Path(text)
+
+
+SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Ray workers; they do not change the shards.  [default: all CPUs]"),
+]
+LimitBytes = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Text to read from each --source; the files of a directory or glob share it.  "
+        "[default: 32 MiB of python or synthetic, otherwise all]",
+    ),
+]
+TextKey = Annotated[
+    str | None, typer.Option(help="Field or column that contains the text.  [default: text]")
+]
+RecipeSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7."),
+]
+
+
+@app.command(
+    epilog=examples(
+        "launch data prepare --source python --out data/python",
+        "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet "
+        "--vocab-size 32768 --out data/web",
+        "launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 "
+        "--out data/crawl",
+        "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model "
+        "--out data/stories",
+    )
+)
 def prepare(
-    out: Annotated[Path, typer.Option(help="Directory for the shards.")],
-    source: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
-        ),
-    ] = None,
+    out: Annotated[Path, typer.Option(parser=_out_path, help="Directory for the shards.")],
+    source: Annotated[list[str] | None, typer.Option(help=SOURCE_HELP)] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Filters, dedup, mixture: a name in configs/data or a TOML file."),
@@ -47,47 +75,32 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this SentencePiece .model instead.")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Ray workers; the shards do not depend on it.  [default: all CPUs]"
-        ),
-    ] = None,
+    workers: Workers = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Of the synthetic corpus and of the tokenizer's sample.  [default: 0]"
-        ),
+        typer.Option(min=0, help="Seed of the synthetic corpus and the sample.  [default: 0]"),
     ] = None,
     valid_share: Annotated[
         float | None,
-        typer.Option(min=0, max=0.5, help="Documents held out, by their hash.  [default: 0.01]"),
+        typer.Option(min=0, max=0.5, help="Documents to hold out, by hash.  [default: 0.01]"),
     ] = None,
-    limit_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of each source.  [default: 32 MiB of a built-in, else all]"),
-    ] = None,
-    text_key: Annotated[
-        str | None, typer.Option(help="Field or column that holds the text.  [default: text]")
-    ] = None,
+    limit_bytes: LimitBytes = None,
+    text_key: TextKey = None,
     malformed_share: Annotated[
         float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
     ] = 0.01,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    sets: RecipeSettings = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Read text, train or take a tokenizer, write Megatron .bin/.idx shards and a manifest with checksums.
+    """Read text, train or load a tokenizer, write Megatron .bin/.idx shards and a manifest.
 
-    The same arguments give the same bytes whatever the number of workers. A second call finishes what a first one left.
+    The same arguments give the same bytes for any number of workers. If the command is stopped,
+    the same command finishes the corpus.
     """
     from pipeline.data.corpus_recipe import load_recipe
     from pipeline.data.prepare import prepare as make
     from pipeline.data.tokenizer import Tokenizer
-    from pipeline.errors import ConfigError
 
     if vocab_size is not None and tokenizer is not None:
         raise ConfigError(
@@ -115,43 +128,39 @@ def prepare(
             report=report,
             warn=lambda line: print(line, file=sys.stderr),
         )
-    seconds = time.monotonic() - start
+    seconds = round(time.monotonic() - start, 2)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "out": str(out),
-                    "reused": reused,
-                    "seconds": round(seconds, 2),
-                    **manifest.model_dump(),
-                }
-            )
-        )
+        made = manifest.model_dump()
+        print_json({"out": str(out), "reused": reused, "seconds": seconds, **made})
     else:
-        train, valid = manifest.splits["train"], manifest.splits["valid"]
-        state = "already there, every checksum right" if reused else f"written in {seconds:.1f} s"
+        state = "already complete, all checksums match" if reused else f"written in {seconds} s"
+        _print_manifest(out, manifest, state)
+
+
+def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
+    train = manifest.splits["train"]
+    valid = manifest.splits["valid"]
+    bytes_per_token = (train.bytes + valid.bytes) / (train.tokens + valid.tokens)
+    print(
+        f"{out}: {train.tokens:,} training tokens, {valid.tokens:,} held out, "
+        f"{bytes_per_token:.2f} bytes per token, vocabulary {manifest.tokenizer.vocab:,}; {state}"
+    )
+    for stage in manifest.stages:
+        tokens = "" if stage.tokens is None else f", {stage.tokens:,} tokens"
         print(
-            f"{out}: {train.tokens:,} tokens to train on, {valid.tokens:,} held out, "
-            f"{(train.bytes + valid.bytes) / (train.tokens + valid.tokens):.2f} bytes per token, "
-            f"vocabulary {manifest.tokenizer.vocab:,}; {state}"
+            f"  {stage.name:<14} kept {stage.documents_kept:>12,} of {stage.documents_in:,} "
+            f"documents, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes{tokens}"
         )
-        for stage in manifest.stages:
-            kept = f"kept {stage.documents_kept:>12,} of {stage.documents_in:,} documents"
-            tokens = "" if stage.tokens is None else f", {stage.tokens:,} tokens"
-            print(
-                f"  {stage.name:<14} {kept}, {stage.bytes_kept:,} of {stage.bytes_in:,} bytes{tokens}"
-            )
-            for reason, (documents, size) in stage.dropped.items():
-                print(
-                    f"  {stage.name:<14} dropped {documents:>9,} documents, {size:>13,} bytes: {reason}"
-                )
-        for share in (share for share in manifest.sources if share.weight is not None):
-            passes = "" if share.epochs is None else f", {share.epochs:.2f} epochs"
-            print(
-                f"  {share.name}: {share.tokens:,} tokens, {share.weight:.1%} of the batches{passes}"
-            )
-        if not valid.tokens:
-            print("no document was held out: raise --valid-share to measure a held-out loss")
+        for reason, (documents, size) in stage.dropped.items():
+            dropped = f"{documents:>9,} documents, {size:>13,} bytes: {reason}"
+            print(f"  {stage.name:<14} dropped {dropped}")
+    for share in manifest.sources:
+        if share.weight is not None:
+            epochs = "" if share.epochs is None else f", {share.epochs:.2f} epochs"
+            weight = f"{share.weight:.1%} of the batches"
+            print(f"  {share.name}: {share.tokens:,} tokens, {weight}{epochs}")
+    if not valid.tokens:
+        print("no document was held out: raise --valid-share to measure a held-out loss")
 
 
 @app.command(
@@ -161,10 +170,10 @@ def prepare(
     ),
 )
 def train_tokenizer(
-    source: Annotated[list[str], typer.Option(help="As for prepare; repeatable.")],
-    out: Annotated[Path, typer.Option(help="The .model file to write.")],
+    source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
+    out: Annotated[Path, typer.Option(parser=_out_path, help="The .model file to write.")],
     vocab_size: Annotated[
-        int, typer.Option(help="Pieces, bytes and control pieces included.")
+        int, typer.Option(help="Pieces, including byte and control pieces.")
     ] = 32768,
     kind: Annotated[
         str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")
@@ -173,82 +182,79 @@ def train_tokenizer(
         list[str] | None, typer.Option(help="A control piece; repeatable.  [default: <pad> <mask>]")
     ] = None,
     weight: Annotated[
-        list[str] | None, typer.Option(help="SOURCE=WEIGHT of the sample.  [default: by size]")
+        list[str] | None, typer.Option(help="SOURCE=WEIGHT in the sample.  [default: by size]")
     ] = None,
     sample_bytes: Annotated[
         int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")
     ] = None,
-    limit_bytes: Annotated[int | None, typer.Option(min=1, help="Of each source.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample.")] = 0,
-    text_key: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    limit_bytes: LimitBytes = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
+    text_key: TextKey = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a SentencePiece model that returns every text byte for byte; same sources and seed, same file."""
+    """Train a lossless SentencePiece model; the same sources and seed give the same file."""
     from pipeline.data.corpus_recipe import load_recipe
     from pipeline.data.tokenizer import make_tokenizer
 
-    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes} | (
-        {"controls": special} if special else {}
-    )
+    train: dict[str, Any] = {"kind": kind, "sample_bytes": sample_bytes}
+    if special:
+        train["controls"] = special
     settings = {
         "sources": source,
         "vocab_size": vocab_size,
         "seed": seed,
         "limit_bytes": limit_bytes,
+        "text_key": text_key,
+        "train": train,
+        "mixture": {"weights": _weights(weight, source)} if weight else None,
     }
-    settings |= {"text_key": text_key, "train": train}
-    settings |= {"mixture": {"weights": _weights(weight, source)} if weight else None}
     made = make_tokenizer(load_recipe(None, settings), out)
     if as_json:
-        print(
-            json.dumps(
-                {"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast}
-            )
-        )
+        print_json({"out": str(out), **made.info(out.name).model_dump(), "gigatoken": made.fast})
     else:
-        speed = "gigatoken" if made.fast else "sentencepiece"
-        print(f"{out}: {made.vocab:,} pieces, fingerprint {made.fingerprint}; encoded by {speed}")
+        encoder = "gigatoken" if made.fast else "sentencepiece"
+        print(f"{out}: {made.vocab:,} pieces, fingerprint {made.fingerprint}; encoder {encoder}")
 
 
 def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
-    """What --weight says; a source without one weighs 1."""
-    from pipeline.errors import ConfigError
-
+    """Parse --weight; a source without one has weight 1."""
     weights = dict.fromkeys(sources, 1.0)
     for entry in given:
         source, _, number = entry.rpartition("=")
+        if source not in sources:
+            known = ", ".join(sources)
+            raise ConfigError(f"weight={entry!r}: {source!r} is not a --source; known: {known}")
         try:
             weights[source] = float(number)
         except ValueError:
-            raise ConfigError(f"weight={entry!r} is not SOURCE=NUMBER") from None
-        if source not in sources:
-            raise ConfigError(
-                f"weight={entry!r}: {source!r} is not a --source; known: {', '.join(sources)}"
-            )
+            raise ConfigError(f"weight={entry!r}: not SOURCE=NUMBER") from None
     return weights
 
 
 @app.command(epilog=examples("launch data inspect data/python --json"))
 def inspect(
     path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Verify every checksum; print counts, token statistics and a sample."""
-    from pipeline.data.corpus import inspect as look
+    from pipeline.data.corpus import inspect as describe
 
-    described = look(path)
-    print(json.dumps(described) if as_json else "\n".join(_lines(described)))
+    described = describe(path)
+    if as_json:
+        print_json(described)
+    else:
+        print("\n".join(_lines(described)))
 
 
 def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in described.items():
-        if isinstance(value, dict):
-            yield f"{indent}{key}"
-            yield from _lines(value, indent + "  ")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             for entry in value:
                 yield f"{indent}{key}"
                 yield from _lines(entry, indent + "  ")
+        elif isinstance(value, dict):
+            yield f"{indent}{key}"
+            yield from _lines(value, indent + "  ")
         elif key == "sample":
             yield f"{indent}sample"
             yield from (f"{indent}  │ {line}" for line in value.splitlines())
@@ -258,15 +264,15 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 @contextmanager
 def _progress(quiet: bool) -> "Iterator[Report]":
-    """A bar on a terminal, a line every tenth elsewhere; on stderr, so that results can be piped."""
+    """A bar on a terminal, otherwise a line every tenth; on stderr, so that results can be piped."""
     if quiet:
         yield lambda what, done, total: None
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
-        from rich.progress import Progress
+        from rich.progress import Progress, TaskID
 
         with Progress(console=Console(stderr=True)) as bars:
-            known: dict[str, Any] = {}
+            known: dict[str, TaskID] = {}
 
             def draw(what: str, done: int, total: int) -> None:
                 if what not in known:

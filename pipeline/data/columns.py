@@ -3,8 +3,8 @@
 An hf: source is a hub name, a directory of data files, or a dataset saved by `save_to_disk`.
 """
 
-import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ HUB_SHARD_BYTES = 64 * MB  # assumed: the size of a streamed shard is unknown
 
 
 class Row(NamedTuple):
-    number: int  # in the file, or in the shard of a streamed dataset
+    number: int  # in the file, in the piece of an Arrow file, in the shard of a streamed dataset
     value: object  # of the text column
     bytes: int
 
@@ -60,21 +60,31 @@ def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
 
 def record_batch_bytes(path: Path) -> list[int]:
     """Return the size of each record batch; no batch is read."""
+    source = pyarrow.memory_map(str(path))
+    # The file format is the streaming format between a magic number and a footer.
+    source.seek(8 if source.read(6) == b"ARROW1" else 0)
     try:
-        return [message.body.size for message in _record_batches(str(path))]
+        messages = pyarrow.ipc.MessageReader.open_stream(source)
+        return [message.body.size for message in messages if message.type == "record batch"]
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: not an Arrow file ({error}); replace or remove it") from error
 
 
 def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
-    """Read the text column of record batches start to stop - 1."""
-    number = sum(_row_count(message) for message in islice(_record_batches(path), start))
+    """Read the text column of record batches start to stop - 1, numbered from the first of them."""
+    number = 0
     for batch in _read_batches(path, start, stop):
         _check_column(path, key, batch.schema.names)
         _check_offsets(batch.column(key))
         for value in batch.column(key):
             yield _row(number, value)
             number += 1
+
+
+@lru_cache(1)
+def rows_before(path: str, batch: int) -> int:
+    """Count the rows before a record batch. pyarrow has to decompress them for that."""
+    return sum(earlier.num_rows for earlier in _read_batches(path, 0, batch))
 
 
 def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
@@ -87,38 +97,6 @@ def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
         yield from islice(pyarrow.ipc.open_stream(source), start, stop)
         return
     yield from map(reader.get_batch, range(start, stop))
-
-
-def _record_batches(path: str) -> Iterator[Any]:
-    """Iterate over the messages of the record batches; both formats contain the same messages."""
-    source = pyarrow.memory_map(path)
-    source.seek(8 if source.read(6) == b"ARROW1" else 0)
-    for message in pyarrow.ipc.MessageReader.open_stream(source):
-        if message.type == "record batch":
-            yield message
-
-
-def _row_count(message: Any) -> int:
-    """Read the row count from the flatbuffer header of a record batch (Arrow's Message.fbs).
-
-    pyarrow returns it only with the batch itself, which it has to decompress. A worker that starts
-    at the last batch of a file would decompress the whole file to number its rows.
-    """
-    raw = message.metadata.to_pybytes()
-    header = _flatbuffer_field(raw, struct.unpack_from("<I", raw)[0], 2)
-    batch = header + struct.unpack_from("<I", raw, header)[0]
-    rows = _flatbuffer_field(raw, batch, 0)
-    return int(struct.unpack_from("<q", raw, rows)[0]) if rows else 0
-
-
-def _flatbuffer_field(raw: bytes, table: int, number: int) -> int:
-    """Return the position of a table's field; 0 if it has its default value."""
-    vtable = table - struct.unpack_from("<i", raw, table)[0]
-    entry = 4 + 2 * number
-    if entry >= struct.unpack_from("<H", raw, vtable)[0]:
-        return 0
-    offset = struct.unpack_from("<H", raw, vtable + entry)[0]
-    return table + offset if offset else 0
 
 
 def _row(number: int, value: Any) -> Row:

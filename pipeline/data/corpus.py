@@ -1,5 +1,13 @@
-"""An opened corpus: its shards checked and mapped, its contents summarized."""
+"""The directory of a corpus: claimed while it is written, checked when it is opened.
 
+A directory belongs to one set of arguments once it is finished, and to one process while it is
+written.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,13 +15,24 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.atomic import digest
-from pipeline.data.shards import HEADER, Manifest, Shard, Split
-from pipeline.errors import DataError
+from pipeline.atomic import TEMPORARY, digest, locked
+from pipeline.data.shards import (
+    HEADER,
+    MANIFEST,
+    Manifest,
+    Shard,
+    Split,
+    has_utf8_name,
+    save,
+    write_error,
+)
+from pipeline.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
 
+RECIPE = "recipe.json"
+WORK = ".work"  # finished parts of an unfinished corpus
 SAMPLE_TOKENS = 120
 _RESTORE = "copy it back, or remove the directory and prepare it again"
 
@@ -164,3 +183,97 @@ def _describe(corpus: Corpus, split: Split, tokenizer: "Tokenizer") -> dict[str,
         ],
         "sample": tokenizer.decode(corpus.tokens(first)[:sample_tokens]),
     }
+
+
+# The output directory of `launch data prepare`
+
+
+def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
+    """Check whether a corpus of these arguments is there; one of other arguments is an error."""
+    remedy = "choose another --out or remove this one"
+    try:
+        if not (out / MANIFEST).exists():
+            return False
+    except OSError as error:
+        raise write_error(error, out) from error
+    try:
+        before = json.loads((out / RECIPE).read_text())
+        old = dict(before["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{out / RECIPE}: damaged; {remedy}") from None
+    new = json.loads(json.dumps(arguments["recipe"]))
+    # The tokenizer first: vocab_size follows from it.
+    for key in sorted(new, key=lambda key: key != "tokenizer"):
+        if old.get(key) != new[key]:
+            raise DataError(
+                f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; {remedy}"
+            )
+    if before.get("inputs") != arguments["inputs"]:
+        raise DataError(f"out={out}: its input files have changed since; {remedy}")
+    return True
+
+
+@contextmanager
+def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterator[Path]:
+    """Lock the directory and yield the folder for what these arguments have finished."""
+    if not has_utf8_name(out):
+        raise DataError(f"out={str(out)!r}: the name is not UTF-8; choose another --out")
+    work = out / WORK
+    try:
+        if out.exists() and not out.is_dir():
+            raise DataError(f"out={out}: a file, but shards need a directory; choose another --out")
+        is_new = not out.exists()
+        if not is_new and not work.exists() and any(out.iterdir()):
+            raise DataError(
+                f"out={out}: not empty and not made by `launch data prepare`; choose another --out"
+            )
+        work.mkdir(parents=True, exist_ok=True)
+        with locked(work / "lock") as is_mine:
+            if not is_mine:
+                raise DataError(
+                    f"out={out}: another `launch data prepare` is writing there; wait for it"
+                )
+            mine = work / fingerprint
+            mine.mkdir(exist_ok=True)
+            for other in work.iterdir():
+                if other.is_dir() and other != mine:
+                    warn(
+                        f"{other}: unfinished work of other arguments or inputs; "
+                        "it is deleted when this corpus is finished"
+                    )
+            for left in work.rglob(f"*{TEMPORARY}"):  # by writers that were killed
+                left.unlink(missing_ok=True)
+            try:
+                yield mine
+            except UserError:
+                _clean_up(out if is_new else None, work, mine)
+                raise
+    except OSError as error:
+        raise write_error(error, Path(error.filename or out)) from error
+
+
+def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
+    """After an error of the user, remove what has no finished shard or sketch."""
+    if not [*mine.glob("*.idx"), *mine.glob("*.items.npy")]:
+        shutil.rmtree(mine, ignore_errors=True)
+    if not any(entry.is_dir() for entry in work.iterdir()):
+        shutil.rmtree(work)
+        if new_out:
+            new_out.rmdir()
+
+
+def publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, Any]) -> None:
+    """Move the files to their place. If it is killed midway, the next call moves the rest."""
+    for other in work.parent.iterdir():
+        if other.is_dir() and other != work:
+            shutil.rmtree(other)
+    for suffix in ("bin", "idx", "jsonl"):
+        for path in out.glob(f"*.{suffix}"):
+            # Left by a call with other arguments that was killed here.
+            if path.name not in names:
+                path.unlink()
+    for name in names:
+        if (work / name).exists():
+            (work / name).rename(out / name)
+    # This also flushes the names of the moved files.
+    save(out / RECIPE, json.dumps(arguments, indent=1).encode())

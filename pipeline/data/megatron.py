@@ -174,7 +174,7 @@ def documents(
 
 
 def _check_tokenizer(index: Index, piece: Piece, tokenizer: TokenizerInfo) -> None:
-    """Check the tokenizer of a corpus that `launch data prepare` made; others do not name theirs."""
+    """Check the tokenizer of a corpus of `launch data prepare`; others do not name theirs."""
     folder = index.path.parent
     if not (folder / MANIFEST).exists():
         return

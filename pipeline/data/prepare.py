@@ -1,15 +1,13 @@
 """From sources to a corpus: plan, tokenizer, passes over the text on Ray, manifest last.
 
-An output directory belongs to one set of arguments once it is finished, and to one process while it
-is written. Until then everything is under .work/FINGERPRINT, where the fingerprint covers all that
-decides the bytes. A call after Ctrl-C, a lost worker or a power cut does only what is missing, and
-gives the same bytes.
+Everything is written under .work/FINGERPRINT first, where the fingerprint covers all that decides
+the bytes. A call after Ctrl-C, a lost worker or a power cut does only what is missing, and gives
+the same bytes.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,13 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
-from filelock import FileLock, Timeout
 
-from pipeline.atomic import TEMPORARY
 from pipeline.config.parts import Frozen
 from pipeline.data import synthetic
 from pipeline.data.clean import normalize, total
-from pipeline.data.corpus import Corpus
+from pipeline.data.corpus import WORK, Corpus, claimed, is_finished, publish
 from pipeline.data.corpus_recipe import Dedup, Recipe
 from pipeline.data.dedup import deduplicate
 from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
@@ -33,7 +29,6 @@ from pipeline.data.piece import Malformed, Task
 from pipeline.data.ray_pool import cluster, run
 from pipeline.data.readers import read, tokens_not_text
 from pipeline.data.shards import (
-    MANIFEST,
     VERSION,
     Manifest,
     Position,
@@ -41,18 +36,14 @@ from pipeline.data.shards import (
     Split,
     Stage,
     dtype_for,
-    has_utf8_name,
     replacing,
     save,
-    write_error,
 )
 from pipeline.data.sketch import Sketched, ngrams, sketch, word_hashes
 from pipeline.data.sources import Warn, plan
 from pipeline.data.tokenizer import Tokenizer, check_vocab_size, train_on
-from pipeline.errors import DataError, UserError
+from pipeline.errors import DataError
 
-RECIPE = "recipe.json"
-WORK = ".work"  # finished parts of an unfinished corpus
 MALFORMED = "malformed.jsonl"
 MALFORMED_SHARE = 0.01  # of the documents; more looks like a wrong file, not like a few bad lines
 # A shorter held-out text occurs in many documents by chance (GPT-3's appendix C).
@@ -103,7 +94,7 @@ def prepare(
     inputs = xxhash.xxh3_128_hexdigest(repr(pieces).encode())
     fingerprint = recipe.fingerprint(inputs)
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
-    if _is_finished(out, arguments):
+    if is_finished(out, arguments):
         report("verify", 0, 1)
         manifest = Corpus.open(out, verify=True).manifest
         report("verify", 1, 1)
@@ -122,104 +113,10 @@ def prepare(
         manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
         shards = [shard for record in encoded for shard in record.shards.values()]
         files = [f"{shard.name}.{suffix}" for shard in shards for suffix in ("bin", "idx")]
-        _publish(work, out, [*files, *_join_malformed(job, encoded), MODEL], arguments)
+        publish(work, out, [*files, *_join_malformed(job, encoded), MODEL], arguments)
         sealed = manifest.save(out)
         shutil.rmtree(out / WORK, ignore_errors=True)
         return sealed, False
-
-
-# The output directory
-
-
-def _is_finished(out: Path, arguments: dict[str, Any]) -> bool:
-    """Check whether a corpus of these arguments is there; one of other arguments is an error."""
-    remedy = "choose another --out or remove this one"
-    try:
-        if not (out / MANIFEST).exists():
-            return False
-    except OSError as error:
-        raise write_error(error, out) from error
-    try:
-        before = json.loads((out / RECIPE).read_text())
-        old = dict(before["recipe"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{out / RECIPE}: damaged; {remedy}") from None
-    new = json.loads(json.dumps(arguments["recipe"]))
-    # The tokenizer first: vocab_size follows from it.
-    for key in sorted(new, key=lambda key: key != "tokenizer"):
-        if old.get(key) != new[key]:
-            raise DataError(
-                f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; {remedy}"
-            )
-    if before.get("inputs") != arguments["inputs"]:
-        raise DataError(f"out={out}: its input files have changed since; {remedy}")
-    return True
-
-
-@contextmanager
-def claimed(out: Path, fingerprint: str, warn: Warn) -> Iterator[Path]:
-    """Lock the directory and yield the folder for what these arguments have finished."""
-    if not has_utf8_name(out):
-        raise DataError(f"out={str(out)!r}: the name is not UTF-8; choose another --out")
-    work = out / WORK
-    try:
-        if out.exists() and not out.is_dir():
-            raise DataError(f"out={out}: a file, but shards need a directory; choose another --out")
-        is_new = not out.exists()
-        if not is_new and not work.exists() and any(out.iterdir()):
-            raise DataError(
-                f"out={out}: not empty and not made by `launch data prepare`; choose another --out"
-            )
-        work.mkdir(parents=True, exist_ok=True)
-        with FileLock(work / "lock", blocking=False):
-            mine = work / fingerprint
-            mine.mkdir(exist_ok=True)
-            for other in work.iterdir():
-                if other.is_dir() and other != mine:
-                    warn(
-                        f"{other}: unfinished work of other arguments or inputs; "
-                        "it is deleted when this corpus is finished"
-                    )
-            for left in work.rglob(f"*{TEMPORARY}"):  # by writers that were killed
-                left.unlink(missing_ok=True)
-            try:
-                yield mine
-            except UserError:
-                _clean_up(out if is_new else None, work, mine)
-                raise
-    except Timeout:
-        raise DataError(
-            f"out={out}: another `launch data prepare` is writing there; wait for it"
-        ) from None
-    except OSError as error:
-        raise write_error(error, Path(error.filename or out)) from error
-
-
-def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
-    """After an error of the user, remove what has no finished shard or sketch."""
-    if not [*mine.glob("*.idx"), *mine.glob("*.items.npy")]:
-        shutil.rmtree(mine, ignore_errors=True)
-    if not any(entry.is_dir() for entry in work.iterdir()):
-        shutil.rmtree(work)
-        if new_out:
-            new_out.rmdir()
-
-
-def _publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, Any]) -> None:
-    """Move the files to their place. If it is killed midway, the next call moves the rest."""
-    for other in work.parent.iterdir():
-        if other.is_dir() and other != work:
-            shutil.rmtree(other)
-    for suffix in ("bin", "idx", "jsonl"):
-        for path in out.glob(f"*.{suffix}"):
-            # Left by a call with other arguments that was killed here.
-            if path.name not in names:
-                path.unlink()
-    for name in names:
-        if (work / name).exists():
-            (work / name).rename(out / name)
-    # This also flushes the names of the moved files.
-    save(out / RECIPE, json.dumps(arguments, indent=1).encode())
 
 
 # The passes

@@ -104,18 +104,22 @@ def _connect(address: str | None, workers: int | None) -> Path:
     return Path(context.address_info["session_dir"])
 
 
-# Ray's own servers die with the driver, but its agents first try to reach them for a minute. The
-# guard blocks on its stdin, whose other end only the driver holds. Everything that Ray starts has
-# the session directory in its command line.
+# Ray's servers die with the driver, but its agents first try to reach them for a minute. This
+# program blocks on its stdin, whose other end only the driver holds. Then it kills the processes
+# that Ray renamed to ray::… and that have a file of the session open, such as their log.
 _GUARD = """
 import os, signal, sys
+session = sys.argv[1]
 sys.stdin.read()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            mine = os.fsencode(sys.argv[1]) in file.read()
-        if mine and int(pid) != os.getpid():
-            os.kill(int(pid), signal.SIGKILL)
+            renamed = file.read(5) == b"ray::"
+        if renamed:
+            handles = os.listdir(f"/proc/{pid}/fd")
+            files = [os.readlink(f"/proc/{pid}/fd/{handle}") for handle in handles]
+            if any(file.startswith(session) for file in files):
+                os.kill(int(pid), signal.SIGKILL)
     except OSError:
         pass
 """

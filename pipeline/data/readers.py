@@ -1,8 +1,9 @@
-"""Documents out of a piece of input. A malformed document is returned as such, with its position."""
+"""Read documents from a piece of input. A malformed document is returned with its position."""
 
 import io
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, assert_never
 
@@ -72,7 +73,11 @@ def _columns(piece: Piece, key: str) -> Iterator[str | Malformed]:
     else:
         rows = columns.arrow_rows(piece.path, piece.start, piece.stop, key)
     for row in rows:
-        yield _check(row.value, piece.path, row.number, key, row.bytes)
+        found = _check(row.value, piece.path, row.number, key, row.bytes)
+        if isinstance(found, Malformed) and piece.kind == "arrow":
+            first = columns.rows_before(piece.path, piece.start)
+            found = replace(found, position=first + found.position)
+        yield found
 
 
 def _text(piece: Piece) -> Iterator[str | Malformed]:

@@ -1,4 +1,4 @@
-"""From the sources that the user names to tasks: which worker reads which stretch of which input."""
+"""From sources to tasks: which worker reads which stretch of which input."""
 
 import glob
 import os
@@ -155,9 +155,8 @@ def _files(source: str, out: Path | None, warn: Warn) -> list[Path]:
         chosen = [p for p in candidates if _kind(p) and p.is_file()]
         problem = f"no {', '.join(SUFFIXES)} files below it; check the path"
     else:
-        # Path.glob refuses absolute patterns.
-        matches = [path] if path.is_file() else map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
-        candidates = sorted(matches)
+        found = glob.glob(source, recursive=True)  # noqa: PTH207  # Path.glob: relative only
+        candidates = [path] if path.is_file() else sorted(map(Path, found))
         chosen = [p for p in candidates if p.is_file()]
         problem = (
             "no such file, directory or glob, nor a built-in corpus (python, synthetic, "

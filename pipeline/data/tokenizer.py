@@ -6,7 +6,6 @@ back byte for byte.
 """
 
 import io
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -220,30 +219,10 @@ class Tokenizer:
 
     @cached_property
     def converted(self) -> str:
-        """A fast model as tokenizer.json. gigatoken's own converter parses the model again and
-        takes twice as long."""
-        from gigatoken._load.sentencepiece import _generate_merges
+        """The model as a tokenizer.json, which gigatoken reads. Only for fast models."""
+        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
-        pieces = self._spec.pieces
-        vocab = {piece.piece: i for i, piece in enumerate(pieces)}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = [
-            {"id": vocab[p.piece], "content": p.piece, **flags, "special": True}
-            for p in pieces
-            if p.type == _PieceType.CONTROL
-        ]
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": META}
-        bpe = {
-            "type": "BPE",
-            "unk_token": self._spec.trainer_spec.unk_piece,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": vocab,
-            "merges": _generate_merges(vocab, {p.piece: p.score for p in pieces}),
-        }
-        normalizer = {"type": "Sequence", "normalizers": [spaces]}
-        made = {"version": "1.0", "added_tokens": added, "normalizer": normalizer, "model": bpe}
-        return json.dumps(made, ensure_ascii=False)
+        return sentencepiece_to_tokenizer_json(self.model)  # type: ignore[no-any-return]
 
 
 # Training

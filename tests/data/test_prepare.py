@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.bench.data_stage import _peak_bytes
-from pipeline.data.corpus import Corpus
+from pipeline.data.corpus import Corpus, claimed
 from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.encode import is_held_out
-from pipeline.data.prepare import claimed, prepare
+from pipeline.data.prepare import prepare
 from pipeline.data.shards import MANIFEST, Manifest
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
