@@ -27,7 +27,7 @@ from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import always, balance
+from pipeline.parallel.engine import accept_always, balance
 from pipeline.parallel.world import World
 from pipeline.process import end_with_parent, one_node, redirect_output
 from pipeline.train.evaluation import cut
@@ -183,7 +183,7 @@ def held_against(
                 [_differences(gradients, want.gradients[step], worker.module) for want in wanted]
             )
             mine.gradients.append(gradients if layout == REFEREE else {})
-        return always(nll, norm)
+        return accept_always(nll, norm)
 
     for step in range(STEPS):
         batch = _batch(config, step, world)

@@ -81,7 +81,7 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
     reader = Reader(checkpoint)
     reader.fill(engine.state())
     fragments.set_steps(engine.optimizer, manifest.adam_steps)
-    engine.adopt()
+    engine.sync_weights()
     # The random state of a rank means nothing in a world of another size.
     random = random_state(world)
     if manifest.world == world.size and all(f.key in manifest.tensors for f in random):
@@ -93,7 +93,7 @@ def begin(engine: Engine, path: Path) -> None:
     """Load the weights of another run, and not its optimizer state; every rank calls it."""
     weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/")]
     Reader(newest(path)).fill(weights)
-    engine.adopt()
+    engine.sync_weights()
 
 
 class Weights(Mapping[str, Tensor]):

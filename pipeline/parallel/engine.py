@@ -1,4 +1,8 @@
-"""What the loop asks of an engine; DeepSpeed answers everywhere, Accelerate's DDP is the referee it is held against."""
+"""What the training loop needs from an engine.
+
+DeepSpeed implements it for every layout. Accelerate's DDP implements it as the reference that
+DeepSpeed is compared with.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,83 +18,91 @@ from pipeline.parallel.world import World
 
 
 class Micro(NamedTuple):
-    """One forward pass of one rank."""
+    """The input of one forward pass of one rank."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
-    documents_BS: Tensor | None = None  # attention stays within each
+    documents_BS: Tensor | None = None  # attention stays within each document
 
 
 class Update(NamedTuple):
-    nll: Tensor  # this rank's mean over its micro-batches, on the device: reading it waits for the device
+    """The result of a step, on the device: reading it waits for the device."""
+
+    nll: Tensor  # this rank's mean over its micro-batches
     grad_norm: Tensor  # of the whole model, before clipping
     routing: Routing | None = None  # of the whole batch, by layer: loads are sums, the rest means
 
 
-Clock = Callable[[str], AbstractContextManager[None]]  # around forward, backward and optimizer
+class LocalTensors(NamedTuple):
+    """The model's tensors on one rank, as views, by what other ranks can be compared with."""
+
+    copies: list[Tensor]  # weights and buffers that every rank has
+    own: list[Tensor]  # weights that only this rank has: partitions, masters
+    gradient_copies: list[Tensor]  # reduced gradients that every rank has
+    expert_copies: Sequence[Tensor] = ()  # weights that every ep-th rank has
+    expert_gradient_copies: Sequence[Tensor] = ()
+
+
+# Measures forward, backward and optimizer in a benchmark; otherwise it does nothing.
+Clock = Callable[[str], AbstractContextManager[None]]
+# This rank's mean loss and the whole model's gradient norm → whether to apply the step. The result
+# stays on the device.
+Accept = Callable[[Tensor, Tensor], Tensor]
 
 
 def untimed(_part: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class Held(NamedTuple):
-    """What a rank holds of the model now, as views."""
-
-    everywhere: list[Tensor]  # weights that every rank holds a copy of
-    here: list[Tensor]  # weights that this rank alone holds: partitions, experts without a copy
-    gradients: list[Tensor]  # reduced, of which every rank holds a copy
-    experts: Sequence[Tensor] = ()  # weights of which every ep-th rank holds a copy
-    expert_gradients: Sequence[Tensor] = ()
-
-
-# this rank's mean loss and the whole model's gradient norm → whether the step is taken, which the device alone knows
-Accept = Callable[[Tensor, Tensor], Tensor]
-
-
-def always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
+def accept_always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
     return torch.ones_like(nll, dtype=torch.bool)
 
 
 class Engine(Protocol):
-    clock: Clock  # a benchmark's; nothing waits otherwise
+    clock: Clock
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """torch's own, inside whatever wraps it: nothing else changes what `state` shows."""
-
-    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
-        """Accumulate gradients over the micro-batches of every rank and take one clipped optimizer step, if `accept`
-        says so: it is asked once, before anything is written; after a no, weights and moments are as they were. All of
-        it is launched; nothing waits for the device."""
-
-    def evaluate(self, micro: Micro) -> Tensor:
-        """Mean loss in nats, without gradients."""
+        """torch's own optimizer, inside any wrapper: nothing else changes what `state` returns."""
 
     @property
     def module(self) -> nn.Module:
         """The model itself."""
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Reduced and whole, by name, while `accept` is asked; of experts that ranks share, this rank's. Every rank
-        calls it."""
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
+        """Accumulate gradients over all ranks' micro-batches and apply one clipped optimizer step.
 
-    def held(self) -> Held:
-        """For comparing: between updates, or while `accept` is asked."""
+        `accept` is called once, before anything is written. If it rejects the step, weights and
+        moments stay as they were. All work is enqueued; nothing waits for the device.
+        """
+
+    def evaluate(self, micro: Micro) -> Tensor:
+        """Return the mean loss in nats, without gradients."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield reduced, whole gradients by name; of shared experts, those of this rank.
+
+        Valid while `accept` runs. Every rank calls it.
+        """
+
+    def local_tensors(self) -> LocalTensors:
+        """Return tensors to compare between ranks. Valid between updates and while `accept` runs."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
-        """This rank's part of masters and moments, as views; with `share` what it saves, so that the ranks' fragments
-        cover everything once."""
+        """Return this rank's masters and moments as views.
 
-    def adopt(self) -> None:
-        """Take over what was written into `state`'s views: the weights follow their masters, on every rank."""
+        With `share`, only what this rank saves: the ranks' fragments then cover everything once.
+        """
+
+    def sync_weights(self) -> None:
+        """Copy the masters to the weights on every rank, after `state`'s views were written."""
 
 
 @torch.no_grad()
 def balance(
-    model: Decoder, routings: Sequence[Routing | None], world: World, taken: Tensor | bool = True
+    model: Decoder, routings: Sequence[Routing | None], world: World, apply: Tensor | bool = True
 ) -> Routing | None:
-    """What the routers did with the whole batch of every rank, after which each takes one balancing step, or none."""
+    """Sum the routing of a batch over all ranks and, if `apply`, let each router balance its load."""
     routed = [routing for routing in routings if routing is not None]
     if not routed:
         return None
@@ -98,8 +110,7 @@ def balance(
     rows = world.reduce(torch.cat([part.reshape(len(parts[0]), -1) for part in parts], dim=1))
     loss, load, dropped, entropy = torch.split(rows, [1, rows.shape[1] - 3, 1, 1], dim=1)
     for router, load_E in zip(model.routers(), load, strict=True):
-        router.balance(load_E * taken)  # nothing is balance
-    loss, dropped, entropy = (
-        part.squeeze(1) / (len(routed) * world.size) for part in (loss, dropped, entropy)
-    )
+        router.balance(load_E * apply)  # a load of zero changes nothing
+    passes = len(routed) * world.size
+    loss, dropped, entropy = (part.squeeze(1) / passes for part in (loss, dropped, entropy))
     return Routing(loss, load, dropped, entropy)

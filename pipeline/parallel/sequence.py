@@ -1,9 +1,10 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): consecutive ranks work on the same rows, a run of tokens each.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): consecutive ranks share rows, each a run of tokens.
 
 B batch · H query heads · G key/value heads · S sequence · D width · P ranks of the group
 
-Attention needs every token and no other head: around it an all-to-all gives each rank all tokens of its share of the
-heads. To ZeRO these ranks are data-parallel ones like any: each rank's loss is its part of the rows' mean, times P.
+Attention needs every token and no other head. An all-to-all before it gives each rank all tokens
+of its share of the heads, and one after it reverses that. To ZeRO these ranks are ordinary
+data-parallel ones: each rank's loss is its part of the rows' mean, times P.
 """
 
 import math
@@ -16,9 +17,11 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from pipeline.model.attention import Sequence
 
 
-class Part(Sequence):
+class SharedSequence(Sequence):
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.parts = group, group.rank(), group.size()
+        self._group = group
+        self.rank = group.rank()
+        self.parts = group.size()
 
     def counts(self, count: Tensor) -> tuple[Tensor, Tensor]:
         counts = count.new_empty(self.parts, *count.shape)
@@ -29,12 +32,11 @@ class Part(Sequence):
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k_BGKD.shape[1]
-        copies = (
-            math.lcm(kv_heads, self.parts) // kv_heads
-        )  # fewer key/value heads than ranks: some get the same
-        k_BGKD, v_BGKE = (
-            t.repeat_interleave(copies, 1) if copies > 1 else t for t in (k_BGKD, v_BGKE)
-        )
+        # With fewer key/value heads than ranks, several ranks get the same head.
+        copies = math.lcm(kv_heads, self.parts) // kv_heads
+        if copies > 1:
+            k_BGKD = k_BGKD.repeat_interleave(copies, 1)
+            v_BGKE = v_BGKE.repeat_interleave(copies, 1)
         q, k, v = (self._swap(t, give=1, take=2) for t in (q_BHQD, k_BGKD, v_BGKE))
         return q, k, v
 
@@ -42,15 +44,15 @@ class Part(Sequence):
         return self._swap(y_BHQE, give=2, take=1)
 
     def _swap(self, x: Tensor, give: int, take: int) -> Tensor:
-        """This rank's share of dimension `give`, and of `take` what all ranks have of it."""
+        """Keep this rank's share of dimension `give`, and collect all of dimension `take`."""
         parts = torch.stack(x.chunk(self.parts, give))
         return torch.cat(all_to_all_single_autograd(parts, None, None, self._group).unbind(), take)
 
 
 def share_sequences(model: nn.Module, sp: int) -> None:
-    """Give every module that knows of tokens or heads its part; every rank calls it."""
+    """Give every module that depends on tokens or heads its part; every rank calls it."""
     group, _ = dist.new_subgroups(sp)  # type: ignore[no-untyped-call]
-    part = Part(group)
+    sequence = SharedSequence(group)
     for module in model.modules():
         if hasattr(module, "sequence"):
-            module.sequence = part  # type: ignore[assignment]
+            module.sequence = sequence  # type: ignore[assignment]

@@ -1,4 +1,7 @@
-"""The world as a value: which process this is, how many there are, on what device. Read once, at the edge."""
+"""The world as a value: which process this is, how many there are, on which device.
+
+Nothing in `World` waits for the device, except where a method says so.
+"""
 
 import socket
 import warnings
@@ -16,8 +19,9 @@ from pipeline.errors import ConfigError
 from pipeline.process import STORE
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # of one collective; the first waits for the slowest node's imports
-# of a CPU without bf16, which torch has to say with a stack of C++ frames
+# Of one collective. The first one waits for the slowest node's imports.
+TIMEOUT = timedelta(minutes=30)
+# On a CPU without bf16 instructions torch prints this with a stack of C++ frames.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
@@ -29,17 +33,17 @@ class World:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "World":
-        """As torchrun and srun set it; alone, one process."""
+        """Read the variables that our supervisor, torchrun and srun set; without them, one process."""
         local = int(env.get("LOCAL_RANK", 0))
+        device = torch.device("cpu")
         if torch.cuda.is_available():
-            if local >= torch.cuda.device_count():
+            gpus = torch.cuda.device_count()
+            if local >= gpus:
                 raise ConfigError(
-                    f"local rank {local} but this node has {torch.cuda.device_count()} GPUs; start one process per GPU"
+                    f"LOCAL_RANK={local}, but this node has {gpus} GPUs; start one process per GPU"
                 )
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-        else:
-            device = torch.device("cpu")
         return cls(rank=int(env.get("RANK", 0)), size=int(env.get("WORLD_SIZE", 1)), device=device)
 
     @property
@@ -51,57 +55,61 @@ class World:
         return self.rank == 0
 
     def reader(self, sp: int) -> tuple[int, int]:
-        """Which share of a batch's rows this rank reads, of how many: ranks that share sequences read the same."""
+        """Which share of a batch's rows this rank reads, of how many.
+
+        Ranks that share sequences read the same rows.
+        """
         return self.rank // sp, self.size // sp
 
-    def put(self, values: Sequence[float]) -> Tensor:
-        """On the device, in fp64; nothing here waits for it."""
-        here = torch.tensor(values, dtype=torch.float64)
-        return (
-            here.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else here
-        )
+    def to_device(self, values: Sequence[float]) -> Tensor:
+        """Copy numbers to the device, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
 
     def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
-        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `first`, still being computed on the device, is put
-        before the values; nothing here waits for the device."""
-        total = self.put(values)
+        """Sum over ranks, in fp64: integers up to 2^53 stay exact.
+
+        `first`, a tensor on the device, is placed before the values.
+        """
+        total = self.to_device(values)
         if first is not None:
             total = torch.cat((first.detach().double().reshape(-1), total))
         return self.reduce(total)
 
     def reduce(self, values: Tensor) -> Tensor:
-        """Sum over ranks, in place; nothing here waits for the device."""
+        """Sum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def differ(self, values: Tensor, every: int = 1) -> Tensor:
-        """Where the integers of every so-manieth rank are not all the same, on every rank; nothing here waits for the
-        device."""
+        """Return, on every rank, where integers are not the same on all ranks.
+
+        With `every`, compare ranks whose numbers are equal modulo `every`.
+        """
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
-        both[self.rank % every] = torch.cat(
-            (values, ~values)
-        )  # the largest complement is that of the smallest
+        # One maximum gives both ends: the largest complement is that of the smallest value.
+        both[self.rank % every] = torch.cat((values, ~values))
         if self.size > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
         top, bottom = both.chunk(2, dim=1)
         return (top != ~bottom).any(dim=0)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank, in rank order."""
-        out = [value] * self.size
+        """Return every rank's value, in rank order, on every rank. Waits for all ranks."""
+        values = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(out, value)
-        return out
+            dist.all_gather_object(values, value)
+        return values
 
-    def first_says(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
-        box = [value]
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank. Waits for rank 0."""
+        values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box)
-        return box[0]
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def barrier(self) -> None:
         if self.size > 1:

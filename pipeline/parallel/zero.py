@@ -14,13 +14,22 @@ from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
 from pipeline.optim.groups import adamw, gate_step, set_learning_rate
 from pipeline.parallel import fragments
-from pipeline.parallel.engine import Accept, Clock, Held, Micro, Update, always, balance, untimed
+from pipeline.parallel.engine import (
+    Accept,
+    Clock,
+    LocalTensors,
+    Micro,
+    Update,
+    accept_always,
+    balance,
+    untimed,
+)
 from pipeline.parallel.fragments import Fragment, Piece, on_disk
 from pipeline.parallel.world import TIMEOUT, World
 
-# DeepSpeed's autotuner, which we do not use, imports mlflow where it finds it: seconds in every process, and a tracker
-# inside the training. It takes None for an answer.
-if hide := "mlflow" not in sys.modules:
+# DeepSpeed's autotuner, which we do not use, imports mlflow if it is installed. That takes seconds
+# in every process, and brings a tracker into training. With None in its place the import fails.
+if hide_mlflow := "mlflow" not in sys.modules:
     sys.modules["mlflow"] = None  # type: ignore[assignment]
 import deepspeed
 from deepspeed.runtime import compiler
@@ -29,10 +38,12 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups, safe_get_full_grad, set_z3_leaf_modules
 
-if hide:
+if hide_mlflow:
     del sys.modules["mlflow"]
-# Its Muon, which it imports whatever the optimizer, has functions to be compiled: that alone would import the compiler.
-_compile, compiler.compile = compiler.compile, lambda: lambda function: function
+# DeepSpeed imports its Muon for any optimizer. Its functions are decorated with compile, which
+# alone would import torch's compiler.
+_compile = compiler.compile
+compiler.compile = lambda: lambda function: function
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
 
 compiler.compile = _compile
@@ -42,39 +53,56 @@ class ZeroEngine:
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
-            # DeepSpeed would compile a shared-memory all-reduce that only inference uses: a minute, and a C++ compiler.
-            # Through sys.modules, since `deepspeed.comm.torch` as an attribute is the real torch.
-            sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+            # DeepSpeed would compile a shared-memory all-reduce that only inference uses, which
+            # takes a minute and needs a C++ compiler. The module is only found in sys.modules: the
+            # attribute `deepspeed.comm.torch` is the real torch.
+            comm: Any = sys.modules["deepspeed.comm.torch"]
+            comm.build_shm_op = lambda: None
         # The process group exists (world.join); without one, DeepSpeed would look for MPI.
         deepspeed.init_distributed(
             dist_backend=world.backend, timeout=TIMEOUT, verbose=False, auto_mpi_discovery=False
         )
-        self._world, self._zero, self._ep = world, config.parallel.zero, config.parallel.ep
-        self.clock: Clock = untimed
+        self._world = world
+        self._zero = config.parallel.zero
+        self._ep = config.parallel.ep
         self._clip = config.optim.clip
-        self._home = (
-            torch.device("cpu") if config.parallel.offload.optimizer else world.device
-        )  # where Adam works
-        self._unsharded = self._zero == 0 and config.train.dtype == "fp32"
+        self.clock: Clock = untimed
+        # The device that Adam runs on.
+        self._adam_device = world.device
+        if config.parallel.offload.optimizer:
+            self._adam_device = torch.device("cpu")
+        # In fp32 at ZeRO-0 there is no wrapper around the optimizer, and no separate masters.
+        self._unwrapped = self._zero == 0 and config.train.dtype == "fp32"
         if self._zero == 3:
-            set_z3_leaf_modules(
-                model, [Block]
-            )  # gathered as one: no hook, and no break of the graph, inside a block
+            # Gathered as one: no hook, and so no graph break, inside of a block.
+            set_z3_leaf_modules(model, [Block])
         optimizer = adamw(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=_config(config, world)
+            model=model, optimizer=optimizer, config=_deepspeed_config(config, world)
         )
-        if self._zero == 0 and not self._unsharded:
-            self.optimizer.state.clear()  # DeepSpeed has taken a step with gradients of zero, at the rate of zero
-        assert self._engine.has_moe_layers == (self._ep > 1), (
-            "DeepSpeed did not recognise the routed layers"
-        )
-        self._ask_before_stepping()
+        if self._zero == 0 and not self._unwrapped:
+            # DeepSpeed took a step with gradients of zero, at the learning rate of zero.
+            self.optimizer.state.clear()
+        routed = self._engine.has_moe_layers
+        assert routed == (self._ep > 1), "DeepSpeed did not recognize the routed layers"
+        self._call_accept_before_stepping()
         if config.parallel.offload.nvme:
             self._move_to_disk(config.parallel.offload)
 
-    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = always) -> Update:
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = self._engine.basic_optimizer
+        return inner
+
+    @property
+    def module(self) -> nn.Module:
+        inner: nn.Module = self._engine.module
+        return inner
+
+    # --- the step
+
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
         set_learning_rate(self._optimizer, lr)
         self._engine.train()
         nlls: list[Tensor] = []
@@ -90,78 +118,67 @@ class ZeroEngine:
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
             if self._zero == 0 and self._engine.is_gradient_accumulation_boundary():
-                # clipped by us: DeepSpeed would count on each rank only the experts that lie there
-                self._ask(self._norm_of_copies())
-                if self._unsharded:
-                    self._clip_copies(self._engine.module.parameters())
+                # We clip: DeepSpeed would count only the experts on each rank itself.
+                self._judge(self._norm_of_copies())
+                if self._unwrapped:
+                    self._clip_gradients(self._engine.module.parameters())
             with self.clock("optimizer"):
                 self._engine.step()
-        routing = balance(self._engine.module, routings, self._world, self._taken)
+        routing = balance(self._engine.module, routings, self._world, self._apply)
         return Update(torch.stack(nlls).mean(), self._grad_norm, routing)
 
-    @torch.no_grad()
-    def _move_to_disk(self, offload: Offload) -> None:
-        """What DeepSpeed keeps in host memory becomes mapped files: no op to build, and everything stays a tensor to
-        whoever reads it. Its own NVMe swapping leaves a checkpoint nothing to look at."""
-        wrapper, room = self._optimizer, partial(on_disk, folder=str(offload.path))
-        if offload.params == "nvme":
-            for group, flat in enumerate(wrapper.fp16_partitioned_groups_flat):
-                wrapper.fp16_partitioned_groups_flat[group] = mapped = room(flat)
-                wrapper._move_to_flat_buffer(wrapper.fp16_groups[group], mapped)
-            wrapper.param_groups_fp16_flat_cpu_memory.clear()
-        if offload.optimizer == "nvme":
-            for master in wrapper.fp32_partitioned_groups_flat:
-                master.data = room(master).copy_(master)
-            fragments.ready(self._pieces(), self.optimizer, room)
-
-    def _ask(self, norm: Tensor) -> Tensor:
-        self._grad_norm, self._taken = norm, self._accept(norm)
-        gate_step(self.optimizer, self._taken.to(self._home))
+    def _judge(self, norm: Tensor) -> Tensor:
+        """Call `accept` with the gradient norm, and gate the optimizer's step with the result."""
+        self._grad_norm = norm
+        self._apply = self._accept(norm)
+        gate_step(self.optimizer, self._apply.to(self._adam_device))
         return norm
 
-    def _clip_copies(self, parameters: Iterable[Tensor]) -> None:
+    def _clip_gradients(self, parameters: Iterable[Tensor]) -> None:
         torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, self._grad_norm)
 
-    def _ask_before_stepping(self) -> None:
-        """DeepSpeed 0.19.8 reads the norm of each step, to discard one that overflowed. `accept` judges that on the
-        device, so each of its four optimizers goes on unasked, and clips by the norm that was asked about."""
+    def _call_accept_before_stepping(self) -> None:
+        """Replace DeepSpeed's test for overflow, which reads the norm of each step on the host.
+
+        `accept` judges the norm on the device. So each of DeepSpeed's four optimizers (0.19.8)
+        always steps, and clips by the norm that `accept` was called with.
+        """
         wrapper: Any = self._optimizer
         for module in (stage_1_and_2, stage3):
             module.is_invalid_grad_norm = lambda _norm: False
-        if self._zero == 0 and not self._unsharded:
+        if self._zero == 0 and not self._unwrapped:
             masters = [master for group in wrapper.fp32_groups for master in group]
             unfused_optimizer.get_weight_norm = lambda *_, **__: 0.0
             wrapper.overflow_checker.check = lambda: False
-            wrapper.unscale_and_clip_grads = lambda _norm: self._clip_copies(masters)
+            wrapper.unscale_and_clip_grads = lambda _norm: self._clip_gradients(masters)
         elif self._zero in (1, 2):
-            norm_of, wrapper.get_grad_norm_direct = wrapper.scaled_global_norm, self._norm_of_parts
-            wrapper.check_grad_overflow, wrapper.scaled_global_norm = (
-                False,
-                lambda: self._ask(norm_of()),
-            )
+            global_norm = wrapper.scaled_global_norm
+            wrapper.get_grad_norm_direct = self._norm_of_parts
+            wrapper.check_grad_overflow = False
+            wrapper.scaled_global_norm = lambda: self._judge(global_norm())
         elif self._zero == 3:
-            norms_of, wrapper.get_grad_norm_direct = wrapper._get_norm_groups, self._norm_of_parts
-            wrapper._get_norm_groups = lambda: [self._ask(combine_grad_norm_groups(norms_of()))]
+            group_norms = wrapper._get_norm_groups
+            wrapper.get_grad_norm_direct = self._norm_of_parts
+            wrapper._get_norm_groups = lambda: [
+                self._judge(combine_grad_norm_groups(group_norms()))
+            ]
 
     def _norm_of_parts(self, gradients: Sequence[Tensor], _params: Sequence[Tensor]) -> Tensor:
-        """Of the parts that the ranks have of a group, in one pass: DeepSpeed copies each gradient to fp64 first."""
-        mine = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
+        """Norm of a parameter group that ranks partition. DeepSpeed's own first copies to fp64."""
+        own = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
         none = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        norms = torch._foreach_norm(mine, 2, dtype=torch.float64) if mine else ()
+        norms = torch._foreach_norm(own, 2, dtype=torch.float64) if own else ()
         squares = torch.stack([none, *norms]).square().sum().float()
         dist.all_reduce(squares, group=self._optimizer.dp_process_group)
         return squares.sqrt()
 
     def _norm_of_copies(self) -> Tensor:
-        """Shared experts are counted where they lie, once."""
+        """Norm at ZeRO-0. Shared experts are summed over ranks, and each counts once."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        own, shared = (
-            [p.grad for p in parameters if hasattr(p, "group_name") == kind]
-            for kind in (False, True)
-        )
-        squares = _norm(own).square()
+        squares = _norm([p.grad for p in parameters if not _is_expert(p)]).square()
         if self._ep > 1:
-            squares += self._world.reduce(_norm(shared).square()) * self._ep / self._world.size
+            shared = _norm([p.grad for p in parameters if _is_expert(p)])
+            squares += self._world.reduce(shared.square()) * self._ep / self._world.size
         return squares.sqrt()
 
     @torch.no_grad()
@@ -170,91 +187,81 @@ class ZeroEngine:
         losses: Losses = self._engine(*micro)
         return losses.nll
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        inner: torch.optim.Optimizer = self._engine.basic_optimizer
-        return inner
-
-    @property
-    def module(self) -> nn.Module:
-        inner: nn.Module = self._engine.module
-        return inner
+    # --- what a rank holds
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._engine.module.named_parameters():
             yield name, p.grad if self._zero == 0 else safe_get_full_grad(p)
 
-    def held(self) -> Held:
-        module, wrapper = self._engine.module, self._optimizer
+    def local_tensors(self) -> LocalTensors:
+        module = self._engine.module
+        wrapper = self._optimizer
         buffers = list(module.buffers())
         if self._zero == 3:  # no rank has a copy of another's weights
-            return Held(
-                buffers,
-                [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None],
-                [],
-            )
+            flats = [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None]
+            return LocalTensors(buffers, flats, [])
+        weights: list[Tensor] = []
+        experts: list[Tensor] = []
         if self._zero:
-            experts = map(wrapper.is_moe_group, wrapper.optimizer.param_groups)
-            flats = list(zip(wrapper.bit16_groups_flat, experts, strict=True))
-            weights, shared = (
-                [t for t, expert in flats if expert == kind] for kind in (False, True)
-            )
-            return Held([*buffers, *weights], [], [], shared)
-        copies: list[Tensor] = []
-        own: list[Tensor] = []
-        for parameter in module.parameters():
-            (own if hasattr(parameter, "group_name") else copies).append(parameter)
-        gradients, others = ([p.grad for p in some if p.grad is not None] for some in (copies, own))
-        masters = (
-            [] if self._unsharded else [master for group in wrapper.fp32_groups for master in group]
-        )
-        return Held([*buffers, *copies], masters, gradients, own, others)
+            param_groups = wrapper.optimizer.param_groups
+            for flat, group in zip(wrapper.bit16_groups_flat, param_groups, strict=True):
+                (experts if wrapper.is_moe_group(group) else weights).append(flat)
+            return LocalTensors([*buffers, *weights], [], [], experts)
+        for p in module.parameters():
+            (experts if _is_expert(p) else weights).append(p)
+        gradients = [p.grad for p in weights if p.grad is not None]
+        expert_gradients = [p.grad for p in experts if p.grad is not None]
+        masters = []
+        if not self._unwrapped:
+            masters = [master for group in wrapper.fp32_groups for master in group]
+        return LocalTensors([*buffers, *weights], masters, gradients, experts, expert_gradients)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         pieces = list(self._pieces())
-        fragments.ready(pieces, self.optimizer)
-        everywhere = (self._world.rank, self._world.size)
+        fragments.create_moments(pieces, self.optimizer)
+        replica = (self._world.rank, self._world.size)
         return [
             *fragments.state(pieces, self.optimizer, share=share),
-            *fragments.buffers(self._engine.module, everywhere, share=share),
+            *fragments.buffers(self._engine.module, replica, share=share),
         ]
 
     def _pieces(self) -> Iterator[Piece]:
-        """Where DeepSpeed 0.19.8 keeps the fp32 masters: four ways, by stage and dtype."""
+        """Locate the fp32 masters, which DeepSpeed 0.19.8 keeps in four ways, by stage and dtype."""
         wrapper = self._optimizer
         masters: dict[int, Tensor] = {}
-        if self._zero == 0 and not self._unsharded:
+        if self._zero == 0 and not self._unwrapped:
             for weights, copies in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
                 masters.update(zip(map(id, weights), copies, strict=True))
         for name, p in self._engine.module.named_parameters():
             if self._zero == 0:
                 yield Piece(name, p, masters.get(id(p), p), 0, 0, p.numel(), self._replica(p))
             elif self._zero < 3:
-                if (held := p._hp_mapping) is not None:
-                    master = self.optimizer.param_groups[held.param_group_index]["params"][0]
-                    at, run = held.hp_fragment_address, held.lp_fragment_address
-                    yield Piece(name, p, master, at.start, run.start, at.numel)
+                mapping = p._hp_mapping
+                if mapping is None:  # another rank's
+                    continue
+                master = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
+                place = mapping.hp_fragment_address
+                offset = mapping.lp_fragment_address.start
+                yield Piece(name, p, master, place.start, offset, place.numel)
             else:
                 group, start, numel = wrapper.grad_position[wrapper.get_param_id(p)]
-                offset = (
-                    dist.get_rank(p.ds_process_group) * numel
-                )  # the last partitions end in padding
-                held = max(0, min(numel, p.ds_numel - offset))
-                yield Piece(
-                    name, p, wrapper.fp32_partitioned_groups_flat[group], start, offset, held
-                )
+                offset = dist.get_rank(p.ds_process_group) * numel
+                # The last partitions end with padding.
+                own = max(0, min(numel, p.ds_numel - offset))
+                master = wrapper.fp32_partitioned_groups_flat[group]
+                yield Piece(name, p, master, start, offset, own)
 
-    def _replica(self, p: torch.nn.Parameter) -> tuple[int, int]:
-        if (
-            name := getattr(p, "group_name", None)
-        ) is not None:  # an expert: its copies are in another group
-            return groups._get_expert_data_parallel_rank(
-                name
-            ), groups._get_expert_data_parallel_world_size(name)
-        return self._world.rank, self._world.size
+    def _replica(self, p: nn.Parameter) -> tuple[int, int]:
+        """Which of how many copies of a parameter this rank has."""
+        if not _is_expert(p):
+            return self._world.rank, self._world.size
+        name: str = p.group_name  # type: ignore[attr-defined]
+        rank: int = groups._get_expert_data_parallel_rank(name)
+        size: int = groups._get_expert_data_parallel_world_size(name)
+        return rank, size
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def sync_weights(self) -> None:
         wrapper = self._optimizer
         if self._zero == 3:
             wrapper.checkpoint_event_prologue()
@@ -263,42 +270,65 @@ class ZeroEngine:
             wrapper.checkpoint_event_epilogue()
         elif self._zero:
             wrapper.update_lp_params()
-        elif not self._unsharded:
+        elif not self._unwrapped:
             for weights, copies in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
                 for weight, copy in zip(weights, copies, strict=True):
                     weight.copy_(copy)
 
+    @torch.no_grad()
+    def _move_to_disk(self, offload: Offload) -> None:
+        """Replace host tensors by mapped files, which stay ordinary tensors to every reader.
+
+        DeepSpeed's own NVMe swapping needs an op to be compiled, and leaves no tensors to save.
+        """
+        wrapper = self._optimizer
+        allocate = partial(on_disk, folder=str(offload.path))
+        if offload.params == "nvme":
+            for group, flat in enumerate(wrapper.fp16_partitioned_groups_flat):
+                mapped = allocate(flat)
+                wrapper.fp16_partitioned_groups_flat[group] = mapped
+                wrapper._move_to_flat_buffer(wrapper.fp16_groups[group], mapped)
+            wrapper.param_groups_fp16_flat_cpu_memory.clear()
+        if offload.optimizer == "nvme":
+            for master in wrapper.fp32_partitioned_groups_flat:
+                master.data = allocate(master).copy_(master)
+            fragments.create_moments(self._pieces(), self.optimizer, allocate)
+
+
+def _is_expert(p: Tensor) -> bool:
+    return hasattr(p, "group_name")
+
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """As torch's own clipping has it, but not in bf16."""
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-    )
+    """Like torch's own gradient norm, but not in bf16."""
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
-def _config(config: RunConfig, world: World) -> dict[str, Any]:
-    train, micro = config.train, config.train.micro_batch
+def _deepspeed_config(config: RunConfig, world: World) -> dict[str, Any]:
+    micro = config.train.micro_batch
     assert micro != "auto", "resolve the recipe first"
+    offload = {
+        "offload_optimizer": config.parallel.offload.optimizer,
+        "offload_param": config.parallel.offload.params,
+    }
     return {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": config.rows // micro // (world.size // config.parallel.sp),
         "gradient_clipping": config.optim.clip if config.parallel.zero else 0.0,
-        "bf16": {"enabled": train.dtype == "bf16"},
+        "bf16": {"enabled": config.train.dtype == "bf16"},
         "zero_optimization": {
             "stage": config.parallel.zero,
-            "memory_efficient_linear": False,  # for its sake each block would be compiled anew
-            **_offload(config.parallel.offload),
+            # Otherwise each block would be compiled again.
+            "memory_efficient_linear": False,
+            # On NVMe too: `_move_to_disk` replaces what DeepSpeed keeps in host memory.
+            **{part: {"device": "cpu"} for part, place in offload.items() if place},
         },
-        "zero_allow_untested_optimizer": True,  # torch's fused AdamW: no op to compile, same numbers, on a CPU too
+        # torch's fused AdamW: no op to compile and the same numbers, on a CPU too.
+        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
-        "timers": {
-            "throughput": {"enabled": False}
-        },  # they wait for the device twice in every micro-batch
+        # The timers wait for the device twice in every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
     }
-
-
-def _offload(to: Offload) -> dict[str, Any]:
-    places = {"offload_optimizer": to.optimizer, "offload_param": to.params}
-    return {part: {"device": "cpu"} for part, place in places.items() if place}

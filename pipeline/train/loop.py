@@ -148,7 +148,7 @@ class Loop:
         if self._look is not None:
             on_device = torch.cat((on_device, self._look.flags))
         told = self.world.sum([float(self.stop.reason is not None), *parts], first=on_device)
-        usual = told[:2] / self.world.size <= self.world.put(self.guard.limits(done))
+        usual = told[:2] / self.world.size <= self.world.to_device(self.guard.limits(done))
         self._told = told, usual.all() & ~told[2:-5].any()
         return self._told[1]
 

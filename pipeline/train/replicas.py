@@ -40,8 +40,11 @@ class Replicas:
         self._after = self._weights() if due else None
 
     def look(self) -> Look:
-        now, held = self._weights(), self._engine.held()
-        gradients, others = self._hash(held.gradients), self._hash(held.expert_gradients)
+        now, held = self._weights(), self._engine.local_tensors()
+        gradients, others = (
+            self._hash(held.gradient_copies),
+            self._hash(held.expert_gradient_copies),
+        )
         copies = torch.stack((now[0], gradients, now[1], others))
         differ = self._world.differ(copies[:2])
         if self._ep > 1:
@@ -76,9 +79,9 @@ class Replicas:
         raise AssertionError("nothing is wrong")
 
     def _weights(self) -> Tensor:
-        held = self._engine.held()
+        held = self._engine.local_tensors()
         return torch.stack(
-            [self._hash(held.everywhere), self._hash(held.experts), self._hash(held.here)]
+            [self._hash(held.copies), self._hash(held.expert_copies), self._hash(held.own)]
         )
 
     def _hash(self, tensors: Sequence[Tensor]) -> Tensor:

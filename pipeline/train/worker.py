@@ -60,7 +60,7 @@ def run(
         while True:
             start, notes = _resume(worker, directory, world, config.init, rollback)
             tracker = _tracker(directory, config, world, start, notes, rollback, quiet=quiet)
-            guard = Guard(world.first_says(relevant(read(directory.log)) if world.first else []))
+            guard = Guard(world.broadcast(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
                 return loop.train(batches, evaluator, start)

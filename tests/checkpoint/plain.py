@@ -16,10 +16,10 @@ class Plain:
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         pieces = [Piece(f"p{i}", p, p, 0, 0, p.numel()) for i, p in enumerate(self._parameters)]
-        fragments.ready(pieces, self.optimizer)
+        fragments.create_moments(pieces, self.optimizer)
         return list(fragments.state(pieces, self.optimizer, share=share))
 
-    def adopt(self) -> None:
+    def sync_weights(self) -> None:
         pass
 
     def stamp(self, step: int) -> None:

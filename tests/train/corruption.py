@@ -85,13 +85,13 @@ def looping(config: RunConfig, guard: Guard | None = None) -> tuple[Loop, Heard]
 
 def state(worker: Any) -> list[Tensor]:
     """Weights, their fp32 masters and Adam's moments and counts, wherever the engine keeps them."""
-    held, wrapper = worker.held(), worker._optimizer
+    held, wrapper = worker.local_tensors(), worker._optimizer
     optimizer = getattr(wrapper, "optimizer", wrapper)
     masters = [p for group in optimizer.param_groups for p in group["params"]]
     moments = [m for p in masters for m in optimizer.state[p].values()]
     return [
         t.detach().clone()
-        for t in (*held.everywhere, *held.here, *held.experts, *masters, *moments)
+        for t in (*held.copies, *held.own, *held.expert_copies, *masters, *moments)
     ]
 
 
@@ -169,16 +169,20 @@ def strike(
     worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None
 ) -> str:
     """What was said of a step in which a bit flips on one rank, the one that has a source of its own."""
-    held, done, told = worker.held(), [], []
+    held, done, told = worker.local_tensors(), [], []
     if where == "result" and mine:  # as if its optimizer had computed something else
-        done = [flip([*held.experts] or held.everywhere, mine)]
+        done = [flip([*held.expert_copies] or held.copies, mine)]
     replicas.remember()
     if where == "memory" and mine:  # weights that change while nobody writes
-        done = [flip([*held.everywhere, *held.here, *held.experts], mine)]
+        done = [flip([*held.copies, *held.own, *held.expert_copies], mine)]
 
     def accept(_nll: Tensor, _norm: Tensor) -> Tensor:
         if where == "gradient" and mine:
-            flip([*worker.held().expert_gradients] or worker.held().gradients, mine)
+            flip(
+                [*worker.local_tensors().expert_gradient_copies]
+                or worker.local_tensors().gradient_copies,
+                mine,
+            )
         look = replicas.look()
         if wrong := WORLD.sum([], first=look.flags).any():
             told.append(str(replicas.blame(look, step)))
@@ -223,7 +227,7 @@ def looped(save: bool) -> str:
     loop.step(0, rows(0), 0.0)
     loop.settle()
     if WORLD.rank == 1:
-        flip(loop.engine.held().everywhere, random.Random(1))
+        flip(loop.engine.local_tensors().copies, random.Random(1))
     try:
         if save:
             loop.save(1)
