@@ -1,173 +1,344 @@
-"""Read an experiment from MLflow as run directories are read: the same runs, from the copy that a server keeps."""
+"""How a run looks in MLflow: its params, tags, metrics and files, and the same run read back."""
 
-import logging
+import hashlib
+import json
+import math
+import posixpath
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs import log
-from pipeline.runs.history import Run
+from pipeline.runs.history import PHASES, RUN_FILE, Run, read_json
 from pipeline.runs.log import Record
-from pipeline.track import mlflow_store as store
+from pipeline.track import environment
+from pipeline.track.mlflow_store import Store, configured, connect, public, reason
 
-FORECASTS = (
-    "forecasts"  # where registered ones lie, in a run directory and among the artifacts of a sweep
-)
-EVENT = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
-NUMBERS = {"total", "active", "non_embedding", "scaling", "steps", "bytes_per_token", "flops_per_token", "version",
-           "batch_tokens"}  # fmt: skip
+CONFIG_FILE = "config.toml"
+FILES = (CONFIG_FILE, RUN_FILE, environment.FILE)
+SWEEP_FILE = "sweep.json"
+FORECASTS = "forecasts"  # the folder of registered ones, on disk and among a sweep's artifacts
+LOADS = "experts.jsonl"  # the share of tokens of each expert: lists, which metrics cannot hold
+MAX_NAME = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
+MAX_VALUE = 500  # the limit of servers before 2.8; artifacts have the whole value
+PREFIXES = {"step": "train", "eval": "eval", "moe": "moe"}
+STATUS = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "interrupted": "KILLED",
+    "failed": "FAILED",
+}
+ENDINGS = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
+# Keys of run.json that config.toml has under another name. They are sent once, under the latter.
+IN_CONFIG = {
+    "name": "name",
+    "experiment": "experiment",
+    "size": "model.size",
+    "arch": "model.arch",
+    "vocab": "model.vocab",
+    "seq": "model.seq",
+    "data": "data.hash",
+    "batch_tokens": "train.batch_tokens",
+    "steps": "train.steps",
+}
+NUMBERS = {
+    *("total", "active", "non_embedding", "scaling", "steps", "bytes_per_token"),
+    *("flops_per_token", "version", "batch_tokens"),
+}
+MASK = "***"
+_ENVIRONMENT_SETTING = re.compile(r"^([\w.]*\benv(?:\.\w+)*\s*=).*", re.DOTALL)
 
 
-def read_experiment(name: str) -> list[Run]:
-    """Every run of an experiment in the configured store (MLFLOW_TRACKING_URI, or the local database)."""
-    uri = configured()
-    if uri is None:
-        raise RunError(
-            f"experiment={name}: no runs/{name} here and no MLflow store; set MLFLOW_TRACKING_URI"
-        )
-    with asking(uri, name) as client:
-        runs = [read(client, run) for _, run in search(client, uri, name)]
-    ours = [run for run in runs if run is not None]
-    if not ours:
-        raise RunError(
-            f"experiment={name} holds no run of ours in {store.public(uri)}; train one with `launch pretrain`"
-        )
-    return sorted(ours, key=lambda run: (run.N, run.name))
+# ---- from a run directory to MLflow
 
 
-@contextmanager
-def asking(uri: str, name: str | None) -> Iterator[Any]:
-    """A client of the store, whose failures are one line."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Return a JSON or TOML file of a run without secrets; empty if it is missing or damaged."""
     try:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-    except ImportError:
-        raise RunError(f"experiment={name}: MLflow is not installed; give --runs DIR") from None
+        if path.suffix == ".toml":
+            table = tomllib.loads(read_regular(path).decode())
+        else:
+            table = read_json(path)
+    except (OSError, ValueError, RecursionError, RunError):
+        return {}  # a run that died early still has a curve
+    found: dict[str, Any] = masked(table)
+    return found
+
+
+def masked(value: Any) -> Any:
+    """Hide the values of environment tables, such as tokens in `[cluster.slurm.env]`.
+
+    The same values may come as settings in a list: "cluster.slurm.env.HF_TOKEN=secret".
+    """
+    match value:
+        case dict():
+            return {
+                key: dict.fromkeys(item, MASK)
+                if key == "env" and isinstance(item, dict)
+                else masked(item)
+                for key, item in value.items()
+            }
+        case list():
+            return [masked(item) for item in value]
+        case str():
+            return _ENVIRONMENT_SETTING.sub(rf"\1{MASK}", value)
+        case _:
+            return value
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """Return sweep.json, which makes the runs beside it children of one parent, or nothing."""
+    return read_table(folder / SWEEP_FILE)
+
+
+def artifacts(run_dir: Path) -> dict[str, str]:
+    """Return the text of the files that go to MLflow, without secrets."""
+    found = {}
+    for name in FILES:
+        table = read_table(run_dir / name)
+        if table:
+            toml = name == CONFIG_FILE
+            found[name] = tomli_w.dumps(table) if toml else json.dumps(table, indent=1) + "\n"
+    return found
+
+
+def digest(run_dir: Path) -> str:
+    """Return a checksum that changes when params or artifacts have to be sent again."""
+    return hashlib.sha256(json.dumps(artifacts(run_dir)).encode()).hexdigest()[:16]
+
+
+def params(run_dir: Path) -> dict[str, str]:
+    """Return the resolved config under its own keys, and the rest of run.json under `run.`."""
+    config = flat(read_table(run_dir / CONFIG_FILE))
+    about = flat({"run": read_table(run_dir / RUN_FILE)})
+    for key, other in IN_CONFIG.items():
+        if other in config and about.get(f"run.{key}") == config[other]:
+            del about[f"run.{key}"]
+    return config | about
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, str]:
+    return {name(key): clip(value) for key, value in _flat("", table)}
+
+
+def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{key}.", value)
+        elif isinstance(value, str | int | float):
+            if value != "" and not (isinstance(value, float) and math.isnan(value)):
+                yield f"{prefix}{key}", str(value)
+        elif value is not None:  # lists, dates
+            yield f"{prefix}{key}", json.dumps(value, default=str)
+
+
+def tags(run_dir: Path) -> dict[str, str]:
+    about = read_table(run_dir / RUN_FILE)
+    env = read_table(run_dir / environment.FILE)
+    packages = env.get("packages", {})
+    commit = about.get("git_commit") or env.get("commit")
+    found = {
+        "convention": about.get("convention"),
+        "git_commit": commit,
+        # MLflow shows this one as the version of the source. It knows no "-dirty".
+        "mlflow.source.git.commit": commit and str(commit).removesuffix("-dirty"),
+        "host": env.get("host"),
+        "python": env.get("python"),
+    }
+    for package in ("isoflop", "torch", "deepspeed", "mlflow"):
+        found[f"version.{package}"] = packages.get(package)
+    return {key: clip(str(value)) for key, value in found.items() if value}
+
+
+def metrics(record: Record) -> dict[str, float]:
+    """Return every number of a record. Tokens and FLOPs are metrics too: each can be the x-axis."""
+    if record["kind"] == "event":
+        # Tags keep the latest event of each sort; as points at their steps, pages can mark all.
+        found = {name(f"event/{record['event']}"): 1.0}
+        if isinstance(record.get("world"), int):
+            found["event/world"] = float(record["world"])
+        return found
+    prefix = PREFIXES.get(record["kind"])
+    if prefix is None:
+        return {}
+    found = {
+        name(f"{prefix}/{key}"): float(value)
+        for key, value in record.items()
+        if key not in ("time", "step") and isinstance(value, int | float)
+    }
+    tokens = record.get("hash")
+    if isinstance(tokens, str) and re.fullmatch(r"[0-9a-f]{13,}", tokens):
+        found[f"{prefix}/hash"] = float(int(tokens[:13], 16))  # 52 bits: exact in a double
+    return found
+
+
+def event_tag(record: Record) -> tuple[str, str]:
+    """Return the tag of an event: `event.save` = `step 1200 at 2026-11-15T01:36:00+00:00`."""
     try:
-        yield MlflowClient(tracking_uri=uri)
-    except MlflowException as error:
-        raise RunError(
-            f"experiment={name}: {store.public(uri)}: {store.reason(error)}; give --runs DIR"
-        ) from None
+        when = datetime.fromtimestamp(record["time"], UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        when = "?"
+    return name(f"event.{record['event']}"), f"step {record['step']} at {when}"
 
 
-def search(client: Any, uri: str, name: str | None) -> Iterator[tuple[str, Any]]:
-    """The runs of an experiment, or of all, each with its experiment's name; their curves are not read."""
-    known = {e.experiment_id: e.name for e in client.search_experiments()}
-    ids = [key for key, known_name in known.items() if name in (None, known_name)]
-    if name is not None and not ids:
-        others = ", ".join(sorted(n for n in known.values() if n != "Default")[:20])
-        raise RunError(
-            f"experiment={name} is not in {store.public(uri)}; it has {others or 'none'}"
-        )
-    token = None
-    while ids:
-        page = client.search_runs(ids, max_results=1000, page_token=token)
-        yield from ((known[run.info.experiment_id], run) for run in page)
-        token = page.token
-        if not token:
-            return
+def name(key: str) -> str:
+    """Return a valid name. MLflow treats names as paths and refuses most punctuation."""
+    clean = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:MAX_NAME]
+    return posixpath.normpath(clean).lstrip("/.") or "_"
 
 
-def configured() -> str | None:
-    """The configured store; None where it would be a local database that is not there."""
-    store.quicken()
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table it looks at
-    uri = store.resolve("")
-    return (
-        None
-        if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
-        else uri
-    )
+def clip(value: str) -> str:
+    return value if len(value) <= MAX_VALUE else value[: MAX_VALUE - 1] + "…"
 
 
 def keep(
     experiment: str, paths: Sequence[Path] = (), forecasts: Sequence[Path] = (), **about: Any
 ) -> str | None:
-    """Copy files to the sweep's parent run, and what it is; a line where that failed: the files are the record."""
+    """Copy files to the run of a whole sweep; return a line if that failed.
+
+    The files on disk are the record, so a failure costs nothing.
+    """
     uri = configured()
     if uri is None:
-        return None  # nobody here uses MLflow
+        return None  # nobody uses MLflow here
     try:
-        there = store.Store(uri)
-        run_id = there.parent(experiment)
+        store = Store(uri)
+        run_id = store.parent(experiment)
         if about:
-            there.describe(run_id, store.flat(about), {})
-            there.set_status(run_id, "FINISHED", None)
-        there.upload(run_id, paths)
-        there.upload(run_id, forecasts, FORECASTS)
-    except Exception as error:  # a server may fail in any way, and none may cost the forecast
-        why = store.reason(error)
-        return f"MLflow has no copy of this ({why}); the files are the record, and `launch sync` sends a sweep's."
+            store.describe(run_id, flat(masked(about)), {})
+            store.set_status(run_id, "FINISHED", None)
+        for path in paths:
+            if path.name == SWEEP_FILE:
+                store.put(run_id, json.dumps(read_table(path), indent=1) + "\n", SWEEP_FILE)
+            else:
+                store.upload(run_id, [path])
+        store.upload(run_id, forecasts, FORECASTS)
+    except Exception as error:  # MLflow raises exceptions of many kinds
+        return (
+            f"MLflow has no copy of this ({reason(error)}); the files are the record, "
+            "and `launch sync` sends a sweep's."
+        )
     return None
 
 
+# ---- from MLflow to a run
+
+
+def read_experiment(experiment: str) -> list[Run]:
+    """Read every run of an experiment from the configured store, or the local database."""
+    uri = configured()
+    if uri is None:
+        raise RunError(
+            f"experiment={experiment}: no runs/{experiment} here and no MLflow store; "
+            "set MLFLOW_TRACKING_URI"
+        )
+    with connect(uri, experiment) as client:
+        found = [read(client, run) for _, run in search(client, uri, experiment)]
+    runs = [run for run in found if run is not None]
+    if not runs:
+        raise RunError(
+            f"experiment={experiment} holds no run of ours in {public(uri)}; "
+            "train one with `launch pretrain`"
+        )
+    return sorted(runs, key=lambda run: (run.N, run.name))
+
+
+def search(client: Any, uri: str, experiment: str | None) -> Iterator[tuple[str, Any]]:
+    """Yield the runs of an experiment, or of all, with the experiment's name and no curves."""
+    names = {found.experiment_id: found.name for found in client.search_experiments()}
+    ids = [key for key, known in names.items() if experiment in (None, known)]
+    if experiment is not None and not ids:
+        others = ", ".join(sorted(known for known in names.values() if known != "Default")[:20])
+        raise RunError(
+            f"experiment={experiment} is not in {public(uri)}; it has {others or 'none'}"
+        )
+    token = None
+    while ids:
+        page = client.search_runs(ids, max_results=1000, page_token=token)
+        yield from ((names[run.info.experiment_id], run) for run in page)
+        token = page.token
+        if not token:
+            return
+
+
 def record_of(run: Any) -> Record | None:
-    """What the run is; None for one that another program logged."""
-    record: Record = {
-        "name": run.info.run_name,
-        "convention": run.data.tags.get("convention", "unknown"),
-    }
-    for key, text in run.data.params.items():
-        if key.startswith("run."):
-            *path, last = key.removeprefix("run.").split(".")
-            place = record
-            for part in path:
-                place = place.setdefault(part, {})
-            place[last] = float(text) if last in NUMBERS else text
-    if "scaling" not in record.get("params", {}):
+    """Return what run.json has, from the params; None for a run that another program logged."""
+    given = run.data.params
+    found = {key.removeprefix("run."): text for key, text in given.items() if key[:4] == "run."}
+    for key, other in IN_CONFIG.items():
+        if other in given:
+            found.setdefault(key, given[other])
+    if "params.scaling" not in found:
         return None
+    record: Record = {"convention": run.data.tags.get("convention", "unknown")}
+    for key, text in found.items():
+        table, _, last = key.rpartition(".")
+        place = record.setdefault(table, {}) if table else record
+        try:
+            place[last] = float(text) if last in NUMBERS else text
+        except (ValueError, TypeError):
+            raise RunError(
+                f"run_id={run.info.run_id}: param run.{key}={text!r} is not a number; delete the run"
+            ) from None
+    record["name"] = run.info.run_name
     record["steps"] = int(record.get("steps", 0))
     return record
 
 
 def read(client: Any, run: Any) -> Run | None:
-    """A run with its curves; None for one that another program logged."""
+    """Read a run with its curves; None for a run that another program logged."""
     record = record_of(run)
     if record is None:
         return None
-    steps, evals = (history(client, run, prefix) for prefix in ("train", "eval"))
-    return Run(Path(run.info.run_id), record, steps, evals, events(client, run))
+    steps = _history(client, run, "train")
+    evals = _history(client, run, "eval")
+    return Run(Path(run.info.run_id), record, steps, evals, _events(client, run))
 
 
 def loads(client: Any, run_id: str) -> list[Record]:
-    """What each expert of a mixture was given, from the file that goes along with a run's numbers."""
-    if not any(artifact.path == store.LOADS for artifact in client.list_artifacts(run_id)):
-        return []  # one that was fed by an older version, or not for a minute yet
+    """Return the load of each expert, from the file that goes along with the metrics."""
+    if not any(artifact.path == LOADS for artifact in client.list_artifacts(run_id)):
+        return []  # an older version sent this run, or the first minute is not over
     with tempfile.TemporaryDirectory() as folder:
-        return list(log.read(Path(client.download_artifacts(run_id, store.LOADS, folder))))
+        return list(log.read(Path(client.download_artifacts(run_id, LOADS, folder))))
 
 
-def events(client: Any, run: Any) -> tuple[Record, ...]:
-    """What happened, in order; the store's own status has the last word, whatever the log last said."""
-    found: list[Record] = []
-    for key in run.data.metrics:
-        if key.startswith("event/") and key != "event/world":
-            for metric in client.get_metric_history(run.info.run_id, key):
-                found.append(
-                    {"step": metric.step, "time": metric.timestamp / 1000, "event": key[6:]}
-                )
-    if not found:
-        found.append({"time": run.info.start_time / 1000, "step": 0, "event": "start"})
-    told = [e for e in found if e["event"] not in EVENT.values()]
-    if event := EVENT.get(run.info.status):
-        told.append({"time": (run.info.end_time or 0) / 1000, "step": 0, "event": event})
+def _events(client: Any, run: Any) -> tuple[Record, ...]:
+    """Return the events in order. How the run ended is what MLflow's own status says."""
     world = run.data.metrics.get("event/world")
-    return tuple(
-        {"kind": "event", "world": world, **e} for e in sorted(told, key=lambda e: float(e["time"]))
-    )
+    found: list[Record] = []
+
+    def add(event: str, step: int, time_ms: int | None) -> None:
+        record = {"kind": "event", "world": world, "step": step, "time": (time_ms or 0) / 1000}
+        found.append({**record, "event": event})
+
+    for key in run.data.metrics:
+        event = key.removeprefix("event/")
+        if event not in (key, "world") and PHASES.get(event, "running") == "running":
+            for metric in client.get_metric_history(run.info.run_id, key):
+                add(event, metric.step, metric.timestamp)
+    found.sort(key=lambda record: float(record["time"]))
+    if not found:
+        add("start", 0, run.info.start_time)
+    if run.info.status in ENDINGS:
+        add(ENDINGS[run.info.status], 0, run.info.end_time)
+    return tuple(found)
 
 
-def history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:
+def _history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:
     rows: dict[int, Record] = {}
     for key in run.data.metrics:
         if key.startswith(f"{prefix}/"):
             for metric in client.get_metric_history(run.info.run_id, key):
-                row = rows.setdefault(
-                    metric.step, {"step": metric.step, "time": metric.timestamp / 1000}
-                )
+                start = {"step": metric.step, "time": metric.timestamp / 1000}
+                row = rows.setdefault(metric.step, start)
                 row[key.removeprefix(f"{prefix}/")] = metric.value
     return tuple(rows[step] for step in sorted(rows) if {"tokens", "flops"} <= rows[step].keys())
