@@ -30,7 +30,7 @@ def status(
 ) -> None:
     """Print the queue state, step, loss, ETA and restarts of every run."""
     from pipeline.slurm.status import statuses
-    from pipeline.track.console import span
+    from pipeline.units import span
 
     rows = statuses(paths or [Path("runs")])
     if as_json:

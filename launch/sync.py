@@ -9,7 +9,8 @@ import typer
 from launch.options import examples
 from pipeline.errors import RunError
 from pipeline.runs.history import find_runs
-from pipeline.track import mlflow_store, mlflow_sync
+from pipeline.track import mlflow_sync
+from pipeline.track.mlflow_runs import read_sweep
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +40,7 @@ def sync(
     for folder in run_dirs:
         if not folder.is_dir():
             raise RunError(f"run_dir={folder} is not a directory; give a run, such as runs/demo/1m")
-        sweep = bool(mlflow_store.read_sweep(folder))
+        sweep = bool(read_sweep(folder))
         for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
             fed = mlflow_sync.sync(run_dir, wait)
             if as_json:

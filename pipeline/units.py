@@ -33,3 +33,17 @@ def finite(value: Any) -> Any:
             return [finite(item) for item in value]
         case _:
             return value
+
+
+def span(seconds: float | None) -> str:
+    """A duration: 45s, 12m05, 3h12, 2d03."""
+    if seconds is None:
+        return "–"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}"

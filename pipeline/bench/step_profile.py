@@ -25,7 +25,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
-from pipeline.track.tracker import Fan, LocalLog
+from pipeline.track.console import Fan, LocalLog
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.supervisor import StopRequest

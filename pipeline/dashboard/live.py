@@ -123,7 +123,7 @@ class Store:
         self._forecasts: dict[str, tuple[Hashable, list[dict[str, Any]]]] = {}
 
     def scan(self) -> dict[str, Hashable]:
-        with mlflow_runs.asking(self.uri, self.experiment) as client:
+        with store.connect(self.uri, self.experiment) as client:
             found = list(mlflow_runs.search(client, self.uri, self.experiment))
         self._sweeps = {
             name: run.info.run_id
@@ -138,7 +138,7 @@ class Store:
 
     def read(self, key: str, *, whole: bool = False) -> RunView:
         experiment, found = self._runs[key]
-        with mlflow_runs.asking(self.uri, self.experiment) as client:
+        with store.connect(self.uri, self.experiment) as client:
             run = mlflow_runs.read(client, found)
             has_loads = whole and "moe/tokens" in found.data.metrics
             loads = mlflow_runs.loads(client, key) if has_loads else []
@@ -163,7 +163,7 @@ class Store:
         if sweep is None:
             return []
         with (
-            mlflow_runs.asking(self.uri, self.experiment) as client,
+            store.connect(self.uri, self.experiment) as client,
             tempfile.TemporaryDirectory() as folder,
         ):
             names = tuple(sorted(file.path for file in client.list_artifacts(sweep, FORECASTS)))
@@ -184,7 +184,7 @@ def open_source(runs: Path | None, experiment: str | None) -> Source:
         if not root.is_dir():
             raise RunError(f"runs={root} is not a directory; give one that holds runs: runs/demo")
         return Directories(root)
-    uri = mlflow_runs.configured()
+    uri = store.configured()
     if uri is not None:
         return Store(uri, experiment)
     return Directories(Path("runs") / experiment if experiment else Path("runs"))

@@ -31,7 +31,7 @@ from pipeline.runs.log import Log, Record, read
 from pipeline.slurm import queue
 from pipeline.slurm.status import ATTEMPTS, past_attempts
 from pipeline.slurm.submit import step
-from pipeline.track import mlflow_sync
+from pipeline.track.sidecar import Sidecar
 from pipeline.train.supervisor import SIGNALS, STOPPED
 
 # srun prints this when a node is slow to answer, or was booted a moment ago
@@ -209,7 +209,7 @@ class Batch:
         command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
         code = 0
         printed = ""
-        sidecar = mlflow_sync.start(self.run.path) if self.track else None
+        sidecar = Sidecar(self.run.path) if self.track else None
         try:
             for pause_s in (0, 5, 30):
                 time.sleep(pause_s)
@@ -223,7 +223,7 @@ class Batch:
                     break
         finally:
             if sidecar is not None:
-                note = mlflow_sync.finish(sidecar)
+                note = sidecar.finish()
                 if note:
                     logging.info(note)
         return code, printed

@@ -20,8 +20,7 @@ from pipeline.runs.log import last_records
 from pipeline.scaling.points import points_of
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep
-from pipeline.track import mlflow_store
-from pipeline.track.mlflow_runs import FORECASTS, keep
+from pipeline.track.mlflow_runs import FORECASTS, SWEEP_FILE, keep, read_sweep
 from pipeline.units import finite
 
 POLL_S = 0.3
@@ -195,11 +194,9 @@ def write(root: Path) -> list[Path]:
 
 def publish(root: Path, files: Sequence[Path]) -> str | None:
     """Bring the parent run up to date; a line to show where MLflow did not take it."""
-    about = mlflow_store.read_sweep(root)
+    about = read_sweep(root)
     forecasts = sorted((root / FORECASTS).glob("*.json"))
-    return keep(
-        str(about["experiment"]), [root / mlflow_store.SWEEP_FILE, *files], forecasts, sweep=about
-    )
+    return keep(str(about["experiment"]), [root / SWEEP_FILE, *files], forecasts, sweep=about)
 
 
 def record(root: Path, sweep: Sweep) -> None:
@@ -207,7 +204,7 @@ def record(root: Path, sweep: Sweep) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         replace(
-            root / mlflow_store.SWEEP_FILE,
+            root / SWEEP_FILE,
             sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n",
         )
     except OSError as error:

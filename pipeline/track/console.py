@@ -1,43 +1,92 @@
-"""What a person watches: one line per record in fixed columns, and on a terminal a progress bar below them."""
+"""Where a run's records go: the local log, and the lines and progress bar that a person watches."""
 
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from pipeline.config.schema import RunConfig
+from pipeline.planner.count import params
+from pipeline.planner.memory import Layout
+from pipeline.planner.speed import estimate
+from pipeline.runs.log import Log
+from pipeline.units import count, span
 
 UNKNOWN = "–"
+# A note does not repeat what its line already says, nor tokens and FLOPs, which follow from the step.
 _IMPLIED = {"kind", "time", "step", "event", "tokens", "flops"}
+MAX_EPOCHS = 4  # repeated data is nearly as good as new up to here (arXiv 2305.16264)
+MIN_HELD_OUT_TOKENS = 100_000
+
+
+class Tracker(Protocol):
+    """All that the training loop knows of logs, consoles and servers."""
+
+    def record(self, record: Mapping[str, object]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalLog:
+    """The run's log as a tracker. Everything else reads that file: MLflow, fits, the dashboard."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def record(self, record: Mapping[str, object]) -> None:
+        self.log.append({"time": time.time(), **record})
+
+    def close(self) -> None:
+        self.log.close()
+
+
+class Fan:
+    """Send each record to all trackers in order. The local log comes first."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+
+    def record(self, record: Mapping[str, object]) -> None:
+        for tracker in self.trackers:
+            tracker.record(record)
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
 
 
 class Console:
-    """Prints step, eval and event records to standard output; the bar needs a terminal and rich."""
+    """Print records to standard output; on a terminal, with a progress bar below them."""
 
     def __init__(self, total_steps: int, quiet: bool = False) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self._pace: deque[tuple[int, float]] = deque(
-            maxlen=32
-        )  # (step, time): the ETA's moving average
+        self._times: deque[tuple[int, float]] = deque(maxlen=32)  # (step, time): for the ETA
+        self._imbalance: object = None  # of the last "moe" record: a column of the next step
         self._bar: Any = None if quiet or not sys.stdout.isatty() else _bar(total_steps)
 
     def record(self, record: Mapping[str, object]) -> None:
-        if self.quiet:
+        kind = record.get("kind")
+        if kind == "moe":
+            self._imbalance = record.get("worst_imbalance")
+        if self.quiet or kind == "moe":
             return
         step = record.get("step")
-        if record.get("kind") == "step" and isinstance(step, int):
-            if self._pace and step <= self._pace[-1][0]:
-                self._pace.clear()  # the run went back to a checkpoint
+        if kind == "step" and isinstance(step, int):
+            if self._times and step <= self._times[-1][0]:
+                self._times.clear()  # the run went back to a checkpoint
             when = record.get("time")
-            self._pace.append((step, float(when) if isinstance(when, int | float) else time.time()))
+            self._times.append((step, when if isinstance(when, int | float) else time.time()))
+            if self._imbalance is not None:
+                record = {**record, "worst_imbalance": self._imbalance}
         line = format_record(record, self.total_steps, self._eta_s())
         if self._bar is None:
-            _plain(line)
+            _print(line)
             return
-        self._bar.start()  # idempotent; here, so that a run that dies early leaves no empty bar
-        if (
-            isinstance(step, int) and record.get("event") != "save"
-        ):  # which is told behind later steps
+        self._bar.start()  # here, so that a run that dies early leaves no empty bar
+        # A save is logged after later steps, so it does not move the bar.
+        if isinstance(step, int) and record.get("event") != "save":
             self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -46,16 +95,66 @@ class Console:
             self._bar.stop()
 
     def _eta_s(self) -> float | None:
-        if len(self._pace) < 2:
+        if len(self._times) < 2:
             return None
-        (first, began), (last, now) = self._pace[0], self._pace[-1]
+        first, began = self._times[0]
+        last, now = self._times[-1]
         return max(0.0, (now - began) / (last - first) * (self.total_steps - last))
+
+
+def header(
+    config: RunConfig, ranks: int, *, train_tokens: int, device: str, tracked: str
+) -> Iterator[str]:
+    """Yield what a run is about to do, one line per topic, to print before its first step."""
+    model, train, optim = config.model, config.train, config.optim
+    assert train.steps is not None and train.batch_tokens != "auto"
+    sizes = params(model)
+    tokens = train.steps * train.batch_tokens
+    active = f", {count(sizes.active)} active" if sizes.active != sizes.total else ""
+    yield f"model   {model.size or config.name} {model.arch} │ {count(sizes.total)} parameters{active}"
+    yield (
+        f"data    {count(tokens)} tokens │ {tokens / train_tokens:.3g} epochs over "
+        f"{count(train_tokens)} │ {config.data.dir}"
+    )
+    yield (
+        f"recipe  lr {optim.lr:.3g} {optim.schedule.kind} │ {train.steps:,} steps of "
+        f"{count(train.batch_tokens)} tokens │ {optim.optimizer.kind}"
+    )
+    parallel = config.parallel
+    yield (
+        f"layout  {ranks} × {device} │ {parallel.engine} ZeRO-{parallel.zero} ep {parallel.ep} "
+        f"sp {parallel.sp} │ micro-batch {train.micro_batch} │ {train.dtype}"
+    )
+    if config.cluster.device is not None and config.cluster.has(device):
+        expected = estimate(config, Layout.of(config, ranks))
+        about = f"about {span(train.steps * expected.step_s)}, ± {expected.error:.0%}"
+        yield f"time    {about} │ {count(expected.tokens_s)} tokens/s"
+    else:
+        yield f"time    the speed of {device} is not known; see eta below"
+    yield f"tracked {tracked}"
+
+
+def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) -> Iterator[str]:
+    """Yield a line for data that is too small for the run, or for measuring its loss."""
+    train = config.train
+    assert train.steps is not None and train.batch_tokens != "auto"
+    epochs = train.steps * train.batch_tokens / train_tokens
+    if epochs > MAX_EPOCHS:
+        yield (
+            f"warning: the run passes {epochs:,.0f} times over its {count(train_tokens)} tokens; "
+            f"above {MAX_EPOCHS} it learns little more: prepare more data or lower --steps"
+        )
+    if held_out_tokens < MIN_HELD_OUT_TOKENS:
+        yield (
+            f"warning: the held-out split has {held_out_tokens:,} tokens, so its loss is noisy; "
+            f"prepare data with at least {MIN_HELD_OUT_TOKENS:,}"
+        )
 
 
 def format_record(
     record: Mapping[str, object], total_steps: int, eta_s: float | None = None
 ) -> str:
-    """One record as one line."""
+    """Return one record as one line with fixed columns."""
     kind = record.get("kind")
     steps = f"{record.get('step', 0):>{len(str(total_steps))}}/{total_steps}"
     if kind == "step":
@@ -66,8 +165,10 @@ def format_record(
             f"lr {_power(record.get('lr'))}",
             f"{_rate(record.get('tokens_per_s'))} tok/s",
             f"mfu {_percent(record.get('mfu'))}",
-            f"eta {span(eta_s)}",
         ]
+        if "worst_imbalance" in record:
+            columns.append(f"imbalance {_number(record['worst_imbalance'], 4)}")
+        columns.append(f"eta {span(eta_s)}")
     elif kind == "eval":
         columns = [
             f"eval {steps}",
@@ -75,53 +176,38 @@ def format_record(
             f"bpb {_number(record.get('bpb'), 6)}",
         ]
     else:
-        # tokens and FLOPs follow from the step; an empty note is no note, and what has a number per layer no line
-        rest = {
-            k: v
-            for k, v in record.items()
-            if k not in _IMPLIED and v not in ("", None) and type(v) is not list
-        }
-        said = (
-            f"{key} {f'{value:.3g}' if isinstance(value, float) else value}"
-            for key, value in rest.items()
-        )
-        columns = [f"note {steps}", str(record.get("event", kind)), *said]
+        columns = [f"note {steps}", str(record.get("event", kind))]
+        for key, value in record.items():
+            if key not in _IMPLIED and value not in ("", None) and not isinstance(value, list):
+                columns.append(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}")
     return " │ ".join(columns)
 
 
 def _bar(total_steps: int) -> Any:
     try:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TaskProgressColumn,
-            TimeElapsedColumn,
-        )
-    except ImportError:  # the lines alone say everything
+        from rich import progress
+    except ImportError:  # the lines say everything
         return None
-    columns = (
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    bar = progress.Progress(
+        progress.BarColumn(bar_width=None),
+        progress.TaskProgressColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        refresh_per_second=2,  # its thread shares the processor with training
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
-    bar = Progress(
-        *columns, refresh_per_second=2, redirect_stdout=False, redirect_stderr=False
-    )  # its thread shares the processor with training
     bar.add_task("steps", total=total_steps)
     return bar
 
 
-def _plain(line: str) -> None:
+def _print(line: str) -> None:
     try:
         print(line, flush=True)
-    except UnicodeEncodeError:  # a terminal that knows no │
-        print(
-            line.replace("│", "|").replace(UNKNOWN, "-").encode("ascii", "replace").decode(),
-            flush=True,
-        )
-    except BrokenPipeError:  # `launch … | head` closes our output; the run is not about its output
+    except UnicodeEncodeError:  # a terminal that has no │
+        plain = line.replace("│", "|").replace(UNKNOWN, "-").encode("ascii", "replace")
+        print(plain.decode(), flush=True)
+    except BrokenPipeError:  # `launch … | head` closed our output; training goes on
         return
 
 
@@ -129,8 +215,10 @@ def _number(value: object, width: int) -> str:
     """As many decimals as the column holds: 3.1412, 10.397, 123.46."""
     if not isinstance(value, int | float):
         return f"{UNKNOWN:>{width}}"
-    if value != value or abs(value) >= 10**width:
-        return f"{value:>{width}.0e}" if value == value else f"{'nan':>{width}}"
+    if value != value:
+        return f"{'nan':>{width}}"
+    if abs(value) >= 10**width:
+        return f"{value:>{width}.0e}"
     whole = len(f"{value:.0f}")
     return f"{value:>{width}.{max(0, width - whole - 1)}f}"[:width]
 
@@ -144,29 +232,17 @@ def _power(value: object) -> str:
 
 
 def _rate(value: object) -> str:
+    """412k, in four characters."""
     if not isinstance(value, int | float) or not 0 <= value < 1e15:
         return f"{UNKNOWN:>4}"
-    units = iter("kMGT")
     unit = ""
-    while value >= 999.5:
-        value, unit = value / 1000, next(units)
+    for larger in "kMGT":
+        if value >= 999.5:
+            value /= 1000
+            unit = larger
     digits = 1 if unit and value < 9.95 else 0
     return f"{value:.{digits}f}{unit}".rjust(4)
 
 
 def _percent(value: object) -> str:
     return f"{value * 100:4.1f}%".rjust(5) if isinstance(value, int | float) else f"{UNKNOWN:>5}"
-
-
-def span(seconds: float | None) -> str:
-    """3h12, 12m05, 45s, 2d03."""
-    if seconds is None:
-        return UNKNOWN
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}"

@@ -1,4 +1,4 @@
-"""What a run ran on, without importing torch and without one environment variable: those hold secrets."""
+"""What a run ran on (env.json), without torch and without environment variables: those are secret."""
 
 import json
 import os
@@ -20,15 +20,15 @@ def write(run_dir: Path) -> None:
 
 def describe() -> dict[str, object]:
     packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
+    here = hasattr(os, "sched_getaffinity")  # on Linux: the processors this process may use
+    gpus = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "machine": platform.machine(),
         "host": platform.node(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "devices": _devices(),
+        "cpus": len(os.sched_getaffinity(0)) if here else os.cpu_count(),
+        "devices": _output("nvidia-smi", *gpus).splitlines(),
         "commit": commit(),
         "torch": packages.get("torch"),
         "packages": packages,
@@ -36,30 +36,19 @@ def describe() -> dict[str, object]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, `-dirty` if edited; None for an installed package."""
+    """Return the commit of the checkout, with `-dirty` if edited; None for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    return (
-        _say(
-            "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
-        )
-        or None
-    )
+    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _output("git", "-C", str(root), *describe) or None
 
 
-def _devices() -> list[str]:
-    query = _say(
-        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
-    )
-    return query.splitlines()
-
-
-def _say(*command: str) -> str:
+def _output(*command: str) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer.stdout.strip()
+    return done.stdout.strip()

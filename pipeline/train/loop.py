@@ -21,7 +21,7 @@ from pipeline.planner.count import flops_per_token
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
 from pipeline.runs.log import read
-from pipeline.track.tracker import Tracker
+from pipeline.track.console import Tracker
 from pipeline.train.evaluation import Evaluator, cut
 from pipeline.train.guard import Guard
 from pipeline.train.meter import Meter, peak_flops

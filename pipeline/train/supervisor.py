@@ -30,7 +30,7 @@ from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import HangError
 from pipeline.runs.log import Record
-from pipeline.track import mlflow_sync
+from pipeline.track.sidecar import Sidecar
 
 WORKER = "pipeline.train.worker"
 STOPPED = os.EX_TEMPFAIL  # 75: the worker has saved as a signal asked, and has more steps to do
@@ -94,7 +94,7 @@ def start(
     """
     run.forget_fault()
     old = len(faults.history(run))
-    feeder = mlflow_sync.start(run.path) if track else None
+    feeder = Sidecar(run.path) if track else None
     note = ""
     try:
         groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, spare=max_restarts > 0)
@@ -103,7 +103,7 @@ def start(
                 _give_up(run, faults.history(run)[old:], 0 if stop.signal else max_restarts)
     finally:
         if feeder is not None:
-            note = mlflow_sync.finish(feeder, _FEED_WAIT_S)
+            note = feeder.finish(_FEED_WAIT_S)
     return Ended(note, stop.signal)
 
 

@@ -28,8 +28,7 @@ from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
-from pipeline.track.console import Console
-from pipeline.track.tracker import Fan, LocalLog, Tracker
+from pipeline.track.console import Console, Fan, LocalLog, Tracker
 from pipeline.train.evaluation import Evaluator, loader
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop

@@ -17,7 +17,7 @@ from pipeline.scaling.points import points_of
 from pipeline.scaling.predict import at_sizes, forecast
 from pipeline.scaling.record import register
 from pipeline.scaling.study import study
-from pipeline.track.tracker import LocalLog
+from pipeline.track.console import LocalLog
 from tests.browser.payloads import PAYLOADS
 from tests.scaling.made_runs import make_ladder, make_run
 from tests.track.mlflow_server import until

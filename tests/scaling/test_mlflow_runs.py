@@ -15,7 +15,7 @@ mlflow = pytest.importorskip("mlflow")
 
 @pytest.fixture
 def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    from pipeline.track import mlflow_store
+    from pipeline.track import mlflow_runs
     from pipeline.track.mlflow_store import Store
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -24,14 +24,14 @@ def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pat
     store = Store(uri)
     for folder in sorted(ladder.iterdir()):
         run_id, _ = store.open("demo", folder.name, folder.name, 1000)
-        store.describe(run_id, mlflow_store.params(folder), mlflow_store.tags(folder))
+        store.describe(run_id, mlflow_runs.params(folder), mlflow_runs.tags(folder))
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         store.send(
             run_id,
             [
                 (k, v, int(r["time"] * 1000), r["step"])
                 for r in rows
-                for k, v in mlflow_store.metrics(r).items()
+                for k, v in mlflow_runs.metrics(r).items()
             ],
             {},
         )

@@ -124,7 +124,7 @@ def test_without_rich_and_mlflow_and_unicode() -> None:
         "import sys; sys.modules['rich'] = sys.modules['mlflow'] = None; sys.modules['rich.progress'] = None\n"
         "sys.stdout.isatty = lambda: True\n"
         "from pipeline.track.console import Console\n"
-        "import pipeline.track.tracker, pipeline.track.mlflow_sync\n"
+        "import pipeline.track.console, pipeline.track.mlflow_sync\n"
         "console = Console(100)\n"
         "console.record({'kind': 'step', 'step': 7, 'loss': 1.0}); console.close()\n"
     )
@@ -141,6 +141,6 @@ def test_without_rich_and_mlflow_and_unicode() -> None:
 
 
 def test_training_side_imports_no_mlflow() -> None:
-    modules = "pipeline.track.tracker, pipeline.track.console, pipeline.track.mlflow_sync"
+    modules = "pipeline.track.console, pipeline.track.console, pipeline.track.mlflow_sync"
     code = f"import sys, {modules}; assert 'mlflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import RunError
 from pipeline.runs.log import Log, Tail, decode, encode, read
-from pipeline.track.tracker import Fan, LocalLog
+from pipeline.track.console import Fan, LocalLog
 
 
 def write(path: Path, steps: range) -> None:

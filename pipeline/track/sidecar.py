@@ -1,0 +1,133 @@
+"""The sidecar: a process beside training that feeds MLflow from the run's log.
+
+`python -m pipeline.track.sidecar RUN_DIR` runs it. Training never imports MLflow and never waits
+for it. If MLflow did not get everything, the sidecar prints one line on standard output; the rest
+goes to standard error, which is `mlflow.log` in the run directory.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline.atomic import locked
+from pipeline.process import python_module
+from pipeline.track import environment
+from pipeline.track.mlflow_store import configure
+from pipeline.track.mlflow_sync import LOCK_FILE, WAIT_S, Feeder, follow
+
+MODULE = "pipeline.track.sidecar"  # __name__ is __main__ in the sidecar itself
+RESTART_PAUSES_S = (1.0, 5.0, 30.0, 30.0, 30.0)  # before a killed sidecar is started again
+
+
+class Sidecar:
+    """The sidecar as its launcher sees it. A thread starts it again if it is killed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._ending = threading.Event()
+        self._lock = threading.Lock()  # held while `process` is replaced
+        self.process = self._start()
+        threading.Thread(target=self._restart_if_killed, daemon=True).start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        with (self._run_dir / "mlflow.log").open("a") as log:
+            return subprocess.Popen(
+                python_module(MODULE, self._run_dir),
+                stdin=subprocess.PIPE,  # the kernel closes it when this process dies
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for training; the sidecar has to deliver
+            )
+
+    def _restart_if_killed(self) -> None:
+        for pause_s in RESTART_PAUSES_S:
+            code = self.process.wait()
+            if code == 0 or self._ending.wait(pause_s):
+                return
+            with self._lock:
+                if self._ending.is_set():
+                    return
+                self.process = self._start()
+
+    def finish(self, wait_s: float = WAIT_S) -> str:
+        """Let it send the rest; return a line to show if MLflow did not get everything."""
+        with self._lock:
+            self._ending.set()
+        try:
+            for _ in range(2):
+                # The sidecar gives up by itself before this time-out.
+                said, _ = self.process.communicate(timeout=wait_s + 10)
+                if self.process.returncode == 0:
+                    return said.strip()
+                self.process = self._start()  # it was killed: a new one sends what is missing
+            fault = "the sidecar was killed"
+        except subprocess.TimeoutExpired:
+            fault = "MLflow is slow"
+        self.process.kill()
+        self.process.communicate()
+        return _behind(self._run_dir, fault)
+
+
+def _behind(run_dir: Path, fault: str) -> str:
+    return f"MLflow does not have all of {run_dir} ({fault}); launch sync {run_dir} sends the rest"
+
+
+def _stdin_closed() -> bool:
+    """Whether the launcher has ended, however it did."""
+    return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1 << 16) == b""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sidecar. Exit status 1 asks the launcher to start it again."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Feed MLflow from a run's log until standard input closes.",
+    )
+    parser.add_argument("run_dir", type=Path)
+    wait_help = "seconds to wait then for a server that does not answer"
+    parser.add_argument("--wait", type=float, default=WAIT_S, help=wait_help)
+    options = parser.parse_args(arguments)
+
+    # A preempted job gets SIGTERM: training still saves and logs that, so deliver it first.
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    with contextlib.suppress(OSError):
+        os.nice(10)  # training comes first
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    configure()
+    with contextlib.redirect_stdout(sys.stderr):  # MLflow prints where to view the run
+        fault = _feed(options.run_dir, options.wait, stopping.is_set)
+    if fault:
+        logging.warning(fault)
+        with contextlib.suppress(OSError):
+            sys.stdout.write(_behind(options.run_dir, fault) + "\n")
+            sys.stdout.flush()
+    return int(bool(fault) and stopping.is_set() and not _stdin_closed())
+
+
+def _feed(run_dir: Path, wait_s: float, stopping: Callable[[], bool]) -> str:
+    try:
+        while True:
+            # The sidecar of an interrupted run may still be at work, or `launch sync`.
+            with locked(run_dir / LOCK_FILE, wait_s=WAIT_S) as alone:
+                if alone:
+                    environment.write(run_dir)
+                    return follow(Feeder(run_dir), _stdin_closed, wait_s, stopping)
+            if _stdin_closed() or stopping():
+                return "another process is feeding it"
+    except OSError as error:  # a full disk, a deleted directory: training reports it
+        return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
