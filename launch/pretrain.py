@@ -12,6 +12,7 @@ from launch.options import examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices, PlannedRun
 
@@ -167,6 +168,9 @@ def pretrain(
     settled = plan_run(wish, devices)
     if settled.note and not quiet:
         typer.echo(settled.note, err=True)
+    if not quiet:
+        show = not (asked or as_json or settled.run.finished)
+        _announce(settled.config, ranks, devices.name, track=track, header=show)
     if asked:
         if not (dry_run and quiet):
             submit(settled, asked, track=track, dry_run=dry_run, as_json=as_json)
@@ -191,6 +195,23 @@ def pretrain(
     if not run.finished:  # what follows in a script is not to go on with half a model
         raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
     return settled, None
+
+
+def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
+    """Print what the run is about to do, and warn of data that is too small for it."""
+    from pipeline.data.corpus import Corpus
+    from pipeline.track import console, mlflow_store
+
+    corpus = Corpus.open(Path(config.data.dir or "."))
+    tokens = corpus.split("train").tokens
+    if header:
+        place = mlflow_store.public(mlflow_store.resolve(""))
+        tracked = f"MLflow at {place}" if track else "in the run directory only (--no-track)"
+        lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
+        for line in lines:
+            print(line, flush=True)
+    for line in console.data_warnings(config, tokens, corpus.split("valid").tokens):
+        typer.echo(line, err=True)
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.track.console import Console, format_record
+from pipeline.config.layers import load
+from pipeline.planner.recipe import resolve
+from pipeline.track.console import Console, data_warnings, format_record, header
 
 STEP = {
     "kind": "step",
@@ -52,15 +54,29 @@ def test_columns_stay(odd: dict[str, object]) -> None:
         ], line
 
 
-def test_what_every_layer_has_is_no_line() -> None:
-    routed = {
-        "kind": "moe",
-        "step": 3,
-        "load": [[0.5, 0.5]],
-        "imbalance": [1.0],
-        "worst_imbalance": 2.667,
-    }
-    assert format_record(routed, 40) == "note  3/40 │ moe │ worst_imbalance 2.67"
+def test_expert_figures_are_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(40)
+    console.record({"kind": "moe", "step": 3, "load": [[0.5, 0.5]], "worst_imbalance": 2.667})
+    console.record(STEP | {"step": 3})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step  3/40 │") and "│ imbalance 2.67 │ eta" in line
+
+
+def test_header_and_warnings() -> None:
+    config = load(size="tiny", arch="moe", sets=["train.steps=100", "train.batch_tokens=4096"])
+    config = resolve(config, ranks=2, gpu=False)
+    lines = list(
+        header(config, 2, train_tokens=40_960, device="CPU", tracked="MLflow at sqlite:///x.db")
+    )
+    assert [line.split()[0] for line in lines] == [
+        *("model", "data", "recipe", "layout", "time", "tracked")
+    ]
+    assert "tiny moe" in lines[0] and "active" in lines[0]
+    assert "410k tokens │ 10 epochs over 41k" in lines[1]
+    assert lines[5].endswith("sqlite:///x.db")
+    assert all(len(line) <= 100 for line in lines)
+    assert [line.split()[0] for line in data_warnings(config, 40_960, 99_999)] == ["warning:"] * 2
+    assert list(data_warnings(config, 102_400, 100_000)) == []
 
 
 def test_eval_and_event_lines() -> None:
@@ -124,7 +140,7 @@ def test_without_rich_and_mlflow_and_unicode() -> None:
         "import sys; sys.modules['rich'] = sys.modules['mlflow'] = None; sys.modules['rich.progress'] = None\n"
         "sys.stdout.isatty = lambda: True\n"
         "from pipeline.track.console import Console\n"
-        "import pipeline.track.console, pipeline.track.mlflow_sync\n"
+        "import pipeline.track.sidecar\n"
         "console = Console(100)\n"
         "console.record({'kind': 'step', 'step': 7, 'loss': 1.0}); console.close()\n"
     )
@@ -141,6 +157,6 @@ def test_without_rich_and_mlflow_and_unicode() -> None:
 
 
 def test_training_side_imports_no_mlflow() -> None:
-    modules = "pipeline.track.console, pipeline.track.console, pipeline.track.mlflow_sync"
+    modules = "pipeline.track.console, pipeline.track.sidecar"
     code = f"import sys, {modules}; assert 'mlflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
