@@ -29,7 +29,7 @@ from pipeline.track.console import Fan, LocalLog
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.supervisor import StopRequest
-from pipeline.train.watchdog import Watch
+from pipeline.train.watchdog import Watchdog
 
 
 class _Blind(Guard):
@@ -52,7 +52,7 @@ def overheads(
     for part in ("logs", "checkpoints"):
         (aside / part).mkdir()
     with (
-        closing(Watch(run, world, 60.0, 600.0)) as watch,
+        closing(Watchdog(run, world, 60.0, 600.0)) as watch,
         closing(Fan([LocalLog(Log(run.log))])) as tracker,
     ):
         saver = Saver(worker, config, run.checkpoints, world)

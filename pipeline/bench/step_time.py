@@ -26,8 +26,8 @@ from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
+from pipeline.train.device_clock import device_name, peak_flops, peak_memory_bytes
 from pipeline.train.evaluation import cut, loader
-from pipeline.train.meter import device_name, peak_flops, peak_memory_bytes
 
 _ALIKE = 0.05  # of the loss: two models of one shape, freshly drawn, begin no further apart
 

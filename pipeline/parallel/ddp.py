@@ -17,6 +17,7 @@ from pipeline.parallel.engine import (
     Clock,
     LocalTensors,
     Micro,
+    Passed,
     Update,
     accept_always,
     balance,
@@ -55,7 +56,9 @@ class DDPEngine:
         return inner
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
-        set_learning_rate(self._optimizer, lr)
+        return self.step(self.forward_backward(micros), lr, accept)
+
+    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
         self._model.train()
         nlls = []
         routings = []
@@ -66,15 +69,20 @@ class DDPEngine:
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        nll = torch.stack(nlls).mean()
+        return Passed(torch.stack(nlls).mean(), routings)
+
+    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+        set_learning_rate(self._optimizer, lr)
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
-        apply = accept(nll, norm)
+        apply = accept(passed.nll, norm)
         gate_step(self.optimizer, apply)
         torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        model = self._accelerator.unwrap_model(self._model)
-        return Update(nll, norm, balance(model, routings, self._world, apply))
+        routing = balance(
+            self._accelerator.unwrap_model(self._model), passed.routings, self._world, apply
+        )
+        return Update(passed.nll, norm, routing)
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:

@@ -25,6 +25,13 @@ class Micro(NamedTuple):
     documents_BS: Tensor | None = None  # attention stays within each document
 
 
+class Passed(NamedTuple):
+    """The forward and backward passes of one step on this rank."""
+
+    nll: Tensor  # mean over the micro-batches, on the device
+    routings: list[Routing | None]  # of each micro-batch
+
+
 class Update(NamedTuple):
     """The result of a step, on the device: reading it waits for the device."""
 
@@ -69,12 +76,18 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """The model itself."""
 
-    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
-        """Accumulate gradients over all ranks' micro-batches and apply one clipped optimizer step.
+    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
+        """Accumulate the gradients of this rank's micro-batches; nothing waits for the device."""
+
+    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+        """Clip the gradients of all ranks and apply one optimizer step.
 
         `accept` is called once, before anything is written. If it rejects the step, weights and
         moments stay as they were. All work is enqueued; nothing waits for the device.
         """
+
+    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
+        """Call `forward_backward` and `step`."""
 
     def evaluate(self, micro: Micro) -> Tensor:
         """Return the mean loss in nats, without gradients."""

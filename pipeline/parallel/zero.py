@@ -19,6 +19,7 @@ from pipeline.parallel.engine import (
     Clock,
     LocalTensors,
     Micro,
+    Passed,
     Update,
     accept_always,
     balance,
@@ -103,29 +104,37 @@ class ZeroEngine:
     # --- the step
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
-        set_learning_rate(self._optimizer, lr)
+        return self.step(self.forward_backward(micros), lr, accept)
+
+    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
-        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(
-            torch.stack(nlls).mean(), norm
-        )
         for micro in micros:
+            if nlls:
+                # DeepSpeed counts micro-batches in its own step(), which writes at the last one.
+                with self.clock("optimizer"):
+                    self._engine.step()
             with self.clock("forward"):
                 losses: Losses = self._engine(*micro)
             with self.clock("backward"):
                 self._engine.backward(losses.total)
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-            if self._zero == 0 and self._engine.is_gradient_accumulation_boundary():
-                # We clip: DeepSpeed would count only the experts on each rank itself.
-                self._judge(self._norm_of_copies())
-                if self._unwrapped:
-                    self._clip_gradients(self._engine.module.parameters())
-            with self.clock("optimizer"):
-                self._engine.step()
-        routing = balance(self._engine.module, routings, self._world, self._apply)
-        return Update(torch.stack(nlls).mean(), self._grad_norm, routing)
+        return Passed(torch.stack(nlls).mean(), routings)
+
+    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+        set_learning_rate(self._optimizer, lr)
+        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passed.nll, norm)
+        if self._zero == 0:
+            # We clip: DeepSpeed would count only the experts on each rank itself.
+            self._judge(self._norm_of_copies())
+            if self._unwrapped:
+                self._clip_gradients(self._engine.module.parameters())
+        with self.clock("optimizer"):
+            self._engine.step()
+        routing = balance(self._engine.module, passed.routings, self._world, self._apply)
+        return Update(passed.nll, self._grad_norm, routing)
 
     def _judge(self, norm: Tensor) -> Tensor:
         """Call `accept` with the gradient norm, and gate the optimizer's step with the result."""

@@ -1,4 +1,7 @@
-"""Held-out loss on a fixed set of batches: the same tokens at every step, in every world."""
+"""Held-out loss on a fixed set of batches: the same tokens at every step, on any number of ranks.
+
+This file also builds a run's loaders and cuts its batches, which training and evaluation share.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,18 +23,21 @@ class Evaluator:
         self, config: RunConfig, corpus: Corpus, world: World, *, batches: int | None = None
     ) -> None:
         split = corpus.manifest.splits["valid"]
-        self._config, self._world, self._loader = config, world, loader(config, corpus, "valid")
-        self._batches = max(
-            1, min(batches or config.train.eval_batches, self._loader.steps_per_epoch)
-        )
+        self._config = config
+        self._world = world
+        self._loader = loader(config, corpus, "valid")
+        wanted = batches or config.train.eval_batches
+        self._batches = max(1, min(wanted, self._loader.steps_per_epoch))
         self._reader = world.reader(min(config.parallel.sp, world.size))
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
-        """Nats per token and bits per byte of the raw text, which compares across tokenizers."""
-        total, count = torch.zeros((), device=self._world.device), 0
+        """Nats per token, and bits per byte of the raw text, which compare across tokenizers."""
+        total = torch.zeros((), device=self._world.device)
+        count = 0
         for step in range(self._batches):
-            for micro in cut(self._loader.batch(step, *self._reader), self._config, self._world):
+            batch = self._loader.batch(step, *self._reader)
+            for micro in cut(batch, self._config, self._world):
                 total += nll(micro)
                 count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size
@@ -39,16 +45,25 @@ class Evaluator:
 
 
 def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) -> Loader:
-    """Of a run's global batches; what is held out is read as it lies."""
-    packing, apart = config.data.packing, config.data.documents
+    """Build the loader of a run's global batches for a split. Held-out data is never packed."""
+    packing = config.data.packing
+    boundaries = config.data.documents
     if split == "valid":
-        apart, packing = apart or packing == "best-fit", "concatenate"
-    shape = {"seq": config.model.seq, "rows": config.rows, "seed": config.seed}
-    return Loader(corpus, split, **shape, packing=packing, boundaries=apart)
+        boundaries = boundaries or packing == "best-fit"
+        packing = "concatenate"
+    return Loader(
+        corpus,
+        split,
+        seq=config.model.seq,
+        rows=config.rows,
+        seed=config.seed,
+        packing=packing,
+        boundaries=boundaries,
+    )
 
 
 def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
-    """This rank's rows as micro-batches on its device, copied without waiting."""
+    """This rank's rows as micro-batches on its device; the copy does not wait for the device."""
     micro = config.train.micro_batch
     assert micro != "auto", "resolve the recipe first"
     given = (batch.tokens_BS, batch.targets_BS, batch.documents_BS)

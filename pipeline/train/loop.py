@@ -1,18 +1,16 @@
-"""The loop. It does not know whether the model is dense or sparse, on one CPU or on many nodes."""
+"""The training loop: batch → forward → backward → clip → step → log.
+
+It does not know whether the model is dense or sparse, on one CPU or on many nodes.
+"""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from pipeline.checkpoint.save import Saved, Saver
 from pipeline.config.schema import RunConfig
 from pipeline.data.loader import Loader, prefetch
-from pipeline.model.moe import Routing
 from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.engine import Engine
@@ -22,26 +20,13 @@ from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
 from pipeline.runs.log import read
 from pipeline.track.console import Tracker
+from pipeline.train.device_clock import DeviceTime, Meter, peak_flops, peak_memory_bytes
 from pipeline.train.evaluation import Evaluator, cut
+from pipeline.train.exchange import PendingStep, StepCheck, StepResult
 from pipeline.train.guard import Guard
-from pipeline.train.meter import Meter, peak_flops
-from pipeline.train.reading import Moment, Reading
-from pipeline.train.replicas import Look, Replicas
+from pipeline.train.replicas import Replicas
 from pipeline.train.supervisor import StopRequest
-from pipeline.train.watchdog import Watch
-
-_SHIFTS = (0, 16, 32, 48)
-
-
-class _Launched(NamedTuple):
-    """A step that the device may still be at."""
-
-    done: int
-    lr: float
-    wait_s: float  # the host for the batch; the device may have been at the step before
-    began: Moment
-    look: Look | None
-    reading: Reading
+from pipeline.train.watchdog import Watchdog
 
 
 class Loop:
@@ -53,47 +38,46 @@ class Loop:
         world: World,
         tracker: Tracker,
         stop: StopRequest,
-        watch: Watch,
+        watch: Watchdog,
         guard: Guard,
         saver: Saver,
     ) -> None:
         assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
-        self.config, self.run, self.engine, self.world, self.tracker = (
-            config,
-            run,
-            engine,
-            world,
-            tracker,
-        )
-        self.steps, self.batch_tokens = config.train.steps, config.train.batch_tokens
-        self.flops = flops_per_token(config.model).model
+        self.config = config
+        self.run = run
+        self.engine = engine
+        self.world = world
+        self.tracker = tracker
+        self.stop = stop
+        self.watch = watch
+        self.guard = guard
+        self.saver = saver
+        self.steps = config.train.steps
+        self.batch_tokens = config.train.batch_tokens
+        self.flops_per_token = flops_per_token(config.model).model
         peak = peak_flops(config.cluster, world.device)
-        peak = None if peak is None else peak * world.size
-        self.meter = Meter(self.batch_tokens, self.flops, peak, Moment(world.device))
-        self.stop, self.watch, self.guard, self.saver = stop, watch, guard, saver
+        all_ranks = None if peak is None else peak * world.size
+        self.meter = Meter(self.batch_tokens, self.flops_per_token, all_ranks, world.device)
         self.replicas = Replicas(engine, world, config.parallel.ep)
-        self._routing_every = max(1, self.steps // 100)  # what a heat map can show
-        self._last: _Launched | None = None
-        self.stopping = False  # whether any rank wishes to
+        self.stopping = False  # some rank has a stop request
+        self._routing_every = max(1, self.steps // 100)  # as many columns as a heat map can show
+        self._pending: PendingStep | None = None
 
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
-        """From step `start` to the end or to a wish to stop; whether the end was reached."""
+        """Train from step `start`; return whether the last step was reached, not a stop request."""
         train = self.config.train
         assert isinstance(train.eval_every, int) and isinstance(train.save_every, int)
         self.replicas.remember()
-        self.meter.restart(Moment(self.world.device))
-        self.watch.enter("first step", start + 1)  # may compile
-        asked = time.perf_counter()
-        reader, pin = self.world.reader(self.config.parallel.sp), self.world.device.type == "cuda"
-        with (
-            closing(prefetch(loader, start, self.steps, *reader, pin=pin)) as batches,
-            self._last_word(),
-        ):
+        self.meter.restart()
+        self.watch.enter("first step", start + 1)  # which may compile
+        with closing(self._batches(loader, start)) as batches, self._settle_on_error():
+            asked_s = time.perf_counter()
             for step, batch in batches:
-                self.step(step, batch, time.perf_counter() - asked)
+                self.step(step, batch, time.perf_counter() - asked_s)
                 done = step + 1
-                evaluate = done % train.eval_every == 0 or done == self.steps
-                save = done % train.save_every == 0 or done in train.keep_at or done == self.steps
+                last = done == self.steps
+                evaluate = last or done % train.eval_every == 0
+                save = last or done % train.save_every == 0 or done in train.keep_at
                 if evaluate or save or self.stopping:
                     self.settle()
                 if evaluate:
@@ -102,127 +86,130 @@ class Loop:
                 if save or self.stopping:
                     self.watch.enter("save", done)
                     self.save(done)
-                end = self.stopping or done == self.steps
-                self.saved(self.saver.wait() if end else self.saver.finished())
+                self.saved(self.saver.wait() if last or self.stopping else self.saver.finished())
                 if evaluate or save:
-                    self.meter.restart(Moment(self.world.device))
-                if self.stopping and done < self.steps:
-                    self._end(
-                        done, event="interrupt", reason=self.stop.reason or "another rank's signal"
-                    )
+                    self.meter.restart()
+                if self.stopping and not last:
+                    reason = self.stop.reason or "another rank's signal"
+                    self._record_end(done, event="interrupt", reason=reason)
                     return False
-                if done > start + 1 or self._last is None:  # else the device may be at the first
+                # until it is settled, the device may still be compiling the first step
+                if done > start + 1 or self._pending is None:
                     self.watch.enter("step", done + 1)
-                asked = time.perf_counter()
-        self._end(self.steps, event="finish")
+                asked_s = time.perf_counter()
+        self._record_end(self.steps, event="finish")
         return True
 
     def step(self, step: int, batch: Batch, wait_s: float) -> None:
-        """Launch an update, and then settle the one before: the device has work while the host reads."""
-        done, began = step + 1, Moment(self.world.device)
+        """Launch one update, and settle the one before while the device works."""
+        done = step + 1
         if self.guard.leaves_out(done):
             self.settle()
             self._record("event", done, event="omit", reason="the run went back past this batch")
             return
+        began = DeviceTime(self.world.device)
         assert isinstance(self.config.optim.lr, float)
         lr = learning_rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
-        update = self.engine.update(
-            cut(batch, self.config, self.world), lr, partial(self._accept, done, batch)
+        compare = done % self.config.train.check_every == 0
+        check = StepCheck(
+            self.world,
+            self.stop,
+            batch.hash,
+            self.guard.limits(done),
+            self.replicas if compare else None,
         )
-        self.replicas.remember((done + 1) % self.config.train.check_every == 0)
-        routed = (
-            [_figures(update.routing)]
-            if update.routing and self._due(done, self._routing_every)
-            else []
-        )
-        launched = _Launched(done, lr, wait_s, began, self._look, Reading(*self._told, *routed))
-        self.settle()
-        self._last = launched
 
-    def _accept(self, done: int, batch: Batch, nll: Tensor, grad_norm: Tensor) -> Tensor:
-        """Before the weights change, all that ranks tell each other of a step, in one sum: loss, norm, what copies say,
-        wish to stop, and the batch's hash in four 16-bit parts, which fp64 adds exactly; the same verdict on each."""
-        parts = [float(batch.hash >> shift & 0xFFFF) for shift in _SHIFTS]
-        on_device = torch.stack((nll.double(), grad_norm.to(nll.device).double()))
-        self._look = self.replicas.look() if done % self.config.train.check_every == 0 else None
-        if self._look is not None:
-            on_device = torch.cat((on_device, self._look.flags))
-        told = self.world.sum([float(self.stop.reason is not None), *parts], first=on_device)
-        usual = told[:2] / self.world.size <= self.world.to_device(self.guard.limits(done))
-        self._told = told, usual.all() & ~told[2:-5].any()
-        return self._told[1]
+        # batch: this rank's rows, as micro-batches on its device
+        micros = cut(batch, self.config, self.world)
+        # forward and backward, for every micro-batch
+        passed = self.engine.forward_backward(micros)
+        # clip and step: the weights change only if `check` accepts the loss and the gradient norm
+        update = self.engine.step(passed, lr, check)
+
+        self.replicas.remember((done + 1) % self.config.train.check_every == 0)
+        routing = update.routing if self._due(done, self._routing_every) else None
+        launched = PendingStep(done, lr, wait_s, began, check, routing)
+        # log: the step before this one
+        self.settle()
+        self._pending = launched
 
     def settle(self) -> None:
-        """What the last step told, once the next is launched or where none follows at once: judged and recorded."""
-        last, self._last = self._last, None
-        if last is None:
+        """Read and log the pending step; raise if ranks diverged or too many steps were skipped."""
+        pending = self._pending
+        self._pending = None
+        if pending is None:
             return
-        told, taken, *routed = last.reading.get()
-        done, (loss, norm, *wrong), (stop, *parts) = last.done, told[:-5], told[-5:]
-        if last.look is not None and any(wrong):
-            raise self.replicas.blame(last.look, done)
-        self.stopping |= stop > 0
-        loss, norm, speed = (
-            loss / self.world.size,
-            norm / self.world.size,
-            self.meter.step(last.began, last.reading.at),
-        )
-        sp = self.config.parallel.sp  # each row was read, and its hash told, by so many ranks
-        digest = (
-            sum(int(part) // sp << shift for part, shift in zip(parts, _SHIFTS, strict=True))
-            % 2**64
-        )
-        values = {"loss": loss, "grad_norm": norm, "lr": last.lr, "hash": f"{digest:016x}"}
-        if not taken:
-            reason = self.guard.reason(done, loss, norm)
-            self._record(
-                "event", done, event="skip", reason=reason, **values, seconds=self.meter.took_s
-            )
-            self.guard.escalate(done, reason)
+        result = self._read(pending)
+        if result.diverged:
+            assert pending.look is not None
+            raise self.replicas.blame(pending.look, pending.step)
+        self.stopping |= result.stop
+        speed = self.meter.step(pending.began, pending.ended)
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": pending.lr,
+            "hash": result.hash,
+        }
+        if not result.accepted:
+            reason = self.guard.reason(pending.step, result.loss, result.grad_norm)
+            skip = {"event": "skip", "reason": reason, **values, "seconds": speed.seconds}
+            self._record("event", pending.step, **skip)
+            self.guard.escalate(pending.step, reason)
             return
-        if self._due(done, self.config.train.log_every):
+        if self._due(pending.step, self.config.train.log_every):
             self._record(
-                "step", done, **values, **speed, wait_s=min(last.wait_s, self.meter.idle_s)
+                "step",
+                pending.step,
+                **values,
+                tokens_per_s=speed.tokens_per_s,
+                mfu=speed.mfu,
+                memory_bytes=peak_memory_bytes(),
+                wait_s=min(pending.wait_s, speed.idle_s),
             )
-        if routed:
-            self._record("moe", done, **_routed(*routed))
+        if result.routing is not None:
+            self._record("moe", pending.step, **result.routing)
+
+    def save(self, done: int) -> None:
+        """Begin a checkpoint, of weights on which all ranks agree."""
+        look = self.replicas.look()
+        if self.world.sum([], first=look.flags).any():
+            raise self.replicas.blame(look, done)
+        self.saved(self.saver.save(done))
+
+    def saved(self, saved: Saved | None) -> None:
+        """Log a save after its commit, under the step it belongs to, so that a rollback keeps it."""
+        if saved is None:
+            return
+        times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
+        self._record("event", saved.step, event="save", saved=saved.step, **times)
+
+    def _batches(self, loader: Loader, start: int) -> Generator[tuple[int, Batch], None, None]:
+        share, shares = self.world.reader(self.config.parallel.sp)
+        pin = self.world.device.type == "cuda"
+        return prefetch(loader, start, self.steps, share, shares, pin=pin)
+
+    def _read(self, pending: PendingStep) -> StepResult:
+        return pending.read(self.world.size, self.config.parallel.sp)
 
     @contextmanager
-    def _last_word(self) -> Iterator[None]:
-        """Where a launch fails, the step before it is done: recorded if it can still be read, and the first error goes
-        on. One that found ranks to differ is not: to name the rank takes them all, and they are elsewhere."""
+    def _settle_on_error(self) -> Iterator[None]:
+        """When a launch fails, log the step before it, which is done, and raise the first error.
+
+        A divergence is left out: to name the rank takes all ranks, and they are elsewhere.
+        """
         try:
             yield
         except Exception:
             with suppress(Exception):
-                if self._last is not None and not any(self._last.reading.get()[0][2:-5]):
+                if self._pending is not None and not self._read(self._pending).diverged:
                     self.settle()
             raise
 
     def _due(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.steps
 
-    def save(self, done: int) -> None:
-        look = self.replicas.look()
-        if self.world.sum([], first=look.flags).any():  # what is saved is what all agree on
-            raise self.replicas.blame(look, done)
-        self.saved(self.saver.save(done))
-
-    def saved(self, saved: Saved | None) -> None:
-        """A checkpoint counts from its commit on, some steps after its own, and is told at its own: it stands as long
-        as the log up to there."""
-        if saved is not None:
-            seconds, blocked_s = saved.seconds, saved.blocked_s
-            self._record(
-                "event",
-                saved.step,
-                event="save",
-                saved=saved.step,
-                seconds=seconds,
-                blocked_s=blocked_s,
-            )
-
-    def _end(self, done: int, **values: Any) -> None:
+    def _record_end(self, done: int, **values: Any) -> None:
         lost = goodput(read(self.run.log)) if self.world.first else {}
         self._record("event", done, **values, **lost)
 
@@ -233,30 +220,8 @@ class Loop:
             "time": time.time(),
             "step": done,
             "tokens": tokens,
-            "flops": tokens * self.flops,
+            "flops": tokens * self.flops_per_token,
+            **values,
         }
-        self.tracker.record({**record, **values})
-        self.guard.hear({**record, **values})
-
-
-def _figures(routing: Routing) -> Tensor:
-    rest = torch.stack((routing.dropped, routing.entropy, routing.loss), dim=-1)
-    return torch.cat((routing.load_E / routing.load_E.sum(-1, keepdim=True), rest), dim=-1)
-
-
-def _routed(layers: list[list[float]]) -> dict[str, Any]:
-    """By layer: each expert's share of the rows, the fullest expert over the mean, what was dropped, the entropy."""
-    shares, (dropped, entropy, losses) = (
-        [layer[:-3] for layer in layers],
-        zip(*(x[-3:] for x in layers), strict=True),
-    )
-    imbalance = [max(share) * len(share) for share in shares]
-    return {
-        "load": [[round(share, 5) for share in layer] for layer in shares],
-        "imbalance": [round(x, 4) for x in imbalance],
-        "dropped": [round(x, 5) for x in dropped],
-        "entropy": [round(x, 4) for x in entropy],
-        "worst_imbalance": max(imbalance),
-        "dropped_share": sum(dropped) / len(dropped),
-        "aux_loss": sum(losses),
-    }
+        self.tracker.record(record)
+        self.guard.hear(record)

@@ -178,15 +178,20 @@ class Group:
                     self._ranks[rank].send_signal(stop.signal)
                 _warn("stopping: a checkpoint is written first; a second signal ends it at once\n")
             if stop.at_once:
-                self._kill(living)
+                self._end(living, signal.SIGKILL)
             if ticks % _LOOK_EVERY == 0:
                 self._end_stopped(living, stopped_s)
-            codes = (process.returncode for process in self._ranks.values())
-            if failed_s is None and any(code not in (None, 0, STOPPED) for code in codes):
+            if failed_s is None and self._failed():
                 failed_s = time.monotonic()
-            if failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
-                self._kill(living)
+                # a rank that hangs writes its stack, also one that holds Python's lock
+                self._end(living, signal.SIGTERM)
+            elif failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
+                self._end(living, signal.SIGKILL)
         return {rank: process.returncode for rank, process in self._ranks.items()}
+
+    def _failed(self) -> bool:
+        codes = (process.returncode for process in self._ranks.values())
+        return any(code not in (None, 0, STOPPED) for code in codes)
 
     def death(self, codes: Mapping[int, int]) -> Death | None:
         """The rank that a signal killed, other than one of ours."""
@@ -204,7 +209,8 @@ class Group:
 
     def close(self) -> None:
         """End the ranks that still live."""
-        self._kill([rank for rank, process in self._ranks.items() if process.poll() is None])
+        living = [rank for rank, process in self._ranks.items() if process.poll() is None]
+        self._end(living, signal.SIGKILL)
         for process in self._ranks.values():
             process.wait()
 
@@ -222,12 +228,12 @@ class Group:
                 stopped_s[rank] += 1
                 if stopped_s[rank] * _LOOK_EVERY * _TICK_S > self._hang_s / 2:
                     self._run.fail(HangError(f"rank {rank} stands still: a signal has stopped it"))
-                    self._kill([rank])
+                    self._end([rank], signal.SIGKILL)
 
-    def _kill(self, ranks: list[int]) -> None:
+    def _end(self, ranks: list[int], how: signal.Signals) -> None:
         for rank in ranks:
             self._ended_by_us.add(rank)
-            self._ranks[rank].kill()
+            self._ranks[rank].send_signal(how)
 
     def _log(self, rank: int) -> Path:
         return self._run.path / "logs" / f"rank-{rank}.log"

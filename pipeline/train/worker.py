@@ -34,7 +34,7 @@ from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
 from pipeline.train.request import same_data
 from pipeline.train.supervisor import STOPPED, StopRequest
-from pipeline.train.watchdog import Watch
+from pipeline.train.watchdog import Watchdog
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     torch.manual_seed(config.seed + world.rank)
     corpus = _corpus(config)
     batches = loader(config, corpus, "train")
-    with closing(Watch(directory, world, config.train.hang_s, config.train.first_s)) as watch:
+    with closing(Watchdog(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker = build_engine(config, world)
         evaluator = Evaluator(config, corpus, world)
         saver = Saver(worker, config, directory.checkpoints, world)

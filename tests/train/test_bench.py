@@ -18,7 +18,7 @@ from pipeline.parallel.build_engine import prepare_model
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
 from pipeline.runs.faults import out_of_memory
-from pipeline.train.meter import peak_flops
+from pipeline.train.device_clock import peak_flops
 from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment, launch
 

@@ -23,7 +23,7 @@ from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.request import Devices, Request, plan_run
-from pipeline.train.watchdog import Watch
+from pipeline.train.watchdog import Watchdog
 from tests.conftest import environment
 from tests.train.test_run import hashes, losses, records
 
@@ -224,7 +224,7 @@ def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned)
 def test_a_start_that_does_not_end_is_found_after_first_s(tmp_path):
     (tmp_path / "logs").mkdir()
     if (child := os.fork()) == 0:
-        Watch(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=60.0, first_s=0.5)
+        Watchdog(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=60.0, first_s=0.5)
         time.sleep(120)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
