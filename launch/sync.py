@@ -1,4 +1,4 @@
-"""`launch sync`: bring MLflow up to date with what run directories recorded."""
+"""`launch sync`: send MLflow what it does not have of some runs."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,6 @@ import typer
 
 from launch.options import examples
 from pipeline.errors import RunError
-from pipeline.runs.history import find_runs
-from pipeline.track import mlflow_sync
-from pipeline.track.mlflow_runs import read_sweep
 
 
 def register(app: typer.Typer) -> None:
@@ -31,25 +28,29 @@ def sync(
         ),
     ],
     wait: Annotated[
-        float, typer.Option(help="Seconds to go on trying a server that does not answer.")
-    ] = mlflow_sync.WAIT_S,
+        float, typer.Option(help="Seconds to keep trying a server that does not answer.")
+    ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Replay to MLflow what it has not got: after an outage, or for runs made without a server."""
+    """Send MLflow what is missing: after an outage, or for runs made without a server."""
+    from pipeline.runs.history import find_runs
+    from pipeline.track import mlflow_sync
+    from pipeline.track.mlflow_runs import read_sweep
+
     for folder in run_dirs:
         if not folder.is_dir():
             raise RunError(f"run_dir={folder} is not a directory; give a run, such as runs/demo/1m")
         sweep = bool(read_sweep(folder))
         for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
             fed = mlflow_sync.sync(run_dir, wait)
+            state = fed.state
             if as_json:
-                facts = {"run_dir": str(run_dir), "records": fed.records_sent}
-                print(json.dumps(facts | {"uri": fed.state.uri, "run_id": fed.state.run_id}))
+                sent = {"run_dir": str(run_dir), "records": fed.records_sent}
+                print(json.dumps(sent | {"uri": state.uri, "run_id": state.run_id}))
             elif not quiet:
-                print(
-                    f"{run_dir} │ {fed.records_sent:,} records sent │ run {fed.state.run_id} at {fed.state.uri}"
-                )
+                sent_text = f"{fed.records_sent:,} records sent"
+                print(f"{run_dir} │ {sent_text} │ run {state.run_id} at {state.uri}")
         if sweep:
             from launch.sweep import show_all
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
-import psutil
-
 from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs.log import FILE, Record, printable, read
@@ -200,6 +198,8 @@ def startup_cost(before: list[Record], start: int, *, failed: bool) -> dict[str,
     of an attempt that failed, or else since this process started. `replay_s` is the work past the
     checkpoint, which has to be done again.
     """
+    import psutil  # only ranks need it, and it costs every command 20 ms
+
     now = time.time()
     kept = [record for record in before if record["step"] <= start]
     start_s = now - psutil.Process().create_time()

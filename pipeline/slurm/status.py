@@ -79,7 +79,7 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
     attempts = past_attempts(path)
     records = last_records(run.log)
     steps = [r for r in records if r["kind"] == "step"]
-    ended = next((r for r in reversed(attempts) if r["event"] != "begin"), {})
+    ended = next((r for r in reversed(attempts) if r.get("event") != "begin"), {})
     total = _steps(run)
     if entry and entry.alive:
         state = entry.state
@@ -99,14 +99,14 @@ def _status(path: Path, job: str | None, entry: queue.Entry | None, silence: str
         steps=total,
         loss=steps[-1].get("loss") if steps else None,
         eta_s=_eta(steps, total) if state == "RUNNING" else None,
-        restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
+        restarts=max(0, sum(r.get("event") == "begin" for r in attempts) - 1),
         note=silence or waits or str(ended.get("reason", "")),
     )
 
 
 def _steps(run: RunDir) -> int:
     steps = run.fact("steps") or 0
-    if not isinstance(steps, int):
+    if type(steps) is not int or not 0 <= steps < 2**53:
         raise RunError(f"{printable(run.path)}/run.json: steps={steps!r} is not a number")
     return steps
 

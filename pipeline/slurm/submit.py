@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline.atomic import replace
 from pipeline.config.schema import MASK, Container, Slurm
 from pipeline.errors import ConfigError, RunError
+from pipeline.runs.history import read_json
 
 _PACKAGED = Path(__file__).resolve().parent / "templates"  # in an installed wheel
 _CHECKOUT = Path(__file__).resolve().parents[2] / "slurm"
@@ -200,8 +201,8 @@ def remember(run: Path, job: str, nodes: Nodes) -> None:
 
 def job_of(run: Path) -> str | None:
     try:
-        return str(json.loads((run / "slurm.json").read_text())["job"])
-    except (OSError, ValueError, KeyError):
+        return str(read_json(run / "slurm.json")["job"])
+    except (RunError, KeyError):
         return None
 
 
