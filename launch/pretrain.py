@@ -114,9 +114,10 @@ def pretrain(
     ] = False,
 ) -> tuple[Any, Any]:  # PlannedRun, and a job's Nodes or None: typer evaluates what stands here
     """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
+    from pipeline.process import STOPPED
     from pipeline.runs.directory import RunDir, list_checkpoints
     from pipeline.train.request import Devices, Request, plan_run
-    from pipeline.train.supervisor import STOPPED, start
+    from pipeline.train.supervisor import start
 
     for option, value in {
         "--nodes": nodes,

@@ -1,4 +1,4 @@
-"""Child processes: how they start, how ranks of one node find each other, where output goes."""
+"""Processes: how children start and find each other, how they are asked to stop, where they print."""
 
 import contextlib
 import ctypes
@@ -8,9 +8,13 @@ import queue
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
+STOPPED = os.EX_TEMPFAIL  # 75: exit code of a run that saved as a signal asked, before its end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks to save and stop
 STORE = "ISOFLOP_STORE"  # the file through which the ranks of one node find each other
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -47,6 +51,37 @@ def redirect_output(log: Path) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+
+
+class StopRequest:
+    """The signal that asked this process to stop, if one did.
+
+    A second signal, a second or more after the first, asks to end at once: terminals and
+    schedulers often send the same signal twice within milliseconds.
+    """
+
+    def __init__(self, *, first_only: bool = False) -> None:
+        self._first_only = first_only
+        self.signal: signal.Signals | None = None
+        self.at_once = False
+        self._first_s = 0.0
+        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    @property
+    def reason(self) -> str | None:
+        return None if self.signal is None else self.signal.name
+
+    def close(self) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            self._first_s = now_s
+        elif now_s - self._first_s > 1 and not self._first_only:
+            self.at_once = True
 
 
 class PatientOutput(io.TextIOBase):

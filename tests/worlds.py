@@ -22,10 +22,9 @@ from pipeline.config.layers import reload
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World
-from pipeline.process import one_node
+from pipeline.process import StopRequest, one_node
 from pipeline.runs.directory import RunDir
 from pipeline.train.request import Devices, Request, plan_run
-from pipeline.train.supervisor import StopRequest
 from pipeline.train.worker import run
 
 

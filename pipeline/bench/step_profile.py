@@ -23,12 +23,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.objective.batch import Batch
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
+from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
 from pipeline.track.console import Fan, LocalLog
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
-from pipeline.train.supervisor import StopRequest
 from pipeline.train.watchdog import Watchdog
 
 

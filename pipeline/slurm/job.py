@@ -24,7 +24,7 @@ from typing import Literal
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.process import loopback, redirect_output
+from pipeline.process import SIGNALS, STOPPED, loopback, redirect_output
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log, Record, read
@@ -32,7 +32,6 @@ from pipeline.slurm import queue
 from pipeline.slurm.status import ATTEMPTS, past_attempts
 from pipeline.slurm.submit import step
 from pipeline.track.sidecar import Sidecar
-from pipeline.train.supervisor import SIGNALS, STOPPED
 
 # srun prints this when a node is slow to answer, or was booted a moment ago
 _LAUNCH_FAILED = "srun: error: Application launch failed"

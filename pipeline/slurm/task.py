@@ -11,9 +11,10 @@ from pathlib import Path
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
+from pipeline.process import STOPPED, StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import HangError
-from pipeline.train.supervisor import STOPPED, Group, StopRequest, record_death
+from pipeline.train.supervisor import Group, record_death
 
 
 def environments(env: Mapping[str, str], *, per_node: bool) -> list[dict[str, str]]:

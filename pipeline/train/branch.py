@@ -1,6 +1,7 @@
-"""A run that begins in another's plateau: WSD gives several lengths from one trunk, for the price of their decays.
+"""Branches: a run that starts in the plateau of another run's WSD schedule.
 
-The loader is a pure function of the step, so a branch sees the tokens that a run of its own would have seen.
+Several lengths of training then cost one trunk and their decays. The loader is a pure function of
+the step, so a branch sees the tokens that a run of its own would have seen.
 """
 
 import os
@@ -16,60 +17,53 @@ from pipeline.optim.schedule import decay_start
 from pipeline.runs.directory import FREE, RunDir, checkpoint_path
 from pipeline.runs.log import encode, read
 
+# what a branch may change, beside what a resumed run may
+_FREE = (*FREE, "train.steps", "optim.schedule.decay_share", "optim.schedule.final_share")
+
 
 def meeting(config: RunConfig, trunk: RunDir) -> int:
-    """The step up to which the two are one run; refused unless they are, and the trunk's checkpoint is there."""
+    """The step up to which both runs are the same; raise if they are not, or it was not saved."""
+    flag = f"--branch {trunk.path}"
     if not trunk.exists:
-        raise RunError(
-            f"--branch {trunk.path} is not a run directory; name one, such as runs/ladder/tiny-60x"
-        )
-    whole, schedule = reload(trunk.config), config.optim.schedule
+        raise RunError(f"{flag} is not a run directory; name one, such as runs/ladder/tiny-60x")
+    whole = reload(trunk.config)
+    schedule = config.optim.schedule
     if not isinstance(schedule, WSD) or not isinstance(whole.optim.schedule, WSD):
         raise ConfigError(
-            f"optim.schedule.kind={schedule.kind}: a branch leaves a plateau; set it to wsd in both runs"
+            f"optim.schedule.kind={schedule.kind}: a branch leaves a plateau; use wsd in both runs"
         )
-    free = (*FREE, "train.steps", "optim.schedule.decay_share", "optim.schedule.final_share")
-    changed = {
-        k: v
-        for k, v in differences(whole, config).items()
-        if not any(fnmatch(k, key) for key in free)
-    }
+    changed = [
+        f"{key} is {there!r} there and {here!r} here"
+        for key, (there, here) in differences(whole, config).items()
+        if not any(fnmatch(key, free) for free in _FREE)
+    ]
     if changed:
-        what = ", ".join(
-            f"{key} is {a!r} there and {b!r} here" for key, (a, b) in list(changed.items())[:3]
-        )
-        raise RunError(
-            f"--branch {trunk.path} is another run: {what}; make them alike, or train this one whole"
-        )
+        what = ", ".join(changed[:3])
+        raise RunError(f"{flag} is another run: {what}; make them equal, or train without --branch")
     assert config.train.steps is not None and whole.train.steps is not None
     step = decay_start(schedule, config.train.steps)
-    if step > (last := decay_start(whole.optim.schedule, whole.train.steps)):
-        raise RunError(
-            f"--branch {trunk.path} decays from step {last}, this run from {step}; branch from a longer one"
-        )
+    last = decay_start(whole.optim.schedule, whole.train.steps)
+    if step > last:
+        raise RunError(f"{flag} decays from step {last}, this run from {step}; use a longer trunk")
     if not checkpoint_path(trunk.checkpoints, step).is_dir():
         raise RunError(
-            f"--branch {trunk.path} has no checkpoint of step {step}, where this run's decay begins; train it with "
-            f"--set train.keep_at=[{step}]"
+            f"{flag} has no checkpoint of step {step}, where this run's decay begins; train it "
+            f"with --set train.keep_at=[{step}]"
         )
     return step
 
 
 def begin(run: RunDir, trunk: RunDir, step: int) -> None:
-    """Put the trunk's checkpoint and curve up to that step into a run that does not exist yet."""
-    shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that was killed here
-    shutil.copytree(
-        checkpoint_path(trunk.checkpoints, step),
-        checkpoint_path(run.checkpoints, step),
-        copy_function=_link,
-    )
-    replace(
-        run.log, b"".join(encode(record) for record in read(trunk.log) if record["step"] <= step)
-    )
+    """Put the trunk's checkpoint and log up to that step into a run that does not exist yet."""
+    shutil.rmtree(run.checkpoints, ignore_errors=True)  # left by an attempt that was killed here
+    source = checkpoint_path(trunk.checkpoints, step)
+    shutil.copytree(source, checkpoint_path(run.checkpoints, step), copy_function=_link)
+    records = (record for record in read(trunk.log) if record["step"] <= step)
+    replace(run.log, b"".join(map(encode, records)))
 
 
 def _link(source: str, target: str) -> None:
-    """Checkpoints are never written to, so a second name for the same bytes will do."""
+    """Link instead of copying: checkpoints are never written to."""
     try:
         os.link(source, target)
     except OSError:  # another file system

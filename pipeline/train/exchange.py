@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipeline.model.moe import Routing
 from pipeline.parallel.world import World
+from pipeline.process import StopRequest
 from pipeline.train.device_clock import DeviceTime
 from pipeline.train.replicas import Look, Replicas
-from pipeline.train.supervisor import StopRequest
 
 # The positions in the vector.
 _LOSS_AND_NORM = slice(0, 2)

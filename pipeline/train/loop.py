@@ -16,6 +16,7 @@ from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner.count import flops_per_token
+from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
 from pipeline.runs.log import read
@@ -25,7 +26,6 @@ from pipeline.train.evaluation import Evaluator, cut
 from pipeline.train.exchange import PendingStep, StepCheck, StepResult
 from pipeline.train.guard import Guard
 from pipeline.train.replicas import Replicas
-from pipeline.train.supervisor import StopRequest
 from pipeline.train.watchdog import Watchdog
 
 

@@ -18,14 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import psutil
 
 from pipeline.config.layers import reload
 from pipeline.errors import RunError
-from pipeline.process import end_with_parent, one_node, python_module
+from pipeline.process import STOPPED, StopRequest, end_with_parent, one_node, python_module
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import HangError
@@ -33,45 +32,12 @@ from pipeline.runs.log import Record
 from pipeline.track.sidecar import Sidecar
 
 WORKER = "pipeline.train.worker"
-STOPPED = os.EX_TEMPFAIL  # 75: the worker has saved as a signal asked, and has more steps to do
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
 _GRACE_S = 5.0  # for the other ranks to report their own error after one has failed
 _SPARE_AFTER_S = 15.0  # of training: a short run does not pay for a spare group
 _FEED_WAIT_S = 30.0
-
-
-class StopRequest:
-    """The signal that asked this process to stop, if one did.
-
-    A second signal, a second or more after the first, asks to end at once: terminals and
-    schedulers often send the same signal twice within milliseconds.
-    """
-
-    def __init__(self, *, first_only: bool = False) -> None:
-        self._first_only = first_only
-        self.signal: signal.Signals | None = None
-        self.at_once = False
-        self._first_s = 0.0
-        self._old = {number: signal.signal(number, self._note) for number in SIGNALS}
-
-    @property
-    def reason(self) -> str | None:
-        return None if self.signal is None else self.signal.name
-
-    def close(self) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self.signal is None:
-            self.signal = signal.Signals(number)
-            self._first_s = now_s
-        elif now_s - self._first_s > 1 and not self._first_only:
-            self.at_once = True
 
 
 class Ended(NamedTuple):

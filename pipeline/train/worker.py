@@ -23,7 +23,7 @@ from pipeline.errors import RunError, UserError
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
-from pipeline.process import PatientOutput, end_with_parent
+from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_parent
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput, startup_cost
@@ -33,7 +33,6 @@ from pipeline.train.evaluation import Evaluator, loader
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
 from pipeline.train.request import same_data
-from pipeline.train.supervisor import STOPPED, StopRequest
 from pipeline.train.watchdog import Watchdog
 
 

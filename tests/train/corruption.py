@@ -25,11 +25,11 @@ from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 from pipeline.planner.recipe import resolve
+from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.replicas import DivergenceError, Replicas
-from pipeline.train.supervisor import StopRequest
 from tests.worlds import fork
 
 LAYOUTS = [
