@@ -248,9 +248,12 @@ class LimitedProtocol(H11Protocol):
         self.began = time.monotonic()
         self.late = False
         self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
-        idle = [each for each in self.connections if not getattr(each, "answering", True)]
-        if len(self.connections) > MAX_CONNECTIONS and idle:
-            min(idle, key=lambda each: each.began).transport.abort()  # type: ignore[union-attr]
+        # Beyond the limit the oldest connection without a request goes, so that new ones are served.
+        connections = [each for each in self.connections if isinstance(each, LimitedProtocol)]
+        still_open = [each for each in connections if not each.transport.is_closing()]
+        idle = [each for each in still_open if not each.answering]
+        if len(still_open) > MAX_CONNECTIONS and idle:
+            min(idle, key=lambda each: each.began).transport.abort()
 
     @property
     def answering(self) -> bool:

@@ -1,4 +1,4 @@
-"""The real application behind a real uvicorn, in a thread."""
+"""The real application behind a real web server, in a thread."""
 
 import threading
 from collections.abc import Iterator
@@ -11,20 +11,19 @@ from tests.track.mlflow_server import until
 
 @contextmanager
 def serving(source: Source, token: str | None = None) -> Iterator[tuple[int, Watcher]]:
+    """Serve a source and yield the port once its runs have been read and fitted."""
     watcher = Watcher(source)
     listening = listen("127.0.0.1", 0)
     server = web_server(watcher, token)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
+
+    def ready() -> bool:
+        now = watcher.snapshot
+        return server.started and now.reading is None and now.laws_revision > 0
+
     try:
-        until(
-            lambda: (
-                server.started
-                and watcher.snapshot.reading is None
-                and watcher.snapshot.laws_revision > 0
-            ),
-            240,
-        )
+        until(ready, 240)
         yield listening.getsockname()[1], watcher
     finally:
         server.should_exit = True

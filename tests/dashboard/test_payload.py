@@ -1,0 +1,80 @@
+"""A log that is reduced while it is read still draws the same."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.dashboard.payload import SLACK, RunLog, thin
+
+
+def step(number: int, **more: object) -> dict[str, object]:
+    return {
+        "kind": "step", "time": float(number), "step": number, "tokens": 100 * number,
+        "flops": 1e6 * number, "loss": 3.0, "grad_norm": 0.5, "tokens_per_s": 1000.0,
+        "hash": f"{number:016x}", **more,
+    }  # fmt: skip
+
+
+def event(number: int, name: str, **more: object) -> dict[str, object]:
+    return {"kind": "event", "time": float(number), "step": number, "event": name, **more}
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    x = np.linspace(1, 1e6, 20000)
+    y, z = np.random.default_rng(0).normal(3, 0.1, (2, x.size))
+    y[[12345, 777]] = 9.0, 0.5
+    z[[5000, 100]] = 9.0, math.nan
+    kept = thin(x, [y, z], 100)
+    assert {0, 777, 5000, 12345, 19999} <= set(kept)
+    assert len(kept) <= 2 + 4 * 100
+
+
+def test_a_long_run_stays_small_and_keeps_its_spike() -> None:
+    log = RunLog(limit=50)
+    rng = np.random.default_rng(0)
+    for i in range(1, 20001):
+        log.add(step(i, loss=50.0 if i == 4321 else 3 + rng.normal(0, 0.01)))
+    rows = log.steps.rows
+    assert len(rows) <= SLACK * 50 + 1
+    assert rows[0][0] == 1 and rows[-1][0] == 20000
+    drawn = log.steps.columns(("step", "loss"), 40, log=True)
+    assert len(drawn["step"]) <= 42 and max(drawn["loss"]) == 50.0
+    assert log.hours == pytest.approx(20000 * 100 / 1000 / 3600)
+
+
+def test_a_step_logged_again_counts_once_and_ranks_multiply_hours() -> None:
+    log = RunLog()
+    log.add(event(0, "start", world=4))
+    for i in [*range(1, 11), *range(6, 13)]:  # interrupted at step 10, resumed from 5
+        log.add(step(i, loss=float(i)))
+    assert list(log.steps.column("step")) == list(range(1, 13))
+    assert log.steps.column("hours")[-1] == pytest.approx(4 * 12 * 100 / 1000 / 3600)
+
+
+def test_spikes_are_found() -> None:
+    log = RunLog()
+    rng = np.random.default_rng(0)
+    for i in range(1, 501):
+        log.add(step(i, loss=3 + rng.normal(0, 0.01) + (i == 400)))
+    assert [spike["step"] for spike in log.spikes()] == [400]
+
+
+def test_token_hashes_of_runs_of_any_length_share_steps() -> None:
+    long = RunLog()
+    brief = RunLog()
+    for i in range(1, 3001):
+        long.add(step(i))
+    for i in range(1, 101):
+        brief.add(step(i, hash=float(i)))  # as MLflow stores it
+    assert len(long.token_hashes()["step"]) <= 512
+    assert set(long.token_hashes()["step"]) & set(brief.token_hashes()["step"])
+    assert brief.token_hashes()["hash"][0] == f"{1:013x}"
+
+
+def test_events_that_decide_the_status_are_never_left_out() -> None:
+    log = RunLog(limit=50)
+    for i in range(2000):
+        log.add(event(i, "skip"))
+    log.add(event(3000, "finish"))
+    assert log.events[-1]["event"] == "finish" and len(log.events) < 600
