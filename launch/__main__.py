@@ -52,16 +52,23 @@ def mount() -> None:
             module.register(app)
 
 
-def unexpected(error: Exception) -> str:
-    """Describe an exception that nothing expected: its class, message and file, in one line."""
-    line = " ".join(str(error).split())
-    file = getattr(error, "filename", None)
-    if file is not None and str(file) not in line:
-        line = f"{file}: {line}"
-    if len(line) > MAX_MESSAGE:
-        line = line[:MAX_MESSAGE] + "…"
-    what = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback"
+def describe(error: Exception) -> tuple[str, int]:
+    """Return an error as one line, and the exit code."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        # The system refuses a path: it is missing, not permitted, too long, on a full disk, …
+        return (
+            f"{_shorten(error.filename)}: {error.strerror}; check the path and its permissions",
+            2,
+        )
+    what = _shorten(f"{type(error).__name__}: {error}")
+    return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback", 1
+
+
+def _shorten(value: object) -> str:
+    line = " ".join(str(value).split())
+    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "…"
 
 
 def main() -> None:
@@ -83,9 +90,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ISOFLOP_TRACEBACK"):
             raise
-        expected = isinstance(error, UserError)
-        print(f"error: {error if expected else unexpected(error)}", file=sys.stderr)
-        sys.exit(2 if expected else 1)
+        message, code = describe(error)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(code)
 
 
 def _interrupted() -> None:

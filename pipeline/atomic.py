@@ -24,6 +24,8 @@ MAX_RECORD_BYTES = 64 << 20
 
 def temporary_name(path: Path) -> Path:
     """Return an unused name in the directory of `path`, so that a rename stays on one disk."""
+    if not path.name:  # "", "." or "/"
+        raise IsADirectoryError(errno.EISDIR, "not a file name", str(path))
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
 
 

@@ -36,7 +36,7 @@ def no_extra_commands():
     ("error", "names"),
     [
         (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
-        (FileNotFoundError(2, "No such file", "/some/run.json"), "/some/run.json"),
+        (ValueError("two\nlines"), "ValueError: two lines"),
         (RecursionError("a" * 100_000 + "\n" * 50), "RecursionError"),
         (MemoryError(), "MemoryError"),
     ],
@@ -46,6 +46,12 @@ def test_an_unexpected_error_is_one_line(monkeypatch, capsys, error, names) -> N
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and names in line and "ISOFLOP_TRACEBACK=1" in line
     assert len(line) < 600
+
+
+def test_a_path_that_the_system_refuses_is_named(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, OSError(36, "File name too long", "/some/" + "a" * 1000)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: /some/") and "File name too long" in line and len(line) < 600
 
 
 def test_the_traceback_is_shown_on_request(monkeypatch) -> None:
