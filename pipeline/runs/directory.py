@@ -22,7 +22,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
 from pipeline.runs.history import PHASES, RUN_FILE, last_phase, read_json
-from pipeline.runs.log import FILE, Record, printable, read
+from pipeline.runs.log import FILE, printable, read
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -91,15 +91,6 @@ class RunDir:
             )
         if changed:
             replace(self.config, to_toml(config).encode())
-
-    @property
-    def last_event(self) -> Record:
-        """The last event of the log, or an empty record."""
-        last: Record = {}
-        for record in read(self.log):
-            if record["kind"] == "event":
-                last = record
-        return last
 
     @property
     def finished(self) -> bool:

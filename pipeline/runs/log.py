@@ -123,29 +123,19 @@ def read_lines(path: Path) -> Iterator[Record]:
 
 def last_records(path: Path) -> list[Record]:
     """Return the newest records of a log that may be large; skip damaged lines."""
-    file = _open_log(path)
-    if file is None:
-        return []
-    with file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        lines = file.read(TAIL_BYTES).splitlines(keepends=True)
-    if size > TAIL_BYTES:
-        del lines[:1]  # its beginning is not in the buffer
-    found = []
-    for line in lines:
-        if line.endswith(b"\n"):
-            with suppress(ValueError):
-                found.append(checked(decode(line)))
-    return found
+    tail = Tail(path, last_bytes=TAIL_BYTES)
+    records = tail.take(TAIL_BYTES)
+    tail.close()
+    return records
 
 
 class Tail:
     """Follow a log that another process writes. A rollback may rewrite the file meanwhile."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         self.path = path
         self.rewound = False
+        self._last_bytes = last_bytes  # how much to read of a file that already exists
         self._file: BinaryIO | None = None
 
     def take(self, limit: int) -> list[Record]:
@@ -181,6 +171,10 @@ class Tail:
                 return False
             self.close()
         self._file = _open_log(self.path)
+        if self._file is not None and self._last_bytes is not None:
+            size = self._file.seek(0, os.SEEK_END)
+            if self._file.seek(max(0, size - self._last_bytes)):
+                self._file.readline()  # the beginning of this line is missing
         return self._file is not None
 
 

@@ -11,7 +11,6 @@ import pytest
 from pipeline.errors import RunError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import find_runs, read_run, read_runs
-from pipeline.runs.log import Log, last_records
 from pipeline.slurm.status import statuses
 from pipeline.track.mlflow_runs import params
 from pipeline.track.mlflow_sync import load_state
@@ -131,16 +130,3 @@ def test_runs_that_are_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(f"{module}.find_runs", lambda _: found)
     assert [run.name for run in read_runs(tmp_path)] == ["good"]
     assert [Path(status.run).name for status in statuses([tmp_path])] == ["good"]
-
-
-def test_the_end_of_a_large_log(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log.jsonl")
-    for step in range(3000):
-        log.append({"kind": "step", "step": step, "pad": "x" * 50})
-    log.close()
-    with log.path.open("ab") as file:
-        file.write(b'rotten\n{"kind":"st')
-    records = last_records(log.path)
-    assert [record["step"] for record in records] == list(range(3000 - len(records), 3000))
-    assert 100 < len(records) < 3000
-    assert last_records(tmp_path / "none.jsonl") == []

@@ -22,34 +22,18 @@ class Server:
 
     def start(self) -> None:
         command = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
+            *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--workers", "1"),
+            *("--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}"),
+            *("--artifacts-destination", str(self.folder / "artifacts")),
         ]
-        command += [
-            "--workers",
-            "1",
-            "--backend-store-uri",
-            f"sqlite:///{self.folder / 'server.db'}",
-        ]
-        command += ["--artifacts-destination", str(self.folder / "artifacts")]
-        environment = {
-            key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")
-        }
-        environment |= {
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        }
+        env = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
+        env |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=environment,
+                env=env,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -83,21 +67,20 @@ def until(true: Callable[[], bool], seconds: float) -> None:
 
 def step_record(step: int, **more: object) -> dict[str, object]:
     tokens = step * 4096
-    record = {
+    return {
         "kind": "step",
         "time": time.time(),
         "step": step,
         "tokens": tokens,
         "flops": tokens * 1_000_000,
-    }
-    rates = {
+        "loss": 10 / (1 + step) ** 0.1,
         "grad_norm": 0.42,
         "lr": 2.9e-4,
         "tokens_per_s": 412e3,
         "mfu": None,
         "hash": f"{step:016x}",
+        **more,
     }
-    return record | {"loss": 10 / (1 + step) ** 0.1} | rates | more
 
 
 def event(step: int, name: str) -> dict[str, object]:

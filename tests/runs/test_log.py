@@ -1,4 +1,4 @@
-"""The local log survives whatever the process that writes it does not."""
+"""The log survives whatever the process that writes it does not."""
 
 import json
 import math
@@ -8,13 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RunError
-from pipeline.runs.log import Log, Tail, decode, encode, read
+from pipeline.runs.log import Log, Tail, decode, encode, last_records, read
 from pipeline.track.console import Fan, LocalLog
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
 
 
 def write(path: Path, steps: range) -> None:
@@ -28,12 +34,10 @@ def steps(path: Path) -> list[int]:
     return [record["step"] for record in read(path)]
 
 
-@given(
-    st.dictionaries(
-        st.text(max_size=9).filter(lambda key: key != "nonfinite"),
-        st.floats() | st.none() | st.text(),
-    )
-)
+KEYS = st.text(max_size=9).filter(lambda key: key != "nonfinite")
+
+
+@given(st.dictionaries(KEYS, st.floats() | st.none() | st.text()))
 def test_any_record_comes_back(record: dict[str, object]) -> None:
     line = encode(record)
     assert line.count(b"\n") == 1
@@ -41,19 +45,11 @@ def test_any_record_comes_back(record: dict[str, object]) -> None:
     assert repr(decode(line)) == repr(record)  # repr: NaN equals nothing
 
 
-def test_nonfinite_is_null_and_named(tmp_path: Path) -> None:
+def test_values_of_a_record() -> None:
     line = json.loads(encode({"loss": math.nan, "grad_norm": math.inf, "mfu": None}))
-    assert line == {
-        "loss": None,
-        "grad_norm": None,
-        "mfu": None,
-        "nonfinite": {"loss": "nan", "grad_norm": "inf"},
-    }
-
-
-def test_scalars_of_other_libraries() -> None:
-    numpy = pytest.importorskip("numpy")
-    assert decode(encode({"loss": numpy.float32(0.5), "step": numpy.int64(3)})) == {
+    assert line.pop("nonfinite") == {"loss": "nan", "grad_norm": "inf"}
+    assert line == {"loss": None, "grad_norm": None, "mfu": None}
+    assert decode(encode({"loss": np.float32(0.5), "step": np.int64(3)})) == {
         "loss": 0.5,
         "step": 3,
     }
@@ -62,8 +58,7 @@ def test_scalars_of_other_libraries() -> None:
 
 
 @pytest.mark.parametrize("tail", [b'{"kind":"st', b'{"kind":"step","step":4}', b"\0" * 70000])
-def test_partial_last_line(tmp_path: Path, tail: bytes) -> None:
-    path = tmp_path / "log.jsonl"
+def test_partial_last_line(path: Path, tail: bytes) -> None:
     write(path, range(3))
     with path.open("ab") as file:
         file.write(tail)
@@ -72,15 +67,16 @@ def test_partial_last_line(tmp_path: Path, tail: bytes) -> None:
     assert steps(path) == [0, 1, 2, 3, 4]
 
 
-def test_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
+def test_killed_writer_leaves_whole_records(path: Path) -> None:
     loop = (
-        "import sys, pathlib; from pipeline.runs.log import Log; log = Log(pathlib.Path(sys.argv[1]))\n"
-        "for step in range(10**9): log.append({'kind': 'step', 'step': step, 'pad': 'x' * 500})\n"
+        "import sys, pathlib\n"
+        "from pipeline.runs.log import Log\n"
+        "log = Log(pathlib.Path(sys.argv[1]))\n"
+        "for step in range(10**9):\n"
+        "    log.append({'kind': 'step', 'step': step, 'pad': 'x' * 500})\n"
     )
-    writer = subprocess.Popen(
-        [sys.executable, "-c", loop, str(path)], cwd=Path(__file__).parents[2]
-    )
+    root = Path(__file__).parents[2]
+    writer = subprocess.Popen([sys.executable, "-c", loop, str(path)], cwd=root)
     while not path.exists() or path.stat().st_size < 100_000:
         assert writer.poll() is None
     os.kill(writer.pid, signal.SIGKILL)
@@ -90,41 +86,46 @@ def test_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
     assert steps(path) == list(range(len(found) + 1))
 
 
-def test_truncate_after(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
+def test_truncate_after(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All or nothing: a full disk leaves the old log."""
     write(path, range(10))
     log = Log(path)
     assert log.truncate_after(6) == 3
     assert log.truncate_after(6) == 0
     log.append({"kind": "step", "step": 7})
     assert steps(path) == list(range(8))
-    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
-
-
-def test_truncation_that_cannot_finish_leaves_the_old_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "log.jsonl"
-    write(path, range(10))
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    log = Log(path)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         log.truncate_after(2)
-    assert steps(path) == list(range(10))
-    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    assert steps(path) == list(range(8))
+    assert [p.name for p in path.parent.iterdir()] == ["log.jsonl"]
+
+
+def test_events_are_numbered_whatever_the_clock_says(path: Path) -> None:
+    """A number is not used again, even after its event was dropped."""
+    for round_ in range(2):
+        log = Log(path)
+        log.append({"kind": "event", "event": "save", "step": 1, "seq": 0})
+        log._sequence += 10**12  # the clock was ahead
+        log.append({"kind": "event", "event": "save", "step": 2 + round_})
+        log.truncate_after(1)
+        log.append({"kind": "event", "event": "rollback", "step": 1})
+        log.close()
+    numbers = [record["seq"] for record in read(path)]
+    assert numbers == sorted(set(numbers)) and numbers[1] > numbers[0] + 10**12
 
 
 def test_full_disk_names_the_log_and_leaves_no_half_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "log.jsonl"
     log = Log(path)
     log.append({"kind": "step", "step": 1})
-    whole, calls = os.write, []
+    whole = os.write
+    calls = []
 
     def half(file: int, data: bytes) -> int:
         calls.append(data)
@@ -140,16 +141,14 @@ def test_full_disk_names_the_log_and_leaves_no_half_line(
     assert steps(path) == [1, 3]
 
 
-def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
+def test_damage_in_the_middle_is_named(path: Path) -> None:
     path.write_bytes(b'{"kind":"x","step":1}\n{"st\xff\n{"kind":"x","step":3}\n')
-    with pytest.raises(RunError, match="line 2"):
+    with pytest.raises(RunError, match=r"log\.jsonl line 2"):
         steps(path)
     assert [record["step"] for record in Tail(path).take(10)] == [1, 3]
 
 
-def test_tail_follows_appends_and_rewrites(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
+def test_tail_follows_appends_and_rewrites(path: Path) -> None:
     tail = Tail(path)
     assert tail.take(9) == []
     write(path, range(4))
@@ -160,19 +159,29 @@ def test_tail_follows_appends_and_rewrites(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"kind":"st')
     assert tail.take(9) == []
-    log = Log(path)  # cuts the partial line
+    log = Log(path)  # cuts off the partial line
     log.append({"kind": "step", "step": 4})
     assert [record["step"] for record in tail.take(9)] == [4]
     log.truncate_after(1)
-    for step in range(2, 9):  # longer than before, so that size alone would not tell
+    for step in range(2, 9):  # longer than before, so that the size alone would not tell
         log.append({"kind": "step", "step": step})
     assert [record["step"] for record in tail.take(99)] == list(range(9))
     assert tail.rewound
 
 
-def test_fan_and_local_log(tmp_path: Path) -> None:
-    one, two = LocalLog(Log(tmp_path / "one.jsonl")), LocalLog(Log(tmp_path / "two.jsonl"))
-    fan = Fan([one, two])
+def test_the_end_of_a_large_log(path: Path) -> None:
+    write(path, range(3000))
+    with path.open("ab") as file:
+        file.write(b'rotten\n{"kind":"st')
+    records = last_records(path)
+    assert [record["step"] for record in records] == list(range(3000 - len(records), 3000))
+    assert 100 < len(records) < 3000
+    assert last_records(path.with_name("none.jsonl")) == []
+
+
+def test_trackers_add_the_time(tmp_path: Path) -> None:
+    names = ("one.jsonl", "two.jsonl")
+    fan = Fan([LocalLog(Log(tmp_path / name)) for name in names])
     fan.record({"kind": "step", "step": 1})
     fan.close()
-    assert all(next(read(tmp_path / name))["time"] > 0 for name in ("one.jsonl", "two.jsonl"))
+    assert all(next(read(tmp_path / name))["time"] > 0 for name in names)
