@@ -37,7 +37,7 @@ _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
 _GRACE_S = 5.0  # for the other ranks to report their own error after one has failed
 _SPARE_AFTER_S = 15.0  # of training: a short run does not pay for a spare group
-_FEED_WAIT_S = 30.0
+_SIDECAR_WAIT_S = 30.0  # for MLflow, after the end
 
 
 class Ended(NamedTuple):
@@ -60,7 +60,7 @@ def start(
     """
     run.forget_fault()
     old = len(faults.history(run))
-    feeder = Sidecar(run.path) if track else None
+    sidecar = Sidecar(run.path) if track else None
     note = ""
     try:
         groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, spare=max_restarts > 0)
@@ -68,9 +68,48 @@ def start(
             while not _attempt(run, groups, stop, nproc):
                 _give_up(run, faults.history(run)[old:], 0 if stop.signal else max_restarts)
     finally:
-        if feeder is not None:
-            note = feeder.finish(_FEED_WAIT_S)
+        if sidecar is not None:
+            note = sidecar.finish(_SIDECAR_WAIT_S)
     return Ended(note, stop.signal)
+
+
+def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> bool:
+    """Train with one group; False after a fault, which is then in the run's history."""
+    group = groups.take()
+    with closing(group):
+        codes = group.wait(stop, groups.prepare)
+    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    if run.fault() is None and (stop.signal or not failed):
+        return True
+    death = group.death(codes)
+    if death and not stop.signal:
+        record_death(run, death)
+    if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:
+        raise RunError(
+            f"disk full at {run.path}: not even the error could be written; the last checkpoint is "
+            "intact; free some space and --resume"
+        )
+    rank, code = next(iter(failed.items()), (0, 0))
+    faults.note(run, code, group.last_line(rank), nproc)
+    return False
+
+
+def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
+    """Raise the reason of the last fault if the run is not to be restarted."""
+    reason = faults.verdict(history, max_restarts)
+    if reason is None:
+        return
+    if history[-1]["user"]:
+        raise RunError(reason)
+    raise RunError(f"run {run.path} {reason}; see {run.path}/logs; --resume continues it")
+
+
+def record_death(run: RunDir, death: "Death") -> None:
+    """Replace what the other ranks report, which only miss the one that died."""
+    known = run.fault() or {"kind": None, "user": False}
+    if not known["user"] and known["kind"] != HangError.__name__:
+        run.forget_fault()
+        run.fail(ChildProcessError(f"rank {death.rank} was killed by {death.signal.name}"))
 
 
 class Death(NamedTuple):
@@ -111,10 +150,6 @@ class Group:
         """Whether no rank has ended."""
         return all(process.poll() is None for process in self._ranks.values())
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._ranks.values()]
-
     def begin(self) -> None:
         """Let the workers start, which wait for this once they have imported everything."""
         for process in self._ranks.values():
@@ -130,7 +165,7 @@ class Group:
         """
         asked = False
         failed_s: float | None = None
-        stopped_s = Counter[int]()
+        looks = Counter[int]()  # at which a rank was stopped, in a row
         ticks = 0
         while living := [rank for rank, p in self._ranks.items() if p.poll() is None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,7 +181,7 @@ class Group:
             if stop.at_once:
                 self._end(living, signal.SIGKILL)
             if ticks % _LOOK_EVERY == 0:
-                self._end_stopped(living, stopped_s)
+                self._end_stopped(living, looks)
             if failed_s is None and self._failed():
                 failed_s = time.monotonic()
                 # a rank that hangs writes its stack, also one that holds Python's lock
@@ -170,17 +205,16 @@ class Group:
         return max(deaths, key=lambda death: death.signal == signal.SIGKILL, default=None)
 
     def last_line(self, rank: int) -> str:
-        lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        text = self._log(rank).read_bytes()[-4096:].decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else ""
 
     def close(self) -> None:
         """End the ranks that still live."""
-        living = [rank for rank, process in self._ranks.items() if process.poll() is None]
-        self._end(living, signal.SIGKILL)
+        self._end(list(self._ranks), signal.SIGKILL)
         for process in self._ranks.values():
             process.wait()
 
-    def _end_stopped(self, living: list[int], stopped_s: "Counter[int]") -> None:
+    def _end_stopped(self, living: list[int], looks: "Counter[int]") -> None:
         """End a rank that a signal has stopped (SIGSTOP), in whatever phase it is.
 
         Time is counted in looks: while this process is suspended itself, no time passes.
@@ -189,17 +223,18 @@ class Group:
             process = self._ranks[rank]
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
                 if psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-                    stopped_s[rank] = 0
+                    looks[rank] = 0
                     continue
-                stopped_s[rank] += 1
-                if stopped_s[rank] * _LOOK_EVERY * _TICK_S > self._hang_s / 2:
+                looks[rank] += 1
+                if looks[rank] * _LOOK_EVERY * _TICK_S > self._hang_s / 2:
                     self._run.fail(HangError(f"rank {rank} stands still: a signal has stopped it"))
                     self._end([rank], signal.SIGKILL)
 
     def _end(self, ranks: list[int], how: signal.Signals) -> None:
         for rank in ranks:
-            self._ended_by_us.add(rank)
-            self._ranks[rank].send_signal(how)
+            if self._ranks[rank].poll() is None:
+                self._ended_by_us.add(rank)
+                self._ranks[rank].send_signal(how)
 
     def _log(self, rank: int) -> Path:
         return self._run.path / "logs" / f"rank-{rank}.log"
@@ -224,10 +259,6 @@ class _Groups:
         self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
         self._made = 0
         (run.path / "logs").mkdir(exist_ok=True)
-
-    @property
-    def spare(self) -> Group | None:
-        return self._spare
 
     def take(self) -> Group:
         """Start the spare group if it lives, otherwise a new one."""
@@ -269,45 +300,6 @@ class _Groups:
             shared["DS_ACCELERATOR"] = "cpu"
         ranks = [shared | one_node(rank, self._nproc, store) for rank in range(self._nproc)]
         return Group(self._run, ranks, *self._options, terminal=True)
-
-
-def _attempt(run: RunDir, groups: _Groups, stop: StopRequest, nproc: int) -> bool:
-    """Train with one group; False after a fault, which is then in the run's history."""
-    group = groups.take()
-    with closing(group):
-        codes = group.wait(stop, groups.prepare)
-    failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
-    if run.fault() is None and (stop.signal or not failed):
-        return True
-    death = group.death(codes)
-    if death and not stop.signal:
-        record_death(run, death)
-    if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:
-        raise RunError(
-            f"disk full at {run.path}: not even the error could be written; the last checkpoint is "
-            "intact; free some space and --resume"
-        )
-    rank, code = next(iter(failed.items()), (0, 0))
-    faults.note(run, code, group.last_line(rank), nproc)
-    return False
-
-
-def record_death(run: RunDir, death: Death) -> None:
-    """Replace what the other ranks report, which only miss the one that died."""
-    known = run.fault() or {"kind": None, "user": False}
-    if not known["user"] and known["kind"] != HangError.__name__:
-        run.forget_fault()
-        run.fail(ChildProcessError(f"rank {death.rank} was killed by {death.signal.name}"))
-
-
-def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
-    """Raise the reason of the last fault if the run is not to be restarted."""
-    reason = faults.verdict(history, max_restarts)
-    if reason is None:
-        return
-    if history[-1]["user"]:
-        raise RunError(reason)
-    raise RunError(f"run {run.path} {reason}; see {run.path}/logs; --resume continues it")
 
 
 def _warn(line: str) -> None:

@@ -85,13 +85,8 @@ class Slurm:
         self.state.chmod(0o755)
         self._claim()
         host, port = socket.gethostname().partition(".")[0], self._port
-        about = {
-            "state": self.state,
-            "host": host,
-            "net": self._net,
-            "timeout": self.timeout,
-            "port": port,
-        }
+        about = {"state": self.state, "host": host, "net": self._net, "port": port}
+        about["timeout"] = self.timeout
         (self.state / "slurm.conf").write_text(
             CONFIG.format(**about, first=port + 1, last=port + 2)
         )
@@ -114,17 +109,8 @@ class Slurm:
         for number in range(250):
             self._number, self._net, self._bridge = number, f"10.87.{number}", f"slurm{number}"
             self._port = 21000 + 3 * number
-            add = [
-                "ip",
-                "link",
-                "add",
-                self._bridge,
-                "address",
-                _mac(number, 254),
-                "type",
-                "bridge",
-            ]
-            if subprocess.run(add, capture_output=True).returncode == 0:
+            add = f"ip link add {self._bridge} address {_mac(number, 254)} type bridge"
+            if subprocess.run(add.split(), capture_output=True).returncode == 0:
                 return
         raise AssertionError("no free bridge of slurm0 to slurm249; see `ip link`")
 
@@ -135,19 +121,12 @@ class Slurm:
         key.chmod(0o400)
         shutil.chown(folder, "munge", "munge")
         shutil.chown(key, "munge", "munge")
-        options = {
-            "key-file": "key",
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-        }
-        munged = [
-            "munged",
-            "--force",
-            *(f"--{option}={folder}/{name}" for option, name in options.items()),
-        ]
+        files = [f"--{name}-file={folder}/{name}" for name in ("key", "pid", "log", "seed")]
+        munged = ("munged", "--force", f"--socket={folder}/socket", *files)
         self.run("setpriv", "--reuid=munge", "--regid=munge", "--clear-groups", *munged)
+
+    def address(self, node: str) -> str:
+        return f"{self._net}.{node[-1]}"
 
     def power_on(self, node: str) -> None:
         log = (self.state / f"{node}.out").open("ab")
@@ -161,15 +140,9 @@ class Slurm:
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         self.until(lambda: _child(process.pid))
-        peer = (
-            "name",
-            f"{plug}i",
-            "address",
-            _mac(self._number, int(number)),
-            "netns",
-            _child(process.pid),
-        )
-        self.run("ip", "link", "add", plug, "type", "veth", "peer", *peer)
+        mac = _mac(self._number, int(number))
+        peer = f"name {plug}i address {mac} netns {_child(process.pid)}"
+        self.run(*f"ip link add {plug} type veth peer {peer}".split())
         self.run("ip", "link", "set", plug, "master", self._bridge, "up")
         self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
         self.until(lambda: self._state(node) in ("idle", "mix", "alloc"))
@@ -193,11 +166,8 @@ class Slurm:
     def run(self, *command: object) -> str:
         done = subprocess.run(
             list(map(str, command)),
-            env={**os.environ, **self.env},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+            env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -233,12 +203,9 @@ class Slurm:
     def inside(self, node: str, pattern: str) -> list[int]:
         """Processes of a node by their command line, as this host numbers them."""
         space = _child(self._nodes[node].pid)
-        pids = subprocess.run(
-            ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern],
-            capture_output=True,
-            text=True,
-        ).stdout.split()
-        return [int(pid) for pid in pids]
+        ask = ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern]
+        found = subprocess.run(ask, capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
 
     def until(self, true: Callable[[], object], seconds: float = 900) -> None:
         deadline = time.monotonic() + seconds
@@ -257,11 +224,8 @@ class Slurm:
 
 def absent() -> str | None:
     """Why a SLURM cannot be started here."""
-    missing = [
-        name
-        for name in ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip")
-        if shutil.which(name) is None
-    ]
+    tools = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip")
+    missing = [name for name in tools if shutil.which(name) is None]
     if missing:
         return f"no {', '.join(missing)}; `make system` installs SLURM from Debian's packages"
     if os.geteuid() != 0:

@@ -42,7 +42,7 @@ def sets(values):
 
 
 def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced():
-    asked = (
+    asked = [
         "bench",
         "train",
         "--size",
@@ -50,11 +50,11 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
         "--arch",
         "moe",
         "--steps",
-        2,
+        "2",
         "--compare",
         "hf",
         "--overheads",
-    )
+    ]
     room = "cluster.memory_bytes=300_777_669"  # 9 MB beside what the process takes for itself
     done = launch(
         *asked, "--auto-batch", "--cluster", "h200", *sets([*SMALL, room]), "--json", **TERMINAL
@@ -80,20 +80,20 @@ def test_a_step_is_held_against_hugging_face_and_what_stands_beside_it_is_priced
 
 
 def test_fp8_is_held_against_its_twin_from_the_same_weights_on_the_same_batches(corpus):
-    asked = (
+    asked = [
         "bench",
         "train",
         "--size",
         "7k",
-        "--data",
-        corpus,
         "--steps",
-        13,
+        "13",
         "--compare",
         "bf16",
         "--no-parts",
-    )
-    said = json.loads(launch(*asked, *sets([*SMALL[1:], "train.fp8=true"]), "--json").stdout)
+        "--json",
+    ]
+    settings = sets([*SMALL[1:], "train.fp8=true"])
+    said = json.loads(launch(*asked, "--data", corpus, *settings).stdout)
     losses = {what: value.split() for what, value in said.items() if what.startswith("loss of")}
     assert next(iter(losses)) == "loss of steps 1 to 2, ours and fp32's"  # on a CPU
     assert list(losses)[-2:] == [
@@ -111,29 +111,19 @@ def test_fp8_is_held_against_its_twin_from_the_same_weights_on_the_same_batches(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        ("--compare bf16", "--compare bf16"),
+        ("--compare it", "--compare it"),
         (
-            ["--compare", "bf16"],
-            "--compare bf16 is what fp8 is held against; add --set train.fp8=true",
-        ),
-        (
-            ["--compare", "it"],
-            "--compare it is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true",
-        ),
-        (
-            sets(
-                [
-                    "train.fp8=true",
-                    "model.width=72",
-                    "model.attention.head_dim=20",
-                    "model.ffn.hidden=200",
-                ]
-            ),
-            "no layer",
+            "--set train.fp8=true --set model.width=72 --set model.attention.head_dim=20 "
+            "--set model.ffn.hidden=200",
+            "train.fp8=true",
         ),
     ],
 )
 def test_what_cannot_be_compared_or_rounded_is_refused_in_one_line(asked, said):
-    error = launch("bench", "train", "--size", "7k", *sets(SMALL[1:]), *asked, code=2).stderr
+    error = launch(
+        *["bench", "train", "--size", "7k"], *sets(SMALL[1:]), *asked.split(), code=2
+    ).stderr
     assert said in error and error.startswith("error: ") and "Traceback" not in error
 
 
@@ -153,6 +143,15 @@ def test_a_peak_is_of_the_device_that_is_there(monkeypatch, cluster, device, her
 
 
 def test_several_ranks_print_one_table_and_end_a_save_together():
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "launch",
+    ]
     asked = [
         "bench",
         "train",
@@ -163,18 +162,9 @@ def test_several_ranks_print_one_table_and_end_a_save_together():
         "--overheads",
         "--no-parts",
         "--json",
-        *sets(SMALL),
+        "--profile",
     ]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "launch",
-    ]
-    wish = [sys.executable, *torchrun, *asked, "--profile"]
+    wish = [sys.executable, *torchrun, *asked, *sets(SMALL)]
     done = subprocess.run(
         wish, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"), timeout=600
     )
@@ -185,16 +175,19 @@ def test_several_ranks_print_one_table_and_end_a_save_together():
 
 def test_a_benchmark_tries_the_next_micro_batch():
     """Of 36 rows: 36, 18, 12, 9 … until one trains, the divisors of all and not of the one before."""
-    wish = (
+    asked = [
+        "bench",
+        "train",
+        "--size",
+        "7k",
         "--zero",
-        0,
+        "0",
         "--steps",
-        1,
+        "1",
         "--no-parts",
         "--auto-batch",
-        *sets([*WIDE, "train.batch_tokens=9216"]),
-    )
-    tried = limited("bench", "train", "--size", "7k", *wish)
+    ]
+    tried = limited(*asked, *sets([*WIDE, "train.batch_tokens=9216"]))
     assert tried.returncode == 0, tried.stderr[-2000:]
     failed = [int(micro) for micro in re.findall(r"micro-batch (\d+) does not fit", tried.stderr)]
     every = [36, 18, 12, 9, 6, 4, 3, 2, 1]
@@ -209,27 +202,21 @@ def test_a_benchmark_tries_the_next_micro_batch():
 
 def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus, tmp_path):
     run = tmp_path / "run"
-    asked = (
+    asked = [
         "pretrain",
         "--size",
         "7k",
-        "--data",
-        corpus,
         "--nproc",
-        2,
+        "2",
         "--steps",
-        1,
-        "--out",
-        run,
+        "1",
         "--no-track",
-    )
-    done = limited(
-        *asked,
         "--zero",
-        0,
+        "0",
         "--auto-batch",
-        *sets([*WIDE, "train.batch_tokens=18432", "train.eval_batches=1"]),
-    )
+    ]
+    few = sets([*WIDE, "train.batch_tokens=18432", "train.eval_batches=1"])
+    done = limited(*asked, "--data", corpus, "--out", run, *few)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "micro-batch 36 of 36" in done.stderr and "finished at step 1/1" in done.stdout
     faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
@@ -241,14 +228,8 @@ def test_a_run_that_runs_out_of_memory_goes_on_with_the_next_micro_batch(corpus,
 
 def test_a_run_that_goes_on_looks_for_a_micro_batch_once(corpus, tmp_path):
     cpu = Devices(0, 2**34, "CPU")
-    wish = Request(
-        "7k",
-        "dense",
-        corpus,
-        tmp_path / "run",
-        1,
-        sets=["model.seq=64", "train.batch_tokens=32768"],
-    )
+    few = ["model.seq=64", "train.batch_tokens=32768"]
+    wish = Request("7k", "dense", corpus, tmp_path / "run", 1, sets=few)
     first = plan_run(wish, cpu).commit().config
     again = Request(None, "dense", None, tmp_path / "run", 1, resume=True)
     look = replace(again, over={"train": {"auto_batch": True}})
@@ -282,16 +263,8 @@ def test_fp8_from_weights_that_it_does_not_suit_is_remarked_on(corpus, tmp_path)
     ("kind", "message", "lowers"),
     [
         ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", True),
-        (
-            "RuntimeError",
-            "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate",
-            True,
-        ),
-        (
-            "RuntimeError",
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            True,
-        ),
+        ("RuntimeError", "err == 0. DefaultCPUAllocator: can't allocate", True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`", True),
         ("RuntimeError", "Triton Error [CUDA]: out of memory", True),
         ("AcceleratorError", "CUDA error: out of memory", True),
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", False),
@@ -313,17 +286,8 @@ def test_what_cannot_be_measured_is_refused_at_once(inside, corpus, monkeypatch)
     both = ("--size", "7k", "--data", corpus, "--auto-batch", "--set", "train.micro_batch=2")
     for asked in ("bench", "train"), ("pretrain", "--out", corpus / "none"):
         assert "train.micro_batch=2 is given, and --auto-batch" in inside(*asked, *both, code=2)
-    shared = inside(
-        "bench",
-        "train",
-        "--size",
-        "7k",
-        "--set",
-        "parallel.zero=0",
-        "--set",
-        "parallel.offload.optimizer=cpu",
-        code=2,
-    )
+    offload = ("--set", "parallel.zero=0", "--set", "parallel.offload.optimizer=cpu")
+    shared = inside("bench", "train", "--size", "7k", *offload, code=2)
     assert "not zero=0" in shared  # as it was set
     small = ("--data", corpus, "--set", "model.vocab=64")
     assert "model.vocab=64 is smaller than" in inside(
@@ -339,14 +303,8 @@ def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(
 ):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    wish = [
-        *SMALL,
-        "model.layers=3",
-        f"model.mtp={mtp}",
-        "train.compile=true",
-        "train.dtype=bf16",
-        *(["model.ffn.experts=8"] if "moe" in arch else []),
-    ]
+    few = ["model.layers=3", f"model.mtp={mtp}", "train.compile=true", "train.dtype=bf16"]
+    wish = [*SMALL, *few, *(["model.ffn.experts=8"] if "moe" in arch else [])]
     config = resolve(load(size="7k", arch=arch, sets=wish), ranks=1, gpu=False)
     model = prepare_model(config, World(0, 1, torch.device("cpu"))).bfloat16()
     random = torch.Generator().manual_seed(0)

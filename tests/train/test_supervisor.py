@@ -96,7 +96,7 @@ def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
     taken: list[tuple[supervisor._Groups, supervisor.Group | None, supervisor.Group]] = []
 
     def watched(groups: supervisor._Groups) -> supervisor.Group:
-        spare = groups.spare
+        spare = groups._spare
         group = take(groups)
         taken.append((groups, spare, group))
         return group
@@ -104,8 +104,8 @@ def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
     monkeypatch.setattr(supervisor._Groups, "take", watched)
 
     def fault() -> None:
-        until(lambda: taken and taken[0][0].spare is not None and steps(out))
-        os.kill(taken[0][2].pids[0], signal.SIGKILL)
+        until(lambda: taken and taken[0][0]._spare is not None and steps(out))
+        os.kill(taken[0][2]._ranks[0].pid, signal.SIGKILL)
 
     threading.Thread(target=fault, daemon=True).start()
     inside(
