@@ -1,7 +1,11 @@
-"""Attention: the attend function with its eager twin, the cache, and the layers.
+"""Attention: one function and its eager twin, the cache, and the layers.
 
-B batch · S sequence · W width · H query heads · G key/value heads · R latent rank
-Q queries · K keys · D score width (of a head) · E value width
+B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
+Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
+
+Plain causal attention goes to SDPA, which picks cuDNN or Flash. A mask of its own (windows,
+documents, padding) or shaped scores (soft-cap, sinks) go to FlexAttention where a GPU trains, and
+to a dense mask elsewhere. The choice is made once, when the mask is made.
 """
 
 from typing import NamedTuple
@@ -18,23 +22,18 @@ from torch.nn.attention.flex_attention import (
 
 from pipeline.config.parts import GQA, MLA
 from pipeline.config.shape import Model
-from pipeline.model.norm import LayerNorm, RMSNorm, norm
+from pipeline.model.norm import LayerNorm, RMSNorm, make_norm
 from pipeline.model.position import Rotary, rotate
 
-Mask = (
-    Tensor | BlockMask | None
-)  # True where a query sees a key, (B or 1, 1, Q, K); None is plain causal
+# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal.
+Mask = Tensor | BlockMask | None
 
 
 class Scoring(NamedTuple):
-    """How q·k becomes a score, beside the mask."""
+    """How q·k becomes a score, apart from the mask."""
 
     scale: float
     softcap: float | None = None
-
-    @property
-    def plain(self) -> bool:
-        return self.softcap is None
 
 
 def make_mask(
@@ -47,16 +46,11 @@ def make_mask(
     padding_B: Tensor | None = None,
     flex: bool = False,
 ) -> Mask:
-    """Who sees whom, when the last query is the last key. A query always sees itself, also one that is padding."""
+    """Which query sees which key; the last query is the last key. A query always sees itself."""
     if window is not None and window >= keys:
         window = None
-    if (
-        not flex
-        and window is None
-        and documents_BK is None
-        and padding_B is None
-        and queries in (keys, 1)
-    ):
+    per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
+    if not flex and window is None and not per_row and queries in (keys, 1):
         return None
     past = keys - queries
 
@@ -70,14 +64,13 @@ def make_mask(
             seen = seen & ((k >= padding_B[b]) | (k == q + past))
         return seen
 
-    rows = next((len(t) for t in (documents_BK, padding_B) if t is not None), 1)
+    rows = len(per_row[0]) if per_row else 1
     if flex:
-        return create_block_mask(
-            sees, rows if rows > 1 else None, None, queries, keys, device=str(device)
-        )
-    b, q, k = (torch.arange(n, device=device) for n in (rows, queries, keys))
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    return sees(b[:, None, None, None], zero, q[:, None], k).expand(rows, 1, queries, keys)
+        batch = rows if rows > 1 else None
+        return create_block_mask(sees, batch, None, queries, keys, device=str(device))
+    b, q, k = (torch.arange(count, device=device) for count in (rows, queries, keys))
+    head = torch.zeros((), dtype=torch.long, device=device)
+    return sees(b[:, None, None, None], head, q[:, None], k).expand(rows, 1, queries, keys)
 
 
 def attend(
@@ -89,20 +82,26 @@ def attend(
     bias_HQK: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
+    """Softmax attention, (B, H, Q, E), by the fastest kernel that fits."""
     if isinstance(mask, BlockMask):
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
-    if scoring.plain and sinks_H is None:
-        grouped = q_BHQD.shape[1] != k_BGKD.shape[1]
-        if mask is None and bias_HQK is None:
-            causal = q_BHQD.shape[2] == k_BGKD.shape[2]
-            return F.scaled_dot_product_attention(
-                q_BHQD, k_BGKD, v_BGKE, is_causal=causal, scale=scoring.scale, enable_gqa=grouped
-            )
-        added = _added(q_BHQD, k_BGKD, mask, bias_HQK)
-        return F.scaled_dot_product_attention(
-            q_BHQD, k_BGKD, v_BGKE, attn_mask=added, scale=scoring.scale, enable_gqa=grouped
-        )
-    return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+    if scoring.softcap is not None or sinks_H is not None:
+        return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+    causal = False
+    added = None
+    if mask is None and bias_HQK is None:
+        causal = q_BHQD.shape[2] == k_BGKD.shape[2]
+    else:
+        added = _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK)
+    return F.scaled_dot_product_attention(
+        q_BHQD,
+        k_BGKD,
+        v_BGKE,
+        attn_mask=added,
+        is_causal=causal,
+        scale=scoring.scale,
+        enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
+    )
 
 
 def eager(
@@ -114,32 +113,33 @@ def eager(
     bias_HQK: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The definition, in fp32: every score exists."""
+    """The definition of attention, in fp32, with every score in memory."""
     group = q_BHQD.shape[1] // k_BGKD.shape[1]
-    k, v = k_BGKD.repeat_interleave(group, 1), v_BGKE.repeat_interleave(group, 1)
-    scores = (q_BHQD.float() @ k.float().mT) * scoring.scale
+    k_BHKD = k_BGKD.repeat_interleave(group, 1)
+    v_BHKE = v_BGKE.repeat_interleave(group, 1)
+    scores_BHQK = (q_BHQD.float() @ k_BHKD.float().mT) * scoring.scale
     if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores + _added(q_BHQD, k_BGKD, mask, bias_HQK).float()
+        scores_BHQK = scoring.softcap * torch.tanh(scores_BHQK / scoring.softcap)
+    scores_BHQK = scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK).float()
     if sinks_H is not None:
-        sink = sinks_H.float()[:, None, None].expand(*scores.shape[:3], 1)
-        return (torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ v.float()).type_as(q_BHQD)
-    return (scores.softmax(-1) @ v.float()).type_as(q_BHQD)
+        # a sink is one more key whose value is zero
+        sink = sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
+        weights_BHQK = torch.cat((scores_BHQK, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights_BHQK = scores_BHQK.softmax(-1)
+    return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
 
 
-def _added(q: Tensor, k: Tensor, mask: Tensor | None, bias_HQK: Tensor | None) -> Tensor:
+def _additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, bias_HQK: Tensor | None) -> Tensor:
     """Mask and bias as one term of the scores."""
     if mask is None:
         queries, keys = q.shape[2], k.shape[2]
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)[
-            None, None
-        ]
-    bias = (
-        torch.zeros((), dtype=q.dtype, device=q.device)
-        if bias_HQK is None
-        else bias_HQK[None].type_as(q)
-    )
-    return torch.where(mask, bias, torch.tensor(float("-inf"), dtype=q.dtype, device=q.device))
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        mask = ones.tril(keys - queries)[None, None]
+    hidden = torch.tensor(float("-inf"), dtype=q.dtype, device=q.device)
+    if bias_HQK is None:
+        return torch.where(mask, torch.zeros((), dtype=q.dtype, device=q.device), hidden)
+    return torch.where(mask, bias_HQK[None].type_as(q), hidden)
 
 
 def _flex(
@@ -166,30 +166,33 @@ def _flex(
         q, k, v, shaped, mask, scoring.scale, grouped, return_aux=AuxRequest(lse=True)
     )
     assert aux.lse is not None
-    # a sink adds e^sink to the softmax's denominator
+    # a sink adds e^sink to the denominator of the softmax
     return out * torch.sigmoid(aux.lse - sinks_H.float()[:, None]).unsqueeze(-1).type_as(out)
 
 
 class LayerCache:
-    """Tensors along the sequence, (B, S, …), of one layer: keys and values, or MLA's latent."""
+    """What one layer keeps of the tokens it has seen: keys and values, or MLA's latent; (B, S, …)."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self.length, self.kept = most, 0, list[Tensor]()
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.length = 0
+        self.kept: list[Tensor] = []
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add what the new tokens bring; everything so far."""
-        if not self.kept:  # room for all at once: a step copies what is new and nothing else
-            self.kept = [t.new_empty(t.shape[0], self._most, *t.shape[2:]) for t in new]
+        """Add the new tokens' tensors and return those of all tokens so far."""
+        if not self.kept:  # memory for all tokens at once, so that a step copies only new ones
+            self.kept = [t.new_empty(t.shape[0], self._capacity, *t.shape[2:]) for t in new]
         end = self.length + new[0].shape[1]
-        for room, t in zip(self.kept, new, strict=True):
-            room[:, self.length : end] = t
+        for kept, tensor in zip(self.kept, new, strict=True):
+            kept[:, self.length : end] = tensor
         self.length = end
-        return tuple(room[:, :end] for room in self.kept)
+        return tuple(kept[:, :end] for kept in self.kept)
 
 
 class Cache:
-    def __init__(self, layers: int, most: int, padding_B: Tensor | None = None) -> None:
-        self.layers, self.padding_B = [LayerCache(most) for _ in range(layers)], padding_B
+    def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(layers)]
+        self.padding_B = padding_B  # tokens to ignore on the left of each row
 
     @property
     def length(self) -> int:
@@ -197,27 +200,31 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one sequence, all layers."""
-        kept = [room for layer in self.layers for room in layer.kept]
-        return sum(room[0, 0].numel() * room.element_size() for room in kept)
+        """Of one sequence, over all layers."""
+        kept = [tensor for layer in self.layers for tensor in layer.kept]
+        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in kept)
 
     def reorder(self, rows: Tensor) -> None:
-        """Sequence i goes on from sequence rows[i]: beam search."""
+        """Let sequence i continue sequence rows[i], for beam search."""
         for layer in self.layers:
-            layer.kept = [torch.index_select(room, 0, rows) for room in layer.kept]
+            layer.kept = [torch.index_select(tensor, 0, rows) for tensor in layer.kept]
 
 
 class Sequence:
-    """All of them. parallel/sequence.py swaps in a run of them, whose other parts lie with other processes."""
+    """Which tokens of a row this process works on: here, all of them.
 
-    rank, parts = 0, 1
+    parallel/sequence.py replaces it by a part. The decoder gets whole rows and cuts them here, so
+    that positions, masks, targets and counts are those of the whole row."""
+
+    rank = 0
+    parts = 1
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
-        """This process's part of what counts tokens, or of what counts heads."""
+        """This process's part along a dimension of tokens or heads."""
         return x.chunk(self.parts, dim)[self.rank]
 
     def counts(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """A count over this process's tokens, over those before them and over all of the row's."""
+        """A count over the tokens before this process's, and over all tokens of the row."""
         return count.new_zeros(()), count
 
     def attend(
@@ -230,8 +237,9 @@ class Sequence:
         bias_HQK: Tensor | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """Queries, keys and values of this process's tokens; bias and mask are those of the whole row."""
-        bias, sinks = (None if t is None else self.cut(t, 0) for t in (bias_HQK, sinks_H))
+        """Attention of this process's tokens; bias and mask are those of the whole row."""
+        bias = None if bias_HQK is None else self.cut(bias_HQK, 0)
+        sinks = None if sinks_H is None else self.cut(sinks_H, 0)
         q, k, v = self.to_heads(q_BHQD, k_BGKD, v_BGKE)
         return self.to_tokens(attend(q, k, v, scoring, mask, bias, sinks))
 
@@ -242,12 +250,12 @@ class Sequence:
         return q_BHQD, k_BGKD, v_BGKE
 
     def to_tokens(self, y_BHQE: Tensor) -> Tensor:
-        """And back: all heads of its tokens."""
+        """All heads of this process's tokens."""
         return y_BHQE
 
 
 class Context(NamedTuple):
-    """What a layer knows beside the hidden states, made once per forward pass."""
+    """What all layers share in one forward pass."""
 
     rotary: Rotary | None = None
     bias_HQK: Tensor | None = None
@@ -255,32 +263,33 @@ class Context(NamedTuple):
     far: Mask = None
 
     def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
-        return (
-            self.near if windowed else self.far,
-            self.bias_HQK if placed else None,
-            self.rotary if placed else None,
-        )
+        """Mask, bias and rotary table of a layer."""
+        mask = self.near if windowed else self.far
+        return (mask, self.bias_HQK, self.rotary) if placed else (mask, None, None)
 
 
 class GroupedAttention(nn.Module):
-    """Over one fused projection: queries, then keys, then values."""
+    """Grouped-query attention over one fused projection: queries, then keys, then values."""
 
     def __init__(self, model: Model, cfg: GQA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
-        self.cfg, self.windowed, self.placed, self.eps = cfg, windowed, placed, model.norm.eps
-        self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
-        self.qkv = nn.Linear(
-            model.width, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim, bias=cfg.bias
-        )
+        self.cfg = cfg
+        self.windowed = windowed
+        self.placed = placed
+        self.eps = model.norm.eps
+        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.sequence = Sequence()
+        fused = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+        self.qkv = nn.Linear(model.width, fused, bias=cfg.bias)
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
-        self.q_norm = norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
-        self.k_norm = norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
+        self.q_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
+        self.k_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
 
     def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         mask, bias, table = context.at(self.windowed, self.placed)
-        qkv_BSHD = self.qkv(x_BSW).unflatten(-1, (-1, self.cfg.head_dim))
-        q_BSHD, k_BSGD, v_BSGD = self._place(qkv_BSHD, table)
+        qkv_BSAD = self.qkv(x_BSW).unflatten(-1, (-1, self.cfg.head_dim))
+        q_BSHD, k_BSGD, v_BSGD = self._norm_and_rotate(qkv_BSAD, table)
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
@@ -288,45 +297,46 @@ class GroupedAttention(nn.Module):
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
         return out
 
-    def _place(self, qkv_BSHD: Tensor, table: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normed and turned, and the values."""
-        c, q_norm, k_norm = self.cfg, self.q_norm, self.k_norm
-        if (
-            qkv_BSHD.is_cuda
-            and c.head_dim & (c.head_dim - 1) == 0
-            and not isinstance(q_norm, LayerNorm)
-        ):
-            from pipeline.model.kernels import turn  # Triton comes with torch where there is a GPU
+    def _norm_and_rotate(
+        self, qkv_BSAD: Tensor, table: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normed and rotated, values unchanged."""
+        c = self.cfg
+        q_norm, k_norm = self.q_norm, self.k_norm
+        power_of_two = c.head_dim & (c.head_dim - 1) == 0
+        if qkv_BSAD.is_cuda and power_of_two and not isinstance(q_norm, LayerNorm):
+            # Triton exists only where torch was built for a GPU
+            from pipeline.model.kernels import norm_and_rotate
 
-            gains = (
-                (q_norm.gain, k_norm.gain)
-                if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)
-                else None
-            )
-            return turn(qkv_BSHD, c.heads, gains, self.eps, table)
-        q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSHD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
+            gains = None
+            if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+                gains = (q_norm.gain, k_norm.gain)
+            return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
+        q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSAD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
         return rotate(q_norm(q_BSHD), table), rotate(k_norm(k_BSGD), table), v_BSGD
 
 
 class LatentAttention(nn.Module):
-    """MLA (arXiv 2405.04434): keys and values are made from a latent of rank R, positions travel in a part of their own
-    that all heads share. Decoding keeps the latent and that part alone, and absorbs the projections that would have
-    made keys and values into the queries and the output."""
+    """MLA (arXiv 2405.04434): keys and values come from a latent of rank R, and all heads share one
+    rotated part of the key. Decoding caches the latent and that part, and folds the projections
+    that would make keys and values into the queries and the output."""
 
     def __init__(self, model: Model, cfg: MLA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
-        self.cfg, self.windowed, self.placed = cfg, windowed, placed
-        self.scoring, self.sequence = Scoring(model.score_scale, cfg.softcap), Sequence()
-        width, q = model.width, cfg.heads * cfg.score_dim
-        straight = cfg.q_rank is None
-        self.q_down = nn.Identity() if straight else nn.Linear(width, cfg.q_rank or 0, bias=False)
-        self.q_norm = nn.Identity() if straight else norm(cfg.q_rank or 0, model.norm)
-        self.q_up = nn.Linear(cfg.q_rank or width, q, bias=False)
+        self.cfg = cfg
+        self.windowed = windowed
+        self.placed = placed
+        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.sequence = Sequence()
+        width = model.width
+        rank = cfg.q_rank
+        self.q_down = nn.Identity() if rank is None else nn.Linear(width, rank, bias=False)
+        self.q_norm = nn.Identity() if rank is None else make_norm(rank, model.norm)
+        self.q_up = nn.Linear(rank or width, cfg.heads * cfg.score_dim, bias=False)
         self.kv_down = nn.Linear(width, cfg.kv_rank + cfg.rope_dim, bias=False)
-        self.kv_norm = norm(cfg.kv_rank, model.norm)
-        self.kv_up = nn.Linear(
-            cfg.kv_rank, cfg.heads * (cfg.nope_dim + cfg.v_dim), bias=False
-        )  # per head: key, value
+        self.kv_norm = make_norm(cfg.kv_rank, model.norm)
+        # per head: key, then value
+        self.kv_up = nn.Linear(cfg.kv_rank, cfg.heads * (cfg.nope_dim + cfg.v_dim), bias=False)
         self.out = nn.Linear(cfg.heads * cfg.v_dim, width, bias=False)
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
 
@@ -336,7 +346,8 @@ class LatentAttention(nn.Module):
         q_BSHD = self.q_up(self.q_norm(self.q_down(x_BSW))).unflatten(-1, (c.heads, c.score_dim))
         q_nope, q_rope = q_BSHD.split((c.nope_dim, c.rope_dim), dim=-1)
         latent_BSR, k_rope = self.kv_down(x_BSW).split((c.kv_rank, c.rope_dim), dim=-1)
-        latent_BSR, q_rope = self.kv_norm(latent_BSR), rotate(q_rope, table)
+        latent_BSR = self.kv_norm(latent_BSR)
+        q_rope = rotate(q_rope, table)
         k_rope = rotate(k_rope.unsqueeze(2), table)
         if cache is None:
             kv_BSHE = self.kv_up(latent_BSR).unflatten(-1, (c.heads, c.nope_dim + c.v_dim))

@@ -374,7 +374,7 @@ class _Turn(torch.autograd.Function):
         return dx, dq_gain.to(q_gain.dtype), dk_gain.to(k_gain.dtype), None, None, None, None
 
 
-def turn(
+def norm_and_rotate(
     qkv_BSAD: Tensor,
     heads: int,
     gains: tuple[Tensor, Tensor] | None,

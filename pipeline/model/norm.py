@@ -1,4 +1,8 @@
-"""Norms, and where they stand around a layer. The reduction runs in fp32 whatever the input."""
+"""Norms, and where they stand around a layer. Reductions run in fp32 whatever the input dtype.
+
+The output of a layer is not added to the residual stream at once. It travels beside the stream as
+`pending`, and the next norm that reads the stream adds it, in one pass on a GPU.
+"""
 
 from typing import NamedTuple, assert_never
 
@@ -12,41 +16,43 @@ from pipeline.config.shape import Model
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.gain, self.eps = nn.Parameter(ones(width)), eps
+        self.gain = nn.Parameter(ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.gain.shape, self.gain, self.eps)
 
 
-class StreamNorm(nn.Module):
-    """RMSNorm of the residual stream, to which it adds what is given beside it: in one pass where there is a GPU."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.gain, self.eps = nn.Parameter(ones(width)), eps
-
-    def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if x.is_cuda:
-            from pipeline.model.kernels import (
-                add_norm,  # Triton comes with torch where there is a GPU
-            )
-
-            return add_norm(x, given, self.gain, self.eps)
-        x = x if given is None else x + given
-        return x, F.rms_norm(x, self.gain.shape, self.gain, self.eps)
-
-
 class LayerNorm(nn.Module):
     def __init__(self, width: int, eps: float, bias: bool) -> None:
         super().__init__()
-        self.gain, self.eps = nn.Parameter(ones(width)), eps
+        self.gain = nn.Parameter(ones(width))
         self.bias = nn.Parameter(zeros(width)) if bias else None
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.gain.shape, self.gain, self.bias, self.eps)
 
 
-def norm(width: int, cfg: Norm) -> nn.Module:
+class StreamNorm(nn.Module):
+    """RMSNorm of the residual stream plus what is pending; returns the sum and its norm."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        if x.is_cuda:
+            # Triton exists only where torch was built for a GPU
+            from pipeline.model.kernels import add_norm
+
+            return add_norm(x, pending, self.gain, self.eps)
+        x = x if pending is None else x + pending
+        return x, F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+
+
+def make_norm(width: int, cfg: Norm) -> nn.Module:
     match cfg.kind:
         case "rmsnorm":
             return RMSNorm(width, cfg.eps)
@@ -56,24 +62,24 @@ def norm(width: int, cfg: Norm) -> nn.Module:
             assert_never(cfg.kind)
 
 
-def reading(width: int, cfg: Norm) -> nn.Module:
-    """A norm that the residual stream is read through, by `read`."""
-    return StreamNorm(width, cfg.eps) if cfg.kind == "rmsnorm" else norm(width, cfg)
+def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
+    """A norm to be called through `add_and_norm`."""
+    return StreamNorm(width, cfg.eps) if cfg.kind == "rmsnorm" else make_norm(width, cfg)
 
 
-def read(through: nn.Module, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The stream with what was given added to it, and its norm."""
-    if isinstance(through, StreamNorm):
-        total, normed = through(x, given)
+def add_and_norm(norm: nn.Module, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The stream with what was pending added to it, and its norm."""
+    if isinstance(norm, StreamNorm):
+        total, normed = norm(x, pending)
         return total, normed
-    x = x if given is None else x + given
-    return x, through(x)
+    x = x if pending is None else x + pending
+    return x, norm(x)
 
 
 class Placement(NamedTuple):
-    before: bool = False  # the layer's input is normed
-    inside: bool = False  # its output is
-    after: bool = False  # the stream is, once the output is added
+    before: bool = False  # norm of the layer's input
+    inside: bool = False  # norm of the layer's output
+    after: bool = False  # norm of the stream after the output is added
 
 
 PLACEMENTS = {
@@ -85,36 +91,36 @@ PLACEMENTS = {
 
 
 class Residual(nn.Module):
-    """One layer's way out of the residual stream and back into it. What a layer gives travels beside the stream, and is
-    added by the next that reads it, in one pass with the norm."""
+    """How one layer reads the residual stream and adds to it, for every norm placement."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
         place = PLACEMENTS[cfg.placement]
-        self.before = reading(cfg.width, cfg.norm) if place.before else nn.Identity()
-        self.inside, self.after = (
-            norm(cfg.width, cfg.norm) if on else nn.Identity() for on in place[1:]
-        )
-        self.add = cfg.multipliers.residual
-        self.keep = deepnorm_alpha(cfg.layers) if cfg.placement == "deepnorm" else 1.0
+        self.before = make_stream_norm(cfg.width, cfg.norm) if place.before else nn.Identity()
+        self.inside = make_norm(cfg.width, cfg.norm) if place.inside else nn.Identity()
+        self.after = make_norm(cfg.width, cfg.norm) if place.after else nn.Identity()
+        self.output_scale = cfg.multipliers.residual
+        self.stream_scale = deepnorm_alpha(cfg.layers) if cfg.placement == "deepnorm" else 1.0
 
-    def leave(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The stream, and what the layer reads of it."""
-        return read(self.before, x, given)
+    def read(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The stream, and the input of the layer."""
+        return add_and_norm(self.before, x, pending)
 
-    def join(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is still to be added to it."""
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream, and what is pending, after the layer returned y."""
         y = self.inside(y)
-        y = y if self.add == 1 else self.add * y
+        y = y if self.output_scale == 1 else self.output_scale * y
         if isinstance(self.after, nn.Identity):
             return x, y
-        return self.after((x if self.keep == 1 else self.keep * x) + y), None
+        x = x if self.stream_scale == 1 else self.stream_scale * x
+        return self.after(x + y), None
 
 
 def deepnorm_alpha(layers: int) -> float:
-    """Of a decoder (arXiv 2203.00555, table 1)."""
+    """Scale of the stream in a decoder (arXiv 2203.00555, table 1)."""
     return float((2 * layers) ** 0.25)
 
 
 def deepnorm_beta(layers: int) -> float:
+    """Scale of the initial weights."""
     return float((8 * layers) ** -0.25)

@@ -1,6 +1,6 @@
-"""The decoder: embedding, blocks, norm, head with its loss, and the blocks that predict further tokens.
+"""The decoder: embedding, blocks, final norm, head with its loss, and multi-token prediction.
 
-B batch · S sequence · W width · V vocabulary
+B batch · S sequence · W width · V vocabulary · T = B·S tokens
 """
 
 from collections.abc import Callable
@@ -14,76 +14,85 @@ from pipeline.config.parts import ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
 from pipeline.config.shape import Model
 from pipeline.model.attention import Cache, Context, LayerCache, Mask, Sequence, make_mask
 from pipeline.model.moe import MixtureOfExperts, Router, Routing
-from pipeline.model.norm import PLACEMENTS, Residual, norm, read, reading
+from pipeline.model.norm import PLACEMENTS, Residual, add_and_norm, make_norm, make_stream_norm
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
 from pipeline.objective.loss import next_token_loss
 
+T = TypeVar("T")
+# The residual stream, what is pending beside it (see norm.py), and the block's routing.
+Stream = tuple[Tensor, Tensor | None, Routing | None]
+IGNORED = -100  # a target that predicts nothing
+
 
 class Losses(NamedTuple):
-    total: Tensor  # what the backward pass starts from
+    total: Tensor  # the backward pass starts here
     nll: Tensor  # nats per token: the loss of every curve and fit
     routing: Routing | None = None  # of the routed layers, stacked
 
 
-T = TypeVar("T")
-Fed = tuple[
-    Tensor, Tensor | None, Routing | None
-]  # the stream, and what is still to be added to it
+def recomputed(part: Callable[..., T], *inputs: object, on: bool) -> T:
+    """Call part of the model; if `on`, keep only its inputs and run it again in the backward."""
+    if not on:
+        return part(*inputs)
+    out: T = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False)
+    return out
 
 
 class Block(nn.Module):
+    """x = x + attention(norm(x)), then x = x + ffn(norm(x)).
+
+    The last sum stays pending for the next block. `recompute` applies to the feed-forward layer."""
+
     def __init__(
         self, cfg: Model, attention: nn.Module, ffn: nn.Module, *, recompute: bool = False
     ) -> None:
         super().__init__()
-        self.attention, self.ffn, self.recompute = (
-            attention,
-            ffn,
-            recompute,
-        )  # of the feed-forward alone
+        self.attention = attention
+        self.ffn = ffn
+        self.recompute = recompute
         self.at_attention = Residual(cfg)
         self.at_ffn = None if cfg.parallel_block else Residual(cfg)
 
     def forward(
-        self, x_BSW: Tensor, given: Tensor | None, context: Context, cache: LayerCache | None = None
-    ) -> Fed:
-        x_BSW, normed = self.at_attention.leave(x_BSW, given)
-        seen = self.attention(normed, context, cache)
+        self,
+        x_BSW: Tensor,
+        pending: Tensor | None,
+        context: Context,
+        cache: LayerCache | None = None,
+    ) -> Stream:
         on = self.recompute and self.training
-        if self.at_ffn is None:  # both read the same input
-            fed, routing = again(self._feed, normed, on=on)
-            return *self.at_attention.join(x_BSW, seen + fed), routing
-        x_BSW, fed, routing = again(
-            self._read, self.at_ffn, *self.at_attention.join(x_BSW, seen), on=on
-        )
-        return *self.at_ffn.join(x_BSW, fed), routing
+        x_BSW, normed_BSW = self.at_attention.read(x_BSW, pending)
+        y_BSW = self.attention(normed_BSW, context, cache)
+        if self.at_ffn is None:  # a parallel block: both layers read the same input
+            fed_BSW, routing = recomputed(self._feed, normed_BSW, on=on)
+            x_BSW, pending = self.at_attention.add(x_BSW, y_BSW + fed_BSW)
+            return x_BSW, pending, routing
+        x_BSW, pending = self.at_attention.add(x_BSW, y_BSW)
+        x_BSW, y_BSW, routing = recomputed(self._read_and_feed, self.at_ffn, x_BSW, pending, on=on)
+        x_BSW, pending = self.at_ffn.add(x_BSW, y_BSW)
+        return x_BSW, pending, routing
 
-    def _read(
-        self, at: Residual, x: Tensor, given: Tensor | None
+    def _read_and_feed(
+        self, at: Residual, x_BSW: Tensor, pending: Tensor | None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        x, normed = at.leave(x, given)
-        return x, *self._feed(normed)
+        x_BSW, normed_BSW = at.read(x_BSW, pending)
+        return x_BSW, *self._feed(normed_BSW)
 
-    def _feed(self, x: Tensor) -> tuple[Tensor, Routing | None]:
-        return self.ffn(x) if isinstance(self.ffn, MixtureOfExperts) else (self.ffn(x), None)
-
-
-def again(part: Callable[..., T], *inputs: object, on: bool) -> T:
-    """What a part of the model gives; if `on`, keeping its inputs alone, it runs once more in the backward pass."""
-    out: T = (
-        torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False)
-        if on
-        else part(*inputs)
-    )
-    return out
+    def _feed(self, x_BSW: Tensor) -> tuple[Tensor, Routing | None]:
+        if isinstance(self.ffn, MixtureOfExperts):
+            out: tuple[Tensor, Routing] = self.ffn(x_BSW)
+            return out
+        return self.ffn(x_BSW), None
 
 
 class Head(nn.Module):
-    """The output matrix. The loss is taken here, where ZeRO-3 has the whole matrix gathered."""
+    """The output matrix. The loss is computed here, where ZeRO-3 has gathered the whole matrix."""
 
     def __init__(self, weight_VW: nn.Parameter, scale: float) -> None:
         super().__init__()
-        self.weight, self.scale, self.sequence = weight_VW, scale, Sequence()
+        self.weight = weight_VW
+        self.scale = scale
+        self.sequence = Sequence()
 
     def forward(
         self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int
@@ -91,27 +100,30 @@ class Head(nn.Module):
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             return h_BSW @ self.weight.T
-        count = (targets_BS >= 0).sum().clamp(
-            min=1
-        ) / self.sequence.parts  # the mean over the parts is that of all
-        h_TW, targets_T = h_BSW.flatten(0, 1), self.sequence.cut(targets_BS, 1).flatten()
-        scored = next_token_loss(h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk)
-        return Losses(*scored)
+        # of the whole row: the mean over the ranks that share it is then the mean over its tokens
+        count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
+        h_TW = h_BSW.flatten(0, 1)
+        targets_T = self.sequence.cut(targets_BS, 1).flatten()
+        total, nll = next_token_loss(
+            h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk
+        )
+        return Losses(total, nll)
 
 
 class Ahead(nn.Module):
-    """Joins what is known of a place with the token after it, to predict one further (arXiv 2412.19437, §2.2)."""
+    """Predicts one token further from the hidden state and the next token (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()
-        self.h_norm, self.e_norm = (norm(cfg.width, cfg.norm) for _ in range(2))
-        self.norm = reading(cfg.width, cfg.norm)
+        self.h_norm = make_norm(cfg.width, cfg.norm)
+        self.e_norm = make_norm(cfg.width, cfg.norm)
+        self.norm = make_stream_norm(cfg.width, cfg.norm)
         self.join = nn.Linear(2 * cfg.width, cfg.width, bias=False)
         self.block = block
 
-    def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> Fed:
-        joined = self.join(torch.cat((self.h_norm(h_BSW), self.e_norm(embedded_BSW)), dim=-1))
-        out: Fed = self.block(joined, None, context)
+    def forward(self, h_BSW: Tensor, embedded_BSW: Tensor, context: Context) -> Stream:
+        joined = torch.cat((self.h_norm(h_BSW), self.e_norm(embedded_BSW)), dim=-1)
+        out: Stream = self.block(self.join(joined), None, context)
         return out
 
 
@@ -126,20 +138,22 @@ class Decoder(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.cfg, self.z_loss, self.loss_chunk, self.recompute = cfg, z_loss, loss_chunk, recompute
+        self.cfg = cfg
+        self.z_loss = z_loss
+        self.loss_chunk = loss_chunk
+        self.recompute = recompute
         self.sequence = Sequence()
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
-        self.norm = (
-            reading(cfg.width, cfg.norm) if PLACEMENTS[cfg.placement].before else nn.Identity()
-        )
+        before = PLACEMENTS[cfg.placement].before
+        self.norm = make_stream_norm(cfg.width, cfg.norm) if before else nn.Identity()
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
         self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
         self.tie()
 
     def tie(self) -> None:
-        """Where the head is the embedding, make it so: when built, and when parameters were replaced."""
+        """Make the head the embedding, if the config says so: again after parameters are replaced."""
         if self.cfg.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
@@ -150,49 +164,63 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor | Losses:
-        """Logits, or with targets the losses, without the logits ever being whole. With documents, a token sees its own
-        alone and positions begin anew in each; with a cache, the tokens follow those it has seen and the logits are
-        those of the last alone."""
+        """Logits or, with targets, the losses; the logits then never exist as a whole.
+
+        With documents, a token attends within its own and positions restart in each. With a cache,
+        the tokens follow those in it, and only the logits of the last token are returned."""
         places, context = self._context(tokens_BS, documents_BS, cache)
-        x_BSW, given = self._embed(tokens_BS, places), None
-        routings, recompute = [], self.recompute and self.training
+        x_BSW = self._embed(tokens_BS, places)
+        pending: Tensor | None = None
+        routings: list[Routing | None] = []
+        on = self.recompute and self.training
         for layer, block in enumerate(self.blocks):
-            if recompute and given is not None:
-                x_BSW, given = x_BSW + given, None  # half as much to keep
-            x_BSW, given, routing = again(
-                block,
-                x_BSW,
-                given,
-                context,
-                None if cache is None else cache.layers[layer],
-                on=recompute,
-            )
+            if on and pending is not None:
+                x_BSW = x_BSW + pending  # one tensor to keep instead of two
+                pending = None
+            layer_cache = None if cache is None else cache.layers[layer]
+            x_BSW, pending, routing = recomputed(block, x_BSW, pending, context, layer_cache, on=on)
             routings.append(routing)
-        if cache is not None:  # what follows is asked for, and none of the logits before it
-            x_BSW, given = x_BSW[:, -1:], None if given is None else given[:, -1:]
-        x_BSW, h_BSW = read(self.norm, x_BSW, given)
+        if cache is not None:
+            x_BSW = x_BSW[:, -1:]
+            pending = None if pending is None else pending[:, -1:]
+        x_BSW, h_BSW = add_and_norm(self.norm, x_BSW, pending)
         out: Tensor | Losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
         if targets_BS is None or isinstance(out, Tensor):
             return out
         total = out.total
-        if self.training:
-            for ahead in self.ahead:
-                # the next token is known and the one after it is asked for; the last place, and a document's, has none
-                embedded = self._embed(targets_BS.clamp(min=0), places)
-                x_BSW, given, routing = again(ahead, x_BSW, embedded, context, on=recompute)
-                further = torch.cat(
-                    (targets_BS[:, 1:], torch.full_like(targets_BS[:, :1], -100)), dim=1
-                )
-                targets_BS = torch.where(targets_BS < 0, -100, further)
-                x_BSW, h_BSW = read(cast(nn.Module, ahead.norm), x_BSW, given)
-                losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
-                total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
-                routings.append(routing)
+        if self.training and self.cfg.mtp:
+            total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
         routed = [routing for routing in routings if routing is not None]
         if not routed:
             return Losses(total, out.nll)
         stacked = Routing(*(torch.stack(part) for part in zip(*routed, strict=True)))
         return Losses(total + stacked.loss.sum(), out.nll, stacked)
+
+    def _predict_ahead(
+        self,
+        total: Tensor,
+        x_BSW: Tensor,
+        targets_BS: Tensor,
+        places: Tensor,
+        context: Context,
+        routings: list[Routing | None],
+    ) -> Tensor:
+        """The loss with that of further tokens added; their routings are appended."""
+        for ahead in self.ahead:
+            # The next token is known and the one after it is predicted: targets move by one. The
+            # last position of a row or a document has none.
+            embedded_BSW = self._embed(targets_BS.clamp(min=0), places)
+            x_BSW, pending, routing = recomputed(
+                ahead, x_BSW, embedded_BSW, context, on=self.recompute
+            )
+            last = torch.full_like(targets_BS[:, :1], IGNORED)
+            further_BS = torch.cat((targets_BS[:, 1:], last), dim=1)
+            targets_BS = torch.where(targets_BS < 0, IGNORED, further_BS)
+            x_BSW, h_BSW = add_and_norm(cast(nn.Module, ahead.norm), x_BSW, pending)
+            losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
+            total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
+            routings.append(routing)
+        return total
 
     def routers(self) -> list[Router]:
         """In the order of `Losses.routing`."""
@@ -202,48 +230,33 @@ class Decoder(nn.Module):
         x_BSW: Tensor = self.embedding(self.sequence.cut(tokens_BS, 1))
         if self.cfg.multipliers.embedding != 1:
             x_BSW = x_BSW * self.cfg.multipliers.embedding
-        match self.cfg.position:
-            case Learned():
-                x_BSW = x_BSW + cast(nn.Module, self.position)(places)
-            case Sinusoidal():
-                x_BSW = x_BSW + sinusoidal(places, self.cfg.width).type_as(x_BSW)
-            case _:
-                pass
+        if isinstance(self.cfg.position, Learned):
+            x_BSW = x_BSW + cast(nn.Module, self.position)(places)
+        elif isinstance(self.cfg.position, Sinusoidal):
+            x_BSW = x_BSW + sinusoidal(places, self.cfg.width).type_as(x_BSW)
         return x_BSW
 
     def _context(
         self, tokens_BS: Tensor, documents_BS: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Context]:
-        """The tokens' places, (S) or (B, S), and what the layers share."""
-        cfg, device, queries = self.cfg, tokens_BS.device, tokens_BS.shape[1]
+        """The tokens' positions, (S) or (B, S), and what all layers share."""
+        a = self.cfg.attention
+        device = tokens_BS.device
+        queries = tokens_BS.shape[1]
         past = 0 if cache is None else cache.length
         padding_B = None if cache is None else cache.padding_B
         places = torch.arange(past, past + queries, device=device)
         if padding_B is not None:
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
-            begins = torch.ones_like(documents_BS, dtype=torch.bool)
-            begins[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-            places = places - torch.where(begins, places, 0).cummax(dim=1).values
+            starts = torch.ones_like(documents_BS, dtype=torch.bool)
+            starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+            places = places - torch.where(starts, places, 0).cummax(dim=1).values
         places = self.sequence.cut(places, -1)
-        position, a = cfg.position, cfg.attention
-        table = rotary(places, a.rotary_dim, position) if isinstance(position, RoPE) else None
-        bias = None
-        if isinstance(position, ALiBi | RelativeBias):
-            distance_QK = distances(queries, past + queries, device)
-            bias = (
-                alibi(distance_QK, a.heads)
-                if isinstance(position, ALiBi)
-                else cast(nn.Module, self.position)(distance_QK)
-            )
 
         def mask(window: int | None) -> Mask:
             hides = documents_BS is not None or (window is not None and window < queries)
-            flex = (
-                device.type == "cuda"
-                and cache is None
-                and (hides or a.softcap is not None or a.sinks)
-            )
+            special = hides or a.softcap is not None or a.sinks
             return make_mask(
                 queries,
                 past + queries,
@@ -251,14 +264,30 @@ class Decoder(nn.Module):
                 window=window,
                 documents_BK=documents_BS,
                 padding_B=padding_B,
-                flex=flex,
+                flex=device.type == "cuda" and cache is None and special,
             )
 
+        position = self.cfg.position
+        table = rotary(places, a.rotary_dim, position) if isinstance(position, RoPE) else None
+        bias_HQK = self._bias(queries, past + queries, device)
         far = mask(None)
-        return places, Context(table, bias, far if a.window is None else mask(a.window), far)
+        near = far if a.window is None else mask(a.window)
+        return places, Context(table, bias_HQK, near, far)
+
+    def _bias(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """What the position adds to the scores."""
+        position = self.cfg.position
+        if not isinstance(position, ALiBi | RelativeBias):
+            return None
+        distance_QK = distances(queries, keys, device)
+        if isinstance(position, ALiBi):
+            return alibi(distance_QK, self.cfg.attention.heads)
+        bias_HQK: Tensor = cast(nn.Module, self.position)(distance_QK)
+        return bias_HQK
 
 
 def _position(cfg: Model) -> nn.Module | None:
+    """The learned part of the position, if there is one."""
     match cfg.position:
         case Learned():
             return nn.Embedding(cfg.seq, cfg.width)

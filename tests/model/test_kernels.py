@@ -47,7 +47,7 @@ for dtype in DTYPES:
 """
 
 TURN = """
-from pipeline.model.kernels import turn
+from pipeline.model.kernels import norm_and_rotate
 from pipeline.model.position import rotate
 from torch.nn.functional import rms_norm
 
@@ -62,8 +62,8 @@ for dtype, shapes in zip(DTYPES, (((1, 5, 2, 1, 16), (2, 40, 2, 2, 64), (1, 23, 
         x, gains = torch.randn(B, S, H + 2 * G, D).to(dtype), [torch.randn(D).to(dtype) for _ in "qk"]
         for places in ((S,), (B, S), None):
             table = None if places is None else tuple(torch.randn(*places, D // 2) for _ in "cs")
-            same(lambda x, *g: turn(x, H, g, 1e-6, table), lambda x, *g: plain(x, H, g, table), x, *gains)
-            same(lambda x: turn(x, H, None, 1e-6, table), lambda x: plain(x, H, None, table), x)
+            same(lambda x, *g: norm_and_rotate(x, H, g, 1e-6, table), lambda x, *g: plain(x, H, g, table), x, *gains)
+            same(lambda x: norm_and_rotate(x, H, None, 1e-6, table), lambda x: plain(x, H, None, table), x)
 """
 
 NORM = """

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pipeline.config.parts import MoE
 from pipeline.model.ffn import activate
 from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.norm import read
+from pipeline.model.norm import add_and_norm
 from tests.model.test_decode import made, prompts
 
 BASE = {"activation": "swiglu", "hidden": 16, "dense_hidden": 24, "experts": 8, "top_k": 2}
@@ -154,7 +154,8 @@ def test_further_tokens_are_predicted_as_in_the_paper():
     for block in model.blocks:
         h = sum(block(h, None, context)[:2])
     main = F.cross_entropy(
-        (read(model.norm, h, None)[1] @ model.head.weight.T).flatten(0, 1), targets.flatten()
+        (add_and_norm(model.norm, h, None)[1] @ model.head.weight.T).flatten(0, 1),
+        targets.flatten(),
     )
     further = []
     for depth, ahead in enumerate(model.ahead, start=1):
@@ -164,7 +165,7 @@ def test_further_tokens_are_predicted_as_in_the_paper():
         h = ahead.join(torch.cat((ahead.h_norm(h), ahead.e_norm(model.embedding(known))), -1))
         h = sum(ahead.block(h, None, context)[:2])
         places = tokens.shape[1] - 1 - depth  # those whose answer exists
-        logits = read(ahead.norm, h[:, :places], None)[1] @ model.head.weight.T
+        logits = add_and_norm(ahead.norm, h[:, :places], None)[1] @ model.head.weight.T
         further.append(F.cross_entropy(logits.flatten(0, 1), tokens[:, depth + 1 :].flatten()))
     torch.testing.assert_close(losses.nll, main, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(losses.total, main + 0.3 / 2 * sum(further), atol=1e-5, rtol=1e-5)
@@ -204,7 +205,7 @@ def test_a_parallel_block_reads_one_normed_input():
     model = made(parallel_block=True)
     block, x = model.blocks[0], inputs(1, 6, 32)
     _, context = model._context(torch.zeros(1, 6, dtype=torch.long), None, None)
-    _, normed = block.at_attention.leave(x, None)
+    _, normed = block.at_attention.read(x, None)
     torch.testing.assert_close(
         sum(block(x, None, context)[:2]), x + block.attention(normed, context) + block.ffn(normed)
     )

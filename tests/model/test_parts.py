@@ -7,7 +7,7 @@ import torch
 
 from pipeline.model.attention import Context
 from pipeline.model.ffn import activate
-from pipeline.model.norm import read
+from pipeline.model.norm import add_and_norm
 from pipeline.model.position import sinusoidal
 from tests.model.test_decode import KINDS, MOE, made, prompts
 
@@ -70,7 +70,9 @@ def test_layers_take_position_and_window_in_turn():
         mask = context.far if layer == 2 else context.near
         rotary = context.rotary if layer in (0, 2) else None
         x = sum(block(x, None, Context(rotary, None, mask, mask))[:2])
-    torch.testing.assert_close(read(model.norm, x, None)[1] @ model.head.weight.T, model(tokens))
+    torch.testing.assert_close(
+        add_and_norm(model.norm, x, None)[1] @ model.head.weight.T, model(tokens)
+    )
     assert context.near[0, 0].sum(-1).tolist() == [1, 2, *[3] * 10] and context.far is None
 
 
