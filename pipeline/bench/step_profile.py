@@ -26,7 +26,7 @@ from pipeline.parallel.world import World
 from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log
-from pipeline.track.console import Fan, LocalLog
+from pipeline.track.console import Tracker
 from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.watchdog import Watchdog
@@ -53,7 +53,7 @@ def overheads(
         (aside / part).mkdir()
     with (
         closing(Watchdog(run, world, 60.0, 600.0)) as watch,
-        closing(Fan([LocalLog(Log(run.log))])) as tracker,
+        closing(Tracker(Log(run.log))) as tracker,
     ):
         saver = Saver(worker, config, run.checkpoints, world)
         loop = Loop(config, run, worker, world, tracker, StopRequest(), watch, Guard([]), saver)
@@ -79,7 +79,7 @@ def overheads(
         switches: dict[str, dict[str, Any]] = {
             "guard": {"guard": _Blind([])},
             "comparing replicas": {"config": unchecked},
-            "log": {"tracker": Fan([])},
+            "log": {"tracker": Tracker()},
         }
         timed()
         loop.step(next(count), next(batches), 0.0)

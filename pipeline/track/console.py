@@ -3,8 +3,8 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.planner.count import params
@@ -18,42 +18,6 @@ UNKNOWN = "–"
 _IMPLIED = {"kind", "time", "step", "event", "tokens", "flops"}
 MAX_EPOCHS = 4  # repeated data is nearly as good as new up to here (arXiv 2305.16264)
 MIN_HELD_OUT_TOKENS = 100_000
-
-
-class Tracker(Protocol):
-    """All that the training loop knows of logs, consoles and servers."""
-
-    def record(self, record: Mapping[str, object]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LocalLog:
-    """The run's log as a tracker. Everything else reads that file: MLflow, fits, the dashboard."""
-
-    def __init__(self, log: Log) -> None:
-        self.log = log
-
-    def record(self, record: Mapping[str, object]) -> None:
-        self.log.append({"time": time.time(), **record})
-
-    def close(self) -> None:
-        self.log.close()
-
-
-class Fan:
-    """Send each record to all trackers in order. The local log comes first."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = tuple(trackers)
-
-    def record(self, record: Mapping[str, object]) -> None:
-        for tracker in self.trackers:
-            tracker.record(record)
-
-    def close(self) -> None:
-        for tracker in self.trackers:
-            tracker.close()
 
 
 class Console:
@@ -100,6 +64,28 @@ class Console:
         first, began = self._times[0]
         last, now = self._times[-1]
         return max(0.0, (now - began) / (last - first) * (self.total_steps - last))
+
+
+class Tracker:
+    """Send each record to the run's log and then to the console. Ranks other than 0 have neither.
+
+    Everything else reads the log: MLflow's sidecar, fits, the dashboard.
+    """
+
+    def __init__(self, log: Log | None = None, console: Console | None = None) -> None:
+        self._log = log
+        self._console = console
+
+    def record(self, record: Mapping[str, object]) -> None:
+        if self._log is not None:
+            self._log.append({"time": time.time(), **record})
+        if self._console is not None:
+            self._console.record(record)
+
+    def close(self) -> None:
+        for part in (self._log, self._console):
+            if part is not None:
+                part.close()
 
 
 def header(

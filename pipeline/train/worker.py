@@ -28,7 +28,7 @@ from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
-from pipeline.track.console import Console, Fan, LocalLog, Tracker
+from pipeline.track.console import Console, Tracker
 from pipeline.train.evaluation import Evaluator, loader
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
@@ -118,13 +118,13 @@ def _tracker(
 ) -> Tracker:
     """Cut the log back to the step of the checkpoint, and record how the run starts there."""
     if not world.first:
-        return Fan([])
+        return Tracker()
     assert config.train.steps is not None
     before = list(read(directory.log))
     fault = faults.unlogged(directory, before)
     log = Log(directory.log)
     log.truncate_after(start)
-    tracker = Fan([LocalLog(log), Console(config.train.steps, quiet=quiet)])
+    tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
     reason = ""
     if rollback:
         kind = "rollback"

@@ -17,7 +17,7 @@ from pipeline.scaling.points import points_of
 from pipeline.scaling.predict import at_sizes, forecast
 from pipeline.scaling.record import register
 from pipeline.scaling.study import study
-from pipeline.track.console import LocalLog
+from pipeline.track.console import Tracker
 from tests.browser.payloads import PAYLOADS
 from tests.scaling.made_runs import make_ladder, make_run
 from tests.track.mlflow_server import until
@@ -271,7 +271,7 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     root = make_ladder(tmp_path / "live", 5)
     foretold("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")
     run = make_run(root, "growing", 3e5, 6e6, steps=400, arch="moe", finish=False)
-    tracker = LocalLog(Log(run / "log.jsonl"))
+    tracker = Tracker(Log(run / "log.jsonl"))
     last = 266
 
     def train(to: int) -> None:
