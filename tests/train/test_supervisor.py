@@ -11,8 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,14 +19,7 @@ import torch.distributed as dist
 from pipeline.process import STORE
 from pipeline.train import supervisor
 from tests.conftest import command, environment
-from tests.train.test_run import TINY, processes, records
-
-
-def until(state: Callable[[], object], timeout_s: float = 300) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not state():
-        assert time.monotonic() < end_s, "this state was never reached"
-        time.sleep(0.05)
+from tests.train.test_run import TINY, processes, records, until
 
 
 def steps(run: Path) -> int:
