@@ -32,7 +32,8 @@ def dashboard(
     as_json: AsJson = False,
 ) -> None:
     """Serve the page: loss against compute, the law, forecasts and every run, live."""
-    from pipeline.dashboard.live import Watcher, open_source
+    from pipeline.dashboard.live import Watcher
+    from pipeline.dashboard.source import open_source
     from pipeline.scaling.study import NAMES
 
     if law not in NAMES:

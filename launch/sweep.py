@@ -223,8 +223,9 @@ def submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
 def show_all(root: Path, *, track: bool = True) -> str | None:
     """What the sweep has shown, as files beside its runs and in MLflow; a line to print where that failed."""
     from pipeline.atomic import replace
-    from pipeline.dashboard.live import Watcher, open_source
+    from pipeline.dashboard.live import Watcher
     from pipeline.dashboard.server import static_page
+    from pipeline.dashboard.source import open_source
     from pipeline.sweep.execute import publish, write
 
     watcher = Watcher(open_source(root, None))

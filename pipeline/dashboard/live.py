@@ -1,209 +1,37 @@
-"""Follow the runs of a directory or an MLflow store, and keep the page's data up to date.
+"""Keep the page's data up to date.
 
-1. A source lists runs with a stamp that changes when the run does, and reads one run.
-2. `Watcher.refresh` reads the runs whose stamp has changed and fits the laws of their groups.
-3. Requests are answered from the last `Snapshot`, so that they never wait for a file or a server.
+`Watcher.refresh` reads the runs that have changed and fits the laws of their groups. Requests are
+answered from the last `Snapshot`, so that they never wait for a file or a server.
 """
 
 import hashlib
 import json
 import logging
-import os
 import shlex
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pipeline.dashboard.law_view import clusters, law_data
-from pipeline.dashboard.payload import RunLog, RunView, text
-from pipeline.errors import RunError, UserError
-from pipeline.runs.history import RUN_FILE, find_runs, read_record
-from pipeline.runs.log import FILE, Tail
-from pipeline.scaling.record import registered, score
-from pipeline.track import mlflow_runs
-from pipeline.track import mlflow_store as store
-from pipeline.track.mlflow_runs import FORECASTS
-from pipeline.track.mlflow_sync import load_state
+from pipeline.dashboard.payload import RunView, text
+from pipeline.dashboard.source import Source
+from pipeline.errors import UserError
+from pipeline.scaling.record import score
 from pipeline.units import finite
 
 REFRESH_S = 2.0
 # After a look that took t seconds, rest for at least 4t: watching must not become the load.
 REST_FACTOR = 4
-KEPT_ROWS = 600  # per run and kind, in memory; a screen has no more pixels to show them
-CHUNK_RECORDS = 5000
+PROGRESS_S = 5.0  # between two looks at a store that takes long to read
 CHART_POINTS = 40_000  # of all runs together on one chart
 MIN_POINTS = 40  # of one run, however many there are
 MAX_POINTS = 512
 PAGE_POINTS = 1200  # on a run's own page
 STATIC_POINTS = 60_000  # on all run pages together in one file
 MAX_NOTES = 20
-
-
-class Directories:
-    """Run directories below a root. A growing log is read on from where the last look ended."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.title = root.resolve().name
-        # Options that make other commands read the same runs; None means `--experiment NAME`.
-        self.options: str | None = f"--runs {shlex.quote(str(root))}"
-        self._paths: dict[str, Path] = {}
-        self._following: dict[str, tuple[Tail, RunLog]] = {}
-
-    def scan(self) -> dict[str, Hashable]:
-        """Return every run's id with a stamp that changes when the run does."""
-        # File names may be any bytes, so the id is a hash of the bytes, not of text.
-        self._paths = {
-            hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path
-            for path in find_runs(self.root)
-        }
-        return {
-            key: tuple(_stamp(path / name) for name in (RUN_FILE, FILE))
-            for key, path in self._paths.items()
-        }
-
-    def read(self, key: str, *, whole: bool = False) -> RunView:
-        """Read one run that `scan` found: enough for the overview, or every record."""
-        path = self._paths[key]
-        record = read_record(path)
-        fresh = (Tail(path / FILE), RunLog(None if whole else KEPT_ROWS))
-        tail, log = fresh if whole else self._following.pop(key, fresh)
-        try:
-            while records := tail.take(CHUNK_RECORDS):
-                if tail.rewound:
-                    log = RunLog(log.limit)  # a resume has truncated the log: start again
-                for entry in records:
-                    log.add(entry)
-            view = RunView(record, log, self._link(path))
-            running = not whole and view.run.status(time.time()) == "running"
-        except BaseException:
-            tail.close()
-            raise
-        if running:
-            self._following[key] = (tail, log)
-        else:  # an ended run is rarely read again: keep neither its file nor spare rows
-            tail.close()
-            log.steps.reduce()
-            log.evals.reduce()
-        return view
-
-    def label(self, key: str) -> str | None:
-        """Name a run for a message; None if it no longer exists."""
-        path = self._paths.get(key)
-        return text(str(path)) if path is not None and os.path.lexists(path / "run.json") else None
-
-    def forecasts(self, keys: Collection[str]) -> list[dict[str, Any]]:
-        """Return the forecasts registered for these runs."""
-        folders = {self.root, *(self._paths[key].parent for key in keys if key in self._paths)}
-        return [content for folder in sorted(folders) for content in registered(folder / FORECASTS)]
-
-    def _link(self, path: Path) -> str | None:
-        state = load_state(path)
-        if state.run_id and state.uri.startswith(("http://", "https://")):
-            return f"{state.uri.rstrip('/')}/#/runs/{state.run_id}"
-        return None
-
-
-class Store:
-    """One experiment of an MLflow store, or all of them."""
-
-    options: str | None = None
-
-    def __init__(self, uri: str, experiment: str | None) -> None:
-        self.uri = uri
-        self.experiment = experiment
-        self.title = experiment or store.public(uri).rpartition("/")[2]
-        self._runs: dict[str, tuple[str, Any]] = {}  # run id → experiment name, MLflow's run
-        self._sweeps: dict[str, str] = {}  # experiment → id of the run that represents its sweep
-        self._forecasts: dict[str, tuple[Hashable, list[dict[str, Any]]]] = {}
-
-    def scan(self) -> dict[str, Hashable]:
-        with store.connect(self.uri, self.experiment) as client:
-            found = list(mlflow_runs.search(client, self.uri, self.experiment))
-        self._sweeps = {
-            name: run.info.run_id
-            for name, run in found
-            if str(run.data.tags.get(store.ID_TAG, "")).startswith(store.SWEEP_ID)
-        }
-        self._runs = {run.info.run_id: (name, run) for name, run in found if _is_ours(run)}
-        return {
-            key: (run.info.status, tuple(sorted(run.data.metrics.items())))
-            for key, (_, run) in self._runs.items()
-        }
-
-    def read(self, key: str, *, whole: bool = False) -> RunView:
-        experiment, found = self._runs[key]
-        with store.connect(self.uri, self.experiment) as client:
-            run = mlflow_runs.read(client, found)
-            has_loads = whole and "moe/tokens" in found.data.metrics
-            loads = mlflow_runs.loads(client, key) if has_loads else []
-        assert run is not None, "scan keeps only our runs"
-        logged = [{**record, "kind": "step"} for record in run.steps]
-        logged += [{**record, "kind": "eval"} for record in run.evals]
-        logged.sort(key=lambda record: (record["step"], record["kind"] == "eval"))
-        log = RunLog(None if whole else KEPT_ROWS)
-        for entry in (*run.events, *logged, *loads):
-            log.add(entry)
-        link = None
-        if self.uri.startswith(("http://", "https://")):
-            page = f"/#/experiments/{found.info.experiment_id}/runs/{key}"
-            link = store.public(self.uri).rstrip("/") + page
-        return RunView({"experiment": experiment, **run.record}, log, link)
-
-    def label(self, key: str) -> str | None:
-        return f"MLflow run {text(self._runs[key][1].info.run_name)} ({key})"
-
-    def forecasts(self, keys: Collection[str]) -> list[dict[str, Any]]:
-        sweep = self._sweeps.get(self._runs[next(iter(keys))][0])
-        if sweep is None:
-            return []
-        with (
-            store.connect(self.uri, self.experiment) as client,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            names = tuple(sorted(file.path for file in client.list_artifacts(sweep, FORECASTS)))
-            if self._forecasts.get(sweep, ((), []))[0] != names:
-                for name in names:
-                    client.download_artifacts(sweep, name, folder)
-                self._forecasts[sweep] = (names, registered(Path(folder) / FORECASTS))
-        return self._forecasts.get(sweep, ((), []))[1]
-
-
-Source = Directories | Store
-
-
-def open_source(runs: Path | None, experiment: str | None) -> Source:
-    """Choose the source: --runs, else the configured MLflow store, else the directory runs/."""
-    if runs is not None:
-        root = runs / experiment if experiment else runs
-        if not root.is_dir():
-            raise RunError(f"runs={root} is not a directory; give one that holds runs: runs/demo")
-        return Directories(root)
-    uri = store.configured()
-    if uri is not None:
-        return Store(uri, experiment)
-    return Directories(Path("runs") / experiment if experiment else Path("runs"))
-
-
-def _stamp(path: Path) -> Hashable:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _is_ours(run: Any) -> bool:
-    """Tell runs of other programs apart. A damaged run of ours stays, so that reading names it."""
-    try:
-        return mlflow_runs.record_of(run) is not None
-    except Exception:  # any parameter may be damaged in any way
-        return True
 
 
 @dataclass(frozen=True)
@@ -230,6 +58,7 @@ class Watcher:
         self._views: dict[str, tuple[Hashable, RunView]] = {}  # run id → stamp, view
         self._encoded: dict[str, tuple[Hashable, bytes]] = {}  # run id → what it was made of, JSON
         self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → what was fitted, law
+        self._count = 0  # runs in the source
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -245,10 +74,7 @@ class Watcher:
                 self.refresh()
             except Exception as error:  # a bug of ours must not end the watching
                 logging.getLogger(__name__).exception("looking for changes failed")
-                note = f"{type(error).__name__} while looking for changes: {error}"
-                self.snapshot = replace(
-                    self.snapshot, revision=self.snapshot.revision + 1, notes=(note,)
-                )
+                self._publish([f"Looking for changes failed: {_reason(error)}"])
             self._stop.wait(max(REFRESH_S, REST_FACTOR * (time.monotonic() - began)))
 
     def refresh(self, *, strict: bool = False) -> None:
@@ -258,31 +84,24 @@ class Watcher:
         except UserError as error:
             if strict:
                 raise
-            self._publish([str(error)], self.snapshot.laws)
+            self._publish([str(error)])
             return
         notes: list[str] = []
         self._views = {key: view for key, view in self._views.items() if key in stamps}
-        changed = [
-            key
-            for key, stamp in stamps.items()
-            if key not in self._views or self._views[key][0] != stamp
-        ]
-        show_at = time.monotonic() + REFRESH_S
+        changed = [key for key in stamps if self._views.get(key, (None, None))[0] != stamps[key]]
+        self._count = len(stamps)
+        shown = time.monotonic()
         for done, key in enumerate(changed, start=1):
             view = self._read(key, notes)
             if view is not None:
                 self._views[key] = (stamps[key], view)
-            if time.monotonic() > show_at:  # show what a large store has given so far
-                began = time.monotonic()
-                self._publish(notes, self.snapshot.laws, (done, len(changed)), len(stamps))
-                rest_s = REST_FACTOR * (time.monotonic() - began)
-                show_at = time.monotonic() + max(REFRESH_S, rest_s)
+            if time.monotonic() - shown > PROGRESS_S:  # show what a large store has given so far
+                self._publish(notes, reading=(done, len(changed)))
+                shown = time.monotonic()
             if self._stop.is_set():
                 return
-        # The curves do not wait for the fit.
-        self._publish(notes, self.snapshot.laws, count=len(stamps))
-        laws = self._fit(notes)
-        self._publish(notes, laws, count=len(stamps))
+        self._publish(notes)  # the curves do not wait for the fit
+        self._publish(notes, laws=self._fit(notes))
 
     def _read(self, key: str, notes: list[str]) -> RunView | None:
         """Read one run. If that fails in any way, note it and go on with the others."""
@@ -299,38 +118,32 @@ class Watcher:
     def _publish(
         self,
         notes: list[str],
-        laws: bytes,
+        laws: bytes | None = None,
         reading: tuple[int, int] | None = None,
-        count: int | None = None,
     ) -> None:
         """Replace the snapshot; the revision grows if anything in it is new."""
         old = self.snapshot
+        laws = old.laws if laws is None else laws
         limit = MIN_POINTS
-        while limit < MAX_POINTS and 2 * limit * (count or len(self._views)) <= CHART_POINTS:
+        while limit < MAX_POINTS and 2 * limit * self._count <= CHART_POINTS:
             limit *= 2
         runs: dict[str, tuple[int, bytes]] = {}
         for key, (stamp, view) in self._views.items():
             content = self._encode(key, stamp, view, limit)
-            before = old.runs.get(key)
-            same = before is not None and before[1] == content
-            runs[key] = before if same and before else (old.revision + 1, content)
-        now = replace(
-            old,
-            runs=runs,
-            laws=laws,
-            laws_revision=old.laws_revision + (laws != old.laws),
-            notes=tuple(notes),
-            reading=reading,
-        )
+            before = old.runs.get(key, (0, b""))
+            runs[key] = before if before[1] == content else (old.revision + 1, content)
+        laws_revision = old.laws_revision + (laws != old.laws)
+        now = Snapshot(old.revision, runs, laws, laws_revision, tuple(notes), reading)
         self.snapshot = replace(now, revision=old.revision + (now != old))
 
     def _encode(self, key: str, stamp: Hashable, view: RunView, limit: int) -> bytes:
-        made_of, content = self._encoded.get(key, ((), b""))
+        """Return a run's row and curves as JSON, from the last time if nothing has changed."""
+        made_of, content = self._encoded.get(key, (None, b""))
         if made_of != (stamp, limit):
             row = view.row(key, time.time())
             content = encode({"row": row, "curves": view.curves(limit)})
             # A running run becomes stale without a change of its files, so it is never reused.
-            self._encoded[key] = (() if row["status"] == "running" else (stamp, limit), content)
+            self._encoded[key] = (None if row["status"] == "running" else (stamp, limit), content)
         return content
 
     def _fit(self, notes: list[str]) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import parse_qs, urlsplit
 
 import uvicorn
@@ -107,13 +107,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-Answers = dict[int | str, dict[str, Any]]
-REFUSALS: Answers = {
-    400: {"description": "a foreign host"},
-    401: {"description": "no token"},
-    403: {"description": "a foreign origin"},
-}
-UNCHANGED: Answers = {304: {"description": "nothing has changed"}}
 Known = Annotated[str | None, Header(alias="if-none-match")]
 
 
@@ -143,25 +136,26 @@ def application(watcher: Watcher, token: str | None = None) -> ASGIApp:
         forever = {"cache-control": "max-age=31536000, immutable"}
         return Response(part(name), media_type=f"{kind}; charset=utf-8", headers=forever)
 
-    @app.get("/api/runs", responses=_answers("the runs that have changed", "object", UNCHANGED))
+    @app.get("/api/runs")
     def runs(
         since: Annotated[int, Query(ge=0, le=2**53, description="the last known revision")] = 0,
         known: Known = None,
     ) -> Response:
+        """Return the runs that have changed since a revision, and the ids of all."""
         tag = f'"{watcher.boot}-{since}-{watcher.snapshot.revision}"'
         return _tagged(tag, known, lambda: watcher.runs(since))
 
-    @app.get("/api/laws", responses=_answers("the law of each group of runs", "array", UNCHANGED))
+    @app.get("/api/laws")
     def laws(known: Known = None) -> Response:
+        """Return the law of each group of runs."""
         now = watcher.snapshot
         return _tagged(f'"{watcher.boot}-{now.laws_revision}"', known, lambda: now.laws)
 
-    missing: Answers = {404: {"description": "no such run"}}
-
-    @app.get("/api/runs/{key}", responses=_answers("everything about one run", "object", missing))
+    @app.get("/api/runs/{key}")
     def run(
         key: Annotated[str, Path(pattern="^[0-9a-f]{8,64}$", description="an id from /api/runs")],
     ) -> Response:
+        """Return everything about one run."""
         found = watcher.page(key)
         if found is None:
             return JSONResponse({"detail": "no such run, or it is unreadable now"}, 404)
@@ -170,11 +164,6 @@ def application(watcher: Watcher, token: str | None = None) -> ASGIApp:
     # Beyond loopback the token keeps foreign pages out: a browser does not send it to their names.
     hosts = ["*"] if token is not None else ["localhost", "127.0.0.1", "[::1]"]
     return Guard(TrustedHostMiddleware(app, hosts, www_redirect=False), token)
-
-
-def _answers(description: str, kind: str, more: Answers) -> Answers:
-    content = {"application/json": {"schema": {"type": kind}}}
-    return {200: {"description": description, "content": content}, **more, **REFUSALS}
 
 
 def _tagged(tag: str, known: str | None, content: Callable[[], bytes]) -> Response:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.dashboard.live import Directories, Watcher
+from pipeline.dashboard.live import Watcher
 from pipeline.dashboard.server import static_page
+from pipeline.dashboard.source import Directories
 from pipeline.runs.history import read_runs
 from pipeline.runs.log import Log
 from pipeline.scaling.points import points_of

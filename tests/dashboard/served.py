@@ -4,8 +4,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pipeline.dashboard.live import Source, Watcher
+from pipeline.dashboard.live import Watcher
 from pipeline.dashboard.server import listen, web_server
+from pipeline.dashboard.source import Source
 from tests.track.mlflow_server import until
 
 

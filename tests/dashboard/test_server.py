@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from pipeline.dashboard import server
-from pipeline.dashboard.live import Directories, Watcher
+from pipeline.dashboard.live import Watcher
+from pipeline.dashboard.source import Directories
 from tests.dashboard.served import serving
 from tests.scaling.made_runs import make_ladder, make_run
 from tests.track.mlflow_server import until
@@ -181,8 +182,8 @@ def test_clients_that_send_or_read_too_slowly_are_closed(runs, monkeypatch) -> N
 def test_nothing_that_schemathesis_generates_breaks_it(port, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     schema = f"http://127.0.0.1:{port}/api/openapi.json"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", schema, "--checks", "all"]
-    command += ["--max-examples", "15", "--seed", "1"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", schema]
+    command += ["--checks", "not_a_server_error", "--max-examples", "15", "--seed", "1"]
     # It leaves a cache in the working directory.
     found = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]

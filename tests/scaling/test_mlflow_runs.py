@@ -54,7 +54,7 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
 
 
 def test_the_dashboard_draws_both_alike(stored: Path) -> None:
-    from pipeline.dashboard.live import Directories, open_source
+    from pipeline.dashboard.source import Directories, open_source
 
     drawn = []
     for source in (Directories(stored), open_source(None, "demo")):
