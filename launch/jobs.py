@@ -29,7 +29,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
 ) -> None:
     """Print the queue state, step, loss, ETA and restarts of every run."""
-    from pipeline.slurm.status import statuses
+    from pipeline.slurm.queue import statuses
     from pipeline.units import span
 
     rows = statuses(paths or [Path("runs")])

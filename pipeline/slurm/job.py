@@ -29,7 +29,7 @@ from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
 from pipeline.runs.log import Log, Record, read
 from pipeline.slurm import queue
-from pipeline.slurm.status import ATTEMPTS, past_attempts
+from pipeline.slurm.queue import ATTEMPTS, past_attempts
 from pipeline.slurm.submit import step
 from pipeline.track.sidecar import Sidecar
 

@@ -1,14 +1,27 @@
-"""SLURM's queue: what is in it, and how jobs are requeued and cancelled."""
+"""SLURM's queue, and the status of runs: their jobs in it, joined with their run directories."""
 
 import subprocess
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.errors import RunError
+from pipeline.errors import RunError, UserError
+from pipeline.runs.directory import RunDir
+from pipeline.runs.history import find_runs, status_of
+from pipeline.runs.log import Record, last_records, printable, read_lines
+from pipeline.slurm.submit import job_of
 
+ATTEMPTS = "attempts.jsonl"  # in the run directory: every start of its jobs, and how it ended
 # states in which a job holds its run, or will again
-ALIVE = {
+_ALIVE = {
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED",
     "RESIZING", "STOPPED",
+}  # fmt: skip
+# The state of a run that no job in the queue trains. One that no longer logs anything has died.
+_STATES = {
+    "new": "NEW", "running": "RUNNING", "stale": "FAILED", "finished": "FINISHED",
+    "interrupted": "STOPPED", "failed": "FAILED",
 }  # fmt: skip
 
 
@@ -22,14 +35,14 @@ class Entry:
 
     @property
     def alive(self) -> bool:
-        return self.state in ALIVE
+        return self.state in _ALIVE
 
 
 def entries(*which: str) -> dict[str, Entry]:
     """The queue by job; this user's if `which` is empty. Ended jobs stay for a few minutes."""
     fields = "--format=%i %A %T %N %r"  # %N may be empty, and %r may hold any character
     lines = _call("squeue", "--noheader", "--array", "--states=all", fields, *(which or ("--me",)))
-    found = (Entry(*line.split(" ", 4)) for line in lines.stdout.splitlines())
+    found = (Entry(*line.split(" ", 4)) for line in lines.splitlines())
     return {entry.job: entry for entry in found}
 
 
@@ -54,10 +67,10 @@ def cancel(job: str, *, save: bool) -> None:
 
 
 def hosts(nodelist: str) -> list[str]:
-    return _call("scontrol", "show", "hostnames", nodelist).stdout.split()
+    return _call("scontrol", "show", "hostnames", nodelist).split()
 
 
-def _call(*command: str) -> "subprocess.CompletedProcess[str]":
+def _call(*command: str) -> str:
     tool = command[0]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -69,4 +82,91 @@ def _call(*command: str) -> "subprocess.CompletedProcess[str]":
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         reason = lines[-1].removeprefix(f"{tool}: ")
         raise RunError(f"{' '.join(command[:2])} failed: {reason}")
-    return done
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    run: str
+    job: str | None
+    state: str
+    nodes: str = ""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    eta_s: float | None = None  # at the present pace of training
+    restarts: int = 0
+    note: str = ""
+
+
+def statuses(paths: Iterable[Path]) -> list[Status]:
+    """The status of every run in `paths` or below; a damaged run is listed with its fault."""
+    runs: list[Path] = []
+    for path in paths:
+        inside = [path] if RunDir(path).exists else find_runs(path)
+        if not inside:
+            raise RunError(f"{path} holds no run; give a run directory or a folder of them")
+        runs += inside
+    jobs = {path: job_of(path) for path in runs}
+    queue: dict[str, Entry] = {}
+    silence = ""
+    if any(jobs.values()):
+        try:
+            queue = entries()
+        except RunError as error:  # the run directories still have the progress
+            silence = str(error)
+    found = []
+    for path, job in jobs.items():
+        try:
+            status = _status(path, job, queue.get(job or ""), silence if job else "")
+        except UserError as error:
+            status = Status(printable(path), job, "DAMAGED", note=str(error))
+        if path.exists():  # otherwise it was deleted after it was found
+            found.append(status)
+    return found
+
+
+def past_attempts(run: Path) -> list[Record]:
+    return list(read_lines(run / ATTEMPTS))
+
+
+def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> Status:
+    run = RunDir(path)
+    attempts = past_attempts(path)
+    ended = next((r for r in reversed(attempts) if r["event"] != "begin"), {})
+    records = last_records(run.log)
+    steps = [r for r in records if r["kind"] == "step"]
+    total = run.fact("steps") or 0
+    if not isinstance(total, int):
+        raise RunError(f"{printable(path)}/run.json: steps={total!r} is not a number")
+    if entry and entry.alive:
+        state = entry.state
+    else:
+        state = _STATES[status_of(records, time.time())]
+        died = ended.get("event") == "stop"
+        # No job trains it, so a run that looks alive was killed before it could log its end.
+        if (state == "NEW" and died) or (state == "RUNNING" and (died or entry is not None)):
+            state = "FAILED"
+    waits = entry.reason if entry is not None and state == "PENDING" else ""
+    return Status(
+        run=printable(path),
+        job=job,
+        state=state,
+        nodes=entry.nodes if entry is not None and state == "RUNNING" else "",
+        step=int(steps[-1]["step"]) if steps else 0,
+        steps=total,
+        loss=steps[-1].get("loss") if steps else None,
+        eta_s=_eta(steps[-32:], total) if state == "RUNNING" else None,
+        restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
+        note=silence or waits or str(ended.get("reason", "")),
+    )
+
+
+def _eta(recent: list[Record], total: int) -> float | None:
+    if len(recent) < 2 or recent[-1]["step"] <= recent[0]["step"]:
+        return None
+    first = recent[0]
+    last = recent[-1]
+    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    since_s = time.time() - last["time"]
+    return float(max(0.0, pace_s * (total - last["step"]) - since_s))

@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import RunError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import find_runs, read_run, read_runs
-from pipeline.slurm.status import statuses
+from pipeline.slurm.queue import statuses
 from pipeline.track.mlflow_runs import params
 from pipeline.track.mlflow_sync import load_state
 from tests.scaling.made_runs import make_run
@@ -126,7 +126,7 @@ def test_runs_that_are_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     gone = make_run(tmp_path, "gone", 1e5, 1e6)
     found = find_runs(tmp_path)
     shutil.rmtree(gone)
-    for module in ("pipeline.runs.history", "pipeline.slurm.status"):
+    for module in ("pipeline.runs.history", "pipeline.slurm.queue"):
         monkeypatch.setattr(f"{module}.find_runs", lambda _: found)
     assert [run.name for run in read_runs(tmp_path)] == ["good"]
     assert [Path(status.run).name for status in statuses([tmp_path])] == ["good"]
