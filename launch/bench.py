@@ -1,15 +1,18 @@
-"""`launch bench data | loader | train`: ratios measured in one run, since machines are noisy."""
+"""`launch bench data | loader | train`: ratios measured in one run, because machines are noisy."""
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from launch.options import examples
+from launch.options import Arch, AsJson, Cluster, Settings, Size, examples
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -17,11 +20,45 @@ if TYPE_CHECKING:
 
     from pipeline.bench.step_time import Peer
     from pipeline.config.schema import RunConfig
+    from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
 
-_DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"  # it hashes strings, which xxhash 4 no longer does
+# datatrove hashes strings, which xxhash 4 no longer does.
+_DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"
+# The micro-batch that ran out of memory, from one trial of --auto-batch to the next.
+_FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 
-_FAILED = "ISOFLOP_FAILED_MICRO_BATCH"  # from one trial of --auto-batch to the next
+Figures = Iterable[tuple[str, Any]]
+Megabytes = Annotated[int, typer.Option(min=1, help="Megabytes of the python corpus to use.")]
+CompareData = Annotated[
+    str | None,
+    typer.Option(help=f"datatrove: also its pipelines ({_DATATROVE}); takes minutes more."),
+]
+Tenfold = Annotated[
+    bool, typer.Option("--tenfold", help="Also ten times the text; takes minutes more.")
+]
+Shards = Annotated[Path, typer.Argument(help="Directory made by `launch data prepare`.")]
+TrainData = Annotated[
+    Path | None, typer.Option(help="Prepared shards. Default: random tokens, nothing to read.")
+]
+Zero = Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 1.")]
+Parts = Annotated[bool, typer.Option(help="Also time forward, backward and optimizer separately.")]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Print the kernels of one step, and a GPU's pauses.")
+]
+CompareTrain = Annotated[
+    str | None,
+    typer.Option(
+        help="hf: Hugging Face's model of the same shape, in turn with ours; hf-mixed: the same "
+        "with fp32 weights, as ours has; bf16: our own without fp8 (fp32 on a CPU)."
+    ),
+]
+AutoBatch = Annotated[
+    bool, typer.Option("--auto-batch", help="Find the largest micro-batch that fits, by trial.")
+]
+Overheads = Annotated[
+    bool, typer.Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
+]
 
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
 
@@ -34,25 +71,19 @@ app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_hel
     )
 )
 def data(
-    megabytes: Annotated[int, typer.Option(min=1, help="Of the python corpus to work on.")] = 128,
-    compare: Annotated[
-        str | None, typer.Option(help=f"datatrove: its pipelines too ({_DATATROVE}); minutes more.")
-    ] = None,
-    tenfold: Annotated[
-        bool, typer.Option("--tenfold", help="Ten times the text too; minutes more.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    megabytes: Megabytes = 128,
+    compare: CompareData = None,
+    tenfold: Tenfold = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Encoding and jsonl → shards, against sentencepiece, plain processes and datasets.map."""
-    from importlib.util import find_spec
+    """Compare encoding and jsonl → shards with sentencepiece, plain processes and datasets.map."""
+    from pipeline.bench.data_stage import measure_data_stage
 
-    from pipeline.bench import data_stage as bench
-
-    if compare is not None and (
-        compare != "datatrove" or not (find_spec("datatrove") and find_spec("spacy"))
-    ):
-        raise ConfigError(f"--compare {compare}: only datatrove is known; {_DATATROVE}")
-    _print(bench.data(megabytes, datatrove=compare is not None, tenfold=tenfold), as_json)
+    installed = find_spec("datatrove") and find_spec("spacy")
+    if compare is not None and not (compare == "datatrove" and installed):
+        raise ConfigError(f"--compare {compare}: only datatrove is supported; {_DATATROVE}")
+    figures = measure_data_stage(megabytes, datatrove=compare is not None, tenfold=tenfold)
+    _print(figures, as_json)
 
 
 @app.command(
@@ -61,16 +92,16 @@ def data(
     )
 )
 def loader(
-    path: Annotated[Path, typer.Argument(help="A directory made by `launch data prepare`.")],
-    rows: Annotated[int, typer.Option(min=1)] = 8,
-    seq: Annotated[int, typer.Option(min=1)] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    path: Shards,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per row.")] = 2048,
+    as_json: AsJson = False,
 ) -> None:
-    """Batches per second, against a bare permuted gather from the same tokens."""
-    from pipeline.bench import data_stage as bench
+    """Compare batches per second with a plain permuted gather from the same tokens."""
+    from pipeline.bench.data_stage import measure_loader
     from pipeline.data.corpus import Corpus
 
-    _print(bench.loader(Corpus.open(path), rows, seq), as_json)
+    _print(measure_loader(Corpus.open(path), rows, seq), as_json)
 
 
 @app.command(
@@ -80,67 +111,36 @@ def loader(
         "launch bench train --size 125m --profile",
         "launch bench train --size 1m --compare hf --steps 10",
         "launch bench train --size 1b --auto-batch --overheads",
-        "launch bench train --size 3b --set train.fp8=true --set model.scaled_embedding=true --compare bf16",
+        "launch bench train --size 3b --set train.fp8=true --set model.scaled_embedding=true "
+        "--compare bf16",
     )
 )
 def train(
-    size: Annotated[str, typer.Option(help="A row of configs/sizes.toml.")] = "tiny",
-    arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
-    data: Annotated[
-        Path | None, typer.Option(help="Prepared shards; left out, tokens are random.")
-    ] = None,
+    size: Size = "tiny",
+    arch: Arch = "dense",
+    data: TrainData = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 3,
-    zero: Annotated[
-        int | None, typer.Option(min=0, max=3, help="ZeRO stage; 1 if left out.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A cluster (configs/cluster), for its peak and memory.")
-    ] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
-    ] = None,
-    parts: Annotated[
-        bool, typer.Option(help="Time forward, backward and optimizer by themselves too.")
-    ] = True,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="The kernels of one step, and on a GPU its pauses.")
-    ] = False,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            help="hf: Hugging Face's model of the same shape, in turn with ours (hf-mixed: with fp32 weights, as ours "
-            "keeps them); bf16: our own without fp8 (on a CPU fp32)."
-        ),
-    ] = None,
-    auto_batch: Annotated[
-        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
-    ] = False,
-    overheads: Annotated[
-        bool,
-        typer.Option(
-            "--overheads", help="What guard, log, hashes and checkpoints cost, each by itself."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    zero: Zero = None,
+    cluster: Cluster = None,
+    sets: Settings = None,
+    parts: Parts = True,
+    profile: Profile = False,
+    compare: CompareTrain = None,
+    auto_batch: AutoBatch = False,
+    overheads: Overheads = False,
+    as_json: AsJson = False,
 ) -> None:
-    """The training step through the real engine: tokens/s, MFU, parts, memory, beside the device's own ceiling."""
-    import os
-    import sys
-
+    """Time the training step through the real engine: tokens/s, MFU, parts, memory, share of the peak."""
     from rich.console import Console
 
-    from pipeline.bench import step_time as bench
+    from pipeline.bench.step_time import measure_step
     from pipeline.config.layers import load
     from pipeline.data.corpus import Corpus
-    from pipeline.parallel.world import World
-    from pipeline.planner.check import DeviceMemory, check_one_micro_batch, smaller_micro_batch
-    from pipeline.planner.recipe import resolve
-    from pipeline.process import one_node, python_module
-    from pipeline.runs.faults import out_of_memory
-    from pipeline.train.request import Devices
+    from pipeline.parallel.world import World, leave
+    from pipeline.process import one_node
 
-    before = dict(os.environ)
-    if "RANK" not in before:  # alone, not under torchrun
+    environment = dict(os.environ)
+    if "RANK" not in environment:  # not started by torchrun
         os.environ |= one_node(0, 1)
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
@@ -152,82 +152,94 @@ def train(
     corpus = None if data is None else Corpus.open(data)
     layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
-    config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
-    first: list[tuple[str, Any]] = []
-    check_one_micro_batch(loaded)
-    if loaded.train.auto_batch:
-        here, failed = Devices.here(), int(before.get(_FAILED, 0)) or None
-        config, note = DeviceMemory(here.memory_bytes, here.name, not here.gpus).widen(
-            config, world.size, failed
-        )
-        first.append(("auto-batch", note))
-    peer = None
-    if compare is not None:
-        peer = _peer(compare, config, world.size)
-    if corpus is not None:
-        corpus.check(config.model.vocab, config.model.seq, "train")
-    terminal = False if as_json or not world.first else None  # None: whatever it is
-    # once a second: its thread shares the processor with what is timed
+    config, notes = _resolve(loaded, world, corpus, int(environment.get(_FAILED, 0)) or None)
+    peer = None if compare is None else _peer(compare, config, world.size)
+    terminal = False if as_json or not world.first else None  # None: detect
+    # Refreshed once a second, because its thread shares the CPU with what is timed.
     status = Console(stderr=True, force_terminal=terminal).status(
         "matmul ceiling", refresh_per_second=1
     )
-    figures = bench.train(
-        config,
-        world,
-        corpus,
-        steps=steps,
-        parts=parts,
-        profile=profile,
-        peer=peer,
-        beside=overheads,
-        say=status.update,
-    )
+    figures = measure_step(
+        config, world, corpus, steps=steps, parts=parts, profile=profile, peer=peer,
+        overheads=overheads, progress=status.update,
+    )  # fmt: skip
     try:
-        _print(chain(first, _waited(figures, status)), as_json, show=world.first)
+        _print(chain(notes, _with_status(figures, status)), as_json, show=world.first)
     except RuntimeError as error:
-        if not out_of_memory(type(error).__name__, str(error)):
-            raise
-        lower, micro = smaller_micro_batch(config, world.size), config.train.micro_batch
-        if lower is None or "RANK" in before:  # of several ranks the others wait for this one
-            least = "" if micro == 1 else "a smaller one, or "
-            if lower is not None:
-                least = f"--set train.micro_batch={lower.train.micro_batch} in place of --auto-batch, or "
-            said = (
-                f"train.micro_batch={micro}: memory ran out; take {least}--set train.recompute=true"
-            )
-            raise RunError(said) from error
-        # the next trial in this process's place: DeepSpeed lets go of no engine, and only so is its memory free again
-        typer.echo(f"micro-batch {micro} does not fit", err=True)
-        os.execve(
-            sys.executable,
-            python_module("launch", *sys.argv[1:]),
-            before | {_FAILED: str(micro)},
-        )
+        _try_smaller_batch(error, config, world, environment)
+    leave()
+
+
+def _resolve(
+    loaded: "RunConfig", world: "World", corpus: "Corpus | None", failed: int | None
+) -> tuple["RunConfig", list[tuple[str, str]]]:
+    """Fill in the recipe and, with --auto-batch, the micro-batch; return its explanation too."""
+    from pipeline.planner.check import DeviceMemory, check_one_micro_batch
+    from pipeline.planner.recipe import resolve
+    from pipeline.train.request import Devices
+
+    config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
+    check_one_micro_batch(loaded)
+    notes = []
+    if loaded.train.auto_batch:
+        here = Devices.here()
+        memory = DeviceMemory(here.memory_bytes, here.name, not here.gpus)
+        config, note = memory.widen(config, world.size, failed)
+        notes.append(("auto-batch", note))
+    if corpus is not None:
+        corpus.check(config.model.vocab, config.model.seq, "train")
+    return config, notes
 
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":
-    """Refused before anything is timed."""
-    from pipeline.bench.peers.hf_model import HuggingFace, described
+    """Return the trainer to compare with; refuse before anything is timed."""
+    from pipeline.bench.peers.hf_model import HuggingFace, describe
     from pipeline.bench.step_time import Twin
 
     if name == "bf16" and config.train.fp8:
         return Twin
     if name == "bf16":
-        raise ConfigError("--compare bf16 is what fp8 is held against; add --set train.fp8=true")
+        raise ConfigError("--compare bf16 needs fp8 to compare with; add --set train.fp8=true")
     if name not in ("hf", "hf-mixed"):
-        raise ConfigError(
-            f"--compare {name} is not known; take hf, hf-mixed, or bf16 with --set train.fp8=true"
-        )
+        raise ConfigError(f"--compare {name}: use hf, hf-mixed, or bf16 with --set train.fp8=true")
     if ranks > 1:
         raise ConfigError(
-            f"--compare {name} is for one process, and these are {ranks}; start it without torchrun"
+            f"--compare {name} is for one process, not {ranks}; start it without torchrun"
         )
-    described(config)
+    describe(config)
     return partial(HuggingFace, mixed=name == "hf-mixed")
 
 
-def _waited(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterator[tuple[str, Any]]:
-    """What is being done stands on stderr while a figure is waited for, and is gone when the figure is printed."""
+def _try_smaller_batch(
+    error: RuntimeError, config: "RunConfig", world: "World", environment: dict[str, str]
+) -> NoReturn:
+    """After running out of memory under --auto-batch, start the next trial in this process's place.
+
+    Only a new process has the memory back: DeepSpeed never releases an engine.
+    """
+    from pipeline.planner.check import smaller_micro_batch
+    from pipeline.process import python_module
+    from pipeline.runs.faults import out_of_memory
+
+    if not out_of_memory(type(error).__name__, str(error)):
+        raise error
+    micro = config.train.micro_batch
+    lower = smaller_micro_batch(config, world.size)
+    # With several ranks, the others wait for this one.
+    if lower is None or "RANK" in environment:
+        remedy = "" if micro == 1 else "a smaller one, or "
+        if lower is not None:
+            remedy = f"--set train.micro_batch={lower.train.micro_batch} without --auto-batch, or "
+        raise RunError(
+            f"train.micro_batch={micro}: out of memory; use {remedy}--set train.recompute=true"
+        ) from error
+    typer.echo(f"micro-batch {micro} does not fit", err=True)
+    command = python_module("launch", *sys.argv[1:])
+    os.execve(sys.executable, command, environment | {_FAILED: str(micro)})
+
+
+def _with_status(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterator[tuple[str, Any]]:
+    """Show the status on stderr while a figure is measured, and remove it before printing."""
     while True:
         with status:
             figure = next(figures, None)
@@ -236,13 +248,13 @@ def _waited(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterator[tu
         yield figure
 
 
-def _print(measured: Iterable[tuple[str, Any]], as_json: bool, show: bool = True) -> None:
-    """All is measured in any case: other ranks may take part in it."""
+def _print(figures: Figures, as_json: bool, show: bool = True) -> None:
+    """Print figures as they come. Measure all of them even if hidden: other ranks take part."""
     if as_json:
-        found = dict(measured)
+        found = dict(figures)
         if show:
             print(json.dumps(found))
         return
-    for what, value in measured:
+    for what, value in figures:
         if show:
             print(f"{what:<70} {value}", flush=True)

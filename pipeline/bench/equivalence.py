@@ -1,7 +1,7 @@
-"""Whether layouts train the same training: each is run for some steps beside one plain torch process.
+"""Check that all layouts train the same: run each for some steps and compare with one plain torch process.
 
-`launch verify` starts the processes; each of them runs layout after layout in one group, and computes the plain
-reference for itself: same weights, same batches, torch's own AdamW and clipping, no engine.
+`launch verify` starts the ranks. They run layout after layout in one process group, and each
+computes the plain run by itself: same weights, same batches, torch's own AdamW and clipping.
 """
 
 import logging
@@ -27,18 +27,17 @@ from pipeline.model.stack import Losses
 from pipeline.objective.batch import Batch
 from pipeline.optim.groups import adamw
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import accept_always, balance
-from pipeline.parallel.world import World
+from pipeline.parallel.engine import Engine, accept_always, balance
+from pipeline.parallel.world import World, leave
 from pipeline.process import end_with_parent, one_node, redirect_output
 from pipeline.train.evaluation import cut
 
-# of the loss absolute, of the gradient norm relative, of gradients over the largest of their group; bf16 rounds at 2^-9
+# Largest difference of a loss (absolute), of a gradient norm (relative) and of gradients (relative
+# to the largest of their group). bf16 rounds at 2^-9.
 BOUND = {"fp32": 1e-5, "bf16": 5e-2}
 STEPS = 3
-_CONTROL = {
-    "fp32": 1.01,
-    "bf16": 1.1,
-}  # on the experts' gradients, or the FFN's: an error that must be seen
+# The deliberate error of the control: a factor on the gradients of the experts, or of the FFNs.
+_CONTROL = {"fp32": 1.01, "bf16": 1.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,25 @@ class Layout:
     ep: int = 1
     sp: int = 1
     engine: str = "deepspeed"
-    control: bool = False  # a deliberate error
+    control: bool = False  # with a deliberate error
 
     @property
     def name(self) -> str:
         if self.control:
             return f"control: {'experts' if self.ep > 1 else 'ffn'} mis-scaled"
         stage = "accelerate" if self.engine == "accelerate" else f"zero {self.zero}"
-        return stage + f" ep {self.ep}" * (self.ep > 1) + f" sp {self.sp}" * (self.sp > 1)
+        ep = f" ep {self.ep}" if self.ep > 1 else ""
+        sp = f" sp {self.sp}" if self.sp > 1 else ""
+        return stage + ep + sp
 
 
-REFEREE = Layout(0, engine="accelerate")
+REFERENCE = Layout(0, engine="accelerate")
 
 
-def layouts(config: RunConfig, nproc: int) -> list[Layout]:
-    """The referee, every one that these processes can take, and the negative control."""
-    eps, sps = config.model.degrees(nproc), config.model.shares(nproc)
+def list_layouts(config: RunConfig, nproc: int) -> list[Layout]:
+    """Return the reference, every layout that these processes allow, and the control."""
+    eps = config.model.degrees(nproc)
+    sps = config.model.shares(nproc)
     least = config.parallel.offload.least_zero
     found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
     if config.train.dtype == "fp32" and not least:
@@ -72,24 +74,21 @@ def layouts(config: RunConfig, nproc: int) -> list[Layout]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """How far a layout is from the plain run."""
+
     layout: str
     loss: float  # the largest difference of any step
     grad_norm: float
-    gradients: dict[
-        str, float
-    ]  # by group; in bf16, where the weights soon round apart, at the first step
+    # By group of parameters. In bf16 of the first step only: then the weights round differently.
+    gradients: dict[str, float]
     tokens: bool  # every rank saw its rows of the same batches
     bound: float
     control: bool
-    referee: float | None = (
-        None  # the largest difference of all these from accelerate's run, where it ran
-    )
+    referee: float | None = None  # the largest difference from the reference, if that ran
 
     @property
     def differs(self) -> bool:
-        worst = max(
-            self.loss, self.grad_norm, *self.gradients.values(), self.referee or 0.0, key=weight
-        )
+        worst = _worst(self.loss, self.grad_norm, *self.gradients.values(), self.referee or 0.0)
         return not (worst <= self.bound and self.tokens)
 
     @property
@@ -98,21 +97,22 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What others are held against: one process with every row, or the referee."""
+class Trajectory:
+    """A run of some steps, to compare others with."""
 
     losses: list[float]
     norms: list[float]
-    gradients: list[dict[str, Tensor]]  # of each step, in host memory
+    gradients: list[dict[str, Tensor]]  # of each step, on the host
     hashes: list[int]
 
 
-def weight(difference: float) -> float:
-    """By which the worst is found: NaN, which `max` alone may pass over, is below no bound."""
-    return math.inf if math.isnan(difference) else difference
+def _worst(*differences: float) -> float:
+    """Return the largest. NaN counts as infinite: `max` alone may skip it."""
+    return max(math.inf if math.isnan(each) else each for each in differences)
 
 
-def plain(config: RunConfig, device: torch.device) -> Run:
+def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
+    """Train with torch alone, in one process that has every row."""
     assert config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
@@ -123,116 +123,138 @@ def plain(config: RunConfig, device: torch.device) -> Run:
     model.to(device, dtype)
     masters = deepcopy(model).float()
     optimizer = adamw(masters, config)
-    losses, norms, hashes, gradients = [], [], [], list[dict[str, Tensor]]()
+    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+    run = Trajectory([], [], [], [])
     for step in range(STEPS):
         batch = _batch(config, step, alone)
-        micros, nlls, routings = cut(batch, config, alone), [], []
-        for each in micros:
-            out: Losses = model(*each)
-            (out.total / len(micros)).backward()  # type: ignore[no-untyped-call]
-            nlls.append(out.nll.item())
-            routings.append(out.routing)
-        # a copy: on a CPU nothing else makes one
-        gradients.append(
-            {
-                n: p.grad.to("cpu", copy=True)
-                for n, p in model.named_parameters()
-                if p.grad is not None
-            }
-        )
-        for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
-            master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
-        norms.append(torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip).item())
+        micros = cut(batch, config, alone)
+        nlls = []
+        routings = []
+        for micro in micros:
+            losses: Losses = model(*micro)
+            (losses.total / len(micros)).backward()  # type: ignore[no-untyped-call]
+            nlls.append(losses.nll.item())
+            routings.append(losses.routing)
+        trained = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        # An explicit copy: on a CPU `to` alone would return the gradient itself.
+        run.gradients.append({name: grad.to("cpu", copy=True) for name, grad in trained})
+        for weight, master in pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip)
         optimizer.step()
         with torch.no_grad():
-            for weight, master in zip(model.parameters(), masters.parameters(), strict=True):
+            for weight, master in pairs:
                 weight.copy_(master)
         balance(model, routings, alone)
-        losses.append(sum(nlls) / len(nlls))
-        hashes.append(batch.hash)
-    return Run(losses, norms, gradients, hashes)
+        run.norms.append(norm.item())
+        run.losses.append(sum(nlls) / len(nlls))
+        run.hashes.append(batch.hash)
+    return run
 
 
-def held_against(
-    config: RunConfig, wanted: Sequence[Run], layout: Layout, world: World
-) -> tuple[Outcome, Run]:
-    """By how much it differs from the plain run, and from the referee's if that is known; and what it gave."""
-    over = {
-        "parallel": {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}
-    }
-    config = validate(RunConfig, merge(config.model_dump(), over))
-    lr = config.optim.lr
-    assert isinstance(lr, float) and config.train.dtype in BOUND
-    worker, mine, tokens = build_engine(config, world), Run([], [], [], []), True
-    found: list[list[dict[str, float]]] = []  # by step, against each
-    compared = STEPS if config.train.dtype == "fp32" else 1
-    if layout.control:  # at the last step that is compared: those before it are as they should be
-        part, factor = ".experts." if layout.ep > 1 else ".ffn.", _CONTROL[config.train.dtype]
-        for name, parameter in worker.module.named_parameters():
-            if part in name:
-                parameter.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad: grad * (factor if len(found) == compared - 1 else 1.0)
-                )
+class _GradientCheck:
+    """An `accept` that compares the gradients of the first steps with those of the expected runs."""
 
-    def look(nll: Tensor, norm: Tensor) -> Tensor:
-        if (step := len(found)) < compared:
-            gradients = {
-                name: gradient.to("cpu", copy=True) for name, gradient in worker.gradients()
-            }
-            found.append(
-                [_differences(gradients, want.gradients[step], worker.module) for want in wanted]
-            )
-            mine.gradients.append(gradients if layout == REFEREE else {})
+    def __init__(self, engine: Engine, expected: Sequence[Trajectory], steps: int) -> None:
+        self._engine = engine
+        self._expected = expected
+        self._steps = steps
+        self.gradients: list[dict[str, Tensor]] = []  # by step
+        self.differences: list[list[dict[str, float]]] = []  # by step and expected run, by group
+
+    @property
+    def at_last_step(self) -> bool:
+        return len(self.gradients) == self._steps - 1
+
+    def __call__(self, nll: Tensor, norm: Tensor) -> Tensor:
+        step = len(self.gradients)
+        if step < self._steps:
+            module = self._engine.module
+            found = {name: grad.to("cpu", copy=True) for name, grad in self._engine.gradients()}
+            self.gradients.append(found)
+            wanted = [run.gradients[step] for run in self._expected]
+            self.differences.append([_differences(found, each, module) for each in wanted])
         return accept_always(nll, norm)
 
+    def scale_last_gradients(self, layout: Layout, factor: float) -> None:
+        """Introduce the error of the control, in the last compared step only."""
+        part = ".experts." if layout.ep > 1 else ".ffn."
+        for name, parameter in self._engine.module.named_parameters():
+            if part in name:
+                parameter.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad: grad * (factor if self.at_last_step else 1.0)
+                )
+
+
+def train_layout(
+    config: RunConfig, expected: Sequence[Trajectory], layout: Layout, world: World
+) -> tuple[Outcome, Trajectory]:
+    """Train in a layout; return its differences from the expected runs, and its own numbers.
+
+    The first expected run is the plain one; the second is the reference, if that has run.
+    """
+    parallel = {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}
+    config = validate(RunConfig, merge(config.model_dump(), {"parallel": parallel}))
+    dtype = config.train.dtype
+    lr = config.optim.lr
+    assert isinstance(lr, float) and dtype in BOUND
+    engine = build_engine(config, world)
+    check = _GradientCheck(engine, expected, STEPS if dtype == "fp32" else 1)
+    if layout.control:
+        check.scale_last_gradients(layout, _CONTROL[dtype])
+    run = Trajectory([], [], [], [])
+    same_tokens = True
     for step in range(STEPS):
         batch = _batch(config, step, world)
-        update = worker.update(cut(batch, config, world), lr, look)
-        mine.losses.append(world.sum([], first=update.nll).item() / world.size)
-        mine.norms.append(float(update.grad_norm))
-        tokens &= (
-            sum(world.gather(batch.hash)) % 2**64 == wanted[0].hashes[step] * layout.sp % 2**64
-        )
-    everywhere = [each for steps in world.gather(found) for each in steps]
-    losses, norms, groups = [], [], []
-    for at, want in enumerate(wanted):
-        losses.append(
-            max((abs(a - b) for a, b in zip(mine.losses, want.losses, strict=True)), key=weight)
-        )
-        norms.append(
-            max((abs(a - b) / b for a, b in zip(mine.norms, want.norms, strict=True)), key=weight)
-        )
-        groups.append(
-            {
-                group: max((each[at][group] for each in everywhere), key=weight)
-                for group in found[0][at]
-            }
-        )
-    referee = max(losses[1], norms[1], *groups[1].values(), key=weight) if len(wanted) > 1 else None
-    bound = BOUND[str(config.train.dtype)]
-    return Outcome(
-        layout.name, losses[0], norms[0], groups[0], tokens, bound, layout.control, referee
-    ), mine
+        update = engine.update(cut(batch, config, world), lr, check)
+        run.losses.append(world.sum([], first=update.nll).item() / world.size)
+        run.norms.append(float(update.grad_norm))
+        hashes = sum(world.gather(batch.hash))
+        same_tokens &= (hashes - expected[0].hashes[step] * layout.sp) % 2**64 == 0
+    if layout == REFERENCE:
+        run.gradients.extend(check.gradients)
+    by_step = [step for steps in world.gather(check.differences) for step in steps]
+    losses = []
+    norms = []
+    groups = []
+    for number, want in enumerate(expected):
+        pairs = zip(run.losses, want.losses, strict=True)
+        losses.append(_worst(*(abs(own - other) for own, other in pairs)))
+        pairs = zip(run.norms, want.norms, strict=True)
+        norms.append(_worst(*(abs(own - other) / other for own, other in pairs)))
+        names = check.differences[0][number]
+        groups.append({name: _worst(*(step[number][name] for step in by_step)) for name in names})
+    outcome = Outcome(
+        layout=layout.name,
+        loss=losses[0],
+        grad_norm=norms[0],
+        gradients=groups[0],
+        tokens=same_tokens,
+        bound=BOUND[dtype],
+        control=layout.control,
+        referee=_worst(losses[1], norms[1], *groups[1].values()) if len(expected) > 1 else None,
+    )
+    return outcome, run
 
 
 def _differences(
     gradients: dict[str, Tensor], want: dict[str, Tensor], module: torch.nn.Module
 ) -> dict[str, float]:
-    """The largest by group, over the largest gradient of the group."""
-    shared = {name: p.expert for name, p in module.named_parameters() if hasattr(p, "expert")}
-    off: dict[str, float] = {}
-    size: dict[str, float] = {}
+    """Return the largest difference of each group, relative to the group's largest gradient."""
+    shared = {name: p.expert[0] for name, p in module.named_parameters() if hasattr(p, "expert")}
+    difference: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, gradient in gradients.items():
         whole = want[name]
-        if name in shared:
-            whole = whole[
-                shared[name][0] : shared[name][0] + len(gradient.view(-1, *whole.shape[1:]))
-            ]
+        if name in shared:  # this rank has some of the experts
+            local = len(gradient.view(-1, *whole.shape[1:]))
+            whole = whole[shared[name] : shared[name] + local]
         group = _group(name)
-        difference = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
-        off[group] = max(off.get(group, 0.0), difference, key=weight)
-        size[group] = max(size.get(group, 0.0), want[name].abs().max().item())
-    return {group: off[group] / max(size[group], 1e-12) for group in off}
+        off = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
+        difference[group] = _worst(difference.get(group, 0.0), off)
+        largest[group] = max(largest.get(group, 0.0), want[name].abs().max().item())
+    return {group: difference[group] / max(largest[group], 1e-12) for group in difference}
 
 
 def _group(name: str) -> str:
@@ -243,65 +265,75 @@ def _group(name: str) -> str:
 
 
 def _batch(config: RunConfig, step: int, world: World) -> Batch:
-    """Rows of a seeded draw, hashed as the loader hashes its own. In the second step every token is the same: all
-    choose the same experts, and some ranks' get none."""
-    seq, vocab, rows = config.model.seq, config.model.vocab, config.rows
+    """Draw rows from a seed and hash them as the loader does.
+
+    In the second step all tokens are the same: all choose the same experts, and some ranks' experts
+    get none.
+    """
+    seq = config.model.seq
+    rows = config.rows
     generator = torch.Generator().manual_seed(config.seed * 1000 + step)
-    tokens = torch.randint(vocab, (rows, seq + 1), generator=generator)
+    tokens = torch.randint(config.model.vocab, (rows, seq + 1), generator=generator)
     if step == 1:
         tokens = tokens[:1, :1].repeat(rows, seq + 1)
     reader, readers = world.reader(config.parallel.sp)
-    mine = range(reader * rows // readers, (reader + 1) * rows // readers)
-    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in mine)
-    own = tokens[mine.start : mine.stop]
-    return Batch(own[:, :-1].contiguous(), own[:, 1:].contiguous(), digest % 2**64)
+    own = range(reader * rows // readers, (reader + 1) * rows // readers)
+    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in own)
+    tokens = tokens[own.start : own.stop]
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), digest % 2**64)
 
 
-def held(
-    config: RunConfig, layouts: Sequence[Layout], nproc: int, noise: Path
+def compare_layouts(
+    config: RunConfig, layouts: Sequence[Layout], nproc: int, output: Path
 ) -> Iterator[Outcome]:
-    """The outcomes as they are known; what engines print goes to a file. The processes are forked, since importing
-    everything in each would take longer than a layout, except on GPUs: their driver does not survive that."""
+    """Yield outcomes as they are known; what the engines print goes to a file.
+
+    The ranks are forked, because importing everything in each would take longer than a layout. On
+    GPUs they are spawned: CUDA does not survive a fork.
+    """
     import torch._dynamo
 
     import pipeline.parallel.ddp
-    import pipeline.parallel.zero  # noqa: F401 once, before the fork
+    import pipeline.parallel.zero  # noqa: F401 imported once, before the fork
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(
-        logging.ERROR
-    )  # that it ends the others of a group
+    # It logs that it ends the other ranks when one fails; the error itself says more.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     method = "spawn" if torch.cuda.is_available() else "fork"
-    said = get_context(method).SimpleQueue()
-    private = TemporaryDirectory(prefix="isoflop-")
-    where = [one_node(rank, nproc, Path(private.name) / "store") for rank in range(nproc)]
-    group = start_processes(
-        _rank, (config, layouts, where, noise, said), nproc, join=False, start_method=method
-    )  # type: ignore[no-untyped-call]
-    while True:
-        done = group.join(0.2)
-        while not said.empty():
-            yield said.get()
-        if done:
-            return
+    outcomes = get_context(method).SimpleQueue()
+    with TemporaryDirectory(prefix="isoflop-") as private:
+        environments = [one_node(rank, nproc, Path(private) / "store") for rank in range(nproc)]
+        ranks = start_processes(  # type: ignore[no-untyped-call]
+            _run_rank,
+            (config, layouts, environments, output, outcomes),
+            nproc,
+            join=False,
+            start_method=method,
+        )
+        done = False
+        while not done:
+            done = ranks.join(0.2)
+            while not outcomes.empty():
+                yield outcomes.get()
 
 
-def _rank(
+def _run_rank(
     rank: int,
     config: RunConfig,
     layouts: Sequence[Layout],
-    where: list[dict[str, str]],
-    noise: Path,
-    said: Any,
+    environments: list[dict[str, str]],
+    output: Path,
+    outcomes: Any,
 ) -> None:
     end_with_parent()
-    redirect_output(noise)
+    redirect_output(output)
     torch.set_num_threads(1)
-    os.environ |= where[rank]
+    os.environ |= environments[rank]
     world = World.from_environment(os.environ)
-    wanted = [plain(config, world.device)]
+    expected = [train_plain(config, world.device)]
     for layout in layouts:
-        outcome, run = held_against(config, wanted, layout, world)
-        if layout == REFEREE:
-            wanted.append(run)
+        outcome, run = train_layout(config, expected, layout, world)
+        if layout == REFERENCE:
+            expected.append(run)
         if world.first:
-            said.put(outcome)
+            outcomes.put(outcome)
+    leave()

@@ -1,4 +1,4 @@
-"""What stands beside the compute of a step: guard, comparison of replicas, log, hashes and saves, each priced."""
+"""Look inside a step: its kernels, where the host waits for the device, and what surrounds the compute."""
 
 import itertools
 import statistics
@@ -7,9 +7,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,104 +30,53 @@ from pipeline.train.guard import Guard
 from pipeline.train.loop import Loop
 from pipeline.train.watchdog import Watchdog
 
+Figures = Iterator[tuple[str, Any]]
 
-class _Blind(Guard):
-    def limits(self, step: int) -> list[float]:
-        return [sys.float_info.max] * 2
-
-
-def overheads(
-    worker: Engine,
-    batches: Iterator[Batch],
-    config: RunConfig,
-    world: World,
-    steps: int,
-    aside: Path,
-) -> Iterator[tuple[str, Any]]:
-    """What stands beside the compute in the real loop, each switched off in turn with all else on."""
-    save_every = config.train.save_every
-    assert isinstance(save_every, int) and config.train.steps is not None
-    run = RunDir(aside)
-    for part in ("logs", "checkpoints"):
-        (aside / part).mkdir()
-    with (
-        closing(Watchdog(run, world, 60.0, 600.0)) as watch,
-        closing(Tracker(Log(run.log))) as tracker,
-    ):
-        saver = Saver(worker, config, run.checkpoints, world)
-        loop = Loop(config, run, worker, world, tracker, StopRequest(), watch, Guard([]), saver)
-        count = itertools.count()
-
-        def timed(**off: Any) -> float:
-            was = {name: getattr(loop, name) for name in off}
-            for name, value in off.items():
-                setattr(loop, name, value)
-            batch, began = next(batches), time.perf_counter()
-            loop.step(next(count), batch, 0.0)
-            loop.settle()  # so that its time is its own
-            if loop.stopping:
-                raise KeyboardInterrupt
-            took = time.perf_counter() - began
-            for name, value in was.items():
-                setattr(loop, name, value)
-            return took
-
-        unchecked = config.model_copy(
-            update={"train": config.train.model_copy(update={"check_every": 2**40})}
-        )
-        switches: dict[str, dict[str, Any]] = {
-            "guard": {"guard": _Blind([])},
-            "comparing replicas": {"config": unchecked},
-            "log": {"tracker": Tracker()},
-        }
-        timed()
-        loop.step(next(count), next(batches), 0.0)
-        yield (
-            "host reads in a step",
-            reads(partial(loop.step, next(count), next(batches), 0.0), world.device),
-        )
-        loop.settle()
-        whole, costs = [], {name: list[float]() for name in switches}
-        for _ in range(steps):
-            for name, off in switches.items():
-                on = timed()
-                whole.append(on)
-                costs[name].append(on - timed(**off))
-        step_s = statistics.median(whole)
-        for name, differences in costs.items():
-            yield (
-                f"cost of {name}, % of the step",
-                round(100 * statistics.median(differences) / step_s, 3),
-            )
-        yield (
-            "cost of token hashes, in the loader's thread, % of the step",
-            round(100 * _hash_s(next(batches)) / step_s, 3),
-        )
-        began, during = time.perf_counter(), 0
-        loop.save(next(count))
-        saved = saver.finished()
-        while world.sum(
-            [float(saved is None)]
-        ).item():  # a rank that has ended goes on with those that have not
-            timed()
-            during += 1
-            saved = saved or saver.finished()
-        assert saved is not None
-        extra = time.perf_counter() - began - during * step_s
-        yield "training blocked by one save, % of a step", round(100 * saved.blocked_s / step_s, 3)
-        yield (
-            f"cost of one save in {save_every} steps, % of them",
-            round(100 * extra / (save_every * step_s), 3),
-        )
+# --- kernels
 
 
-def _hash_s(batch: Batch) -> float:
-    rows, began = batch.tokens_BS.contiguous().numpy(), time.perf_counter()
-    for seed, row in enumerate(rows):
-        xxhash.xxh3_64_intdigest(row.data, seed)
-    return time.perf_counter() - began
+def trace(step: Callable[[], object], device: torch.device) -> Any:
+    """Run a step under torch's profiler and return the profile."""
+    activity = torch.profiler.ProfilerActivity
+    recorded = activity.CUDA if device.type == "cuda" else activity.CPU
+    with torch.profiler.profile(activities=[recorded]) as profile:
+        step()
+    return profile
 
 
+def kernels(step: Callable[[], object], device: torch.device) -> str:
+    """Return a table of a step's kernels by their own time, and the pauses of the device."""
+    profile = trace(step, device)
+    column = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table = profile.key_averages().table(sort_by=column, row_limit=40, max_name_column_width=100)
+    return f"\n{table}{_pauses(profile)}"
+
+
+def _pauses(profile: Any) -> str:
+    """List pauses between kernels, longest first. On a CPU operations are nested: there are none."""
+    cuda = torch.profiler.DeviceType.CUDA
+    events = [e for e in profile.events() if e.device_type == cuda]
+    if not events:
+        return ""
+    events.sort(key=lambda e: e.time_range.start)
+    pauses: list[tuple[float, str]] = []  # microseconds, between which kernels
+    latest = events[0]
+    for event in events[1:]:
+        pause = event.time_range.start - latest.time_range.end
+        if pause > 0:
+            pauses.append((pause, f"{latest.name[:60]} → {event.name[:60]}"))
+        if event.time_range.end > latest.time_range.end:
+            latest = event
+    total_ms = sum(pause for pause, _ in pauses) / 1e3
+    lines = [f"idle between {len(events)} kernels: {total_ms:.2f} ms"]
+    for pause, between in sorted(pauses, reverse=True)[:20]:
+        lines.append(f"{pause / 1e3:10.3f} ms  {between}")
+    return "\n".join([*lines, ""])
+
+
+# --- host reads
+
+# Operations that make the host wait for the device.
 _READS = {
     "_local_scalar_dense",
     "item",
@@ -139,112 +87,210 @@ _READS = {
     "bincount",
     "_unique2",
 }
-_CALLS = {"tolist", "cpu", "numpy"}  # which are no operations where the device is the host
+# Methods that wait on a GPU, and are no operations where the device is the host.
+_CALLS = {"tolist", "cpu", "numpy"}
+# PendingStep.read: the loop reads the step before, after it has launched the next one.
+_EXPECTED = "exchange.py:read"
 
 
-def reads(update: Callable[[], object], device: torch.device) -> str:
-    """How often and where the host waits for a number of its device, beside the loop's reading of the step before."""
+def count_host_reads(action: Callable[[], object], device: torch.device) -> str:
+    """Return how often and where the host waits for the device, apart from the step before.
+
+    On a GPU torch warns of it. On a CPU, count what would wait on a GPU.
+    """
     places: list[str] = []
-    with _waits(places):
+    with _deepspeed_waits(places):
         if device.type == "cuda":
-            with warnings.catch_warnings(record=True) as caught:
-                torch.cuda.set_sync_debug_mode("warn")
-                caught.clear()  # that this is a prototype
-                warnings.simplefilter("always")
-                try:
-                    update()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-            places += [
-                f"{Path(w.filename).name}:{w.lineno}"
-                for w in caught
-                if "synchroniz" in str(w.message)
-            ]
+            places += _warned_places(action)
         else:
             with Operations(places), Calls(places):
-                update()
-    places = [place for place in places if not place.startswith("reading.py:")]
-    where = ", ".join(f"{place} ×{n}" for place, n in Counter(places).items())
-    return f"{len(places)}: {where}" if places else "0"
+                action()
+    counts = Counter(place for place in places if place != _EXPECTED)
+    where = ", ".join(f"{place} ×{count}" for place, count in counts.items())
+    return f"{counts.total()}: {where}" if counts else "0"
+
+
+def _warned_places(action: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        torch.cuda.set_sync_debug_mode("warn")
+        caught.clear()  # a warning that this mode is a prototype
+        warnings.simplefilter("always")
+        try:
+            action()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    return [f"{Path(each.filename).name}:{each.lineno}" for each in waits]
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where a host would wait for its device, also where both are one."""
+    """Records where operations would make the host wait."""
 
     def __init__(self, places: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.places = places
+        self._places = places
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.removeprefix("aten::") in _READS:
-            self.places.append(_place())
+            self._places.append(_caller())
         return func(*args, **(kwargs or {}))
 
 
 class Calls(TorchFunctionMode):
+    """Records where methods would make the host wait."""
+
     def __init__(self, places: list[str]) -> None:
         super().__init__()
-        self.places = places
+        self._places = places
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _CALLS:
-            self.places.append(_place())
+            self._places.append(_caller())
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _waits(places: list[str]) -> Iterator[None]:
-    """Where DeepSpeed waits for the whole device, of which torch does not warn."""
-    if (loaded := sys.modules.get("deepspeed.accelerator")) is None:
+def _deepspeed_waits(places: list[str]) -> Iterator[None]:
+    """Record where DeepSpeed waits for the whole device, of which torch does not warn."""
+    loaded = sys.modules.get("deepspeed.accelerator")
+    if loaded is None:
         yield
         return
     accelerator: Any = loaded.get_accelerator()
-    accelerator.synchronize = lambda *_: places.append(_place())
+    accelerator.synchronize = lambda *_: places.append(_caller())
     try:
         yield
     finally:
         del accelerator.synchronize
 
 
-def _place() -> str:
-    frames = [
-        f
-        for f in traceback.extract_stack()
-        if "/torch/" not in f.filename and f.filename != __file__
+def _caller() -> str:
+    """Return file and function of the innermost frame outside of torch and this file."""
+    outside = [
+        frame
+        for frame in traceback.extract_stack()
+        if "/torch/" not in frame.filename and frame.filename != __file__
     ]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].name}"
+    return f"{Path(outside[-1].filename).name}:{outside[-1].name}"
 
 
-def traced(step: Callable[[], object], device: torch.device) -> Any:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        step()
-    return trace
+# --- overheads
 
 
-def kernels(step: Callable[[], object], device: torch.device) -> str:
-    """A step's kernels by their own time, and where the device had nothing to do."""
-    trace, by = (
-        traced(step, device),
-        "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total",
-    )
-    table = trace.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=100)
-    return f"\n{table}{_gaps(trace)}"
+class _NoGuard(Guard):
+    def limits(self, step: int) -> list[float]:
+        return [sys.float_info.max] * 2
 
 
-def _gaps(trace: Any) -> str:
-    """Pauses between kernels, the longest first; nothing of a CPU, whose operations lie inside each other."""
-    ran = [e for e in trace.events() if e.device_type == torch.profiler.DeviceType.CUDA]
-    ended, last, gaps = 0.0, "", list[tuple[float, str]]()
-    for kernel in sorted(ran, key=lambda e: e.time_range.start):
-        if last and kernel.time_range.start > ended:
-            gaps.append((kernel.time_range.start - ended, f"{last[:60]} → {kernel.name[:60]}"))
-        if kernel.time_range.end > ended:
-            ended, last = kernel.time_range.end, kernel.name
-    lines = [
-        f"{pause / 1e3:10.3f} ms  {between}" for pause, between in sorted(gaps, reverse=True)[:20]
-    ]
-    total = f"idle between {len(ran)} kernels: {sum(pause for pause, _ in gaps) / 1e3:.2f} ms"
-    return "\n".join([total, *lines, ""]) if ran else ""
+def measure_overheads(
+    engine: Engine,
+    batches: Iterator[Batch],
+    config: RunConfig,
+    world: World,
+    steps: int,
+    directory: Path,
+) -> Figures:
+    """Yield the cost of what surrounds the compute in the real loop: each part is switched off in turn."""
+    run = RunDir(directory)
+    for part in ("logs", "checkpoints"):
+        (directory / part).mkdir()
+    with (
+        closing(Watchdog(run, world, 60.0, 600.0)) as watchdog,
+        closing(Tracker(Log(run.log))) as tracker,
+    ):
+        saver = Saver(engine, config, run.checkpoints, world)
+        stop = StopRequest()
+        loop = Loop(config, run, engine, world, tracker, stop, watchdog, Guard([]), saver)
+        timer = _LoopTimer(loop, batches)
+        timer.step()
+        timer.launch()  # now the next step has one before it to read
+        yield "host reads in a step", count_host_reads(timer.launch, world.device)
+        loop.settle()
+        step_s = yield from _part_costs(timer, config, steps)
+        hash_s = _hash_s(next(batches))
+        share = round(100 * hash_s / step_s, 3)
+        yield "cost of token hashes, in the loader's thread, % of the step", share
+        yield from _save_costs(timer, saver, step_s)
+
+
+class _LoopTimer:
+    """Runs single steps of a loop."""
+
+    def __init__(self, loop: Loop, batches: Iterator[Batch]) -> None:
+        self.loop = loop
+        self._batches = batches
+        self._count = itertools.count()
+
+    def launch(self) -> None:
+        self.loop.step(next(self._count), next(self._batches), 0.0)
+
+    def step(self, **changes: Any) -> float:
+        """Return the seconds of one step, with some attributes of the loop changed for it."""
+        before = {name: getattr(self.loop, name) for name in changes}
+        for name, value in changes.items():
+            setattr(self.loop, name, value)
+        batch = next(self._batches)
+        began = time.perf_counter()
+        self.loop.step(next(self._count), batch, 0.0)
+        self.loop.settle()  # otherwise the next step would pay for reading this one
+        seconds = time.perf_counter() - began
+        if self.loop.stopping:
+            raise KeyboardInterrupt
+        for name, value in before.items():
+            setattr(self.loop, name, value)
+        return seconds
+
+    def save(self) -> None:
+        self.loop.save(next(self._count))
+
+
+def _part_costs(
+    timer: _LoopTimer, config: RunConfig, steps: int
+) -> Generator[tuple[str, Any], None, float]:
+    """Yield the cost of guard, comparison and log; return the median seconds of a whole step."""
+    never = config.train.model_copy(update={"check_every": 2**40})
+    switches: dict[str, dict[str, Any]] = {
+        "guard": {"guard": _NoGuard([])},
+        "comparing replicas": {"config": config.model_copy(update={"train": never})},
+        "log": {"tracker": Tracker()},
+    }
+    whole_s: list[float] = []
+    costs_s: dict[str, list[float]] = {name: [] for name in switches}
+    for _ in range(steps):
+        for name, changes in switches.items():
+            seconds = timer.step()
+            whole_s.append(seconds)
+            costs_s[name].append(seconds - timer.step(**changes))
+    step_s = statistics.median(whole_s)
+    for name, differences in costs_s.items():
+        cost = round(100 * statistics.median(differences) / step_s, 3)
+        yield f"cost of {name}, % of the step", cost
+    return step_s
+
+
+def _save_costs(timer: _LoopTimer, saver: Saver, step_s: float) -> Figures:
+    save_every = timer.loop.config.train.save_every
+    assert isinstance(save_every, int)
+    began = time.perf_counter()
+    steps = 0
+    timer.save()
+    saved = saver.finished()
+    # Ranks whose save has ended continue with those whose save has not.
+    while timer.loop.world.sum([float(saved is None)]).item():
+        timer.step()
+        steps += 1
+        saved = saved or saver.finished()
+    assert saved is not None
+    extra_s = time.perf_counter() - began - steps * step_s
+    blocked = round(100 * saved.blocked_s / step_s, 3)
+    yield "training blocked by one save, % of a step", blocked
+    cost = round(100 * extra_s / (save_every * step_s), 3)
+    yield f"cost of one save in {save_every} steps, % of them", cost
+
+
+def _hash_s(batch: Batch) -> float:
+    rows = batch.tokens_BS.contiguous().numpy()
+    began = time.perf_counter()
+    for seed, row in enumerate(rows):
+        xxhash.xxh3_64_intdigest(row.data, seed)
+    return time.perf_counter() - began

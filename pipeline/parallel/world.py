@@ -134,6 +134,12 @@ def join(world: World, env: Mapping[str, str]) -> None:
     )
 
 
+def leave() -> None:
+    """Destroy the process group; NCCL warns about a process that ends without doing so."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _network_store(world: World, address: str, port: int) -> Store:
     """The store of a job on several nodes; rank 0 serves it, on the job's network only."""
     if not world.first:

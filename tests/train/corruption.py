@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeline.bench.step_profile import reads
+from pipeline.bench.step_profile import count_host_reads
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
 from pipeline.objective.batch import Batch
@@ -153,7 +153,7 @@ def waits(name: str, zero: int, dtype: str, arch: str) -> str:
     loop._routing_every = 1
     for step in range(2):  # in the first ZeRO-3 compares what the ranks do
         loop.step(step, rows(step), 0.0)
-    return reads(lambda: loop.step(2, rows(2), 0.0), WORLD.device)
+    return count_host_reads(lambda: loop.step(2, rows(2), 0.0), WORLD.device)
 
 
 def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Tensor]:
