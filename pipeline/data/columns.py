@@ -30,10 +30,7 @@ class Row(NamedTuple):
 
 
 def row_group_bytes(path: Path) -> list[int]:
-    try:
-        metadata = pyarrow.parquet.read_metadata(path)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a parquet file ({error}); replace or remove it") from error
+    metadata = pyarrow.parquet.read_metadata(path)
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
@@ -47,15 +44,10 @@ def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
         group = file.metadata.row_group(index)
         row_bytes = group.total_byte_size // max(1, group.num_rows)
         rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
-        try:
-            for batch in file.iter_batches(rows, row_groups=[index], columns=[key]):
-                for value in batch.column(key):
-                    yield _row(number, value)
-                    number += 1
-        except (pyarrow.ArrowInvalid, LookupError) as error:
-            raise DataError(
-                f"{path}: row group {index} is damaged ({error}); download the file again"
-            ) from error
+        for batch in file.iter_batches(rows, row_groups=[index], columns=[key]):
+            for value in batch.column(key):
+                yield _row(number, value)
+                number += 1
 
 
 def record_batch_bytes(path: Path) -> list[int]:
@@ -63,11 +55,8 @@ def record_batch_bytes(path: Path) -> list[int]:
     source = pyarrow.memory_map(str(path))
     # The file format is the streaming format between a magic number and a footer.
     source.seek(8 if source.read(6) == b"ARROW1" else 0)
-    try:
-        messages = pyarrow.ipc.MessageReader.open_stream(source)
-        return [message.body.size for message in messages if message.type == "record batch"]
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not an Arrow file ({error}); replace or remove it") from error
+    messages = pyarrow.ipc.MessageReader.open_stream(source)
+    return [message.body.size for message in messages if message.type == "record batch"]
 
 
 def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:

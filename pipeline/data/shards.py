@@ -253,8 +253,8 @@ def has_utf8_name(path: Path) -> bool:
 
 def read_error(error: Exception, path: str | Path) -> DataError:
     """Wrap whatever a reader raises on a damaged file. ISOFLOP_TRACEBACK=1 shows its traceback."""
-    if isinstance(error, OSError):
-        return DataError(f"{path}: cannot be read ({error.strerror or error}); check the path")
+    if isinstance(error, OSError) and error.strerror:
+        return DataError(f"{path}: cannot be read ({error.strerror}); check the path")
     first = (str(error).strip().splitlines() or [""])[0]
     kind = type(error).__name__
     return DataError(f"{path}: cannot be read ({kind}: {first}); download the file again")

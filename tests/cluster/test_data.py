@@ -7,8 +7,7 @@ import pytest
 
 from pipeline.slurm.submit import TEMPLATES
 from tests.conftest import launch
-from tests.data.conftest import some_texts, write_jsonl
-from tests.data.test_prepare import contents
+from tests.data.conftest import contents, some_texts, write_jsonl
 
 pytestmark = pytest.mark.timeout(900)
 NODES = ("node1", "node2")

@@ -1,4 +1,4 @@
-"""The same tokens in the same order on any world, after any restart."""
+"""The same tokens in the same order for any number of ranks, after any restart."""
 
 import threading
 from itertools import islice
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.permute import Permutation
-from pipeline.errors import DataError
+from tests.data.conftest import refused
 
 SEQ, ROWS = 64, 28
 
@@ -34,7 +34,7 @@ def test_permutation_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
 
 
-def test_permutation_any_slice_of_a_huge_one() -> None:
+def test_any_slice_of_a_huge_permutation() -> None:
     order = Permutation(10**13, 1)
     index = np.arange(10**12, 10**12 + 1000)
     assert np.array_equal(order(index)[500:], order(index[500:]))
@@ -42,21 +42,19 @@ def test_permutation_any_slice_of_a_huge_one() -> None:
 
 
 def test_permutation_looks_random() -> None:
-    """Neighbours land far apart, places are even, and epochs and seeds differ."""
+    """Neighbors land far apart, and epochs and seeds differ."""
     n = 10_000
-    first, other_epoch, other_seed = (
-        Permutation(n, s, e)(np.arange(n)) for s, e in ((1, 0), (1, 1), (2, 0))
-    )
-    for order in (first, other_epoch, other_seed):
+    orders = [Permutation(n, s, e)(np.arange(n)) for s, e in ((1, 0), (1, 1), (2, 0))]
+    for order in orders:
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
         assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.05
-    assert (first == other_epoch).mean() < 0.01 and (first == other_seed).mean() < 0.01
+    for other in orders[1:]:
+        assert (orders[0] == other).mean() < 0.01
 
 
-def test_an_epoch_is_every_window_once(loader: Loader, stream: np.ndarray) -> None:
-    expected = sorted(
-        tuple(stream[i * SEQ : i * SEQ + SEQ + 1].tolist()) for i in range(loader.windows)
-    )
+def test_an_epoch_has_every_window_once(loader: Loader, stream: np.ndarray) -> None:
+    starts = range(0, loader.windows * SEQ, SEQ)
+    expected = sorted(tuple(stream[start : start + SEQ + 1].tolist()) for start in starts)
     rows = []
     for step in range(-(-loader.windows // ROWS)):
         batch = loader.batch(step)
@@ -66,52 +64,63 @@ def test_an_epoch_is_every_window_once(loader: Loader, stream: np.ndarray) -> No
     assert sorted(map(tuple, rows[: loader.windows])) == expected
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @pytest.mark.parametrize("world", [2, 4, 7])
-def test_ranks_cut_the_same_batch(corpus: Corpus, loader: Loader, world: int) -> None:
-    for step in (0, 1, loader.steps_per_epoch, 10**6):
-        whole = loader.batch(step)
-        fresh = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=3)  # a restart: no history
-        parts = [fresh.batch(step, rank, world) for rank in range(world)]
-        assert torch.equal(torch.cat([p.tokens_BS for p in parts]), whole.tokens_BS)
-        assert torch.equal(torch.cat([p.targets_BS for p in parts]), whole.targets_BS)
-        assert sum(p.hash for p in parts) % 2**64 == whole.hash
+def test_ranks_split_the_same_batch(corpus: Corpus, world: int, packing: str) -> None:
+    def fresh() -> Loader:  # as after a restart: no history
+        return Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=3, packing=packing, boundaries=True)
+
+    whole = fresh()
+    for step in (0, 1, whole.steps_per_epoch, 10**6):
+        batch = whole.batch(step)
+        loader = fresh()
+        parts = [loader.batch(step, rank, world) for rank in range(world)]
+        for name in ("tokens_BS", "targets_BS", "documents_BS"):
+            joined = torch.cat([getattr(part, name) for part in parts])
+            assert torch.equal(joined, getattr(batch, name))
+        assert sum(part.hash for part in parts) % 2**64 == batch.hash
 
 
-def test_hash_is_what_it_says(loader: Loader) -> None:
+def test_the_hash_is_of_the_windows(loader: Loader) -> None:
     batch = loader.batch(5)
     windows = torch.cat([batch.tokens_BS, batch.targets_BS[:, -1:]], 1).numpy().astype(np.uint16)
-    expected = (
-        sum(xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(windows))
-        % 2**64
-    )
-    assert batch.hash == expected
-    assert batch.hash != loader.batch(6).hash
+    hashes = [xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(windows)]
+    assert batch.hash == sum(hashes) % 2**64 != loader.batch(6).hash
     assert batch.tokens_BS.dtype == batch.targets_BS.dtype == torch.int64
 
 
-def test_seeds_and_epochs_shuffle_anew(corpus: Corpus, loader: Loader) -> None:
+def test_seeds_and_epochs_change_the_order(corpus: Corpus, loader: Loader) -> None:
     other = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=4)
     assert not torch.equal(other.batch(0).tokens_BS, loader.batch(0).tokens_BS)
     first = {loader._place(i) for i in range(200)}
-    again = {loader._place(loader.windows + i) for i in range(200)}
-    assert first != again
+    second = {loader._place(loader.windows + i) for i in range(200)}
+    assert first != second
 
 
 def test_windows_cross_shards(corpus: Corpus, stream: np.ndarray) -> None:
-    """One window as long as the corpus: every shard border lies inside it."""
+    """One window as long as the corpus: every shard border is inside it."""
     long = Loader(corpus, "train", seq=len(stream) - 1, rows=1, seed=0)
     assert long.windows == 1
     assert np.array_equal(long.batch(0).tokens_BS[0].numpy(), stream[:-1])
 
 
-def test_too_small_a_split_is_named(corpus: Corpus) -> None:
-    with pytest.raises(DataError, match=r"split 'valid' has .* --valid-share"):
+def test_boundaries_of_concatenated_documents(corpus: Corpus) -> None:
+    batch = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=1, boundaries=True).batch(0)
+    plain = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=1).batch(0)
+    assert batch.documents_BS is not None and plain.documents_BS is None
+    assert plain.hash == batch.hash
+    for tokens, numbers in zip(batch.tokens_BS.tolist(), batch.documents_BS.tolist(), strict=True):
+        assert numbers == [tokens[:i].count(corpus.manifest.tokenizer.eod) for i in range(SEQ)]
+
+
+def test_a_split_that_is_too_small_or_missing(corpus: Corpus) -> None:
+    with refused("'valid'"):
         Loader(corpus, "valid", seq=10**7, rows=1, seed=0)
-    with pytest.raises(DataError, match="split='test'"):
+    with refused("split='test'"):
         Loader(corpus, "test", seq=8, rows=1, seed=0)
 
 
-def test_prefetch_gives_the_same_and_closes(loader: Loader) -> None:
+def test_prefetch_yields_the_same_and_closes(loader: Loader) -> None:
     before = threading.active_count()
     steps = list(prefetch(loader, 3, 8, 1, 2))
     assert [s for s, _ in steps] == [3, 4, 5, 6, 7]
@@ -122,7 +131,7 @@ def test_prefetch_gives_the_same_and_closes(loader: Loader) -> None:
     assert threading.active_count() == before
 
 
-def test_prefetch_raises_here_what_went_wrong_there(corpus: Corpus) -> None:
+def test_prefetch_raises_the_error_of_its_thread(corpus: Corpus) -> None:
     broken = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=0)
     broken._streams[0]._map = lambda index: (_ for _ in ()).throw(OSError("disk gone"))  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk gone"):

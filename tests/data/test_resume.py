@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from launch.data import app
 from pipeline.data.ray_pool import run
 from pipeline.data.tokenizer import Tokenizer
-from tests.data.conftest import some_texts, write_jsonl
-from tests.data.test_prepare import contents
+from tests.data.conftest import contents, some_texts, write_jsonl
 
 
 @pytest.fixture(scope="module")
