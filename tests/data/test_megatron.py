@@ -1,4 +1,4 @@
-"""Tokenized corpora of others: through our shards and back, the ids unchanged."""
+"""Tokenized corpora of others: their ids go through our shards unchanged."""
 
 import shutil
 import struct
@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 
 from pipeline.data import megatron
-from pipeline.data import tokenizer as tokenizing
 from pipeline.data.corpus import Corpus
-from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.piece import Malformed
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import index_bytes
-from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
-from pipeline.errors import DataError
-from tests.data.conftest import some_texts
-from tests.data.test_shards import megatron_documents
+from tests.data.conftest import make, pieces_of, recipe_for, refused, some_texts
+from tests.data.test_shards import all_documents
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -27,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def write_megatron(
     stem: Path, documents: list[list[list[int]]], code: int = 4, dtype: str = "<i4"
 ) -> Path:
-    """By the published layout, with documents of several sequences, as Megatron's own writer allows."""
+    """Write the published layout, with documents of several sequences, as Megatron can."""
     stem.parent.mkdir(exist_ok=True)
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(s) for s in sequences], np.int32)
@@ -45,15 +41,6 @@ def write_megatron(
     return stem.with_suffix(".idx")
 
 
-def recipe(source: Path, tokenizer: Tokenizer, **settings: object) -> Recipe:
-    given = {
-        "sources": (str(source),),
-        "vocab_size": tokenizer.vocab,
-        "tokenizer": tokenizer.fingerprint,
-    }
-    return Recipe.model_validate(given | settings)
-
-
 @pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (8, "<u2"), (5, "<i8")])
 def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype: str) -> None:
     texts = some_texts(40)
@@ -65,45 +52,36 @@ def test_ids_pass_through(tmp_path: Path, tokenizer: Tokenizer, code: int, dtype
     if code == 8:
         source = source.rename(source.with_suffix(".IDX"))
         source.with_suffix(".bin").rename(source.with_suffix(".BIN"))
-    said: list[str] = []
-    made = recipe(source.parent, tokenizer, valid_share=0.2)
-    manifest, _ = prepare(made, tmp_path / "out", model=tokenizer.model, warn=said.append)
-    assert not said
-    corpus = Corpus.open(tmp_path / "out", verify=True)
-    found = [
-        d
-        for split in ("train", "valid")
-        for s in corpus.split(split).shards
-        for d in megatron_documents(corpus.path / s.name)
-    ]
+    warnings: list[str] = []
+    recipe = recipe_for([source.parent], tokenizer, valid_share=0.2)
+    out = tmp_path / "out"
+    manifest, _ = prepare(recipe, out, model=tokenizer.model, warn=warnings.append)
+    assert not warnings
+    corpus = Corpus.open(out, verify=True)
+    found = all_documents(corpus, "train") + all_documents(corpus, "valid")
     assert sorted(found) == sorted([*ids, tokenizer.eod] for ids in encoded)
     assert sum(s.bytes for s in manifest.splits.values()) == sum(len(t.encode()) for t in texts)
     assert 0 < manifest.splits["valid"].documents < 20
 
 
 def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """By the hash of a document's text, however its ids are stored and whether or not its end was among them."""
+    """The text decides, however its ids are stored and whether or not its end is among them."""
     encoded = [tokenizer.encode(text).tolist() for text in some_texts(60)]
     few = write_megatron(tmp_path / "few", [[ids] for ids in encoded[:30]])
     many = write_megatron(tmp_path / "many", [[[*ids, tokenizer.eod]] for ids in encoded], 8, "<u2")
-    held = {}
+    held_out = []
     for source in (few, many):
-        out = tmp_path / f"out-{source.stem}"
-        prepare(recipe(source, tokenizer, valid_share=0.3), out, model=tokenizer.model)
-        held[source] = [
-            d
-            for s in Corpus.open(out).split("valid").shards
-            for d in megatron_documents(out / s.name)
-        ]
+        make([source], tmp_path / f"out-{source.stem}", tokenizer, valid_share=0.3)
+        held_out.append(all_documents(Corpus.open(tmp_path / f"out-{source.stem}"), "valid"))
     added = [[*ids, tokenizer.eod] for ids in encoded[30:]]
-    assert held[few] == [ids for ids in held[many] if ids not in added]
-    assert 0 < len(held[few]) < len(held[many]) < 40
+    assert held_out[0] == [ids for ids in held_out[1] if ids not in added]
+    assert 0 < len(held_out[0]) < len(held_out[1]) < 40
 
 
 @pytest.mark.parametrize(
     ("documents", "sequences", "most"), [(1, 3, 40), (3, 4, 8), (7, 100, 2**20)]
 )
-def test_an_index_in_stretches(
+def test_an_index_is_read_in_stretches(
     tmp_path: Path,
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +89,7 @@ def test_an_index_in_stretches(
     sequences: int,
     most: int,
 ) -> None:
-    """Whatever is looked at together, every document comes once; one without a sequence is none."""
+    """For any stretch length every document occurs once; one without sequences is none."""
     given: list[list[list[int]]] = [
         [[5, 6], [7]],
         [],
@@ -134,7 +112,7 @@ def test_an_index_in_stretches(
     ]
     assert found == [[*(i for s in d for i in s), tokenizer.eod] for d in given if d]
     monkeypatch.setattr(megatron, "SEQUENCES", 2)
-    with pytest.raises(DataError, match="a document of more than 2 sequences"):
+    with refused("theirs.idx"):
         list(megatron.pieces("s", source))
 
 
@@ -158,85 +136,64 @@ def test_a_long_index_is_never_read_whole(
     assert last == Malformed(str(tmp_path / "a.bin"), 10**6, "document longer than 99 tokens", 200)
 
 
-def test_our_own_shards_go_in_again(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_our_own_shards_as_a_source(corpus: Corpus, tmp_path: Path, tokenizer: Tokenizer) -> None:
     shutil.copytree(corpus.path, tmp_path / "ours")
-    (tmp_path / "ours" / "malformed.jsonl").write_text("{}\n")  # is no text of it
-    assert len(plan([str(tmp_path / "ours")], limit_bytes=None, seed=0)[0]) == 6
-    again, _ = prepare(
-        recipe(corpus.path, tokenizer, valid_share=0), tmp_path / "out", model=tokenizer.model
-    )
+    (tmp_path / "ours" / "malformed.jsonl").write_text("{}\n")  # a report, not text
+    assert len(pieces_of(tmp_path / "ours")) == 6
+    again = make([corpus.path], tmp_path / "out", tokenizer, valid_share=0)
     splits = corpus.manifest.splits.values()
     assert again.splits["train"].tokens == sum(s.tokens for s in splits)
     assert again.splits["train"].bytes == sum(s.bytes for s in splits)
-    # Split as they were: no document that was held out is trained on.
-    prepare(
-        recipe(corpus.path, tokenizer, valid_share=0.1), tmp_path / "split", model=tokenizer.model
-    )
-    before, after = (
-        sorted(d for s in c.split("valid").shards for d in megatron_documents(c.path / s.name))
-        for c in (corpus, Corpus.open(tmp_path / "split"))
-    )
-    assert before == after and len(before) > 50
-    other = Tokenizer(train(some_texts(200, seed=9), tokenizer.vocab))
-    with pytest.raises(DataError, match=f"made with the tokenizer {tokenizer.fingerprint}"):
-        prepare(recipe(corpus.path, other), tmp_path / "other", model=other.model)
-
-
-def test_text_behind_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizing, "DECODE_IDS", 50)
-    for text in some_texts(20, seed=8):
-        assert (
-            tokenizer.text_bytes(np.append(tokenizer.encode(text), np.uint32(tokenizer.eod)))
-            == text.encode()
-        )
+    # With the same share, the split is the same: no held-out document is trained on.
+    make([corpus.path], tmp_path / "split", tokenizer, valid_share=0.1)
+    before = sorted(all_documents(corpus, "valid"))
+    assert before == sorted(all_documents(Corpus.open(tmp_path / "split"), "valid"))
+    assert len(before) > 50
+    with refused(tokenizer.fingerprint):
+        other = Tokenizer(train(some_texts(200, seed=9), tokenizer.vocab))
+        make([corpus.path], tmp_path / "other", other)
 
 
 def test_wrong_tokenizer_and_broken_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    def fails(
-        says: str, source: Path, model: bytes | None = tokenizer.model, **settings: object
-    ) -> None:
-        with pytest.raises(DataError, match=says):
-            prepare(recipe(source, tokenizer, **settings), tmp_path / "out", model=model)
+    def fails(key: str, source: Path, **settings: object) -> None:
+        with refused(key):
+            make([source], tmp_path / "out", tokenizer, **settings)
         assert not (tmp_path / "out" / "manifest.json").exists()
 
-    fails(
-        f"has id {tokenizer.vocab}, but", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]])
-    )
-    fails("has id -6, but .* 0 to 511; give", write_megatron(tmp_path / "below", [[[5, -6, 7]]]))
+    fails(f"id {tokenizer.vocab}", write_megatron(tmp_path / "big", [[[5, tokenizer.vocab]]]))
+    fails("id -6", write_megatron(tmp_path / "below", [[[5, -6, 7]]]))
     good = write_megatron(tmp_path / "good", [[[5, 6, 7]], [[8, 9]]])
-    fails("holds tokens, not text", good, model=None)
-    for stage in (
-        {"dedup": {"exact": True}},
-        {"normalise": {"pii": True}},
-        {"filters": {"quality": {}}},
-    ):
-        fails("holds tokens, not text", good, **stage)
-    # Each number of the index in turn: lengths 3 2 1 at 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
+    with refused("--tokenizer"):
+        prepare(recipe_for([good], tokenizer), tmp_path / "out")
+    fails("--tokenizer", good, dedup={"exact": True})
+    fails("--tokenizer", good, normalise={"pii": True})
+    fails("--tokenizer", good, filters={"quality": {}})
+    # Each number in turn: lengths 3 2 1 at byte 34, offsets 0 12 20 at 46, ends 0 2 3 at 70.
     three = write_megatron(tmp_path / "three", [[[5, 6, 7], [8, 9]], [[4]]])
     whole = three.read_bytes()
-    for at, code, number, says in (
-        (34, "<i", -1, "damaged"),
-        (42, "<i", 2, "three.bin: 24 bytes are fewer"),
-        (62, "<q", -4, "damaged"),
-        (62, "<q", 18, "damaged"),
-        (46, "<q", 2**62, "three.bin: 24 bytes are fewer"),
-        (54, "<q", 8, "do not follow"),
-        (70, "<q", 1, "damaged"),
-        (78, "<q", 9, "damaged"),
-        (78, "<q", -1, "damaged"),
-        (86, "<q", 2, "damaged"),
-        (86, "<q", 2**40, "damaged"),
+    for at, code, number, name in (
+        (34, "<i", -1, "three.idx"),
+        (42, "<i", 2, "three.bin"),
+        (62, "<q", -4, "three.idx"),
+        (62, "<q", 18, "three.idx"),
+        (46, "<q", 2**62, "three.bin"),
+        (54, "<q", 8, "three.idx"),
+        (70, "<q", 1, "three.idx"),
+        (78, "<q", 9, "three.idx"),
+        (78, "<q", -1, "three.idx"),
+        (86, "<q", 2, "three.idx"),
+        (86, "<q", 2**40, "three.idx"),
     ):
         broken = bytearray(whole)
         struct.pack_into(code, broken, at, number)
         three.write_bytes(broken)
-        fails(says, three)
-    data, before = good.with_suffix(".bin"), plan([str(good)], limit_bytes=None, seed=0)
+        fails(name, three)
+    data = good.with_suffix(".bin")
+    before = pieces_of(good)
     data.write_bytes(data.read_bytes()[::-1])
-    assert plan([str(good)], limit_bytes=None, seed=0) != before
+    assert pieces_of(good) != before
     data.write_bytes(data.read_bytes()[:-1])
-    fails("fewer than its index says", good)
-    good.write_bytes(good.read_bytes()[:40])
-    fails("too few for 2 sequences", good)
-    good.write_bytes(b"something else altogether, and long enough")
-    fails("not an index", good)
+    fails("good.bin", good)
+    for content in (good.read_bytes()[:40], b"something else altogether, and long enough"):
+        good.write_bytes(content)
+        fails("good.idx", good)

@@ -1,4 +1,4 @@
-"""Killed at any moment, the next call finishes what is missing, and every byte is as if nothing had happened."""
+"""Killed at any moment, the next call finishes what is missing, with the same bytes."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -26,20 +27,13 @@ def arguments(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) ->
     (folder / "t.model").write_bytes(tokenizer.model)
     files = [write_jsonl(folder / f"{i}.jsonl", some_texts(400, seed=i)) for i in range(12)]
     sources = [part for file in files for part in ("--source", str(file))]
-    return [
-        *sources,
-        "--tokenizer",
-        str(folder / "t.model"),
-        "--set",
-        "dedup.exact=true",
-        "--set",
-        "dedup.near={}",
-    ]
+    dedup = ["--set", "dedup.exact=true", "--set", "dedup.near={}"]
+    return [*sources, "--tokenizer", str(folder / "t.model"), *dedup]
 
 
 @pytest.fixture(scope="module")
 def address(ray_cluster: None) -> Iterator[None]:
-    """Drivers of their own on the session's Ray, as on a cluster."""
+    """Drivers join the session's Ray, as on a cluster."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -47,9 +41,10 @@ def address(ray_cluster: None) -> Iterator[None]:
         yield
 
 
-def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "launch", "data", "prepare", "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers start a Ray of their own."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +52,8 @@ def undisturbed(
     address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    done = CliRunner().invoke(
-        app, ["prepare", "--out", str(out), *arguments], catch_exceptions=False
-    )
+    command = ["prepare", "--out", str(out), *arguments]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return contents(out)
 
@@ -68,8 +62,13 @@ class TooLateError(Exception):
     """The driver had ended before it could be disturbed."""
 
 
+def start(arguments: list[str], out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch", "data", "prepare", "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300  # a busy box
+    deadline = time.monotonic() + 300  # on a busy machine
     while not condition():
         if driver.poll() == 0:
             raise TooLateError
@@ -78,25 +77,14 @@ def wait_for(condition: Callable[[], object], driver: subprocess.Popen[str]) -> 
         time.sleep(0.005)
 
 
-def workers(function: str) -> list[int]:
-    """Processes of this session's Ray that are running the function right now, by the name Ray gives them."""
+def workers(function: str) -> list[psutil.Process]:
+    """Descendants of this process that run the function now, by the name that Ray gives them."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cmdline").read_bytes().startswith(f"ray::{function}".encode()) and ours(
-                int(entry.name)
-            ):
-                found.append(int(entry.name))
-        except OSError:
-            continue
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "".join(process.cmdline()).startswith(f"ray::{function}"):
+                found.append(process)
     return found
-
-
-def ours(pid: int) -> bool:
-    """Whether the process descends from this one: another Ray on the machine is none of our business."""
-    while pid > 1 and pid != os.getpid():
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid == os.getpid()
 
 
 def disturb(arguments: list[str], out: Path) -> None:
@@ -105,13 +93,13 @@ def disturb(arguments: list[str], out: Path) -> None:
     def records(pattern: str) -> int:
         return len(list(out.glob(f".work/*/{pattern}")))
 
-    def killed(function: str, driver: subprocess.Popen[str]) -> None:
+    def kill_workers(function: str, driver: subprocess.Popen[str]) -> None:
         wait_for(lambda: workers(function), driver)
-        for pid in workers(function):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in workers(function):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
-    driver = start(arguments, out)  # Ctrl-C among the sketches
+    driver = start(arguments, out)  # Ctrl-C during the sketches
     wait_for(lambda: records("sketch-*.json"), driver)
     driver.send_signal(signal.SIGINT)
     assert driver.stdout
@@ -119,25 +107,26 @@ def disturb(arguments: list[str], out: Path) -> None:
         raise TooLateError
     driver.wait()
     before = records("sketch-*.json")
-    driver = start(arguments, out)  # workers lost there, the driver lost among the shards
-    killed("sketch", driver)
+    driver = start(arguments, out)  # lose workers there, and the driver during the shards
+    kill_workers("sketch", driver)
     wait_for(lambda: records("0*.json"), driver)
     driver.kill()
     driver.wait()
     if (out / "manifest.json").exists() or not before < records("sketch-*.json"):
         raise TooLateError
-    driver = start(arguments, out)  # workers lost among the shards
-    killed("tokenize", driver)
-    said = driver.communicate()[0]
-    assert driver.returncode == 0, said
+    driver = start(arguments, out)  # lose workers during the shards
+    kill_workers("tokenize", driver)
+    output = driver.communicate()[0]
+    assert driver.returncode == 0, output
 
 
 def test_drivers_and_workers_are_killed(
     arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     for attempt in range(5):
+        out = tmp_path / str(attempt)
         with suppress(TooLateError):
-            disturb(arguments, out := tmp_path / str(attempt))
+            disturb(arguments, out)
             assert contents(out) == undisturbed
             return
     pytest.fail("every driver had ended before it could be disturbed")
@@ -172,41 +161,64 @@ finally:
 
 
 def test_a_node_is_lost(
-    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path
+    undisturbed: dict[str, bytes], alone: None, arguments: list[str], tmp_path: Path
 ) -> None:
-    """A real two-node cluster of Ray, one node gone in the middle."""
-    alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    run = subprocess.run(
-        [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments],
-        env=alone,
-        capture_output=True,
-        text=True,
-    )
-    assert "node removed" in run.stdout, run.stderr
+    """A real Ray cluster of two nodes; one disappears midway."""
+    command = [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "node removed" in done.stdout, done.stderr
     assert contents(tmp_path / "out") == undisturbed
 
 
 SESSIONS = """
+import sys
 from contextlib import suppress
-from pipeline.data.ray_pool import cluster
+from pipeline.data.ray_pool import cluster, run
 for number in range(2):
     with suppress(ZeroDivisionError), cluster(1):
         1 / number
+with cluster(1):
+    run(abs, [(1,)])
+    print("running", flush=True)
+    sys.stdin.read()
 """
 
 
-def test_of_a_session_of_our_own_nothing_stays_unless_it_failed() -> None:
-    alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory() as place:  # a short path: Ray keeps sockets in it
-        subprocess.run(
-            [sys.executable, "-c", SESSIONS], env={**alone, "RAY_TMPDIR": place}, check=True
+def using(folder: str) -> list[psutil.Process]:
+    """Processes that Ray renamed and that have a file below the folder open."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            handles = Path(f"/proc/{process.pid}/fd").iterdir()
+            renamed = "".join(process.cmdline()).startswith("ray::")
+            if renamed and any(str(h.readlink()).startswith(folder) for h in handles):
+                found.append(process)
+    return found
+
+
+def test_a_private_session_leaves_its_logs_if_it_failed_and_never_a_process(alone: None) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # a short path: Ray has sockets in it
+        driver = subprocess.Popen(
+            [sys.executable, "-c", SESSIONS],
+            env={**os.environ, "RAY_TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        (session,) = Path(place, "ray").glob("session_*")
-        assert (session / "logs").is_dir()
+        assert driver.stdout and driver.stdout.readline() == "running\n"
+        sessions = [path for path in Path(folder, "ray").glob("session_2*") if path.is_dir()]
+        assert len(sessions) == 2  # the one that failed, and the one that is running
+        assert all((session / "logs").is_dir() for session in sessions)
+        agents = using(folder)
+        assert len(agents) >= 2
+        driver.kill()
+        driver.wait()
+        # Ray's agents alone would wait for a minute.
+        assert not psutil.wait_procs(agents, timeout=30)[1] and not using(folder)
 
 
 class Swallows:
-    """What is raised while an object goes is printed and forgotten, as where Ray frees its own."""
+    """Python prints and drops what is raised in __del__, as where Ray frees its objects."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -214,23 +226,23 @@ class Swallows:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_is_heard_also_where_it_is_swallowed(ray_cluster: None) -> None:
-    def noted(index: int, _: int) -> None:
+def test_an_interrupt_that_is_swallowed_still_counts(ray_cluster: None) -> None:
+    def on_done(index: int, _: int) -> None:
         done.append(index)
         Swallows()
 
     done: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        run(abs_of, [(number,) for number in range(50)], noted)
+        run(slow_abs, [(number,) for number in range(50)], on_done)
     assert done == [done[0]]
 
 
-def test_a_fault_of_ours_shows_where_it_was(ray_cluster: None) -> None:
+def test_an_error_in_a_worker_has_its_traceback(ray_cluster: None) -> None:
     with pytest.raises(TypeError) as caught:
-        run(abs_of, [("a",)])
-    assert "in abs_of" in str(caught.value.__cause__)
+        run(slow_abs, [("a",)])
+    assert "in slow_abs" in str(caught.value.__cause__)
 
 
-def abs_of(number: int) -> int:
+def slow_abs(number: int) -> int:
     time.sleep(0.5)
     return abs(number)
