@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import examples
+from launch.options import Arch, examples
 from launch.tables import new_console, new_table, print_json, print_warnings
 from pipeline.errors import ConfigError
 
@@ -129,7 +129,7 @@ def forecast(
     targets: Annotated[
         Path | None, typer.Option(help="CSV with columns N, D (optional C, run, experts).")
     ] = None,
-    arch: Annotated[str, typer.Option(help="Architecture of --size.")] = "dense",
+    arch: Arch = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="key=value over the config of --size.")
     ] = None,

@@ -11,8 +11,9 @@ import numpy as np
 from pipeline.config.layers import load, load_cluster
 from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
+from pipeline.planner.check import resolve
 from pipeline.planner.count import flops_per_token, params
-from pipeline.planner.recipe import resolve, rule
+from pipeline.planner.recipe import rule
 from pipeline.scaling.frontier import at, flops_per_parameter_token
 from pipeline.scaling.points import FIGURES, Points, column, read_table
 from pipeline.scaling.study import Study
@@ -78,12 +79,13 @@ class Recipe:
     steps: int
 
 
-def recipe_of(size: str, arch: str, tokens: float | None, sets: Sequence[str], gpus: int) -> Recipe:
+def recipe_of(
+    size: str, arch: str | None, tokens: float | None, sets: Sequence[str], gpus: int
+) -> Recipe:
     """Exact N and FLOPs from the accounts, rate and batch from the recipe."""
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
     config = resolve(load(size=size, arch=arch, sets=sets, over=over), ranks=gpus, gpu=True)
     train, lr = config.train, config.optim.lr
-    assert train.steps and train.batch_tokens != "auto" and lr != "auto"
     D = float(train.steps * train.batch_tokens)
     C = D * flops_per_token(config.model).model
     return Recipe(params(config.model).scaling, D, C, lr, train.batch_tokens, train.steps)

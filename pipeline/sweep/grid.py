@@ -12,13 +12,13 @@ from pydantic import Field
 
 from pipeline.config.layers import load, names, read_toml, validate
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import WSD, RunConfig
+from pipeline.config.schema import RunSpec, WSDSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
+from pipeline.planner.check import resolve
 from pipeline.planner.memory import Layout, memory
-from pipeline.planner.recipe import resolve
 from pipeline.planner.speed import estimate
 from pipeline.units import count, power
 
@@ -113,7 +113,7 @@ def plan(
 @lru_cache(4)  # a plan within limits is many plans
 def _rungs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
-) -> dict[str, RunConfig]:
+) -> dict[str, RunSpec]:
     # the vocabulary as `launch pretrain` takes it from the shards
     layer = {"model": {"vocab": Corpus.open(Path(data)).padded_vocab}} if data else None
     return {
@@ -122,13 +122,13 @@ def _rungs(
     }
 
 
-def _branched(sweep: Sweep, rungs: dict[str, RunConfig], runs: list[Planned]) -> list[Planned]:
+def _branched(sweep: Sweep, rungs: dict[str, RunSpec], runs: list[Planned]) -> list[Planned]:
     """The same runs, the shorter of a size begun in the plateau of its longest, with the rate and warmup of that."""
     placed = {run.name: run for run in runs}
     for name, config in rungs.items():
         schedule = config.optim.schedule
         left = sorted((run for run in runs if run.size == name), key=lambda run: -run.steps)
-        while sweep.trunk and isinstance(schedule, WSD) and left:
+        while sweep.trunk and isinstance(schedule, WSDSpec) and left:
             longest, *others = left
             left = []
             for run in others:
@@ -146,7 +146,7 @@ def _branched(sweep: Sweep, rungs: dict[str, RunConfig], runs: list[Planned]) ->
 
 def _valley(
     sweep: Sweep,
-    rungs: dict[str, RunConfig],
+    rungs: dict[str, RunSpec],
     C: float,
     best: Callable[[float], float] | None,
     mfu: float | None,
@@ -180,7 +180,7 @@ def _valley(
     ]
 
 
-def _guess(rungs: dict[str, RunConfig], C: float, ratio: float) -> float:
+def _guess(rungs: dict[str, RunSpec], C: float, ratio: float) -> float:
     """N where C buys `ratio` tokens per parameter, between the rungs by interpolation in logs."""
     models = [config.model for config in rungs.values()]
     pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
@@ -190,9 +190,7 @@ def _guess(rungs: dict[str, RunConfig], C: float, ratio: float) -> float:
     return float(np.exp(np.interp(np.log(C), costs, sizes)))
 
 
-def _planned(
-    sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: float | None
-) -> Planned:
+def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float | None) -> Planned:
     train = config.train.model_copy(
         update={"tokens": max(1, int(tokens)), "steps": None, "flops": None}
     )
@@ -200,8 +198,6 @@ def _planned(
         config.model_copy(update={"train": train}), ranks=sweep.nproc, gpu=sweep.cluster is not None
     )
     settled, lr, warmup = run.train, run.optim.lr, run.optim.schedule.warmup_steps
-    assert settled.steps and settled.batch_tokens != "auto" and settled.micro_batch != "auto"
-    assert lr != "auto" and warmup != "auto"
     D = float(settled.steps * settled.batch_tokens)
     C = D * account.flops_per_token(run.model).model
     layout = Layout(sweep.nproc, 1, micro_batch=settled.micro_batch, recompute=settled.recompute)
