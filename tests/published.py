@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
-from pipeline.planner.check import resolve
+from pipeline.planner.check import best, plan
 from pipeline.planner.memory import Layout
-from pipeline.planner.speed import Estimate, best, estimate, plan
+from pipeline.planner.recipe import resolve
+from pipeline.planner.speed import Estimate, estimate
 
 
 @dataclass(frozen=True)

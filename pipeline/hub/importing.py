@@ -18,13 +18,13 @@ from transformers.utils import logging
 from pipeline.atomic import TEMPORARY
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, validate
-from pipeline.config.schema import RunSpec
+from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError
 from pipeline.hub.families import from_hub_config
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
-from pipeline.planner.check import resolve
+from pipeline.planner.recipe import resolve
 
 _ROWS, _LENGTH = 2, 64
 _TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
@@ -178,7 +178,7 @@ def import_model(source: Path, out: Path) -> Imported:
         apart = held(model, source, f"--from {source}")
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
-        config = validate(RunSpec, merge(read_toml(CONFIGS / "base.toml"), layer))
+        config = validate(RunConfig, merge(read_toml(CONFIGS / "base.toml"), layer))
         if (source / "tokenizer.model").is_file():
             shutil.copyfile(source / "tokenizer.model", aside / "tokenizer.model")
         save_weights(model, resolve(config, ranks=1, gpu=False), aside / "checkpoints")

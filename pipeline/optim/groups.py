@@ -47,6 +47,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
 
 def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg, lr = config.optim.optimizer, config.optim.lr
+    assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     rows = parameter_groups(model, cfg.decay, config.model)
     built = AdamW(
         rows, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.decay, fused=True

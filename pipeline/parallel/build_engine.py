@@ -44,6 +44,7 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     """Build this rank's model and draw its weights; convert it to fp8 and compile it as configured."""
     train = config.train
     ep = config.parallel.ep
+    assert train.loss_chunk != "auto", "resolve the recipe first"
     experts = None
     if isinstance(config.model.ffn, MoE) and ep > 1:
         share = config.model.ffn.experts // ep

@@ -21,7 +21,7 @@ from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
-from pipeline.runs.history import RUN_FILE, read_json, status_of
+from pipeline.runs.history import PHASES, RUN_FILE, last_phase, read_json
 from pipeline.runs.log import FILE, printable, read
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class RunDir:
 
     @property
     def finished(self) -> bool:
-        return status_of(list(read(self.log)), now=0.0) == "finished"
+        phase = last_phase(read(self.log))
+        return phase is not None and PHASES[phase["event"]] == "finished"
 
     @property
     def world(self) -> int | None:
@@ -218,6 +219,7 @@ def facts(
     config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None
 ) -> dict[str, Any]:
     """Return run.json: what fits and pages need, so that they do not have to recompute it."""
+    assert config.train.steps is not None and config.train.batch_tokens != "auto"
     count = account.params(config.model)
     flops_per_token = account.flops_per_token(config.model).model
     tokens = config.train.steps * config.train.batch_tokens

@@ -1,8 +1,12 @@
-"""Fit a law: Huber's loss on log loss, minimized from many starts at once; and variable projection, its slow twin."""
+"""Fit a law: Huber's loss on log loss, minimized from many starts at once.
+
+`fit` is the estimator of the papers. `vpnls`, variable projection, is its slow twin.
+"""
 
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,175 +26,18 @@ from pipeline.scaling.laws import (
 )
 from pipeline.scaling.points import Array, Points
 
-Rows = npt.NDArray[np.intp]  # which of all problems these are
-Objective = Callable[
-    [Array, Rows], tuple[Array, Array]
-]  # theta (R, P) and rows (R,) → value (R,), gradient (R, P)
-Metric = Callable[[Array, Rows], Array]
-
-
-@np.errstate(over="ignore", invalid="ignore")  # a wild start may overflow: it is then left behind
-def minimize(
-    objective: Objective, metric: Metric, start: Array, rows: Rows, *, tolerance: float = 1e-11, patience: int = 8,
-    iterations: int = 400,
-) -> tuple[Array, Array]:  # fmt: skip
-    """BFGS with backtracking from every row of `start`; `metric` gives the first Hessian, (R, P, P)."""
-    theta, size = start.copy(), start.shape[1]
-    best, gradient = objective(theta, rows)
-    inverse = _inverse(metric(theta, rows))
-    quiet = np.zeros(len(theta), dtype=int)
-    live = np.isfinite(best)
-    for _ in range(iterations):
-        at = np.flatnonzero(live)
-        if not len(at):
-            break
-        g, h = gradient[at], inverse[at]
-        step = -np.einsum("rij,rj->ri", h, g)
-        slope = np.einsum("ri,ri->r", g, step)
-        lost = slope >= 0  # the approximation has gone bad: start it afresh
-        if lost.any():
-            h[lost] = _inverse(metric(theta[at[lost]], rows[at[lost]]))
-            step[lost] = -np.einsum("rij,rj->ri", h[lost], g[lost])
-            slope[lost] = np.einsum("ri,ri->r", g[lost], step[lost])
-        taken, value, new_g = _backtrack(objective, theta[at], best[at], g, step, slope, rows[at])
-        s, y = taken, new_g - g
-        gain = best[at] - value
-        small = gain <= tolerance * np.abs(value)
-        quiet[at] = np.where(small, quiet[at] + 1, 0)
-        theta[at] += s
-        best[at], gradient[at] = value, new_g
-        curved = np.einsum("ri,ri->r", s, y)
-        ok = (
-            curved
-            > 1e-12 * np.sqrt(np.einsum("ri,ri->r", s, s) * np.einsum("ri,ri->r", y, y)) + 1e-300
-        )
-        rho = np.where(ok, 1 / np.where(ok, curved, 1), 0)
-        left = np.eye(size) - rho[:, None, None] * s[:, :, None] * y[:, None, :]
-        h = left @ h @ left.transpose(0, 2, 1) + rho[:, None, None] * s[:, :, None] * s[:, None, :]
-        # A line search that found nothing, or a quiet spell, asks for a fresh metric before giving up.
-        stuck = small & (quiet[at] % 3 == 0)
-        if stuck.any():
-            h[stuck] = _inverse(metric(theta[at[stuck]], rows[at[stuck]]))
-        inverse[at] = h
-        live[at[(quiet[at] >= patience) | ~np.isfinite(value)]] = False
-    return theta, best
-
-
-def _backtrack(
-    objective: Objective, theta: Array, value: Array, gradient: Array, step: Array, slope: Array, rows: Rows
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Armijo's rule per row: halve until the value falls; a row that never falls stays where it is."""
-    scale = np.minimum(
-        1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300)
-    )  # logs: a longer step is a blind one
-    taken, best, best_g = np.zeros_like(step), value.copy(), gradient.copy()
-    open_ = np.arange(len(rows))
-    for _ in range(25):
-        trial = scale[open_, None] * step[open_]
-        f, g = objective(theta[open_] + trial, rows[open_])
-        good = f <= value[open_] + 1e-4 * scale[open_] * slope[open_]
-        done = open_[good]
-        taken[done], best[done], best_g[done] = trial[good], f[good], g[good]
-        open_ = open_[~good]
-        if not len(open_):
-            break
-        scale[open_] *= 0.4
-    return taken, best, best_g
-
-
-def _inverse(matrices: Array) -> Array:
-    scale = np.sqrt(np.maximum(np.einsum("rii->ri", matrices), 1e-300))
-    unit = matrices / (scale[:, :, None] * scale[:, None, :])
-    unit = unit + 1e-9 * np.eye(matrices.shape[1])  # flat directions stay finite
-    inverse: Array = np.linalg.pinv(unit, hermitian=True) / (scale[:, :, None] * scale[:, None, :])
-    return inverse
-
-
-GRID = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
-
-
-def screened(points: Points, law: Law, x: Inputs, keep: int, weights: Array | None = None) -> Array:
-    """For each exponent on the grid the coefficients are linear; keep the starts that fit best."""
-    starts = raw(points, law, x)
-    residual = np.abs(law.log_loss(starts, x)[0] - np.log(points.loss)) @ (
-        np.ones(len(points)) if weights is None else weights
-    )
-    return starts[np.argsort(residual)[:keep]]
-
-
-def raw(points: Points, law: Law, x: Inputs) -> Array:
-    match law:
-        case Power():
-            slope, level = np.polyfit(x.c, np.log(points.loss), 1)
-            return np.array([[level, -slope], [level, -slope / 2]])
-        case Compute():
-            linear = project(np.exp(-GRID[:, None, None] * x.c), points.loss)
-            return np.column_stack([linear, GRID])
-        case Routed():
-            base = two_terms(points, x)
-            return np.column_stack(
-                [base[:, :3], np.zeros((len(base), 2)), base[:, 3:], np.zeros((len(base), 2))]
-            )
-        case DataConstrained():  # arXiv 2305.16264 found R* of 15 for tokens and 5 for parameters
-            base = two_terms(points, x)
-            return np.concatenate(
-                [np.column_stack([base, np.full((len(base), 2), np.log(r))]) for r in (3, 10, 30)]
-            )
-        case Gamma():
-            base = two_terms(points, x)
-            # With exponents and coefficients divided by γ, each term alone keeps its size.
-            return np.concatenate(
-                [
-                    np.column_stack([base[:, :1], base[:, 1:] / g, np.full(len(base), np.log(g))])
-                    for g in (0.5, 0.75, 1, 1.5)
-                ]
-            )
-        case Kaplan():
-            level = np.log(points.loss).mean()
-            choices = itertools.product(
-                (0.04, 0.07, 0.1, 0.15, 0.25), (0.4, 0.7, 1, 1.5), (-3, 0, 3)
-            )
-            return np.array(
-                [[level / g + lean, r, level / g - lean, np.log(g)] for g, r, lean in choices]
-            )
-        case Chinchilla():
-            return two_terms(points, x)
-        case _:
-            raise TypeError(f"{law.name} is not fitted from starts")
-
-
-def two_terms(points: Points, x: Inputs) -> Array:
-    exponents = np.array(list(itertools.product(GRID, GRID)))
-    linear = project(np.exp(-exponents[:, :, None] * np.stack([x.n, x.d])), points.loss)
-    return np.stack(
-        [linear[:, 0], linear[:, 1], exponents[:, 0], linear[:, 2], exponents[:, 1]], axis=1
-    )
-
-
-def project(basis: Array, loss: Array) -> Array:
-    """Logs of E and the coefficients, by relative least squares; what comes out negative becomes small."""
-    design = np.concatenate([np.ones((len(basis), 1, len(loss))), basis], axis=1) / loss
-    normal = design @ design.transpose(0, 2, 1)
-    ridge = 1e-9 * np.einsum("rii->ri", normal)[:, :, None] * np.eye(normal.shape[1])
-    solved = np.linalg.solve(normal + ridge, design.sum(axis=2)[:, :, None])[:, :, 0]
-    logs: Array = np.log(np.maximum(solved, 1e-2 * loss.min()))
-    return logs
-
-
-def hoffmann_grid(x: Inputs) -> Array:
-    """The 4500 starts of arXiv 2203.15556, appendix D.3, in centred coordinates."""
-    steps = np.arange(0, 2.01, 0.5)
-    sizes = np.arange(0, 25.1, 5)
-    grid = np.array(list(itertools.product(np.arange(-1, 1.01, 0.5), sizes, steps, sizes, steps)))
-    grid[:, 1] -= grid[:, 2] * x.centre[0]
-    grid[:, 3] -= grid[:, 4] * x.centre[1]
-    return grid
-
-
-DELTA = 1e-3  # Hoffmann et al.; summed, because the mean with default tolerances converges from no start at all
+# Hoffmann et al. use the same δ. The objective is a sum: with the mean and default tolerances, no
+# start converges at all.
+DELTA = 1e-3
 KEPT_STARTS = 24
-Show = Callable[[str, float], None]  # what is being done, and the share of it that is
-CACHED = 1 << 15  # numbers in each array of a descent: more of them no longer fit the cache
+CACHED = 1 << 15  # numbers per array of a descent; larger arrays no longer fit the cache
+EXPONENTS = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
+
+Rows = npt.NDArray[np.intp]  # the indices of some of the problems
+# theta (R, P) and rows (R,) → value (R,) and gradient (R, P)
+Objective = Callable[[Array, Rows], tuple[Array, Array]]
+Metric = Callable[[Array, Rows], Array]
+Show = Callable[[str, float], None]  # what is being done, and the share that is done
 
 
 @dataclass(frozen=True)
@@ -198,12 +45,14 @@ class Fit:
     """A law with its best parameters for these points."""
 
     law: Law
-    theta: Array  # (P,), centred logarithms
+    theta: Array  # (P,), centered logarithms
     inputs: Inputs
     points: Points
     objective: float  # Σ huber, as published figures quote it
-    agreement: float  # share of the descended starts that ended in this optimum
-    weights: Array | None = None  # how much each point counted; None where all count alike
+    agreement: float  # share of the starts that ended in this optimum
+    # How much each point counts, for a fit made to forecast. Such a fit also has the prior on
+    # exponents (laws.steepness). None: all points count alike and there is no prior.
+    weights: Array | None = None
 
     @property
     def values(self) -> dict[str, float]:
@@ -212,34 +61,36 @@ class Fit:
 
     @property
     def residuals(self) -> Array:
-        """log(measured loss) − log(law's loss)."""
-        gap: Array = (
-            np.log(self.points.loss) - self.law.log_loss(self.theta[None], self.inputs)[0][0]
-        )
-        return gap
+        """log(measured loss) − log(loss of the law)."""
+        log_loss = self.law.log_loss(self.theta[None], self.inputs)[0][0]
+        return np.asarray(np.log(self.points.loss) - log_loss)
 
     def predict(self, points: Points) -> Array:
-        """The law's loss at other points (their own loss column is not read)."""
+        """The law's loss at other points; their own loss column is not read."""
         x = Inputs.of(points, self.inputs.centre)
-        loss: Array = np.exp(self.law.log_loss(self.theta[None], x)[0][0])
-        return loss
+        return np.asarray(np.exp(self.law.log_loss(self.theta[None], x)[0][0]))
 
 
 def silent(_what: str, _share: float) -> None:
-    """Show nothing."""
+    """Show no progress."""
 
 
 def fit(
-    points: Points, law: Law, *, weights: Array | None = None, full_grid: bool = False, show: Show = silent
-) -> Fit:  # fmt: skip
-    """The best of many descents; `full_grid` uses Hoffmann's 4500 starts, otherwise the best screened ones."""
+    points: Points,
+    law: Law,
+    *,
+    weights: Array | None = None,
+    full_grid: bool = False,
+    show: Show = silent,
+) -> Fit:
+    """The best of many descents, from Hoffmann's 4500 starts with `full_grid`, else screened ones."""
     x = Inputs.of(points)
-    starts = (
-        hoffmann_grid(x)
-        if full_grid and type(law) is Chinchilla
-        else screened(points, law, x, KEPT_STARTS, weights)
-    )
-    theta, value = descend(points, law, x, starts, weights, tempered=weights is not None, show=show)
+    if full_grid and type(law) is Chinchilla:
+        starts = hoffmann_grid(x)
+    else:
+        starts = screened(points, law, x, KEPT_STARTS, weights)
+    prior = weights is not None
+    theta, value = descend(points, law, x, starts, weights, prior=prior, show=show)
     best = int(np.argmin(value))
     near = value <= value[best] * (1 + 1e-4) + 1e-12
     return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
@@ -253,37 +104,41 @@ def descend(
     weights: Array | None = None,
     *,
     frozen: int | None = None,
-    tempered: bool = False,
+    prior: bool = False,
     tolerance: float = 1e-11,
     show: Show = silent,
 ) -> tuple[Array, Array]:
-    """Minimise from every start; `weights` (n) or, each row a resample of its own, (R, n), `frozen` holds a parameter,
-    `tempered` keeps exponents from running steep (see laws.steepness)."""
+    """Minimize from every start and return theta and objective/δ of each.
+
+    `weights` has shape (n), or (R, n) where each start has its own resample. `frozen` is the index
+    of a parameter that keeps its start value. `prior` adds the cost of steep exponents.
+    """
     target = np.log(points.loss)
     weight = np.broadcast_to(1.0 if weights is None else weights, (len(starts), len(points)))
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
         value, jacobian = law.log_loss(theta, x)
         residual = value - target
-        clipped = np.clip(residual, -DELTA, DELTA) * weight[rows]
-        # Huber = ½c² + |c|(|r| − |c|) with c the clipped residual: both branches in one expression. Divided by δ.
-        total = (
-            np.einsum("ri,ri->r", clipped, residual - 0.5 * np.clip(residual, -DELTA, DELTA))
-            / DELTA
-        )
-        gradient = np.einsum("pri,ri->rp", jacobian, clipped) / DELTA
-        if tempered:
-            steep = steepness(law, theta)
-            total, gradient = total + steep[0], gradient + steep[1]
+        clipped = np.clip(residual, -DELTA, DELTA)
+        weighted = clipped * weight[rows]
+        # Huber's ½c² + |c|(|r| − |c|), with c the clipped residual: both branches in one
+        # expression. Divided by δ.
+        total = np.einsum("ri,ri->r", weighted, residual - 0.5 * clipped) / DELTA
+        gradient = np.einsum("pri,ri->rp", jacobian, weighted) / DELTA
+        if prior:
+            penalty, slope, _ = steepness(law, theta)
+            total = total + penalty
+            gradient = gradient + slope
         if frozen is not None:
             gradient[:, frozen] = 0
         return total, gradient
 
     def metric(theta: Array, rows: Rows) -> Array:
+        """The Gauss–Newton matrix of the reweighted least-squares problem."""
         value, jacobian = law.log_loss(theta, x)
-        w = weight[rows] / np.maximum(np.abs(value - target), DELTA)  # reweighted least squares
+        w = weight[rows] / np.maximum(np.abs(value - target), DELTA)
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
-        if tempered:
+        if prior:
             normal += steepness(law, theta)[2][:, :, None] * np.eye(theta.shape[1])
         if frozen is not None:
             normal[:, frozen, :] = normal[:, :, frozen] = 0
@@ -291,63 +146,248 @@ def descend(
         return normal
 
     size = max(1, CACHED // len(points))
-    parts = []
+    thetas: list[Array] = []
+    values: list[Array] = []
     for at in range(0, len(starts), size):
         rows = np.arange(at, min(at + size, len(starts)))
-        parts.append(minimize(objective, metric, starts[rows], rows, tolerance=tolerance))
+        theta, value = minimize(objective, metric, starts[rows], rows, tolerance=tolerance)
+        thetas.append(theta)
+        values.append(value)
         show(f"{len(starts)} descents", (rows[-1] + 1) / len(starts))
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    return np.concatenate(thetas), np.concatenate(values)
+
+
+# --- the minimizer -----------------------------------------------------------------------------
+# Quasi-Newton descent of many small problems side by side: all starts of a fit, or all of its
+# bootstrap resamples. δ lies far below the scatter of real runs, so the objective is nearly
+# piecewise linear: scipy's L-BFGS-B stops early from most starts, and one call of it per resample
+# costs minutes.
+
+
+@np.errstate(over="ignore", invalid="ignore")  # a wild start may overflow; it is then abandoned
+def minimize(
+    objective: Objective,
+    metric: Metric,
+    start: Array,
+    rows: Rows,
+    *,
+    tolerance: float = 1e-11,
+    patience: int = 8,
+    iterations: int = 400,
+) -> tuple[Array, Array]:
+    """BFGS with backtracking from every row of `start`; `metric` gives first Hessians, (R, P, P)."""
+    theta = start.copy()
+    best, gradient = objective(theta, rows)
+    inverse = _inverse(metric(theta, rows))
+    quiet = np.zeros(len(theta), dtype=int)  # iterations in a row that gained next to nothing
+    live = np.isfinite(best)
+    for _ in range(iterations):
+        at = np.flatnonzero(live)
+        if not len(at):
+            break
+        g = gradient[at]
+        h = inverse[at]
+        step = -np.einsum("rij,rj->ri", h, g)
+        slope = np.einsum("ri,ri->r", g, step)
+        lost = slope >= 0  # the approximation has gone bad: restart it from the metric
+        if lost.any():
+            h[lost] = _inverse(metric(theta[at[lost]], rows[at[lost]]))
+            step[lost] = -np.einsum("rij,rj->ri", h[lost], g[lost])
+            slope[lost] = np.einsum("ri,ri->r", g[lost], step[lost])
+        found = _backtrack(objective, theta[at], best[at], g, step, slope, rows[at])
+        small = best[at] - found.value <= tolerance * np.abs(found.value)
+        quiet[at] = np.where(small, quiet[at] + 1, 0)
+        h = _updated(h, found.step, found.gradient - g)
+        theta[at] += found.step
+        best[at] = found.value
+        gradient[at] = found.gradient
+        # After a few quiet iterations, try a fresh metric before giving up.
+        stuck = small & (quiet[at] % 3 == 0)
+        if stuck.any():
+            h[stuck] = _inverse(metric(theta[at[stuck]], rows[at[stuck]]))
+        inverse[at] = h
+        live[at[(quiet[at] >= patience) | ~np.isfinite(found.value)]] = False
+    return theta, best
+
+
+def _updated(inverse: Array, s: Array, y: Array) -> Array:
+    """BFGS's update of the inverse Hessians, where the curvature along the step is positive."""
+    curved = np.einsum("ri,ri->r", s, y)
+    lengths = np.sqrt(np.einsum("ri,ri->r", s, s) * np.einsum("ri,ri->r", y, y))
+    positive = curved > 1e-12 * lengths + 1e-300
+    rho = np.where(positive, 1 / np.where(positive, curved, 1), 0)[:, None, None]
+    left = np.eye(s.shape[1]) - rho * s[:, :, None] * y[:, None, :]
+    return np.asarray(left @ inverse @ left.transpose(0, 2, 1) + rho * s[:, :, None] * s[:, None])
+
+
+class _Step(NamedTuple):
+    step: Array
+    value: Array
+    gradient: Array
+
+
+def _backtrack(
+    objective: Objective,
+    theta: Array,
+    value: Array,
+    gradient: Array,
+    step: Array,
+    slope: Array,
+    rows: Rows,
+) -> _Step:
+    """Armijo's rule for each row; a row whose value never falls stays where it is."""
+    # In logarithms, a step longer than 2 is a blind one.
+    scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))
+    found = _Step(np.zeros_like(step), value.copy(), gradient.copy())
+    left = np.arange(len(rows))
+    for _ in range(25):
+        trial = scale[left, None] * step[left]
+        new_value, new_gradient = objective(theta[left] + trial, rows[left])
+        good = new_value <= value[left] + 1e-4 * scale[left] * slope[left]
+        done = left[good]
+        found.step[done] = trial[good]
+        found.value[done] = new_value[good]
+        found.gradient[done] = new_gradient[good]
+        left = left[~good]
+        if not len(left):
+            break
+        scale[left] *= 0.4
+    return found
+
+
+def _inverse(matrices: Array) -> Array:
+    scale = np.sqrt(np.maximum(np.einsum("rii->ri", matrices), 1e-300))
+    outer = scale[:, :, None] * scale[:, None, :]
+    unit = matrices / outer + 1e-9 * np.eye(matrices.shape[1])  # flat directions stay finite
+    return np.asarray(np.linalg.pinv(unit, hermitian=True) / outer)
+
+
+# --- starts ------------------------------------------------------------------------------------
+
+
+def screened(points: Points, law: Law, x: Inputs, keep: int, weights: Array | None = None) -> Array:
+    """The `keep` best starts of a grid of exponents."""
+    starts = _raw_starts(points, law, x)
+    residual = np.abs(law.log_loss(starts, x)[0] - np.log(points.loss))
+    total = residual @ (np.ones(len(points)) if weights is None else weights)
+    return starts[np.argsort(total)[:keep]]
+
+
+def _raw_starts(points: Points, law: Law, x: Inputs) -> Array:
+    match law:
+        case Power():
+            slope, level = np.polyfit(x.c, np.log(points.loss), 1)
+            return np.array([[level, -slope], [level, -slope / 2]])
+        case Compute():
+            linear = _project(np.exp(-EXPONENTS[:, None, None] * x.c), points.loss)
+            return np.column_stack([linear, EXPONENTS])
+        case Kaplan():
+            level = np.log(points.loss).mean()
+            exponents = (0.04, 0.07, 0.1, 0.15, 0.25)
+            choices = itertools.product(exponents, (0.4, 0.7, 1, 1.5), (-3, 0, 3))
+            return np.array(
+                [[level / g + lean, r, level / g - lean, np.log(g)] for g, r, lean in choices]
+            )
+    base = _two_terms(points, x)
+    match law:
+        case Routed():
+            none = np.zeros((len(base), 2))
+            return np.column_stack([base[:, :3], none, base[:, 3:], none])
+        case DataConstrained():  # arXiv 2305.16264 found R* of 15 for tokens and 5 for parameters
+            repeats = [np.full((len(base), 2), np.log(r)) for r in (3, 10, 30)]
+            return np.concatenate([np.column_stack([base, r]) for r in repeats])
+        case Gamma():
+            # Exponents and coefficients divided by γ: each term alone then keeps its size.
+            parts = [
+                np.column_stack([base[:, :1], base[:, 1:] / g, np.full(len(base), np.log(g))])
+                for g in (0.5, 0.75, 1, 1.5)
+            ]
+            return np.concatenate(parts)
+        case Chinchilla():
+            return base
+        case _:
+            raise TypeError(f"{law.name} is not fitted from starts")
+
+
+def _two_terms(points: Points, x: Inputs) -> Array:
+    """Starts of Chinchilla's law: every pair of exponents, with its coefficients solved linearly."""
+    exponents = np.array(list(itertools.product(EXPONENTS, EXPONENTS)))
+    linear = _project(np.exp(-exponents[:, :, None] * np.stack([x.n, x.d])), points.loss)
+    return np.column_stack([linear[:, :2], exponents[:, 0], linear[:, 2], exponents[:, 1]])
+
+
+def _project(basis: Array, loss: Array) -> Array:
+    """Logs of E and the coefficients, by relative least squares; negative ones become small."""
+    design = np.concatenate([np.ones((len(basis), 1, len(loss))), basis], axis=1) / loss
+    normal = design @ design.transpose(0, 2, 1)
+    ridge = 1e-9 * np.einsum("rii->ri", normal)[:, :, None] * np.eye(normal.shape[1])
+    solved = np.linalg.solve(normal + ridge, design.sum(axis=2)[:, :, None])[:, :, 0]
+    return np.asarray(np.log(np.maximum(solved, 1e-2 * loss.min())))
+
+
+def hoffmann_grid(x: Inputs) -> Array:
+    """The 4500 starts of arXiv 2203.15556, appendix D.3, in centered coordinates."""
+    steps = np.arange(0, 2.01, 0.5)
+    sizes = np.arange(0, 25.1, 5)
+    grid = np.array(list(itertools.product(np.arange(-1, 1.01, 0.5), sizes, steps, sizes, steps)))
+    grid[:, 1] -= grid[:, 2] * x.centre[0]
+    grid[:, 3] -= grid[:, 4] * x.centre[1]
+    return grid
+
+
+# --- variable projection -----------------------------------------------------------------------
 
 
 class Projected(Chinchilla):
+    """Chinchilla's law by least squares on the loss itself, with E, A and B not below zero.
+
+    For each α and β the rest is linear, so only those two are searched. Exact on points without
+    noise, where a parabola through an isoFLOP valley is not.
+    """
+
     name = "vpnls"
 
 
-LAW = Projected()
+def vpnls(points: Points) -> Fit:
+    """The best E, A, B for the best α, β; the objective is the sum of squared errors of loss."""
+    x = Inputs.of(points)
+
+    def solve(pair: Array) -> tuple[Array, float]:
+        alpha, beta = pair
+        design = np.stack([np.ones(len(points)), np.exp(-alpha * x.n), np.exp(-beta * x.d)], axis=1)
+        linear, norm = optimize.nnls(design, points.loss)
+        return linear, float(norm)
+
+    def error(pair: Array) -> float:
+        return solve(pair)[1]
+
+    grid = np.geomspace(0.03, 1.5, 16)
+    ranked = sorted((np.array(pair) for pair in itertools.product(grid, grid)), key=error)
+    found = [
+        optimize.minimize(error, start, method="Nelder-Mead", tol=1e-13) for start in ranked[:4]
+    ]
+    best = min(found, key=lambda result: float(result.fun))
+    linear, norm = solve(best.x)
+    E, A, B = np.log(np.maximum(linear, 1e-12))
+    theta = np.array([E, A, best.x[0], B, best.x[1]])
+    near = np.mean([result.fun <= best.fun * (1 + 1e-4) + 1e-12 for result in found])
+    return Fit(Projected(), theta, x, points, norm**2, float(near))
 
 
-def refit(fit: Fit, weights: Array) -> Array:
-    """Theta of the same least squares for each row of `weights`, all at once, followed from this optimum."""
+def refit_vpnls(fit: Fit, weights: Array) -> Array:
+    """Theta of the same least squares for each row of `weights`, descended from this optimum."""
     loss = fit.points.loss
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
-        value, jacobian = LAW.log_loss(theta, fit.inputs)
+        value, jacobian = fit.law.log_loss(theta, fit.inputs)
         gap = np.exp(value) - loss
         gradient = np.einsum("pri,ri->rp", jacobian, weights[rows] * gap * np.exp(value))
         return 0.5 * np.einsum("ri,ri->r", weights[rows] * gap, gap), gradient
 
     def metric(theta: Array, rows: Rows) -> Array:
-        value, jacobian = LAW.log_loss(theta, fit.inputs)
+        value, jacobian = fit.law.log_loss(theta, fit.inputs)
         slope = jacobian * np.exp(value)
-        normal: Array = np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True)
-        return normal
+        return np.asarray(np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True))
 
     starts = np.repeat(fit.theta[None], len(weights), axis=0)
     return minimize(objective, metric, starts, np.arange(len(starts)), tolerance=1e-10)[0]
-
-
-def vpnls(points: Points) -> Fit:
-    """The best E, A, B for the best α, β; its objective is the sum of squared errors of loss."""
-    x = Inputs.of(points)
-
-    def solve(alpha: float, beta: float) -> tuple[Array, float]:
-        design = np.stack([np.ones(len(points)), np.exp(-alpha * x.n), np.exp(-beta * x.d)], axis=1)
-        linear, norm = optimize.nnls(design, points.loss)
-        return linear, float(norm)
-
-    grid = [float(g) for g in np.geomspace(0.03, 1.5, 16)]
-    ranked = sorted(itertools.product(grid, grid), key=lambda pair: solve(*pair)[1])
-
-    def error(pair: Array) -> float:
-        return solve(*pair)[1]
-
-    found = [
-        optimize.minimize(error, list(start), method="Nelder-Mead", tol=1e-13)
-        for start in ranked[:4]
-    ]
-    best = min(found, key=lambda result: float(result.fun))
-    alpha, beta = map(float, best.x)
-    linear, norm = solve(alpha, beta)
-    E, A, B = np.log(np.maximum(linear, 1e-12))
-    near = np.mean([result.fun <= best.fun * (1 + 1e-4) + 1e-12 for result in found])
-    return Fit(LAW, np.array([E, A, alpha, B, beta]), x, points, norm**2, float(near))

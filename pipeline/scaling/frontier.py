@@ -1,13 +1,17 @@
-"""The compute-optimal N and D: from a law, from isoFLOP valleys, or from the envelope of training curves."""
+"""The compute-optimal N and D: from a law, from isoFLOP valleys, or from training curves."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.scaling.fitting import Fit
 from pipeline.scaling.points import Array, Points
+
+Method = Literal["akima", "parabola"]
+GAP = 1.1  # budgets further apart than 10% are two
+UNEQUAL = 1.5  # within one budget, compute that spreads further than this is no budget
 
 
 @dataclass(frozen=True)
@@ -21,47 +25,57 @@ class Optimum:
 
 
 def flops_per_parameter_token(points: Points) -> float:
-    """C / (N·D) of these points: 6 by Hoffmann's convention, a little more where attention is counted."""
+    """C / (N·D): 6 by Hoffmann's convention, a little more where attention is counted."""
     return float(np.median(points.C / (points.N * points.D)))
 
 
 def at(
-    points: Points, C: Array, N: Array, D: Array, *, run: tuple[str, ...] | None = None,
-    experts: Array | None = None, unique: Array | None = None,
-) -> Points:  # fmt: skip
+    points: Points,
+    C: Array,
+    N: Array,
+    D: Array,
+    *,
+    run: tuple[str, ...] | None = None,
+    experts: Array | None = None,
+    unique: Array | None = None,
+) -> Points:
     """Places without a loss, in the convention of these points."""
     return replace(
-        points, C=C, N=N, D=D, loss=np.full_like(C, np.nan), run=run or ("",) * len(C), experts=experts, unique=unique,
+        points,
+        C=C,
+        N=N,
+        D=D,
+        loss=np.full_like(C, np.nan),
+        run=run or ("",) * len(C),
+        experts=experts,
+        unique=unique,
         dropped=(),
-    )  # fmt: skip
+    )
 
 
 def exponents(fit: Fit) -> tuple[float, float] | None:
-    """a and b of N* ∝ C^a and D* ∝ C^b, where the law has them (of dense models, where it knows experts)."""
-    terms = fit.law.balance(fit.values, 1.0)
+    """a and b of N* ∝ C^a and D* ∝ C^b; None for a law of compute alone, M = 1 for mixtures."""
+    terms = fit.law.terms(fit.values, 1.0)
     if terms is None:
         return None
-    _, alpha, _, beta = terms
-    return beta / (alpha + beta), alpha / (alpha + beta)
+    total = terms.alpha + terms.beta
+    return terms.beta / total, terms.alpha / total
 
 
 def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
-    """Hoffmann et al., equation 4; None for laws that know only compute."""
+    """Hoffmann et al., equation 4; None for a law of compute alone."""
     many = np.ones_like(C) if experts is None else experts
     with np.errstate(divide="ignore"):
-        terms = [fit.law.balance(fit.values, float(m)) for m in many]
+        terms = [fit.law.terms(fit.values, float(m)) for m in many]
     if any(term is None for term in terms):
         return None
     a, alpha, b, beta = np.array(terms, dtype=float).reshape(-1, 4).T
     unit = np.log(C / flops_per_parameter_token(fit.points))
-    with np.errstate(all="ignore"):  # a fit that makes no sense has no optimum: not a number
+    with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
         n = (np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta)
-        N, D = np.exp(n), np.exp(unit - n)
+        N = np.exp(n)
+        D = np.exp(unit - n)
     return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))
-
-
-Method = Literal["akima", "parabola"]
-GAP = 1.1  # budgets further apart than 10% are two
 
 
 @dataclass(frozen=True)
@@ -71,12 +85,21 @@ class Minima:
     points: Points
     a: float
     b: float
-    levels: tuple[float, float]
+    levels: tuple[float, float]  # log N* and log D* at C = 1
     notes: tuple[str, ...]
 
     def path(self, C: Array) -> tuple[Array, Array]:
         """N*(C) and D*(C)."""
         return np.exp(self.levels[0]) * C**self.a, np.exp(self.levels[1]) * C**self.b
+
+
+class Minimum(NamedTuple):
+    """A row of Minima."""
+
+    N: float
+    D: float
+    C: float
+    loss: float
 
 
 def budgets_of(points: Points) -> list[Points]:
@@ -87,114 +110,113 @@ def budgets_of(points: Points) -> list[Points]:
 
 
 def isoflop(points: Points, method: Method = "akima") -> Minima:
-    """Approach 2 of arXiv 2203.15556. Akima follows the valley; a parabola off its centre biases D* by 4–35%."""
+    """Approach 2 of arXiv 2203.15556.
+
+    Akima's spline follows the valley; a parabola off its center biases D* by 4–35%.
+    """
     budgets = budgets_of(points)
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[Minimum] = []
     notes: list[str] = []
     for group in budgets:
         C = float(np.median(group.C))
-        if group.C.max() > 1.5 * group.C.min():
+        if group.C.max() > UNEQUAL * group.C.min():
             raise DataError(
-                f"law=isoflop needs runs of equal compute, and from {group.C.min():.2g} to {group.C.max():.2g} FLOPs "
-                f"they are spread without a gap; plan budgets with `launch sweep plan`, or choose --law chinchilla"
+                f"law=isoflop needs runs of equal compute, but from {group.C.min():.2g} to "
+                f"{group.C.max():.2g} FLOPs they are spread without a gap; plan budgets with "
+                f"`launch sweep plan`, or choose --law chinchilla"
             )
         found = bottom(np.log(group.N), group.loss, method)
         if isinstance(found, str):
             notes.append(f"C = {C:.3g}: {found}")
             continue
         N = float(np.exp(found[0]))
-        rows.append((N, C / (N * float(np.median(group.C / (group.N * group.D)))), C, found[1]))
+        rows.append(Minimum(N, C / (N * flops_per_parameter_token(group)), C, found[1]))
     if len(rows) < 3:
         raise DataError(
-            f"law=isoflop found a valley in {len(rows)} of {len(budgets)} budgets and needs three; add runs on both "
-            f"sides of the best N of each ({'; '.join(notes[:3]) or 'too few budgets'})"
+            f"law=isoflop needs a valley in three budgets and found {len(rows)} in {len(budgets)}; "
+            f"add runs on both sides of the best N of each "
+            f"({'; '.join(notes[:3]) or 'too few budgets'})"
         )
-    return through(points, rows, notes)
+    return _through(points, rows, notes)
+
+
+def valley(log_n: Array, loss: Array) -> tuple[Array, Array]:
+    """The distinct sizes of one budget in order, each with its mean loss."""
+    x, index = np.unique(log_n, return_inverse=True)
+    return x, np.bincount(index, weights=loss) / np.bincount(index)
 
 
 def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | str:
-    """Where and how deep the valley is, or why there is none."""
+    """The log N and the loss of the valley's minimum, or why there is none."""
     from scipy.interpolate import Akima1DInterpolator
 
-    x, index = np.unique(log_n, return_inverse=True)
-    y = np.bincount(index, weights=loss) / np.bincount(index)
+    x, y = valley(log_n, loss)
     need = 3 if method == "parabola" else 4
     if len(x) < need:
         return f"{len(x)} sizes, and a valley needs {need}"
     if method == "parabola":
         curve, slope, level = np.polyfit(x - x.mean(), y, 2)
         if curve <= 0:
-            return "the losses curve downwards: no valley"
-        at = float(x.mean() - slope / (2 * curve))
-        if not x[0] < at < x[-1]:
-            return f"the minimum lies beyond the {'smallest' if at <= x[0] else 'largest'} model"
-        return at, float(level - slope**2 / (4 * curve))
+            return "the losses curve downward: no valley"
+        lowest = float(x.mean() - slope / (2 * curve))
+        if not x[0] < lowest < x[-1]:
+            side = "smallest" if lowest <= x[0] else "largest"
+            return f"the minimum lies beyond the {side} model"
+        return lowest, float(level - slope**2 / (4 * curve))
     fine = np.linspace(x[0], x[-1], 4001)
     depth = Akima1DInterpolator(x, y)(fine)
     low = int(np.argmin(depth))
     if low in (0, len(fine) - 1):
-        return f"the {'largest' if low else 'smallest'} model is the best: the minimum lies beyond the edge"
+        side = "largest" if low else "smallest"
+        return f"the {side} model is the best: the minimum lies beyond the edge"
     return float(fine[low]), float(depth[low])
 
 
 def envelope(points: Points, steps: int = 60) -> Minima:
-    """Approach 1: at each compute the lowest of all training curves. Rows that share `run` are one curve."""
+    """Approach 1: the lowest of all training curves at each compute. Rows with one `run` are one
+    curve."""
     names = np.array(points.run)
-    curves = [
-        points.take(names == name)
-        for name in dict.fromkeys(points.run)
-        if (names == name).sum() >= 3
-    ]
+    curves = [points.take(names == name) for name in dict.fromkeys(points.run)]
+    curves = [curve.take(np.argsort(curve.C)) for curve in curves if len(curve) >= 3]
     if len({float(curve.N[0]) for curve in curves}) < 3:
         raise DataError(
-            f"law=envelope needs curves (three rows or more with one `run`) of three sizes and found {len(curves)}; "
-            f"give run directories, or log held-out losses along the run"
+            f"law=envelope needs curves (three rows or more with one `run`) of three sizes and "
+            f"found {len(curves)}; give run directories, or log held-out losses along the run"
         )
-    curves = [curve.take(np.argsort(curve.C)) for curve in curves]
     grid = np.geomspace(points.C.min(), points.C.max(), steps)
+    x = np.log(grid)
     losses = np.array(
-        [
-            np.interp(np.log(grid), np.log(c.C), np.log(c.loss), left=np.inf, right=np.inf)
-            for c in curves
-        ]
+        [np.interp(x, np.log(c.C), np.log(c.loss), left=np.inf, right=np.inf) for c in curves]
     )
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[Minimum] = []
     for column, C in enumerate(grid):
         best = int(np.argmin(losses[:, column]))
         # Where one curve alone is left, nothing says that another size would not be better.
         if np.isfinite(losses[:, column]).sum() >= 2:
             curve = curves[best]
-            D = float(np.exp(np.interp(np.log(C), np.log(curve.C), np.log(curve.D))))
-            rows.append((float(curve.N[0]), D, float(C), float(np.exp(losses[best, column]))))
-    # The smallest and the largest size win also where a size beyond them would: such stretches are edges.
-    inner = [row for row in rows if points.N.min() < row[0] < points.N.max()]
+            D = float(np.exp(np.interp(x[column], np.log(curve.C), np.log(curve.D))))
+            loss = float(np.exp(losses[best, column]))
+            rows.append(Minimum(float(curve.N[0]), D, float(C), loss))
+    # The smallest and the largest size also win where a size beyond them would: drop those edges.
+    inner = [row for row in rows if points.N.min() < row.N < points.N.max()]
     notes = ["Curves along a run are not annealed: finished runs do better than their envelope."]
-    if len({row[0] for row in inner}) < 3:
+    if len({row.N for row in inner}) < 3:
         inner = rows
         notes.append(
-            "Too few sizes to leave out the edges of the envelope: its exponents lean on the grid of sizes."
+            "Too few sizes to drop the edges of the envelope: its exponents depend on the grid "
+            "of sizes."
         )
     if len(inner) < 5:
         raise DataError(
             "law=envelope: the curves hardly overlap in compute; train sizes whose budgets overlap"
         )
-    return through(points, inner, notes)
+    return _through(points, inner, notes)
 
 
-def through(
-    points: Points, rows: list[tuple[float, float, float, float]], notes: list[str]
-) -> Minima:
+def _through(points: Points, rows: list[Minimum], notes: list[str]) -> Minima:
     N, D, C, loss = np.array(rows).T
     a, n0 = np.polyfit(np.log(C), np.log(N), 1)
     b, d0 = np.polyfit(np.log(C), np.log(D), 1)
-    minima = replace(
-        points,
-        N=N,
-        D=D,
-        C=C,
-        loss=loss,
-        run=tuple(f"minimum at {c:.3g}" for c in C),
-        experts=None,
-        unique=None,
-    )
+    names = tuple(f"minimum at {c:.3g}" for c in C)
+    minima = replace(at(points, C, N, D, run=names), loss=loss, dropped=points.dropped)
     return Minima(minima, float(a), float(b), (float(n0), float(d0)), tuple(notes))

@@ -1,30 +1,42 @@
-"""What a run that has not been made will reach: its loss with an interval, and the best split of its compute."""
+"""Forecast a run that has not been made: its loss with an interval, its recipe and its cost."""
 
+import json
 import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.config.layers import load, load_cluster
+from pipeline.config.dump import differences
+from pipeline.config.layers import load, load_cluster, reload
 from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
-from pipeline.planner.check import resolve
 from pipeline.planner.count import flops_per_token, params
-from pipeline.planner.recipe import rule
+from pipeline.planner.recipe import resolve, rule
+from pipeline.runs.directory import FREE
+from pipeline.runs.history import Run
 from pipeline.scaling.frontier import at, flops_per_parameter_token
-from pipeline.scaling.points import FIGURES, Points, column, read_table
+from pipeline.scaling.points import Points, read_columns, read_table
 from pipeline.scaling.study import Study
 from pipeline.units import count
 
-MFU = 0.4  # of peak; what dense runs of 1–7B reach on H100s (llm-foundry, Megatron-LM: 41–47%)
+MFU = 0.4  # of peak; dense runs of 1–7B on H100s reach 41–47% (llm-foundry, Megatron-LM)
+PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
+# Settings of a run that are no part of its ladder's recipe: its identity, length and machine.
+OWN_SETTINGS = (
+    *FREE,
+    *("version", "seed", "init", "data.hash", "model.size", "model.arch", "model.vocab"),
+    *("train.steps", "train.tokens", "train.flops", "train.dtype", "train.loss_chunk"),
+)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One run foretold."""
+    """The forecast of one run."""
 
     name: str
     N: float
@@ -37,28 +49,24 @@ class Forecast:
     optimum: dict[str, float] | None  # the best split of the same compute
 
 
-def at_flops(study: Study, C: float) -> Points:
-    """The compute-optimal run of that compute."""
-    return study.frontier(np.array([C]))
-
-
 def at_sizes(study: Study, N: float, D: float) -> Points:
-    """N parameters on D tokens, FLOPs counted as in the fitted points."""
-    each = flops_per_parameter_token(study.fit.points)
-    return at(study.fit.points, np.array([each * N * D]), np.array([N]), np.array([D]))
+    """N parameters on D tokens, with FLOPs counted as in the fitted points."""
+    return at_targets(study, {"N": np.array([N]), "D": np.array([D])})
 
 
 def read_targets(path: Path) -> dict[str, Any]:
-    """Columns N, D and, if there, C, run, experts, unique."""
+    """Read columns N, D and, if present, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
-    found = {
-        key: column(path, rows, key)
-        for key in FIGURES
-        if key != "loss" and any(row.get(key) for row in rows)
-    }
+    found = read_columns(path, rows, ("N", "D"))
+    found.pop("loss", None)
     for key, values in found.items():
-        if not ((values > 0) & np.isfinite(values)).all():
-            raise ConfigError(f"targets={path}: every {key} must be a number above zero")
+        wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
+        if len(wrong):
+            cell = rows[wrong[0]].get(key) or "an empty cell"
+            raise ConfigError(
+                f"targets={path}:{wrong[0] + 2}: {key}={cell} must be a number above zero, such "
+                f"as 1e9"
+            )
     return {**found, "run": tuple(row.get("run") or "" for row in rows)}
 
 
@@ -67,45 +75,8 @@ def at_targets(study: Study, targets: dict[str, Any]) -> Points:
     return at(study.fit.points, **{"C": C, **targets})
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A rung of the ladder as `launch pretrain` would run it."""
-
-    N: float
-    D: float
-    C: float
-    lr: float
-    batch_tokens: int
-    steps: int
-
-
-def recipe_of(
-    size: str, arch: str | None, tokens: float | None, sets: Sequence[str], gpus: int
-) -> Recipe:
-    """Exact N and FLOPs from the accounts, rate and batch from the recipe."""
-    over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
-    config = resolve(load(size=size, arch=arch, sets=sets, over=over), ranks=gpus, gpu=True)
-    train, lr = config.train, config.optim.lr
-    D = float(train.steps * train.batch_tokens)
-    C = D * flops_per_token(config.model).model
-    return Recipe(params(config.model).scaling, D, C, lr, train.batch_tokens, train.steps)
-
-
-def recipe_at(N: float, D: float, C: float) -> Recipe | None:
-    """The recipe's rule for a run that is on no rung, taking N for its parameters; None where the law knows no N."""
-    if not (math.isfinite(N) and math.isfinite(D)):
-        return None
-    lr, batch_tokens = rule(N, D)
-    return Recipe(N, D, C, lr, batch_tokens, max(1, round(D / batch_tokens)))
-
-
-def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:
-    C, N, D = (np.array([value]) for value in (recipe.C, recipe.N, recipe.D))
-    return at(study.fit.points, C, N, D, run=(name,))
-
-
 def forecast(study: Study, targets: Points) -> list[Forecast]:
-    """Each target's loss and 95% interval."""
+    """Each target's loss by the printed law, with its 95% interval."""
     if study.name == "moe" and targets.experts is None:
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
@@ -113,44 +84,164 @@ def forecast(study: Study, targets: Points) -> list[Forecast]:
     loss, low, high = study.interval(targets)
     best = study.optimum(targets.C, targets.experts)
     largest = float(study.fit.points.C.max())
-    return [
-        Forecast(
-            targets.run[i], float(targets.N[i]), float(targets.D[i]), float(targets.C[i]),
-            float(loss[i]), float(low[i]), float(high[i]), float(targets.C[i]) / largest,
-            None if best is None else {
-                "C": float(best.C[i]), "N": float(best.N[i]), "D": float(best.D[i]), "loss": float(best.loss[i])},
-        )
-        for i in range(len(targets))
-    ]  # fmt: skip
+    made = []
+    for i, name in enumerate(targets.run):
+        split = None
+        if best is not None:
+            split = {key: float(getattr(best, key)[i]) for key in ("C", "N", "D", "loss")}
+        place = (float(targets.N[i]), float(targets.D[i]), float(targets.C[i]))
+        interval = (float(loss[i]), float(low[i]), float(high[i]))
+        made.append(Forecast(name, *place, *interval, float(targets.C[i]) / largest, split))
+    return made
 
 
 def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[str]:
     """What a reader of these forecasts should know."""
-    said = []
+    found = []
     far = max(f.extrapolation for f in made)
-    if far > 100:
-        said.append(
-            f"{far:.3g}× beyond the largest run: laws have been seen to hold over 300×, with a ladder made for it."
-        )
-    least = min(f.loss for f in made)
-    if study.profile is not None and least < study.profile.low:
-        said.append(
-            f"{least:.4g} lies below the floor that these runs point to (E from {study.profile.low:.4g}): forecasts "
-            f"lean towards exponents known from larger ladders. Believe the interval, and runs nearer to the target."
+    if far > PROVEN_REACH:
+        found.append(
+            f"{far:.3g}× beyond the largest run: laws are known to hold over 300×, from a ladder "
+            f"that was made for it."
         )
     if study.name == "data-constrained" and targets.unique is None:
-        said.append(
-            "Every token is taken to be new; where some repeat, give --targets with a column `unique`."
+        found.append(
+            "Every token counts as new; where some repeat, give --targets with a column `unique`."
         )
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
-        points = study.fit.points
-        low, high = (float(np.quantile(points.D / points.N, q)) for q in (0, 1))
+        ratio = study.fit.points.D / study.fit.points.N
+        low = float(ratio.min())
+        high = float(ratio.max())
         if any(not 0.5 * low <= f.D / f.N <= 2 * high for f in made):
-            said.append(
-                f"This law knows only compute, along runs of {low:.3g} to {high:.3g} tokens per parameter; "
-                f"a target of {made[0].D / made[0].N:.3g} (N = {count(made[0].N)}) is off that line."
+            first = made[0]
+            found.append(
+                f"This law depends on compute alone, along runs of {low:.3g} to {high:.3g} tokens "
+                f"per parameter; a target of {first.D / first.N:.3g} (N = {count(first.N)}) is off "
+                f"that line."
             )
-    return said
+    return found
+
+
+# --- the recipe --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What the fitted runs have in common: the recipe that the law is about."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, where not the default
+    vocab: int | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run as `launch pretrain` would train it."""
+
+    N: float
+    D: float
+    C: float
+    lr: float
+    batch_tokens: int
+    steps: int
+    command: str | None = None
+
+
+def ladder_of(runs: Sequence[Run]) -> Ladder:
+    """The settings that all these runs share and the default recipe does not have."""
+    vocab = runs[0].record.get("vocab")
+    files = [run.path / "config.toml" for run in runs]
+    if not all(file.is_file() for file in files):  # runs from MLflow have no config here
+        seq = runs[0].record.get("seq")
+        settings = {"model.seq": int(seq)} if seq else {}
+        return Ladder(settings, int(vocab) if vocab else None)
+    shared: dict[str, Any] | None = None
+    for file in files:
+        own = _own_recipe(file)
+        if shared is None:
+            shared = own
+        shared = {key: value for key, value in shared.items() if own.get(key) == value}
+    places = {reload(file).data.dir for file in files}
+    data = places.pop() if len(places) == 1 else None
+    return Ladder(shared or {}, int(vocab) if vocab else None, data)
+
+
+def _own_recipe(file: Path) -> dict[str, Any]:
+    """The settings of a run that the recipe for its size, vocabulary and length does not give."""
+    config = reload(file)
+    model = config.model
+    over = {
+        "model": {"vocab": model.vocab, "seq": model.seq},
+        "train": {"tokens": int(config.train.steps or 1) * int(config.train.batch_tokens)},
+    }
+    try:
+        default = resolve(load(size=model.size, arch=model.arch, over=over), ranks=1, gpu=False)
+    except ConfigError:  # an imported model has no size of ours
+        return {}
+    changed = {key: new for key, (_, new) in differences(default, config).items()}
+    if model.seq != load(size=model.size, arch=model.arch).model.seq:
+        changed["model.seq"] = model.seq
+    return {
+        key: value
+        for key, value in changed.items()
+        if value is not None and not any(fnmatch(key, pattern) for pattern in OWN_SETTINGS)
+    }
+
+
+def recipe_of(
+    size: str, arch: str, tokens: float | None, ladder: Ladder, sets: Sequence[str]
+) -> Recipe:
+    """A size trained as the ladder was, with exact N and FLOPs, and the command that does it."""
+    # A `kind` comes first: setting it later would reset the settings of its table.
+    ordered = sorted(ladder.settings.items(), key=lambda item: not item[0].endswith("kind"))
+    given = [f"{key}={_text(value)}" for key, value in ordered]
+    over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
+    layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
+    loaded = load(size=size, arch=arch, data=layer, sets=[*given, *sets], over=over)
+    config = resolve(loaded, ranks=1, gpu=True)
+    train = config.train
+    lr = config.optim.lr
+    assert train.steps and train.batch_tokens != "auto" and lr != "auto"
+    # Like a sweep's commands: the recipe must not depend on where the run is started.
+    spelled = {
+        "optim.lr": lr,
+        "optim.schedule.warmup_steps": config.optim.schedule.warmup_steps,
+        "train.batch_tokens": train.batch_tokens,
+    }
+    every = {text.partition("=")[0]: text for text in (*given, *sets)}
+    every |= {key: f"{key}={_text(value)}" for key, value in spelled.items()}
+    every.pop("train.tokens_per_param", None)  # --steps says it
+    words = ["launch", "pretrain", "--size", size, "--arch", arch, "--data", ladder.data or "DATA"]
+    words += ["--steps", str(train.steps)]
+    words += [word for text in every.values() for word in ("--set", text)]
+    D = float(train.steps * train.batch_tokens)
+    C = D * flops_per_token(config.model).model
+    N = params(config.model).scaling
+    return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
+
+
+def _text(value: Any) -> str:
+    """A value as --set parses it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
+    """The recipe for a run of no known size; None for a law of compute alone."""
+    if not (math.isfinite(made.N) and math.isfinite(made.D)):
+        return None
+    lr, batch_tokens = rule(made.N, made.D)
+    lr = float(ladder.settings.get("optim.lr", lr))
+    batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))
+    steps = max(1, round(made.D / batch_tokens))
+    return Recipe(made.N, made.D, made.C, lr, batch_tokens, steps)
+
+
+def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:
+    C, N, D = (np.array([value]) for value in (recipe.C, recipe.N, recipe.D))
+    return at(study.fit.points, C, N, D, run=(name,))
+
+
+# --- the cost ----------------------------------------------------------------------------------
 
 
 def priced(cluster: str) -> Cluster:
@@ -164,15 +255,16 @@ def priced(cluster: str) -> Cluster:
 
 
 def cost(C: float, site: Cluster, gpus: int) -> dict[str, Any]:
-    """Time on a cluster at an MFU that is said aloud, and its price where the cluster has one."""
+    """Time on a cluster at an assumed MFU, and its price where the cluster has one."""
     assert site.peak_flops is not None
     hours = C / (site.peak_flops * MFU) / 3600
-    usd = {} if site.usd_per_gpu_hour is None else {"usd": hours * site.usd_per_gpu_hour}
-    return {
+    found = {
         "cluster": site.name,
         "gpus": gpus,
         "mfu": MFU,
         "gpu_hours": hours,
         "hours": hours / gpus,
-        **usd,
     }
+    if site.usd_per_gpu_hour is not None:
+        found["usd"] = hours * site.usd_per_gpu_hour
+    return found

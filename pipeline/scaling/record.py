@@ -1,4 +1,4 @@
-"""Forecasts on the record: written once, before the run, never changed; and their score when the run has landed."""
+"""Registered forecasts: written once, before the run, never changed; and scored after it."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forec
 def register(
     folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, now: float
 ) -> list[Path]:
-    """Write forecasts where none of their targets has one, all or nothing; the digest inside shows later changes."""
+    """Write the forecasts, all or none, where no target has one; a digest shows later changes."""
     contents: dict[Path, str] = {}
     for one in made:
         if not (one.N > 0 and one.D > 0):
@@ -30,42 +30,44 @@ def register(
             )
         if not (math.isfinite(one.low) and math.isfinite(one.high)):
             raise RunError(
-                f"forecast {one.loss:.4g} has no interval to be scored by: too few runs; add a size and fit again"
+                f"forecast {one.loss:.4g} has no interval to score: too few runs; add a size and "
+                f"fit again"
             )
         path = folder / f"N{count(one.N)}-D{count(one.D)}.json"
         if path in contents:
             raise RunError(f"targets: two are {path.stem}, which is one run; leave one of them out")
         content = {"version": VERSION, "time": now, "forecast": vars(one), "fit": study}
-        contents[path] = json.dumps({**content, "sha256": digest(content)}, indent=1)
-    whole: list[Path] = []
+        contents[path] = json.dumps({**content, "sha256": _digest(content)}, indent=1)
+    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
-            with path.open("x", encoding="utf-8") as file:  # refuses a name that is taken
-                whole.append(path)
+            with path.open("x", encoding="utf-8") as file:  # fails where the file exists
+                written.append(path)
                 file.write(text)
             path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
-    except BaseException as error:  # Ctrl-C too
-        for path in whole:
+    except BaseException as error:  # also Ctrl-C: all or none
+        for path in written:
             path.unlink()
-        match error:
-            case FileExistsError(filename=taken) if folder.is_dir():
-                told = f"{taken} is already registered; a forecast is made once, and scored with `launch score`"
-                raise RunError(told) from None
-            case OSError():
-                raise RunError(
-                    f"forecasts={folder} cannot be written: {error.strerror}; choose --forecasts"
-                ) from None
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            raise RunError(
+                f"{error.filename} is already registered; a forecast is made once, and scored with "
+                f"`launch score`"
+            ) from None
+        if isinstance(error, OSError):
+            raise RunError(
+                f"forecasts={folder} cannot be written: {error.strerror}; choose --forecasts"
+            ) from None
         raise
-    return whole
+    return written
 
 
-def digest(content: dict[str, Any]) -> str:
+def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def registered(folder: Path) -> list[dict[str, Any]]:
-    """Every forecast on record, oldest first; one that was changed is an error."""
+    """Every registered forecast, oldest first; one that was changed is an error."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -75,9 +77,9 @@ def registered(folder: Path) -> list[dict[str, Any]]:
             raise RunError(
                 f"{path} is not a registered forecast; move it out of {folder}"
             ) from None
-        if digest(content) != claimed:
+        if _digest(content) != claimed:
             raise RunError(
-                f"{path} was changed after it was registered; restore it, or take it out of the score"
+                f"{path} was changed after it was registered; restore it, or move it away"
             )
         found.append(content)
     return sorted(found, key=lambda content: float(content["time"]))
@@ -85,7 +87,7 @@ def registered(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Score:
-    """A forecast against its run; `error`, `inside` and `counts` are None until the run has finished."""
+    """A forecast and its run; the fields after `high` are None until the run has finished."""
 
     N: float
     D: float
@@ -101,21 +103,25 @@ class Score:
 
 
 def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Score]:
-    """Each forecast with the finished run it foretold."""
+    """Each forecast with the finished run that it predicted."""
     scores = []
     for content in forecasts:
-        f, landed = content["forecast"], {}
-        run = next(
-            (run for run in runs if run.finished and run.evals and _same(run, f["N"], f["D"])), None
-        )
-        if run is not None:
+        f = content["forecast"]
+        landed: dict[str, Any] = {}
+        for run in runs:
+            if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
+                continue
             measured = float(run.evals[-1]["loss"])
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
             landed = {
-                "run": run.name, "measured": measured, "error": measured / f["loss"] - 1,
-                "inside": f["low"] <= measured <= f["high"], "counts": float(content["time"]) < began,
-            }  # fmt: skip
-        scores.append(Score(*(f[key] for key in ("N", "D", "C", "loss", "low", "high")), **landed))
+                "run": run.name,
+                "measured": measured,
+                "error": measured / f["loss"] - 1,
+                "inside": f["low"] <= measured <= f["high"],
+                "counts": float(content["time"]) < began,
+            }
+            break
+        scores.append(Score(f["N"], f["D"], f["C"], f["loss"], f["low"], f["high"], **landed))
     return scores
 
 
@@ -124,7 +130,7 @@ def _same(run: Run, N: float, D: float) -> bool:
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:
-    """How the forecasts that count have done so far."""
+    """How well the forecasts that count have done so far."""
     counted = [s for s in scores if s.counts]
     errors = [abs(s.error) for s in counted if s.error is not None]
     return {

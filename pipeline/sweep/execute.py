@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.atomic import replace
+from pipeline.atomic import lock, replace
 from pipeline.errors import ConfigError, DataError, RunError
-from pipeline.process import end_with_parent, python_module
+from pipeline.process import SIGNALS, end_with_parent, python_module
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import Run, read_run, read_runs
 from pipeline.runs.log import last_records
@@ -24,16 +24,15 @@ from pipeline.track.mlflow_runs import FORECASTS, SWEEP_FILE, keep, read_sweep
 from pipeline.units import finite
 
 POLL_S = 0.3
+COUNTS = ("total", "active", "non_embedding")  # the other ways to count N, in points.csv
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep as a command; whoever starts it, here or on a cluster, it is the same one."""
+    """One run of a sweep as a command, the same here and on a cluster."""
 
     name: str
-    argv: tuple[
-        str, ...
-    ]  # of `launch`; --resume is among them, so the same command begins, continues and passes over
+    argv: tuple[str, ...]  # of `launch`; with --resume, so it starts, continues or does nothing
     out: Path
     steps: int
     after: str | None = None  # the member that must have finished first
@@ -44,7 +43,7 @@ class Member:
 
     @property
     def step(self) -> int:
-        """How far it has got, from the end of its log."""
+        """The last step in its log."""
         try:
             records = last_records(RunDir(self.out).log)
         except RunError:
@@ -53,39 +52,72 @@ class Member:
 
 
 def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:
-    """Every run with what was planned for it spelled out: its recipe must not depend on where it is started."""
+    """Every run with its planned values spelled out, so that it is the same wherever it starts."""
     if sweep.data is None:
         raise ConfigError(
             "data is missing in the sweep; give --data DIR, made by `launch data prepare`"
         )
     found = []
     for run in runs:
-        sets = (
-            *sweep.set, f"optim.lr={run.lr}", f"optim.schedule.warmup_steps={run.warmup_steps}",
-            f"train.batch_tokens={run.batch_tokens}",
-        )  # fmt: skip
-        if branches := [other.begins for other in runs if other.trunk == run.name]:
-            sets = (*sets, f"train.keep_at={sorted(branches)}")
         out = root / run.name
-        argv = [
-            "pretrain", "--size", run.size, "--arch", sweep.arch, "--data", sweep.data, "--out", str(out),
-            "--experiment", sweep.experiment, "--nproc", str(sweep.nproc), "--steps", str(run.steps), "--resume",
-            *(["--cluster", sweep.cluster] if sweep.cluster else []),
-            *(["--branch", str(root / run.trunk)] if run.trunk else []), *(part for s in sets for part in ("--set", s)),
-        ]  # fmt: skip
+        argv = ["pretrain", "--size", run.size, "--arch", sweep.arch, "--data", sweep.data]
+        argv += ["--out", str(out), "--experiment", sweep.experiment]
+        argv += ["--nproc", str(sweep.nproc), "--steps", str(run.steps), "--resume"]
+        if sweep.cluster:
+            argv += ["--cluster", sweep.cluster]
+        if run.trunk:
+            argv += ["--branch", str(root / run.trunk)]
+        sets = [
+            *sweep.set,
+            f"optim.lr={run.lr}",
+            f"optim.schedule.warmup_steps={run.warmup_steps}",
+            f"train.batch_tokens={run.batch_tokens}",
+        ]
+        branches = sorted(other.begins for other in runs if other.trunk == run.name)
+        if branches:
+            sets.append(f"train.keep_at={branches}")
+        for text in sets:
+            argv += ["--set", text]
         found.append(Member(run.name, tuple(argv), out, run.steps, run.trunk))
     return found
 
 
 @dataclass
 class Progress:
-    """Where a sweep stands, for whoever shows it."""
+    """The state of a sweep, for display."""
 
     waiting: list[Member]
     running: dict[str, Member] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # name → one line
+    failed: dict[str, str] = field(default_factory=dict)  # name → reason, one line
     stopping: bool = False
+
+
+@contextlib.contextmanager
+def claimed(root: Path, sweep: Sweep) -> Iterator[None]:
+    """Lock a sweep's directory and write sweep.json.
+
+    Two sweeps in one directory would start the same runs, and each would report those of the other
+    as failed. sweep.json also makes the runs beside it children of one parent in MLflow.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        held = lock(root / ".sweep")
+        if held is None:
+            raise RunError(
+                f"--out {root}: another `launch sweep run` is at work there; wait for it, or give "
+                f"another --out"
+            )
+        text = sweep.model_dump_json(indent=1, exclude_none=True)
+        replace(root / SWEEP_FILE, text.encode() + b"\n")
+    except OSError as error:
+        raise RunError(
+            f"--out {root} cannot be written: {error.strerror}; choose another directory"
+        ) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def run(
@@ -96,54 +128,50 @@ def run(
     track: bool = True,
     poll_s: float = POLL_S,
 ) -> Progress:
-    """Every member in its turn, `jobs` at a time. One that fails is told of and the others go on; Ctrl-C or SIGTERM
-    lets the running ones save, and the same call continues them. `show` is called whenever something may have changed.
+    """Run every member, `jobs` at a time.
+
+    One that fails is reported and the others go on. Ctrl-C or SIGTERM lets the running ones save,
+    and the same call continues them. `show` is called whenever something may have changed.
     """
-    at = Progress(list(todo))
+    state = Progress(list(todo))
     known = {member.name for member in todo}
     processes: dict[str, subprocess.Popen[str]] = {}
 
     def stop(number: int, _frame: object) -> None:
-        at.stopping = True
-        for (
-            process
-        ) in processes.values():  # a second wish reaches them as a second one: they end at once
+        state.stopping = True
+        for process in processes.values():  # a second signal makes them end at once
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    old = {
-        number: signal.signal(number, stop)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    }
+    old = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
-        while processes or (at.waiting and not at.stopping):
-            while (
-                len(processes) < jobs
-                and not at.stopping
-                and (member := _next(at, known)) is not None
-            ):
+        while processes or (state.waiting and not state.stopping):
+            while len(processes) < jobs and not state.stopping:
+                member = _next(state, known)
+                if member is None:
+                    break
                 processes[member.name] = _start(member, jobs, track)
-                at.running[member.name] = member
-            show(at)
+                state.running[member.name] = member
+            show(state)
             time.sleep(poll_s if processes else 0)
             for name, process in list(processes.items()):
                 if process.poll() is not None:
-                    _end(at, at.running.pop(name), processes.pop(name))
+                    _end(state, state.running.pop(name), processes.pop(name))
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    show(at)
-    return at
+    show(state)
+    return state
 
 
-def _next(at: Progress, known: set[str]) -> Member | None:
-    """The next member whose beginning is there; one whose beginning has failed fails with it."""
-    for member in list(at.waiting):
-        if member.after in at.failed:
-            at.waiting.remove(member)
-            at.failed[member.name] = f"begins where {member.after} stands, which failed"
-        elif member.after is None or member.after in at.finished or member.after not in known:
-            at.waiting.remove(member)
+def _next(state: Progress, known: set[str]) -> Member | None:
+    """The next member whose trunk is trained; one whose trunk failed fails too."""
+    for member in list(state.waiting):
+        if member.after in state.failed:
+            state.waiting.remove(member)
+            state.failed[member.name] = f"branches off {member.after}, which failed"
+        elif member.after is None or member.after in state.finished or member.after not in known:
+            state.waiting.remove(member)
             return member
     return None
 
@@ -151,76 +179,66 @@ def _next(at: Progress, known: set[str]) -> Member | None:
 def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
+    argv = [*member.argv, "--quiet"]
+    if not track:
+        argv.append("--no-track")
     return subprocess.Popen(
-        python_module("launch", *member.argv, "--quiet", *([] if track else ["--no-track"])),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        python_module("launch", *argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         env={"OMP_NUM_THREADS": str(threads), **os.environ},
-        start_new_session=True,  # Ctrl-C is ours to hand on, once
+        start_new_session=True,  # Ctrl-C reaches it through `run`, once
         preexec_fn=end_with_parent,
-    )  # fmt: skip
+    )
 
 
-def _end(at: Progress, member: Member, process: subprocess.Popen[str]) -> None:
-    said = [line for line in process.communicate()[1].splitlines() if line.strip()]
+def _end(state: Progress, member: Member, process: subprocess.Popen[str]) -> None:
+    printed = [line for line in process.communicate()[1].splitlines() if line.strip()]
     if process.returncode == 0 and member.finished:
-        at.finished.append(member.name)
-    elif at.stopping:
-        at.waiting.insert(0, member)
+        state.finished.append(member.name)
+    elif state.stopping:
+        state.waiting.insert(0, member)
     else:
-        reason = (
-            said[-1]
-            if said
-            else f"ended with code {process.returncode} and no reason; see {member.out}/logs"
-        )
-        at.failed[member.name] = reason.removeprefix("error: ")
+        reason = f"exit code {process.returncode} without a reason; see {member.out}/logs"
+        if printed:
+            reason = printed[-1].removeprefix("error: ")
+        state.failed[member.name] = reason
 
 
-COUNTS = ("total", "active", "non_embedding")
+# --- the results of a sweep, made from its run directories alone -------------------------------
 
 
 def write(root: Path) -> list[Path]:
-    """points.csv and fit.json."""
+    """Write points.csv and fit.json."""
     runs = read_runs(root)
     try:
         fitted = study(points_of(runs), resamples=1000).to_json()
     except DataError as error:
         fitted = {"law": None, "warnings": [f"No law yet: {error}"]}
-    _points(root / "points.csv", runs)
-    replace(
-        root / "fit.json", json.dumps(finite(fitted), indent=1, ensure_ascii=False).encode() + b"\n"
-    )
-    return [root / name for name in ("points.csv", "fit.json")]
+    text = json.dumps(finite(fitted), indent=1, ensure_ascii=False)
+    replace(root / "fit.json", text.encode() + b"\n")
+    _write_points(root / "points.csv", runs)
+    return [root / "points.csv", root / "fit.json"]
 
 
 def publish(root: Path, files: Sequence[Path]) -> str | None:
-    """Bring the parent run up to date; a line to show where MLflow did not take it."""
+    """Update the sweep's parent run in MLflow; return a line to print if that failed."""
     about = read_sweep(root)
     forecasts = sorted((root / FORECASTS).glob("*.json"))
     return keep(str(about["experiment"]), [root / SWEEP_FILE, *files], forecasts, sweep=about)
 
 
-def record(root: Path, sweep: Sweep) -> None:
-    """sweep.json: what was asked for, and the mark by which runs beside it become children of one parent."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        replace(
-            root / SWEEP_FILE,
-            sweep.model_dump_json(indent=1, exclude_none=True).encode() + b"\n",
-        )
-    except OSError as error:
-        raise RunError(
-            f"--out {root} cannot be written: {error.strerror}; choose another directory"
-        ) from None
-
-
-def _points(path: Path, runs: Sequence[Run]) -> None:
-    """A row for each finished run: what `launch fit --points` reads, and each way to count N."""
+def _write_points(path: Path, runs: Sequence[Run]) -> None:
+    """Write a row per finished run, as `launch fit --points` reads it, with other counts of N."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(["run", "N", "D", "C", "loss", *COUNTS, "vocab", "convention"])
         for run in runs:
             if run.finished and run.evals:
-                last, record = run.evals[-1], run.record
+                last = run.evals[-1]
+                record = run.record
                 figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
                 counts = [record["params"].get(key) for key in COUNTS]
                 rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])

@@ -1,4 +1,4 @@
-"""Lay out a sweep before it costs anything: which sizes on how many tokens, and what all of it takes."""
+"""Plan a sweep before it costs anything: which sizes on how many tokens, and the cost of it all."""
 
 import math
 from collections.abc import Callable
@@ -10,26 +10,27 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from pipeline.config.layers import load, names, read_toml, validate
+from pipeline.config.layers import CONFIGS, load, names, nearest, read_toml, validate
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import RunSpec, WSDSpec
+from pipeline.config.schema import WSD, RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
-from pipeline.planner.check import resolve
 from pipeline.planner.memory import Layout, memory
+from pipeline.planner.recipe import resolve
 from pipeline.planner.speed import estimate
 from pipeline.units import count, power
 
-SIDE = (
-    2  # sizes wanted on each side of N*: an Akima valley needs them, and one alone may be the edge
-)
-SPACING = 4.0  # between budgets planned from a total
-LAYER_S = 2e-3  # the least a step takes per layer, however small: its kernels have to be started (docs/LOG.md)
+SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
+SPACING = 4.0  # between budgets that are planned from a total
+LAYER_S = 2e-3  # the least time of a step per layer: launching its kernels (docs/LOG.md)
 TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
-RATES = 2.0  # between the recipe's rates of lengths that share a trunk; the plateau is flat that far about its best
+# Learning rates of lengths that share a trunk differ at most by this factor; the loss is flat that
+# far around the best rate.
+RATES = 2.0
 Positive = Annotated[float, Field(gt=0)]
+Best = Callable[[float], float]  # N*(C), where an earlier fit knows it
 
 
 class Sweep(Frozen):
@@ -38,22 +39,18 @@ class Sweep(Frozen):
     kind: Literal["isoflop", "ladder"]
     experiment: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     arch: str = "dense"
-    budgets: tuple[Positive, ...] = ()  # FLOPs, of an isoFLOP grid
-    sizes: tuple[
-        str, ...
-    ] = ()  # of a ladder; for an isoFLOP grid the rungs to choose from, all if empty
-    tokens_per_param: tuple[Positive, ...] = (
-        20.0,
-    )  # horizons of a ladder; the first is an isoFLOP grid's guess of D*/N*
-    tokens: tuple[
-        Positive, ...
-    ] = ()  # horizons of a ladder in tokens, the same for every size, instead
-    trunk: bool = True  # lengths of one size, whose rates agree within RATES, branch off the longest of them (WSD)
-    wide: Annotated[float, Field(ge=2)] = 8.0  # each budget's sizes reach from N*/wide to N*·wide
-    set: tuple[str, ...] = ()  # settings over every run's config
-    data: str | None = None  # shards; known, every run is counted with their vocabulary
-    nproc: Annotated[int, Field(ge=1)] = 1  # processes of each run, one per GPU
-    cluster: str | None = None  # of configs/cluster; left out, the runs are planned for CPUs
+    budgets: tuple[Positive, ...] = ()  # FLOPs of each valley of an isoFLOP grid
+    # The sizes of a ladder; for an isoFLOP grid those to choose from, all if empty.
+    sizes: tuple[str, ...] = ()
+    # The lengths of a ladder; the first is an isoFLOP grid's guess of D*/N*.
+    tokens_per_param: tuple[Positive, ...] = (20.0,)
+    tokens: tuple[Positive, ...] = ()  # lengths of a ladder in tokens instead, for every size
+    trunk: bool = True  # shorter lengths of a size branch off its longest run (WSD)
+    wide: Annotated[float, Field(ge=2)] = 8.0  # sizes of a budget range from N*/wide to N*·wide
+    set: tuple[str, ...] = ()  # settings of every run
+    data: str | None = None  # prepared data; its vocabulary counts
+    nproc: Annotated[int, Field(ge=1)] = 1  # processes per run, one per GPU
+    cluster: str | None = None  # in configs/cluster; without one, runs are planned for CPUs
 
 
 @dataclass(frozen=True)
@@ -72,49 +69,46 @@ class Planned:
     memory_bytes: int  # per rank, ZeRO 1
     mfu: float | None  # of the sweep's GPUs
     hours: float | None
-    cost: float  # FLOPs this run adds: C, less what its trunk has done
-    trunk: str | None = None  # the run in whose plateau this one begins
-    begins: int = 0  # at this step
+    cost: float  # FLOPs that this run adds: C, less what its trunk has computed
+    trunk: str | None = None  # the run that this one branches off
+    begins: int = 0  # the step where it does
 
 
-def read(path: Path) -> Sweep:
+def read(name: str | Path) -> Sweep:
+    """Read a sweep file, or a shipped sweep by its name, such as `ladder`."""
+    path = Path(name)
+    folder = CONFIGS / "scaling"
+    if path.name == str(name) and path.suffix != ".toml" and not path.exists():
+        path = folder / f"{name}.toml"
+        if not path.exists():
+            shipped = [p.stem for p in sorted(folder.glob("*.toml")) if "kind" in read_toml(p)]
+            raise ConfigError(
+                f"sweep={str(name)!r} is neither a file nor a shipped sweep"
+                f"{nearest(str(name), shipped)}"
+            )
     return validate(Sweep, read_toml(path), where=str(path))
 
 
-def plan(
-    sweep: Sweep, best: Callable[[float], float] | None = None, mfu: float | None = None
-) -> list[Planned]:
-    """Every run of the sweep; `best` gives N*(C) where an earlier fit knows it, `mfu` replaces the rule of TIMING."""
-    rungs = _rungs(sweep.sizes, sweep.arch, sweep.data, sweep.cluster, sweep.set)
+def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> list[Planned]:
+    """Every run of the sweep; `mfu` replaces the estimate of the step time."""
+    configs = _configs(sweep.sizes, sweep.arch, sweep.data, sweep.cluster, sweep.set)
     if sweep.kind == "ladder":
-        if not sweep.sizes:
+        runs = _ladder(sweep, configs, mfu)
+    else:
+        if len(sweep.budgets) < 3:
             raise ConfigError(
-                "sizes=[] in a ladder; name the rungs, such as sizes = ['tiny', '1m', '3m']"
+                f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets; add "
+                f"larger ones"
             )
-        runs = []
-        for name, config in rungs.items():
-            N = account.params(config.model).scaling
-            lengths = {f"{ratio:g}x": ratio * N for ratio in sweep.tokens_per_param}
-            if sweep.tokens:
-                lengths = {count(tokens): tokens for tokens in sweep.tokens}
-            runs += [
-                _planned(sweep, config, f"{name}-{label}", tokens, mfu)
-                for label, tokens in lengths.items()
-            ]
-        return _branched(sweep, rungs, runs)
-    if len(sweep.budgets) < 3:
-        raise ConfigError(
-            f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets; add larger ones"
-        )
-    runs = [run for budget in sweep.budgets for run in _valley(sweep, rungs, budget, best, mfu)]
-    return _branched(sweep, rungs, runs)
+        runs = [run for C in sweep.budgets for run in _valley(sweep, configs, C, best, mfu)]
+    return _branched(sweep, configs, runs)
 
 
-@lru_cache(4)  # a plan within limits is many plans
-def _rungs(
+@lru_cache(4)  # planning within limits plans the same sizes many times
+def _configs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
-) -> dict[str, RunSpec]:
-    # the vocabulary as `launch pretrain` takes it from the shards
+) -> dict[str, RunConfig]:
+    # The vocabulary is that of the data, as in `launch pretrain`.
     layer = {"model": {"vocab": Corpus.open(Path(data)).padded_vocab}} if data else None
     return {
         name: load(size=name, arch=arch, data=layer, cluster=cluster, sets=sets)
@@ -122,140 +116,165 @@ def _rungs(
     }
 
 
-def _branched(sweep: Sweep, rungs: dict[str, RunSpec], runs: list[Planned]) -> list[Planned]:
-    """The same runs, the shorter of a size begun in the plateau of its longest, with the rate and warmup of that."""
+def _ladder(sweep: Sweep, configs: dict[str, RunConfig], mfu: float | None) -> list[Planned]:
+    if not sweep.sizes:
+        raise ConfigError("sizes=[] in a ladder; name them, such as sizes = ['tiny', '1m', '3m']")
+    runs = []
+    for name, config in configs.items():
+        N = account.params(config.model).scaling
+        lengths = {f"{ratio:g}x": ratio * N for ratio in sweep.tokens_per_param}
+        if sweep.tokens:
+            lengths = {count(tokens): tokens for tokens in sweep.tokens}
+        for label, tokens in lengths.items():
+            runs.append(_planned(sweep, config, f"{name}-{label}", tokens, mfu))
+    return runs
+
+
+def _branched(sweep: Sweep, configs: dict[str, RunConfig], runs: list[Planned]) -> list[Planned]:
+    """Let shorter runs of a size branch off its longest, with that one's rate and warmup."""
     placed = {run.name: run for run in runs}
-    for name, config in rungs.items():
+    for name, config in configs.items():
         schedule = config.optim.schedule
         left = sorted((run for run in runs if run.size == name), key=lambda run: -run.steps)
-        while sweep.trunk and isinstance(schedule, WSDSpec) and left:
+        while sweep.trunk and isinstance(schedule, WSD) and left:
             longest, *others = left
             left = []
             for run in others:
                 begins = decay_start(schedule, run.steps)
                 if run.lr > RATES * longest.lr or begins < 2 * longest.warmup_steps:
-                    left.append(run)
+                    left.append(run)  # may branch off another run
                     continue
                 share = 1 - begins / run.steps
                 placed[run.name] = replace(
-                    run, lr=longest.lr, warmup_steps=longest.warmup_steps, trunk=longest.name, begins=begins,
-                    cost=run.C * share, hours=None if run.hours is None else run.hours * share,
-                )  # fmt: skip
+                    run,
+                    lr=longest.lr,
+                    warmup_steps=longest.warmup_steps,
+                    trunk=longest.name,
+                    begins=begins,
+                    cost=run.C * share,
+                    hours=None if run.hours is None else run.hours * share,
+                )
     return list(placed.values())
 
 
 def _valley(
-    sweep: Sweep,
-    rungs: dict[str, RunSpec],
-    C: float,
-    best: Callable[[float], float] | None,
-    mfu: float | None,
+    sweep: Sweep, configs: dict[str, RunConfig], C: float, best: Best | None, mfu: float | None
 ) -> list[Planned]:
-    """The rungs about N*; refused where too few of them lie on either side."""
-    sizes = {name: account.params(config.model).scaling for name, config in rungs.items()}
-    middle = best(C) if best else _guess(rungs, C, sweep.tokens_per_param[0])
-    chosen = {
-        name: N for name, N in sizes.items() if middle / sweep.wide <= N <= middle * sweep.wide
-    }
-    for side, there in (
-        ("below", [N for N in chosen.values() if middle > N]),
-        ("above", [N for N in chosen.values() if middle < N]),
-    ):
-        if len(there) < SIDE:
+    """The sizes around N* at one compute; refused where too few lie on either side."""
+    sizes = {name: account.params(config.model).scaling for name, config in configs.items()}
+    center = best(C) if best else _guess(configs, C, sweep.tokens_per_param[0])
+    chosen = [name for name, N in sizes.items() if 1 / sweep.wide <= N / center <= sweep.wide]
+    below = sum(sizes[name] < center for name in chosen)
+    above = sum(sizes[name] > center for name in chosen)
+    for side, found, remedy in (("below", below, "raise"), ("above", above, "lower")):
+        if found < SIDE:
             raise ConfigError(
-                f"budget {power(C)}: {len(there)} of the sizes lie {side} N* ≈ {count(middle)} and {SIDE} are needed, "
-                f"or the minimum sits on the edge; {'raise' if side == 'below' else 'lower'} the budget, name more "
-                f"sizes, or set wide above {sweep.wide:g}"
+                f"budget {power(C)}: {found} of the sizes lie {side} N* ≈ {count(center)} and "
+                f"{SIDE} are needed, or the minimum sits on the edge; {remedy} the budget, name "
+                f"more sizes, or set wide above {sweep.wide:g}"
             )
     label = f"{C:.1e}".replace("+", "")
-    return [
-        _planned(
-            sweep,
-            rungs[name],
-            f"{label}-{name}",
-            C / account.flops_per_token(rungs[name].model).model,
-            mfu,
-        )
-        for name in chosen
-    ]
+    runs = []
+    for name in chosen:
+        tokens = C / account.flops_per_token(configs[name].model).model
+        runs.append(_planned(sweep, configs[name], f"{label}-{name}", tokens, mfu))
+    return runs
 
 
-def _guess(rungs: dict[str, RunSpec], C: float, ratio: float) -> float:
-    """N where C buys `ratio` tokens per parameter, between the rungs by interpolation in logs."""
-    models = [config.model for config in rungs.values()]
+def _guess(configs: dict[str, RunConfig], C: float, ratio: float) -> float:
+    """The N at which C buys `ratio` tokens per parameter, interpolated in logs between sizes."""
+    models = [config.model for config in configs.values()]
     pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
-    costs, sizes = np.log(
-        np.array(sorted((float(ratio * N * flops), float(N)) for N, flops in pairs))
-    ).T
+    table = np.array(sorted((float(ratio * N * flops), float(N)) for N, flops in pairs))
+    costs, sizes = np.log(table).T
     return float(np.exp(np.interp(np.log(C), costs, sizes)))
 
 
-def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float | None) -> Planned:
-    train = config.train.model_copy(
-        update={"tokens": max(1, int(tokens)), "steps": None, "flops": None}
-    )
-    run = resolve(
-        config.model_copy(update={"train": train}), ranks=sweep.nproc, gpu=sweep.cluster is not None
-    )
-    settled, lr, warmup = run.train, run.optim.lr, run.optim.schedule.warmup_steps
-    D = float(settled.steps * settled.batch_tokens)
+def _planned(
+    sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: float | None
+) -> Planned:
+    length = {"tokens": max(1, int(tokens)), "steps": None, "flops": None}
+    train = config.train.model_copy(update=length)
+    asked = config.model_copy(update={"train": train})
+    run = resolve(asked, ranks=sweep.nproc, gpu=sweep.cluster is not None)
+    train = run.train
+    lr = run.optim.lr
+    warmup = run.optim.schedule.warmup_steps
+    assert train.steps and train.batch_tokens != "auto" and train.micro_batch != "auto"
+    assert lr != "auto" and warmup != "auto"
+    D = float(train.steps * train.batch_tokens)
     C = D * account.flops_per_token(run.model).model
-    layout = Layout(sweep.nproc, 1, micro_batch=settled.micro_batch, recompute=settled.recompute)
+    layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
     hours = None
-    if run.cluster.rates and (peak := run.cluster.peak_flops):
-        step_s = C / settled.steps / (peak * sweep.nproc * mfu) if mfu else max(
-            estimate(run, layout).step_s, LAYER_S * run.model.layers
-        )  # fmt: skip
-        hours = settled.steps * step_s / 3600
+    peak = run.cluster.peak_flops
+    if run.cluster.rates and peak:
+        if mfu:
+            step_s = C / train.steps / (peak * sweep.nproc * mfu)
+        else:
+            step_s = max(estimate(run, layout).step_s, LAYER_S * run.model.layers)
+        hours = train.steps * step_s / 3600
         mfu = C / (hours * 3600 * peak * sweep.nproc)
     return Planned(
-        name, run.model.size, account.params(run.model).scaling, D, C, lr, warmup, settled.batch_tokens, settled.steps,
-        memory(run, layout).total, mfu, hours, C,
-    )  # fmt: skip
+        name=name,
+        size=run.model.size,
+        N=account.params(run.model).scaling,
+        D=D,
+        C=C,
+        lr=lr,
+        warmup_steps=warmup,
+        batch_tokens=train.batch_tokens,
+        steps=train.steps,
+        memory_bytes=memory(run, layout).total,
+        mfu=mfu,
+        hours=hours,
+        cost=C,
+    )
 
 
 def within(
-    sweep: Sweep, flops: float | None, hours: float | None = None, best: Callable[[float], float] | None = None,
+    sweep: Sweep,
+    flops: float | None,
+    hours: float | None = None,
+    best: Best | None = None,
     mfu: float | None = None,
-) -> Sweep:  # fmt: skip
-    """The same isoFLOP sweep with four budgets, each four times the last, that together keep to FLOPs and hours."""
-    for key, value in (("budget", flops), ("hours", hours)):
+) -> Sweep:
+    """The same isoFLOP sweep with four budgets, each 4× the last, within the FLOPs and hours."""
+    for key, value, example in (("budget", flops, "1e19"), ("hours", hours, "6")):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(
-                f"{key}={value:g} must be a number above zero, such as {'1e19' if key == 'budget' else 6}"
-            )
+            raise ConfigError(f"{key}={value:g} must be a number above zero, such as {example}")
     if sweep.kind == "ladder":
         raise ConfigError(
-            "budget and hours lay out an isoFLOP grid, and kind is 'ladder', which costs what its sizes and tokens do; "
-            "leave them out, or set kind = 'isoflop'"
+            "budget and hours lay out an isoFLOP grid, but kind is 'ladder', whose cost follows "
+            "from its sizes and tokens; leave them out, or set kind = 'isoflop'"
         )
-    peak = load(size="tiny", cluster=sweep.cluster).cluster.peak_flops if sweep.cluster else None
     most = flops or math.inf
     if hours is not None:
-        if peak is None:
+        cluster = load(size="tiny", cluster=sweep.cluster).cluster if sweep.cluster else None
+        if cluster is None or cluster.peak_flops is None:
             raise ConfigError(
                 "hours needs to know the GPUs; set cluster = 'h100' (configs/cluster) in the sweep"
             )
-        most = min(most, hours * 3600 * sweep.nproc * peak)
-    refused = least = ""
+        most = min(most, hours * 3600 * sweep.nproc * cluster.peak_flops)
+    refused = ""
+    least = ""
     for step in range(60):
         top = most / 4 / 1.2**step
         budgets = tuple(top / SPACING**i for i in (3, 2, 1, 0))
         tried = sweep.model_copy(update={"budgets": budgets})
         try:
             runs = plan(tried, best, mfu)
-        except ConfigError as error:  # between two rungs far apart; a little less may do
+        except ConfigError as error:  # between two sizes far apart; a little less may do
             refused = refused or f" ({error})"
             continue
-        cost, time = sum(run.cost for run in runs), sum(run.hours or 0 for run in runs)
+        cost = sum(run.cost for run in runs)
+        time = sum(run.hours or 0 for run in runs)
         if cost <= most and time <= (hours or math.inf):
             return tried
-        least = f" (the least takes {power(cost)} FLOPs" + (
-            f" and {time:.2g} hours)" if time else ")"
-        )
-    asked = " and ".join(
-        f"{key}={value:.3g}" for key, value in (("budget", flops), ("hours", hours)) if value
-    )
+        least = f" (the least takes {power(cost)} FLOPs"
+        least += f" and {time:.2g} hours)" if time else ")"
+    given = {"budget": flops, "hours": hours}
+    asked = " and ".join(f"{key}={value:.3g}" for key, value in given.items() if value)
     raise ConfigError(
-        f"{asked} does not buy four valleys of these sizes{least or refused}; raise it, or name other sizes"
+        f"{asked} does not buy four valleys of these sizes{least or refused}; raise it, or name "
+        f"other sizes"
     )

@@ -93,6 +93,7 @@ def header(
 ) -> Iterator[str]:
     """Yield what a run is about to do, one line per topic, to print before its first step."""
     model, train, optim = config.model, config.train, config.optim
+    assert train.steps is not None and train.batch_tokens != "auto"
     sizes = params(model)
     tokens = train.steps * train.batch_tokens
     active = f", {count(sizes.active)} active" if sizes.active != sizes.total else ""
@@ -122,6 +123,7 @@ def header(
 def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) -> Iterator[str]:
     """Yield a line for data that is too small for the run, or for measuring its loss."""
     train = config.train
+    assert train.steps is not None and train.batch_tokens != "auto"
     epochs = train.steps * train.batch_tokens / train_tokens
     if epochs > MAX_EPOCHS:
         yield (

@@ -67,7 +67,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 N = m * (C / 6.4 / 20) ** 0.5
                 make_run(root / arch, f"{arch}-{b}-{m}", N, C / 6.4 / N, size=f"x{m}", arch=arch, experiment="iso",
                          steps=100, seed=b)  # fmt: skip
-    done = study(points_of(read_runs(root / "dense")), focused=True)
+    done = study(points_of(read_runs(root / "dense")))
     (told,) = forecast(done, at_sizes(done, 2e7, 8e7))
     register(root / "dense" / "forecasts", [told], {}, now=0.0)
     return root

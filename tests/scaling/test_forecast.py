@@ -1,14 +1,21 @@
 import json
+import shlex
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipeline.config.dump import to_toml
+from pipeline.config.layers import load
+from pipeline.dashboard.law_view import line
 from pipeline.errors import ConfigError, RunError, UserError
+from pipeline.planner.recipe import resolve
+from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
-from pipeline.scaling.study import backtest, focus, study
+from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run, true_loss
 
 
@@ -40,19 +47,17 @@ def test_the_interval_covers_what_comes_next() -> None:
 
 def test_the_interval_widens_with_the_reach() -> None:
     done = study(drawn(0.003, 0))
-    band = done.band(np.array([1e21, 1e22, 1e23, 1e24]))
-    assert (np.diff(band["high"] / band["loss"]) > 0).all()
+    loss, _, high = done.interval(done.frontier(np.array([1e21, 1e22, 1e23, 1e24])))
+    assert (np.diff(high / loss) > 0).all()
 
 
 def test_backtests_never_see_what_they_predict() -> None:
     points = drawn(0.003, 0)
-    test = backtest(points, LAWS["chinchilla"])
+    test = backtest(points, LAWS["chinchilla"], focused=True)
     spoiled = points.loss.copy()
     last = points.C.max() == points.C
     spoiled[last] *= 1.5  # only errors at the last budget may change
-    again = backtest(
-        Points(points.N, points.D, points.C, spoiled, points.run, "made"), LAWS["chinchilla"]
-    )
+    again = backtest(replace(points, loss=spoiled), LAWS["chinchilla"], focused=True)
     assert test is not None and again is not None
     earlier = ~np.isclose(test.cut * test.ratio, points.C.max())
     assert earlier.any()
@@ -115,7 +120,7 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     with pytest.raises(ConfigError, match="give one of --size"):
         launch("forecast", "--points", file, "--flops", "1e22", "--tokens", "1e9")
     file.with_name("t.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
-    with pytest.raises(ConfigError, match="every C must be"):
+    with pytest.raises(ConfigError, match="C="):
         launch("forecast", "--points", file, "--targets", file.with_name("t.csv"))
     with pytest.raises(ConfigError, match=r"flops=-1\.0 must be"):
         launch("forecast", "--points", file, "--flops", "-1")
@@ -219,5 +224,69 @@ def test_arguments_are_checked_before_anything_is_fitted(
 
 
 def test_no_forecasts_to_score(ladder: Path, launch) -> None:
-    with pytest.raises(ConfigError, match="holds none"):
+    with pytest.raises(ConfigError, match="forecasts="):
         launch("score", "--runs", ladder)
+
+
+@pytest.mark.parametrize("law", ["auto", "gamma"])
+def test_the_forecast_is_the_printed_law(law: str, tmp_path: Path, launch) -> None:
+    """On a ladder whose exponents are steep: a second, hidden law would show here."""
+    source = ("--points", Path(__file__).with_name("synthetic.csv"), "--law", law, "--json")
+    printed = json.loads(launch("fit", *source, "--bootstrap", "0"))
+    p = {name: figures["value"] for name, figures in printed["parameters"].items()}
+    places = tmp_path / "places.csv"
+    places.write_text("N,D\n15e3,262144\n108e3,2e6\n1e9,2e10\n")
+    made = json.loads(launch("forecast", *source, "--targets", places))["forecasts"]
+    for one in made:
+        terms = p["A"] * one["N"] ** -p["alpha"] + p["B"] * one["D"] ** -p["beta"]
+        assert one["loss"] == pytest.approx(p["E"] + terms ** p.get("gamma", 1.0), rel=1e-9)
+        assert one["loss"] > p["E"] >= printed["parameters"]["E"]["low"]
+
+
+def test_an_error_is_quoted_only_where_there_were_runs_to_test_it() -> None:
+    points = drawn(0.003, 0, budgets=3).take(np.arange(0, 18, 2))
+    done = study(points)
+    assert any("Too few runs to test" in warning for warning in done.warnings)
+    assert done.backtest is None and done.to_json()["backtest"] is None
+
+
+def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch) -> None:
+    own = ["model.seq=128", "optim.lr=2e-3", "train.batch_tokens=1024", "train.eval_every=7"]
+    for run in ladder.iterdir():
+        size = json.loads((run / "run.json").read_text())["size"]
+        size = {"mini": "500k", "small": "1m"}.get(size, size)
+        config = load(size=size, sets=own, over={"model": {"vocab": 4096}})
+        (run / "config.toml").write_text(to_toml(resolve(config, ranks=1, gpu=False)))
+    made = json.loads(launch("forecast", "--runs", ladder, "--size", "3m", "--json"))
+    assert made["recipe"]["lr"] == 2e-3 and made["recipe"]["batch_tokens"] == 1024
+    words = shlex.split(made["recipe"]["command"])
+    assert words[:4] == ["launch", "pretrain", "--size", "3m"]
+    sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+    assert {"model.seq=128", "optim.lr=0.002", "train.batch_tokens=1024"} <= set(sets)
+    assert not any(text.startswith("train.eval_every") for text in sets)  # not of the recipe
+    trained = resolve(load(size="3m", sets=sets), ranks=8, gpu=True)
+    assert trained.optim.lr == 2e-3 and trained.model.seq == 128
+
+
+def test_the_page_draws_the_law_at_the_runs_own_n_and_d() -> None:
+    points = drawn(0.001, 0)
+    ladder = points.take(np.arange(0, len(points), 6))  # the smallest size of each budget
+    done = study(points)
+    drawn_line = line(done, ladder)
+    at_runs = np.isin(drawn_line["C"], ladder.C)
+    assert at_runs.sum() == len(ladder)
+    np.testing.assert_allclose(np.array(drawn_line["loss"])[at_runs], done.fit.predict(ladder))
+    best = done.optimum(ladder.C)
+    assert best is not None and (done.fit.predict(ladder) > 1.002 * best.loss).all()
+    assert (np.diff(drawn_line["loss"]) < 0).all()  # no cliff
+
+
+@pytest.mark.parametrize("text", ["N,D,loss\n,,\n", "N,D,loss\n1e6,,3\n,1e8,2.9\n"])
+def test_empty_cells_are_one_line(text: str, tmp_path: Path, launch) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text(text)
+    with pytest.raises(UserError, match="points=0"):
+        launch("fit", "--points", empty)
+    full = write(tmp_path / "p.csv", drawn(0.001, 0))
+    with pytest.raises(ConfigError, match=r"empty\.csv:\d: [ND]=an empty cell"):
+        launch("forecast", "--points", full, "--targets", empty)

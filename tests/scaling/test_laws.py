@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.scaling.fitting import fit, refit, vpnls
+from pipeline.scaling.fitting import fit, refit_vpnls, vpnls
 from pipeline.scaling.frontier import at, envelope, isoflop, optimum
 from pipeline.scaling.intervals import bootstrap
 from pipeline.scaling.laws import LAWS
@@ -51,7 +51,7 @@ def test_routed() -> None:
     assert chosen.name == "moe"
     dense, routed = (chosen.optimum(np.array([1e22]), np.array([many])) for many in (1.0, 64.0))
     assert dense is not None and routed is not None
-    by_hand = optimum(chosen.fit, np.array([1e22]), np.array([64.0]))
+    by_hand = optimum(chosen.split, np.array([1e22]), np.array([64.0]))
     assert by_hand is not None and routed.N[0] == pytest.approx(by_hand.N[0]) != dense.N[0]
     assert routed.loss[0] < 0.99 * dense.loss[0]
     far = forecast(
@@ -166,7 +166,7 @@ def test_the_resamples_of_vpnls_gather_about_its_optimum() -> None:
     N, D = grid()
     made = points(N, D, true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, N.size)))
     done = vpnls(made)
-    assert refit(done, np.ones((1, len(made))))[0] == pytest.approx(done.theta, rel=1e-3)
+    assert refit_vpnls(done, np.ones((1, len(made))))[0] == pytest.approx(done.theta, rel=1e-3)
     draws = done.law.natural(bootstrap(done, 200), done.inputs)
     spread = dict(zip(done.law.parameters, draws.std(axis=0), strict=True))
     twin = fit(made, LAWS["chinchilla"])

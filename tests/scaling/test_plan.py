@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
+from pipeline.sweep.execute import claimed
 from pipeline.sweep.grid import plan, read, within
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "scaling"
@@ -76,3 +77,23 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
     file.write_text('kind = "isoflop"\nexperiment = "x"\nbugdets = [1e18]\n')
     with pytest.raises(ConfigError, match="bugdets"):
         read(file)
+
+
+def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a wheel, where configs/ is not in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert read("ladder") == read(CONFIGS / "ladder.toml")
+    with pytest.raises(ConfigError, match=r"sweep='lader'.*ladder"):
+        read("lader")
+    with pytest.raises(ConfigError, match=r"ladder\.toml"):
+        read("configs/scaling/ladder.toml")
+
+
+def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:
+    sweep = read("ladder")
+    with claimed(tmp_path / "runs", sweep):
+        with pytest.raises(RunError, match="--out"), claimed(tmp_path / "runs", sweep):
+            pass
+        assert (tmp_path / "runs" / "sweep.json").exists()
+    with claimed(tmp_path / "runs", sweep):
+        pass
