@@ -24,71 +24,65 @@ app = typer.Typer(
 
 
 def _out_path(text: str) -> Path:
-    if not text:  # Path("") is the current directory
+    # Path("") is the current directory, which nobody means by an empty --out.
+    if not text:
         raise ConfigError("out='': the path is empty; give --out a name")
     return Path(text)
 
 
 SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Ray workers; they do not change the shards.  [default: all CPUs]"),
+LIMIT_HELP = "Text to read from each --source; the files of a directory or glob share it."
+# Both commands read text in the same way.
+LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
+TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
+# Options of prepare. Without a value, --config decides, and then the default of the recipe.
+RecipeName = Annotated[str | None, typer.Option(help="A name in configs/data or a TOML file.")]
+VocabSize = Annotated[int | None, typer.Option(help="Train a BPE of this size (default: 4096).")]
+GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of samples (default: 0).")]
+ValidShare = Annotated[
+    float | None, typer.Option(min=0, max=0.5, help="Documents to hold out (default: 0.01).")
 ]
-LimitBytes = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Text to read from each --source; the files of a directory or glob share it.  "
-        "[default: 32 MiB of python or synthetic, otherwise all]",
-    ),
-]
-TextKey = Annotated[
-    str | None, typer.Option(help="Field or column that contains the text.  [default: text]")
+MalformedShare = Annotated[
+    float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
 ]
 RecipeSettings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any setting of the recipe, e.g. dedup.near.threshold=0.7."),
+    list[str] | None, typer.Option("--set", help="A setting, e.g. dedup.near.threshold=0.7.")
 ]
-
-
-@app.command(
-    epilog=examples(
-        "launch data prepare --source python --out data/python",
-        "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet "
-        "--vocab-size 32768 --out data/web",
-        "launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 "
-        "--out data/crawl",
-        "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model "
-        "--out data/stories",
-    )
+# Options of tokenizer.
+Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
+Specials = Annotated[
+    list[str] | None, typer.Option(help="A control piece; repeatable (default: <pad> <mask>).")
+]
+Weights = Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT (default: by size).")]
+SampleBytes = Annotated[
+    int | None, typer.Option(min=1, help="Text to train on (default: by vocabulary).")
+]
+PREPARE_EXAMPLES = examples(
+    "launch data prepare --source python --out data/python",
+    "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 "
+    "--out data/web",
+    "launch data prepare --config web --source crawl/ --set dedup.near.threshold=0.7 "
+    "--out data/crawl",
+    "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model "
+    "--out data/stories",
 )
+
+
+@app.command(epilog=PREPARE_EXAMPLES)
 def prepare(
     out: Annotated[Path, typer.Option(parser=_out_path, help="Directory for the shards.")],
     source: Annotated[list[str] | None, typer.Option(help=SOURCE_HELP)] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="Filters, dedup, mixture: a name in configs/data or a TOML file."),
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Train a SentencePiece BPE of this size.  [default: 4096]")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Use this SentencePiece .model instead.")
-    ] = None,
+    config: RecipeName = None,
+    vocab_size: VocabSize = None,
+    tokenizer: GivenTokenizer = None,
     workers: Workers = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of the synthetic corpus and the sample.  [default: 0]"),
-    ] = None,
-    valid_share: Annotated[
-        float | None,
-        typer.Option(min=0, max=0.5, help="Documents to hold out, by hash.  [default: 0.01]"),
-    ] = None,
+    seed: Seed = None,
+    valid_share: ValidShare = None,
     limit_bytes: LimitBytes = None,
     text_key: TextKey = None,
-    malformed_share: Annotated[
-        float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
-    ] = 0.01,
+    malformed_share: MalformedShare = 0.01,
     sets: RecipeSettings = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -117,24 +111,29 @@ def prepare(
         "text_key": text_key,
     }
     recipe = load_recipe(config, settings, sets or ())
+    model = given.model if given else None
     start = time.monotonic()
     with _progress(quiet or as_json) as report:
         manifest, reused = make(
             recipe,
             out,
-            model=given.model if given else None,
+            model=model,
             workers=workers,
             malformed_share=malformed_share,
             report=report,
-            warn=lambda line: print(line, file=sys.stderr),
+            warn=_warn,
         )
     seconds = round(time.monotonic() - start, 2)
     if as_json:
-        made = manifest.model_dump()
-        print_json({"out": str(out), "reused": reused, "seconds": seconds, **made})
+        made = {"out": str(out), "reused": reused, "seconds": seconds}
+        print_json(made | manifest.model_dump())
     else:
         state = "already complete, all checksums match" if reused else f"written in {seconds} s"
         _print_manifest(out, manifest, state)
+
+
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
@@ -172,23 +171,13 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
     out: Annotated[Path, typer.Option(parser=_out_path, help="The .model file to write.")],
-    vocab_size: Annotated[
-        int, typer.Option(help="Pieces, including byte and control pieces.")
-    ] = 32768,
-    kind: Annotated[
-        str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")
-    ] = "bpe",
-    special: Annotated[
-        list[str] | None, typer.Option(help="A control piece; repeatable.  [default: <pad> <mask>]")
-    ] = None,
-    weight: Annotated[
-        list[str] | None, typer.Option(help="SOURCE=WEIGHT in the sample.  [default: by size]")
-    ] = None,
-    sample_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Text to train on.  [default: by vocabulary]")
-    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Byte and control pieces included.")] = 32768,
+    kind: Kind = "bpe",
+    special: Specials = None,
+    weight: Weights = None,
+    sample_bytes: SampleBytes = None,
     limit_bytes: LimitBytes = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
+    seed: Seed = None,
     text_key: TextKey = None,
     as_json: AsJson = False,
 ) -> None:
@@ -264,7 +253,7 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 @contextmanager
 def _progress(quiet: bool) -> "Iterator[Report]":
-    """A bar on a terminal, otherwise a line every tenth; on stderr, so that results can be piped."""
+    # On stderr, so that results can be piped: a bar on a terminal, otherwise a line every tenth.
     if quiet:
         yield lambda what, done, total: None
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":

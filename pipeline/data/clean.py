@@ -33,6 +33,7 @@ _SENTENCE_ENDS = (".", "!", "?", '"', "”", "'", "’")
 
 # All control characters but \t, \n, \r and U+0085, which is a line end.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
+# Bounded repetitions: an unbounded pattern takes quadratic time on long runs of letters.
 _EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+\b")
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _IPV4 = re.compile(rf"(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w.])")
@@ -54,7 +55,7 @@ Batch = list[Document]
 class _Count:
     documents: int = 0
     bytes_in: int = 0
-    bytes_kept: int = 0
+    bytes_kept: int = 0  # differs from bytes_in if the stage changes the text
 
 
 class Ledger:
@@ -156,7 +157,7 @@ def _read_batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
         if isinstance(found, Malformed):
             ledger.report(found)
             continue
-        raw = found.encode()
+        raw = found.encode()  # every later stage needs the bytes
         if not found or found.isspace():
             ledger.drop("read", "empty", 1, len(raw))
             continue
@@ -195,7 +196,7 @@ def normalize(text: str, rules: Normalize) -> str:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     if rules.controls:
         text = _CONTROLS.sub("", text)
-    if rules.pii:
+    if rules.pii:  # addresses that are reserved for documentation
         text = _EMAIL.sub("name@example.com", text)
         text = _IPV4.sub("192.0.2.1", text)
     return text
@@ -230,7 +231,7 @@ def _quality(text: str, words: list[str], rule: Quality) -> str | None:
     count = len(words)
     if not rule.words[0] <= count <= rule.words[1]:
         return "words"
-    if count == 0:
+    if count == 0:  # the recipe allows empty documents; the rules below divide by the count
         return None
     if not rule.mean_word_length[0] <= sum(map(len, words)) / count <= rule.mean_word_length[1]:
         return "mean_word_length"
@@ -274,6 +275,7 @@ def _repetition(text: str, words: list[str], rule: Repetition) -> str | None:
         return "duplicate_paragraphs"
     if characters / max(1, len(text)) > rule.duplicate_paragraph_characters:
         return "duplicate_paragraph_characters"
+    # Hash words once; n-grams are then arithmetic on arrays.
     # Python's hash differs between processes, but which n-grams are equal does not.
     hashes = np.fromiter(map(hash, words), np.int64, len(words)).view(np.uint64)
     lengths = np.fromiter(map(len, words), np.int64, len(words))
@@ -309,7 +311,7 @@ def _top_share(hashes: U64, lengths: I64, n: int, characters: int) -> float:
         return 0.0
     _, first, counts = np.unique(grams, return_index=True, return_counts=True)
     top = int(counts.max())
-    if top < 2:
+    if top < 2:  # nothing repeats
         return 0.0
     size = max(int(lengths[i : i + n].sum()) for i in first[counts == top])
     return size * top / characters
@@ -322,6 +324,7 @@ def _duplicate_share(hashes: U64, lengths: I64, n: int, characters: int) -> floa
         return 0.0
     repeated = np.ones(len(grams), bool)
     repeated[np.unique(grams, return_index=True)[1]] = False
+    # +1 where a repeated n-gram starts, -1 where it ends: the running sum covers its words.
     covered = np.zeros(len(hashes) + 1, np.int64)
     np.add.at(covered, np.flatnonzero(repeated), 1)
     np.add.at(covered, np.flatnonzero(repeated) + n, -1)

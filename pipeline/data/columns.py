@@ -78,7 +78,7 @@ def rows_before(path: str, batch: int) -> int:
 
 def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
     """Read the file format, or else the streaming format, which `datasets` writes."""
-    source = pyarrow.memory_map(path)
+    source = pyarrow.memory_map(path)  # uncompressed batches are views of it
     try:
         reader = pyarrow.ipc.open_file(source)
     except pyarrow.ArrowInvalid:
@@ -94,7 +94,7 @@ def _row(number: int, value: Any) -> Row:
         value = value.value
     if not isinstance(value, pyarrow.BinaryScalar) or not value.is_valid:
         return Row(number, value.as_py(), 0)
-    raw = value.as_buffer()
+    raw = value.as_buffer()  # a view, so that a text of gigabytes is not decoded
     if raw.size > DOCUMENT_BYTES:
         return Row(number, str(raw[: DOCUMENT_BYTES + 4], errors="ignore"), raw.size)
     try:
@@ -104,7 +104,7 @@ def _row(number: int, value: Any) -> Row:
 
 
 def _check_offsets(column: Any) -> None:
-    """Validate the offsets: Arrow trusts those of a file, and a wrong one crashes the process."""
+    # Arrow trusts the offsets of a file, and a wrong one crashes the process.
     try:
         column.validate(full=True)
     except pyarrow.ArrowInvalid as error:
@@ -161,7 +161,7 @@ def hub_rows(piece: Piece, key: str) -> Iterator[Row]:
 
 
 def _stamp(dataset: Any, paths: list[str]) -> int:
-    """Hash the sizes and times of local files; a hub's URL contains the revision."""
+    # Sizes and times of local files; a hub's URL contains the revision.
     stats = [
         path if "://" in path else (Path(path).stat().st_size, Path(path).stat().st_mtime_ns)
         for path in paths

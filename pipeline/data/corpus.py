@@ -41,14 +41,14 @@ class Corpus:
     """A shard directory whose files were checked against the manifest."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
+        self.path = path  # the directory
         self.manifest = manifest
 
     @classmethod
     def open(cls, path: Path, verify: bool = False) -> "Corpus":
         """Check that every file exists and has the right size; with verify, also its checksum."""
         corpus = cls(path, Manifest.load(path))
-        corpus._check_tokenizer()
+        corpus._check_tokenizer()  # first: other ids would mean other text
         for split in corpus.manifest.splits.values():
             for shard in split.shards:
                 corpus._check_shard(shard, verify)
@@ -166,6 +166,7 @@ def _describe(corpus: Corpus, split: Split, tokenizer: "Tokenizer") -> dict[str,
         return described
     counts = np.zeros(tokenizer.vocab, np.int64)
     for shard in split.shards:
+        # A few times the shard in memory; shards are at most some hundred megabytes.
         counts += np.bincount(corpus.tokens(shard), minlength=tokenizer.vocab)
     share = counts[counts > 0] / split.tokens
     lengths = np.concatenate([corpus.lengths(shard) for shard in split.shards])
@@ -227,6 +228,7 @@ def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterato
             raise DataError(
                 f"out={out}: not empty and not made by `launch data prepare`; choose another --out"
             )
+        # From here on the directory is ours: other calls recognize it by .work.
         work.mkdir(parents=True, exist_ok=True)
         with locked(work / "lock") as is_mine:
             if not is_mine:
@@ -253,7 +255,7 @@ def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterato
 
 
 def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
-    """After an error of the user, remove what has no finished shard or sketch."""
+    # After an error that the user can fix, keep only work that contains a finished shard or sketch.
     if not [*mine.glob("*.idx"), *mine.glob("*.items.npy")]:
         shutil.rmtree(mine, ignore_errors=True)
     if not any(entry.is_dir() for entry in work.iterdir()):

@@ -39,6 +39,7 @@ def deduplicate(
     parts = [part_of(stem, i) for stem, record in records for i in range(record.parts)]
     starts = np.cumsum([0, *(_length(part, "items") for part in parts)])
     size = int(starts[-1])
+    # Union-find over all documents, on disk. One element more, as an empty file cannot be mapped.
     parents = np.asarray(np.memmap(folder / "parents", np.int64, "w+", shape=(size + 1,)))
     copies = np.memmap(folder / COPIES, bool, "w+", shape=(size + 1,))
     for low in range(0, size, BLOCK):
@@ -58,7 +59,7 @@ def deduplicate(
         for low, high, part in islice(stretches, record.parts):
             items = np.load(part.with_suffix(".items.npy"))
             sizes = np.load(part.with_suffix(".sizes.npy"))
-            kept = parents[low:high] == np.arange(low, high)
+            kept = parents[low:high] == np.arange(low, high)  # the root of its cluster
             exact = copies[low:high]
             for reason, dropped in (("exact", exact), ("near", ~kept & ~exact)):
                 if dropped.any():
@@ -93,6 +94,7 @@ def _pairs(
     rows = sum(_length(stem, suffix) for stem in stems)
     ranges = max(1, -(-rows // RANGE_ROWS))
     outs = [stems[0].parent / f"{suffix}-{part}of{ranges}.npy" for part in range(ranges)]
+    # An earlier call may have finished some ranges.
     missing = [part for part, out in enumerate(outs) if not out.exists()]
     run(function, [(outs[part], part, ranges, list(stems), starts, recipe) for part in missing])
     for out in outs:
@@ -163,7 +165,7 @@ def _rows(
         rows = np.load(stem.with_suffix(f".{suffix}.npy"), mmap_mode="r")
         start = int(np.searchsorted(rows["key"], np.uint64(low)))
         stop = len(rows) if high == 2**64 else int(np.searchsorted(rows["key"], np.uint64(high)))
-        mine = np.array(rows[start:stop])
+        mine = np.array(rows[start:stop])  # a copy, so that the mapped pages can go
         if not copies:
             is_copy = np.fromfile(stem.parent / COPIES, bool, end - begin, offset=begin)
             mine = mine[~is_copy[mine["document"]]]

@@ -40,9 +40,9 @@ CONVERTED = "tokenizer.json"  # written once, so that workers need not convert t
 class Encoded(Frozen):
     """The record of a finished task."""
 
-    source: str
-    shards: dict[str, Shard]
-    stages: tuple[Stage, ...]
+    source: str  # a task never mixes sources
+    shards: dict[str, Shard]  # by split
+    stages: tuple[Stage, ...]  # without those that the sketch pass has counted
     malformed: Position | None  # the first; all are in NAME.malformed
 
 
@@ -73,7 +73,7 @@ def tokenize(
             (document for batch in batches for document in _encode(batch, tokenizer, dtype)),
         )
         shards = _write(documents, name, task[0].source, folder, recipe.valid_share, dtype)
-    sync_directory(folder)
+    sync_directory(folder)  # the shards are durable before the record exists
     record = Encoded(
         source=task[0].source,
         shards=shards,
@@ -93,7 +93,7 @@ class _Document(NamedTuple):
 def _encode(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> Iterator[_Document]:
     for document in batch:
         found = tokenizer.encode(document.text)
-        ids = np.empty(len(found) + 1, dtype)
+        ids = np.empty(len(found) + 1, dtype)  # one copy, into the dtype of the shard
         ids[:-1] = found
         ids[-1] = tokenizer.eod
         yield _Document(ids, document.raw)
@@ -140,7 +140,7 @@ def is_held_out(raw: bytes, share: float) -> bool:
 
 @lru_cache(1)
 def _open_tokenizer(folder: Path) -> Tokenizer:
-    """Keep one per worker process: gigatoken's word cache warms up over its tasks."""
+    # One per worker process: gigatoken's word cache warms up over its tasks.
     tokenizer = Tokenizer.open(folder / MODEL)
     if (folder / CONVERTED).exists():
         tokenizer.fast = True

@@ -42,12 +42,13 @@ class Loader:
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
     ) -> None:
-        self.seq = seq
-        self.rows = rows
+        self.seq = seq  # tokens per row
+        self.rows = rows  # of a batch, over all ranks
         self.seed = seed
         self._eod = corpus.manifest.tokenizer.eod
         self._boundaries = boundaries
         shards = corpus.split(split).shards
+        # Held-out data is read without a mixture, so that its loss is comparable between runs.
         weighted = [s for s in corpus.manifest.sources if s.weight is not None and split == "train"]
         groups = [[s for s in shards if s.source == source.name] for source in weighted]
         if not weighted:
@@ -78,7 +79,7 @@ class Loader:
         # Tokens and targets are separate and contiguous; each window is read once.
         both_2BS = np.empty((2, len(rows), self.seq), np.int64)
         tokens_BS, targets_BS = both_2BS
-        digest = 0
+        digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
         for i, (row, stream, number) in enumerate(places):
             window = self._streams[stream].window(number)
             tokens_BS[i] = window[:-1]
@@ -92,7 +93,7 @@ class Loader:
         )
 
     def _documents(self, tokens_BS: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Count the document ends before each token; an end belongs to the document it ends."""
+        # Count the document ends before each token: an end belongs to the document it ends.
         documents_BS = np.zeros_like(tokens_BS)
         np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
         return torch.from_numpy(documents_BS)
@@ -121,7 +122,7 @@ class Loader:
         return stream, self._cached_order(stream, epoch, order_block)[order_offset]
 
     def _block(self, number: int) -> tuple[list[int], list[int]]:
-        if len(self._windows) == 1:
+        if len(self._windows) == 1:  # without a mixture, sample n is window n of its epoch
             return [0] * BLOCK, list(range(number * BLOCK, (number + 1) * BLOCK))
         streams, numbers = self._schedule.block(number)
         return streams.tolist(), numbers.tolist()
@@ -154,7 +155,7 @@ def prefetch(
     def put(item: tuple[int, Batch] | BaseException | None) -> bool:
         while not closed.is_set():
             try:
-                ready.put(item, timeout=0.1)
+                ready.put(item, timeout=0.1)  # wakes up to see whether it is closed
                 return True
             except queue.Full:
                 continue
@@ -167,7 +168,7 @@ def prefetch(
                 if not put((step, batch.pinned() if pin else batch)):
                     return
             put(None)
-        except BaseException as error:
+        except BaseException as error:  # raised by the consumer
             put(error)
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

@@ -40,7 +40,8 @@ class Index:
                 f"{error.filename}: cannot be read ({error.strerror}); "
                 "a Megatron corpus is a .bin and an .idx file"
             ) from error
-        self.size = data_stat.st_size
+        self.size = data_stat.st_size  # bytes
+        # Changes when either file does. Part of the fingerprint of a corpus.
         self.stamp = index_stat.st_mtime_ns + data_stat.st_mtime_ns + self.size
         if not raw.startswith(MAGIC):
             raise DataError(f"{path}: not a Megatron index; it should begin with MMIDIDX")
@@ -52,13 +53,14 @@ class Index:
                 f"{path}: version={version}, dtype code={code}; "
                 "supported: version 1 with integer ids"
             )
+        # One i32 length and one i64 offset per sequence, one i64 end per document.
         if index_stat.st_size < HEADER.size + 12 * self.sequences + 8 * boundaries:
             raise DataError(
                 f"{path}: {index_stat.st_size:,} bytes are too few for {self.sequences:,} "
                 "sequences; copy it again"
             )
         self.dtype = np.dtype(_DTYPES[code])
-        self.documents = boundaries - 1
+        self.documents = boundaries - 1  # the first boundary is 0
         if boundaries == 0:
             raise self._damaged()
         first_end = self.ends(0, 0)[0]
@@ -80,11 +82,6 @@ class Index:
         """Return each document's tokens and its first byte, -1 if it has no sequence."""
         first = int(ends[0])
         last = int(ends[-1])
-        if last - first > SEQUENCES:
-            raise DataError(
-                f"{self.path}: a document has more than {SEQUENCES:,} sequences; "
-                "mark the document ends and write the corpus again"
-            )
         lengths = self._column("<i4", 0, first, last).astype(np.int64)
         offsets = self._column("<i8", 4 * self.sequences, first, last)
         sizes = lengths * self.dtype.itemsize
@@ -105,7 +102,7 @@ class Index:
                 "copy it again"
             )
         tokens = np.concatenate(([0], np.cumsum(lengths)))[ends - first]
-        begins = np.full(len(has_sequences), -1)
+        begins = np.full(len(has_sequences), -1)  # stays for documents without sequences
         begins[has_sequences] = offsets[starts]
         return np.diff(tokens), begins
 
@@ -126,10 +123,10 @@ def pieces(source: str, path: Path) -> Iterator[Piece]:
     while first < index.documents:
         ends = index.ends(first, min(first + DOCUMENTS, index.documents))
         most = int(np.searchsorted(ends, ends[0] + SEQUENCES, side="right"))
-        ends = ends[: max(2, most)]
+        ends = ends[: max(2, most)]  # at least one document
         sizes = np.cumsum(index.places(ends)[0]) * index.dtype.itemsize
-        start = 0
-        before = 0
+        start = 0  # first document of the next piece
+        before = 0  # bytes before it
         while start < len(sizes):
             stop = max(start + 1, int(np.searchsorted(sizes, before + PIECE_BYTES, side="right")))
             end = int(sizes[stop - 1])
@@ -155,6 +152,7 @@ def documents(
                 continue
             size = tokens * index.dtype.itemsize
             left = None if left is None else left - size
+            # Checked before the read: the index may claim gigabytes.
             if tokens > DOCUMENT_TOKENS:
                 reason = f"document longer than {DOCUMENT_TOKENS:,} tokens"
                 yield Malformed(str(index.data), number, reason, size)
@@ -174,7 +172,7 @@ def documents(
 
 
 def _check_tokenizer(index: Index, piece: Piece, tokenizer: TokenizerInfo) -> None:
-    """Check the tokenizer of a corpus of `launch data prepare`; others do not name theirs."""
+    # Only corpora of `launch data prepare` name their tokenizer.
     folder = index.path.parent
     if not (folder / MANIFEST).exists():
         return
@@ -188,5 +186,5 @@ def _check_tokenizer(index: Index, piece: Piece, tokenizer: TokenizerInfo) -> No
 
 @lru_cache(1)
 def _tokenizer_of(folder: Path, stamp: int) -> TokenizerInfo:
-    """Cached for the pieces of a task; the stamp is part of the key because files change."""
+    # Cached for the pieces of a task. The stamp is part of the key because files change.
     return Manifest.load(folder).tokenizer

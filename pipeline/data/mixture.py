@@ -35,6 +35,7 @@ def mixed(sources: Sequence[SourceShare], mixture: Mixture | None) -> tuple[Sour
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
         most = _most_places(sources, mixture.tokens, mixture.most_epochs)
+        # Rounding to whole places can exceed a cap again.
         counts = _within(places(capped(weights, most / BLOCK)), most)
     else:
         counts = places(weights)
@@ -62,7 +63,7 @@ def check_mixture(mixture: Mixture | None, names: Sequence[str]) -> None:
         )
     least = sum(mixture.weights.values()) / BLOCK
     for name, weight in mixture.weights.items():
-        if weight < least / 2:
+        if weight < least / 2:  # it would be rounded up by more than a factor of two
             raise ConfigError(
                 f"mixture.weights: source={name!r} has weight {weight:g}, below 1/{BLOCK} of the "
                 f"sum; give it {least:.2g} or remove it"
@@ -97,14 +98,14 @@ def capped(weights: F64, limits: F64) -> F64:
         free = np.where(fixed, 0, weights)
         result = np.where(fixed, limits, free * (1 - limits[fixed].sum()) / max(free.sum(), 1e-300))
         over = ~fixed & (result > limits)
-        if not over.any():
+        if not over.any():  # a cap raises the others, which may then exceed theirs
             return result
         fixed |= over
 
 
 def places(weights: F64) -> I64:
     """Return the samples of each source in a block, by largest remainder, at least one each."""
-    exact = weights * (BLOCK - len(weights))
+    exact = weights * (BLOCK - len(weights))  # one place per source is reserved
     counts = np.floor(exact).astype(np.int64)
     missing = BLOCK - len(weights) - counts.sum()
     for i in np.argsort(counts - exact, kind="stable")[:missing]:
@@ -127,13 +128,14 @@ class Schedule:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self._counts = np.round(np.array(weights) * BLOCK).astype(np.int64)
         assert self._counts.sum() == BLOCK, "weights come from mixed(), in whole places"
+        # One entry per place of a block: its source.
         self._slots = np.repeat(np.arange(len(weights)), self._counts)
         self._seed = seed
 
     def block(self, number: int) -> tuple[I64, I64]:
         """Return the source of each sample of a block, and its number within that source."""
         slots = self._slots[Permutation(BLOCK, self._seed, number)(np.arange(BLOCK))]
-        order = np.argsort(slots, kind="stable")
+        order = np.argsort(slots, kind="stable")  # the places of each source, in order
         first = np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
         within = np.empty(BLOCK, np.int64)
         within[order] = np.arange(BLOCK) - first

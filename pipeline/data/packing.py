@@ -72,7 +72,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         else:
             space = spaces[at]
             number = open_bins[space].pop()
-            if not open_bins[space]:
+            if not open_bins[space]:  # its last bin
                 del open_bins[space], spaces[at]
         bins[number].append(index)
         left = space - sizes[index]
@@ -86,7 +86,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 def count_bins(counts: I64, capacity: int) -> int:
     """Count the bins that best_fit fills with counts[n] items of size n, many items at a time."""
-    opened = 0
+    opened = 0  # bins in use
     spaces = [capacity]
     free: dict[int, float] = {capacity: inf}  # bins by free space
     for size in np.flatnonzero(counts)[::-1].tolist():
@@ -119,6 +119,7 @@ def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
     full, rest = np.divmod(lengths.astype(np.int64) - 1, seq)
     row_in_document = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
     whole = np.repeat(starts, full) + seq * row_in_document
+    # The last, partial row of each document: (start, places).
     rests = np.stack((starts + full * seq, rest), axis=1)[rest > 0]
     bins = best_fit(rests[:, 1].tolist(), seq)
     shared = rests[[i for group in bins for i in sorted(group)]]
@@ -140,7 +141,7 @@ class PackedStream:
 
     def _count(self, lengths: npt.NDArray[np.int32]) -> int:
         rests = np.bincount((lengths - 1) % self._seq)
-        rests[0] = 0
+        rests[0] = 0  # documents that fill whole rows have no rest
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
@@ -150,7 +151,7 @@ class PackedStream:
         """
         count = len(self._rows)
         shards = Permutation(count, seed, epoch)(np.arange(count))
-        ends = np.cumsum(self._rows[shards])
+        ends = np.cumsum(self._rows[shards])  # in the order of this epoch
         last_shards = np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1
         group_ends = ends[last_shards]
         groups = np.searchsorted(group_ends, index, "right")
@@ -171,8 +172,8 @@ class PackedStream:
         data = self._map(shard)
         parts, ends = self._pack(shard)
         row = window - self._starts[shard]
-        at = 0
-        number = 0
+        at = 0  # next free place of the row
+        number = 0  # of the document in the row
         for start, places in parts[ends[row] : ends[row + 1]].tolist():
             here = slice(at, at + places)
             tokens[here] = data[start : start + places]

@@ -34,6 +34,7 @@ class Permutation:
         self.n = n
         self._a = max(1, int(np.ceil(np.sqrt(n))))
         self._b = -(-n // self._a)
+        # Python's integers may be negative or longer than 64 bits.
         state = np.array([seed & (2**64 - 1), epoch & (2**64 - 1)], np.uint64)
         base = mix(mix(state[:1] + np.uint64(GOLDEN)) + state[1:])
         rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64)

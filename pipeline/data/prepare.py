@@ -60,11 +60,11 @@ class Job:
     recipe: Recipe
     tasks: Sequence[Task]
     work: Path  # every file is written here first
-    workers: int | None
+    workers: int | None  # None: all CPUs of the cluster
     report: Report
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> list[str]:  # of the tasks; shards and records are named after them
         return [f"{number:05d}" for number in range(len(self.tasks))]
 
 
@@ -92,7 +92,7 @@ def prepare(
     against = _held_out_tasks(recipe, out, warn)
     pieces = [[astuple(piece) for piece in task] for task in [*tasks, *against]]
     inputs = xxhash.xxh3_128_hexdigest(repr(pieces).encode())
-    fingerprint = recipe.fingerprint(inputs)
+    fingerprint = recipe.fingerprint(inputs)  # of all that decides the bytes
     arguments = {"recipe": recipe.model_dump(mode="json"), "inputs": inputs}
     if is_finished(out, arguments):
         report("verify", 0, 1)
@@ -113,6 +113,7 @@ def prepare(
         manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
         shards = [shard for record in encoded for shard in record.shards.values()]
         files = [f"{shard.name}.{suffix}" for shard in shards for suffix in ("bin", "idx")]
+        # The manifest comes last: a directory without one is not a corpus.
         publish(work, out, [*files, *_join_malformed(job, encoded), MODEL], arguments)
         sealed = manifest.save(out)
         shutil.rmtree(out / WORK, ignore_errors=True)
@@ -131,12 +132,13 @@ def _make_tokenizer(job: Job, model: bytes | None) -> Tokenizer:
             job.report("tokenizer", 1, 1)
         save(path, model)
     tokenizer = Tokenizer.open(path)
-    if tokenizer.fast:
+    if tokenizer.fast:  # convert it once, not in every worker
         save(job.work / CONVERTED, tokenizer.converted.encode())
     return tokenizer
 
 
 def _held_out_tasks(recipe: Recipe, out: Path, warn: Warn) -> list[Task]:
+    # The planner names the key `source`; here the user wrote another.
     def rename(line: str) -> str:
         return line.replace("source=", "decontaminate.against=", 1)
 
@@ -234,6 +236,7 @@ def _run_pass(
     missing = [i for i in range(len(calls)) if i not in found]
     job.report(what, done, sum(sizes))
 
+    # Progress in bytes: tasks differ in size.
     def on_done(index: int, _: Record) -> None:
         nonlocal done
         done += sizes[missing[index]]
@@ -255,7 +258,7 @@ def _check_read(
     job: Job, stages: Sequence[Stage], malformed: Sequence[Position | None], share: float
 ) -> None:
     if not stages:
-        shutil.rmtree(job.work)
+        shutil.rmtree(job.work)  # no task has read a document
         raise _no_text(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:

@@ -52,10 +52,12 @@ def cluster(workers: int | None) -> Iterator[None]:
 
 
 def _set_environment(address: str | None) -> None:
-    """Ray reads these variables when it is imported."""
+    # Ray reads these variables when it is imported.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Leave CUDA_VISIBLE_DEVICES alone, without a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Seconds. On a busy machine Ray's default of 30 is too short.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     if address:
         # A wrong token fills the screen otherwise.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -66,7 +68,7 @@ def _set_environment(address: str | None) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once if nothing listens; Ray itself would try for minutes."""
+    # Ray itself would try for minutes.
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if port.isdigit():
@@ -93,7 +95,7 @@ def _connect(address: str | None, workers: int | None) -> Path:
         }
     try:
         context = ray.init(**options)
-    except (ConnectionError, RuntimeError, OSError) as error:
+    except Exception as error:  # Ray raises a plain Exception if it starts too slowly
         reason = str(error).strip().splitlines()[0]
         remedy = "check `ray status`"
         if address:
@@ -142,11 +144,11 @@ def _killed_with_driver(session: Path) -> Iterator[None]:
     finally:
         assert guard.stdin is not None
         guard.stdin.close()
-        guard.wait()
+        guard.wait()  # it also kills what ray.shutdown() left
 
 
 def _remove_session(session: Path) -> None:
-    """Ray leaves a directory per session, and a link to the latest one that it never repairs."""
+    # Ray leaves a directory per session, and a link to the latest one that it never repairs.
     latest = session.with_name("session_latest")
     with suppress(OSError):
         if latest.readlink() == session:
@@ -180,7 +182,7 @@ def run(
 
     remote = ray.remote(max_retries=3)(in_folder)
     results: dict[int, Result] = {}
-    running: dict[Any, int] = {}
+    running: dict[Any, int] = {}  # reference → index of the call
     waiting = iter(enumerate(calls))
     try:
         with _interrupts() as interrupted:
@@ -212,14 +214,15 @@ def run(
         if running:
             time.sleep(0.1)  # until the last call has reached its worker
         for reference in running:
-            ray.cancel(reference, force=True)
+            ray.cancel(reference, force=True)  # kills the worker
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Remember Ctrl-C: an interrupt raised while Ray frees an object is swallowed there."""
+    """Yield whether Ctrl-C was pressed."""
+    # An interrupt that is raised while Ray frees an object is swallowed there, so remember it.
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield lambda: False  # only the main thread can handle signals
         return
     received: list[int] = []
 

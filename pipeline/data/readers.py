@@ -21,7 +21,7 @@ SEEK_BYTES = 64 * 1024  # search this far for a line end before cutting between 
 
 def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
     """Read the documents of the piece in order, up to its limit. Every text is valid Unicode."""
-    left = piece.limit
+    left = piece.limit  # bytes of text
     for found in _documents(piece, key):
         yield found
         if left is not None:
@@ -47,7 +47,7 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 yield from _jsonl(piece, key)
             case "parquet" | "arrow" | "hf":
                 yield from _columns(piece, key)
-            case "megatron":
+            case "megatron":  # the encode pass reads it directly
                 raise tokens_not_text(piece)
             case "synthetic":
                 seed = int(piece.path.removeprefix("seed="))
@@ -130,6 +130,7 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
             if not line:
                 return
             if len(line) > DOCUMENT_BYTES:
+                # Skip the rest of the line without keeping it in memory.
                 size = len(line) + (0 if line.endswith(b"\n") else _skip_line(file))
                 reason = f"line longer than {DOCUMENT_BYTES // MB} MB"
                 yield Malformed(piece.path, position, reason, size)
@@ -190,7 +191,7 @@ def _check(text: object, path: str, position: int, key: str, size: int) -> str |
         reason = "bytes, not UTF-8 text," if isinstance(text, bytes) else "no text"
         return Malformed(path, position, f"{reason} under {key!r}", size)
     try:
-        length = len(text) if text.isascii() else len(text.encode())
+        length = len(text) if text.isascii() else len(text.encode())  # UTF-8 bytes
     except UnicodeEncodeError:
         return Malformed(path, position, "half of a surrogate pair", size)
     if length > DOCUMENT_BYTES:

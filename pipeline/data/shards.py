@@ -51,7 +51,7 @@ class Shard(Frozen):
 
 
 class Split(Frozen):
-    tokens: int
+    tokens: int  # sums over the shards
     documents: int
     bytes: int
     shards: tuple[Shard, ...]
@@ -75,8 +75,8 @@ class TokenizerInfo(Frozen):
 
 
 class SourceShare(Frozen):
-    name: str
-    documents: int
+    name: str  # as the user wrote it
+    documents: int  # for training, like all counts here; held-out ones are not included
     bytes: int
     tokens: int
     entropy_nats_per_byte: float | None = None  # exact, for the synthetic sources
@@ -87,11 +87,11 @@ class SourceShare(Frozen):
 class Stage(Frozen):
     """Counts of one stage of the preparation: what it read, kept and dropped, and why."""
 
-    name: str
+    name: str  # read, normalise, filter, dedup, decontaminate or tokenize
     documents_in: int
     bytes_in: int
     documents_kept: int
-    bytes_kept: int
+    bytes_kept: int  # after normalization, if the stage changes the text
     dropped: dict[str, tuple[int, int]]  # reason → documents, bytes
     tokens: int | None = None  # written by the tokenize stage, document ends included
 
@@ -110,9 +110,9 @@ class Manifest(Frozen):
     plan: str  # fingerprint of the inputs and settings
     tokenizer: TokenizerInfo
     dtype: DType
-    splits: dict[str, Split]
+    splits: dict[str, Split]  # train and valid
     sources: tuple[SourceShare, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # in order; each reads what the one before kept
 
     def save(self, directory: Path) -> "Manifest":
         """Write the manifest last: a directory without a manifest is not a corpus."""
@@ -126,8 +126,10 @@ class Manifest(Frozen):
         try:
             raw = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            remedy = _where_else(directory)
-            raise DataError(f"{directory}: no {MANIFEST} there; {remedy}") from None
+            raise DataError(
+                f"{directory}: no {MANIFEST} there; give a directory made by "
+                "`launch data prepare`, or run it again to finish this one"
+            ) from None
         except OSError as error:
             raise read_error(error, path) from error
         try:
@@ -152,22 +154,8 @@ class Manifest(Frozen):
         return manifest
 
 
-def _where_else(directory: Path) -> str:
-    """Return the remedy for a directory without a manifest."""
-    if directory.is_file():
-        return "give the directory that contains this file"
-    if not directory.is_dir():
-        return "check the path"
-    # A checkpoint has a manifest.json too, but no index.
-    folders = (found.parent for found in directory.glob(f"[!.]*/{MANIFEST}"))
-    corpora = sorted(str(folder) for folder in folders if any(folder.glob("*.idx")))
-    if corpora:
-        return f"give {' or '.join(corpora[:3])}"
-    return "finish `launch data prepare` with the same arguments"
-
-
 def _content_hash(table: dict[str, Any]) -> str:
-    """Hash the table as it is in the file, so that a new field does not change older hashes."""
+    # The table as it is in the file, so that a new field does not change the hash of older files.
     rest = {key: value for key, value in table.items() if key != "hash"}
     return xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
@@ -183,9 +171,10 @@ class ShardWriter:
         self._name = name
         self._source = source
         self._dtype: DType = dtype
-        self._lengths: list[int] = []
-        self._bytes = 0
+        self._lengths: list[int] = []  # in tokens, for the index
+        self._bytes = 0  # of text
         self._hash = xxhash.xxh3_128()
+        # Entered here and left in close() or abort(): the file stays open between documents.
         self._context = replacing(directory / f"{name}.bin", flush_name=False)
         self._file = self._context.__enter__()
 
@@ -223,7 +212,7 @@ def index_bytes(lengths: Sequence[int], dtype: DType) -> bytes:
     offsets = np.zeros(count, np.int64)
     np.cumsum(sizes[:-1], dtype=np.int64, out=offsets[1:])
     offsets *= np.dtype(dtype).itemsize
-    ends = np.arange(count + 1, dtype=np.int64)
+    ends = np.arange(count + 1, dtype=np.int64)  # every document is one sequence
     header = HEADER.pack(MAGIC, 1, _DTYPE_CODES[dtype], count, count + 1)
     return header + sizes.tobytes() + offsets.tobytes() + ends.tobytes()
 

@@ -166,8 +166,8 @@ def decontaminated(batch: Batch, held_out: Mapping[int, U64], ledger: Ledger) ->
 class Sketched(Frozen):
     """The record of a finished sketch."""
 
-    stages: tuple[Stage, ...]
-    malformed: Position | None
+    stages: tuple[Stage, ...]  # up to the copies within the task
+    malformed: Position | None  # the first
     parts: int
 
 
@@ -199,10 +199,10 @@ class _Part:
     """Sketches of consecutive documents, until they are written."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = 0  # estimated memory
         self._digests: dict[bytes, None] = {}  # empty if exact dedup is off
-        self._items: list[int] = []
-        self._sizes: list[int] = []
+        self._items: list[int] = []  # number of the document in its task
+        self._sizes: list[int] = []  # bytes of text
         self._bands: list[U64] = []
         self._bottoms: list[npt.NDArray[np.uint32]] = []
 

@@ -46,7 +46,7 @@ def plan(
     `limit_bytes` applies to each source: the files of a directory or glob share it.
     """
     pieces: dict[str, list[Piece]] = {}
-    owner: dict[str, str] = {}
+    owner: dict[str, str] = {}  # real path → source, to find files that two sources contain
     for source in sources:
         if source in pieces:
             raise DataError(
@@ -65,6 +65,7 @@ def plan(
                     "name it once"
                 )
             owner[real] = source
+    # Whole megabytes, so that a long .txt file is cut into the same documents.
     total = sum(piece.bytes for found in pieces.values() for piece in found)
     task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB
     return [task for found in pieces.values() for task in _group(found, task_bytes)]
@@ -179,7 +180,7 @@ def _is_below(path: Path, folder: Path) -> bool:
 
 
 def _warn_skipped(source: str, candidates: list[Path], chosen: list[Path], warn: Warn) -> None:
-    used = set(chosen)
+    used = set(chosen)  # the .bin of a Megatron corpus is used through its .idx
     used |= {p.with_suffix(p.suffix.replace("idx", "bin").replace("IDX", "BIN")) for p in chosen}
     skipped = [p for p in candidates if p not in used]
     others = [p for p in skipped if p.is_file()]

@@ -50,8 +50,8 @@ class Tokenizer:
     """A SentencePiece model: exactly its ids, with gigatoken's speed where that is safe."""
 
     def __init__(self, model: bytes, name: str = "tokenizer.model") -> None:
-        self.model = model
-        self.name = name
+        self.model = model  # the file's bytes
+        self.name = name  # for error messages
         self._spec = proto.ModelProto()
         try:
             self._spec.ParseFromString(model)
@@ -64,8 +64,8 @@ class Tokenizer:
         self.fingerprint = xxhash.xxh3_128_hexdigest(model)
         self.vocab: int = self.sentencepiece.get_piece_size()
         self.eod: int = self.sentencepiece.eos_id()
-        self._unchecked_characters = 0
-        self._resident_bytes = 0
+        self._unchecked_characters = 0  # encoded since the last look at the memory
+        self._resident_bytes = 0  # of the process when gigatoken's cache was empty
         if self.eod < 0:
             raise DataError(
                 f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece"
@@ -102,7 +102,7 @@ class Tokenizer:
         return {piece.piece: i for i, piece in enumerate(self._spec.pieces) if piece.type in never}
 
     def _text_reaches(self, control: str) -> bool:
-        """BPE and character models look up a lone character of any type, word models a word."""
+        # BPE and character models look up a lone character of any type, word models a word.
         number = self.controls[control]
         if number == self.sentencepiece.unk_id():
             return False
@@ -257,7 +257,7 @@ def train(
             split_digits=True,
             control_symbols=list(controls),
             max_sentence_length=SENTENCE_CHARACTERS * 4,
-            num_threads=2,
+            num_threads=2,  # more do not change the result
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -274,7 +274,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _explain(message: str) -> str:
-    """Translate sentencepiece's error message."""
+    # sentencepiece reports the limit only in the text of its message.
     too_large = re.search(r"value <= (\d+)", message)
     if too_large:
         return f"this text supports at most {int(too_large[1]):,}; use that or add text"
@@ -320,6 +320,7 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
     found_text = False
     for source, share in shares.items():
         mine = [task for task in tasks if task[0].source == source]
+        # All sources and all parts of a source are represented.
         count = min(len(mine), SAMPLE_TASKS)
         for number in range(count):
             task = mine[number * len(mine) // count]
