@@ -28,7 +28,9 @@ class Evaluator:
         self._loader = loader(config, corpus, "valid")
         wanted = batches or config.train.eval_batches
         self._batches = max(1, min(wanted, self._loader.steps_per_epoch))
+        # Sequences are shared by fewer ranks where there are fewer, as in `launch evaluate`.
         self._reader = world.reader(min(config.parallel.sp, world.size))
+        # Bits per byte of raw text: tokens per byte of the split, and nats to bits.
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
@@ -38,7 +40,7 @@ class Evaluator:
         for step in range(self._batches):
             batch = self._loader.batch(step, *self._reader)
             for micro in cut(batch, self._config, self._world):
-                total += nll(micro)
+                total += nll(micro)  # stays on the device: read once, at the end
                 count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size
         return {"loss": loss, "bpb": loss * self._bits_per_nat_token}
@@ -49,6 +51,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
     packing = config.data.packing
     boundaries = config.data.documents
     if split == "valid":
+        # Best-fit packing keeps documents apart, so they are kept apart here as well.
         boundaries = boundaries or packing == "best-fit"
         packing = "concatenate"
     return Loader(

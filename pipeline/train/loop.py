@@ -78,6 +78,7 @@ class Loop:
                 last = done == self.steps
                 evaluate = last or done % train.eval_every == 0
                 save = last or done % train.save_every == 0 or done in train.keep_at
+                # The device is read before it is used for something else than the next step.
                 if evaluate or save or self.stopping:
                     self.settle()
                 if evaluate:
@@ -143,7 +144,7 @@ class Loop:
         if result.diverged:
             assert pending.look is not None
             raise self.replicas.blame(pending.look, pending.step)
-        self.stopping |= result.stop
+        self.stopping |= result.stop  # the same on every rank, so all stop at the same step
         speed = self.meter.step(pending.began, pending.ended)
         values = {
             "loss": result.loss,

@@ -54,6 +54,7 @@ class Replicas:
         gradients = self._hash(tensors.gradient_copies)
         expert_gradients = self._hash(tensors.expert_gradient_copies)
         copies = torch.stack((weights[0], gradients, weights[1], expert_gradients))
+        # Enqueued like the rest of the step: nothing here waits for the device.
         differ = self._world.differ(copies[:_ON_ALL_RANKS])
         if self._ep > 1:
             differ |= self._world.differ(copies[_ON_ALL_RANKS:], every=self._ep)
@@ -68,7 +69,7 @@ class Replicas:
         changed_here = bool(look.flags[1])
         seen = self._world.gather((changed_here, look.copies.tolist()))
         changed = [rank for rank, (has_changed, _) in enumerate(seen) if has_changed]
-        if changed:
+        if changed:  # first: a rank whose memory changes also differs from the others
             return DivergenceError(
                 f"step {step}: the weights of {_ranks(changed)} changed while none was to write"
             )

@@ -59,7 +59,7 @@ def start(
     After a fault the whole group of ranks is restarted from the last checkpoint.
     """
     run.forget_fault()
-    old = len(faults.history(run))
+    old = len(faults.history(run))  # faults of earlier launches do not count as restarts
     sidecar = Sidecar(run.path) if track else None
     note = ""
     try:
@@ -76,7 +76,7 @@ def start(
 def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> bool:
     """Train with one group; False after a fault, which is then in the run's history."""
     group = groups.take()
-    with closing(group):
+    with closing(group):  # no rank outlives its group, also if this raises
         codes = group.wait(stop, groups.prepare)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     if run.fault() is None and (stop.signal or not failed):
@@ -170,7 +170,7 @@ class Group:
         while living := [rank for rank, p in self._ranks.items() if p.poll() is None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._ranks[living[0]].wait(timeout=_TICK_S)
-                continue
+                continue  # it ended; see which others have
             between()
             ticks += 1
             if stop.signal and not asked:
@@ -282,6 +282,7 @@ class _Groups:
             if log.exists() and log.stat().st_mtime > self._taken_s:
                 self._training_since_s = now_s
             return
+        # The spare competes for CPU and memory, so it waits until the first steps are done.
         due = now_s > self._training_since_s + _SPARE_AFTER_S
         if self._wanted and self._spare is None and due:
             self._spare = self._new()

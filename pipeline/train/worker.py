@@ -45,8 +45,9 @@ def run(
     """
     directory = RunDir(path)
     if world.first:
-        directory.lock()
+        directory.lock()  # the kernel releases it when this process dies, however it dies
     config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
+    # Weights and batches have generators of their own; this one is for whatever draws besides.
     torch.manual_seed(config.seed + world.rank)
     corpus = _corpus(config)
     batches = loader(config, corpus, "train")
@@ -55,9 +56,10 @@ def run(
         evaluator = Evaluator(config, corpus, world)
         saver = Saver(worker, config, directory.checkpoints, world)
         rollback: RollbackError | None = None
-        while True:
+        while True:  # once, and again after each rollback
             start, notes = _resume(worker, directory, world, config.init, rollback)
             tracker = _tracker(directory, config, world, start, notes, rollback, quiet=quiet)
+            # The guard decides from the log, which rank 0 alone reads.
             guard = Guard(world.broadcast(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
@@ -123,7 +125,7 @@ def _tracker(
     before = list(read(directory.log))
     fault = faults.unlogged(directory, before)
     log = Log(directory.log)
-    log.truncate_after(start)
+    log.truncate_after(start)  # what was logged after the checkpoint is trained again
     tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
     reason = ""
     if rollback:
@@ -156,7 +158,7 @@ def main(arguments: list[str]) -> int:
     if "--wait" in arguments and not _wait(path):
         return 1
     stop = StopRequest()
-    end_with_parent()
+    end_with_parent()  # under SLURM, the task; otherwise the supervisor
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
     try:
         world = World.from_environment(os.environ)
@@ -164,7 +166,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         RunDir(path).fail(error)
         return 2
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt: the supervisor needs a reason
         traceback.print_exc()
         RunDir(path).fail(error)
         return 1
