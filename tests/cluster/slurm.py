@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CONFIG = """
@@ -206,6 +206,21 @@ class Slurm:
         ask = ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern]
         found = subprocess.run(ask, capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
+
+    def listening(self, pid: int) -> set[str]:
+        """Addresses at which a process listens, in the network of its node; `::` as hex digits."""
+        mine = set()
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                mine.add(link.readlink().name.removeprefix("socket:[").removesuffix("]"))
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                local, _, state, *_, inode = line.split()[1:10]
+                address = bytes.fromhex(local.partition(":")[0])
+                if state == "0A" and inode in mine:  # LISTEN
+                    found.add(socket.inet_ntoa(address[::-1]) if table == "tcp" else address.hex())
+        return found
 
     def until(self, true: Callable[[], object], seconds: float = 900) -> None:
         deadline = time.monotonic() + seconds

@@ -8,7 +8,6 @@ import sqlite3
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster.slurm import Slurm
@@ -80,12 +79,7 @@ def test_whatever_befalls_it_the_curve_is_the_same(slurm, runs, corpus, tmp_path
     # the ports of a job on two nodes are open on its own network only
     training(1)
     ranks = [slurm.inside(node, f"pipeline.train.worker {run}")[0] for node in ("node1", "node2")]
-    listening = {
-        connection.laddr.ip
-        for pid in ranks
-        for connection in psutil.Process(pid).net_connections()
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = {address for pid in ranks for address in slurm.listening(pid)}
     assert listening == {slurm.address("node1"), slurm.address("node2")}
 
     # before the time limit SLURM sends USR1 to the batch step
