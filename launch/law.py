@@ -21,13 +21,14 @@ from launch.options import (
     Settings,
     examples,
 )
-from launch.tables import new_console, new_table, print_json, print_warnings
+from launch.tables import new_console, print_json, print_warnings, table
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.runs.history import Run
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Ladder
+    from pipeline.scaling.predict import Forecast, Ladder
+    from pipeline.scaling.record import Score
     from pipeline.scaling.study import Study
 
 Resamples = Annotated[
@@ -92,22 +93,12 @@ def read_points(
 
 
 @contextmanager
-def bar(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
-    """A progress bar for long descents, on a terminal only."""
+def progress(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
+    """One line on stderr that says how far a long descent is, on a terminal only."""
     from rich.console import Console
-    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal
-    with Progress(console=console, transient=True, disable=hidden) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1)
-            bars.update(tasks[what], completed=share)
-
-        yield show
+    with Console(stderr=True, quiet=quiet).status("fitting") as line:
+        yield lambda what, share: line.update(f"{what}: {share:.0%}")
 
 
 def fit(
@@ -125,7 +116,7 @@ def fit(
 
     rows, _ = read_points(runs, experiment, points, law)
     rows = rows.drop_highest(drop_highest)
-    with bar(quiet=as_json) as show:
+    with progress(quiet=as_json) as show:
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)
     data = done.to_json()
     print_json(data) if as_json else _print_fit(data)
@@ -187,7 +178,7 @@ def forecast(
         failure = _copy_to_mlflow(paths, runs, experiment)
         if failure:
             data["warnings"].append(failure)
-    print_json(data) if as_json else _print_forecast(data, [vars(one) for one in made])
+    print_json(data) if as_json else _print_forecast(data, made)
 
 
 def _place(
@@ -254,27 +245,29 @@ def score(
             f"forecasts={folder} is empty; make one with `launch forecast … --register`"
         )
     scores = record.score(found, read(runs, experiment))
-    data = {"scores": [vars(one) for one in scores], "calibration": record.calibration(scores)}
-    print_json(data) if as_json else _print_scores(data)
+    so_far = record.calibration(scores)
+    if as_json:
+        print_json({"scores": [vars(one) for one in scores], "calibration": so_far})
+    else:
+        _print_scores(scores, so_far)
 
 
 def _print_fit(data: dict[str, Any]) -> None:
     console = new_console()
-    title = f"{data['law']}: {data['formula']}"
-    table = new_table(title, "parameter", "value", "standard error", "95% interval")
-    for name, p in data["parameters"].items():
-        interval = f"{p['low']:.4g} … {p['high']:.4g}"
-        table.add_row(name, f"{p['value']:.5g}", f"{p['se']:.3g}", interval)
-    console.print(table)
+    columns = ("parameter", "value", "standard error", "95% interval")
+    rows = [
+        (name, f"{p['value']:.5g}", f"{p['se']:.3g}", f"{p['low']:.4g} … {p['high']:.4g}")
+        for name, p in data["parameters"].items()
+    ]
+    console.print(table(f"{data['law']}: {data['formula']}", columns, rows))
     split = data["exponents"]
     if split:
-        powers = f"N* ∝ C^{split['a']:.4f}   D* ∝ C^{split['b']:.4f}"
+        # N* and D* of a law fitted to forecast come from elsewhere: say from where.
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
-        console.print(powers + source)
+        console.print(f"N* ∝ C^{split['a']:.4f}   D* ∝ C^{split['b']:.4f}{source}")
     used = data["points"]["used"]
-    console.print(
-        f"{used} points, objective {data['objective']:.6g}, errors from the {data['errors_from']}"
-    )
+    errors = data["errors_from"]
+    console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {errors}")
     test = data["backtest"]
     if test:
         console.print(
@@ -290,64 +283,48 @@ def _print_fit(data: dict[str, Any]) -> None:
     print_warnings(console, data["warnings"])
 
 
-def _print_forecast(data: dict[str, Any], made: list[dict[str, Any]]) -> None:
+def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
     from pipeline.units import count, power
 
     console = new_console()
-    columns = ("N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
-    table = new_table(f"forecast by {data['law']}", "run", *columns)
+    columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
+    rows = []
     for one in made:
-        best = one["optimum"]
-        table.add_row(
-            one["name"],
-            count(one["N"]),
-            count(one["D"]),
-            power(one["C"]),
-            f"{one['extrapolation']:.3g}×",
-            f"{one['loss']:.4f}",
-            f"{one['low']:.4f} … {one['high']:.4f}",
-            count(best["N"]) if best else "–",
-            count(best["D"]) if best else "–",
-        )
-    console.print(table)
+        best = [count(one.optimum[key]) if one.optimum else "–" for key in ("N", "D")]
+        place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
+        rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
+    console.print(table(f"forecast by {data['law']}", columns, rows))
     for key in ("recipe", "cost"):
         figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
         texts = [
-            f"{name} {value:g}" if isinstance(value, float | int) else f"{name} {value}"
+            f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
             for name, value in figures.items()
         ]
         if texts:
             console.print(f"{key}: {', '.join(texts)}")
     command = data.get("recipe", {}).get("command")
-    if command:
+    if command:  # on one line, so that it can be copied
         console.print(f"train it with: {command}", markup=False, soft_wrap=True)
     for path in data.get("registered", []):
         console.print(f"registered: {path}", markup=False)
     print_warnings(console, data["warnings"])
 
 
-def _print_scores(data: dict[str, Any]) -> None:
+def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     from pipeline.units import count
 
     console = new_console()
-    columns = ("N", "D", "forecast", "measured", "error", "inside", "counts")
-    table = new_table("forecasts", "run", *columns)
+    columns = ("run", "N", "D", "forecast", "measured", "error", "inside", "counts")
     yes = {True: "yes", False: "no", None: "–"}
-    for one in data["scores"]:
-        landed = one["measured"] is not None
-        late = one["counts"] is False
-        table.add_row(
-            one["run"] or "not yet",
-            count(one["N"]),
-            count(one["D"]),
-            f"{one['forecast']:.4f}",
-            f"{one['measured']:.4f}" if landed else "–",
-            f"{one['error']:+.2%}" if landed else "–",
-            yes[one["inside"]],
-            "no: registered after it began" if late else yes[one["counts"]],
-        )
-    console.print(table)
-    so_far = data["calibration"]
+    rows = []
+    for one in scores:
+        measured = "–" if one.measured is None else f"{one.measured:.4f}"
+        error = "–" if one.error is None else f"{one.error:+.2%}"
+        late = one.counts is False  # it was no forecast any more
+        counts = "no: registered after it began" if late else yes[one.counts]
+        place = [one.run or "not yet", count(one.N), count(one.D), f"{one.forecast:.4f}"]
+        rows.append([*place, measured, error, yes[one.inside], counts])
+    console.print(table("forecasts", columns, rows))
     if so_far["counted"]:
         console.print(
             f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch.options import AsJson, examples
-from launch.tables import new_console, new_table, print_json
+from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def plan(
         "hours": sum(times) if sweep.cluster else None,
         "timing": TIMING if mfu is None else f"MFU {mfu:g}",
     }
-    table = [vars(run) for run in runs]
-    figures = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": table, "total": total}
+    rows = [vars(run) for run in runs]
+    figures = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": rows, "total": total}
     print_json(figures) if as_json else _print_plan(figures)
 
 
@@ -302,24 +302,18 @@ def _known_best(points: Path) -> Callable[[float], float]:
 def _print_plan(data: dict[str, Any]) -> None:
     from pipeline.units import count, power
 
-    columns = ("N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank", "hours")
     console = new_console()
-    table = new_table(f"{data['kind']} sweep {data['experiment']}", "run", *columns)
+    columns = ("run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank")
+    rows = []
     for run in data["runs"]:
-        table.add_row(
-            run["name"],
-            count(run["N"]),
-            count(run["D"]),
-            f"{run['D'] / run['N']:.3g}",
-            power(run["C"]),
-            f"{run['lr']:.2e}",
-            count(run["batch_tokens"]),
-            f"{run['steps']:,}",
-            f"{run['begins']:,}" if run["trunk"] else "–",
-            f"{run['memory_bytes'] / 2**30:.2g}",
-            "–" if run["hours"] is None else f"{run['hours']:.3g}",
-        )
-    console.print(table)
+        place = [run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}"]
+        recipe = [f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}"]
+        branch = f"{run['begins']:,}" if run["trunk"] else "–"
+        memory = f"{run['memory_bytes'] / 2**30:.2g}"
+        hours = "–" if run["hours"] is None else f"{run['hours']:.3g}"
+        rows.append([*place, power(run["C"]), *recipe, branch, memory, hours])
+    title = f"{data['kind']} sweep {data['experiment']}"
+    console.print(table(title, (*columns, "hours"), rows))
     total = data["total"]
     time = ""
     if total["hours"] is not None:
@@ -337,45 +331,32 @@ def _print_plan(data: dict[str, Any]) -> None:
 def _display(
     members: "Sequence[Member]", missing: int, *, quiet: bool
 ) -> "Iterator[Callable[[Progress], None]]":
-    """Bars for the sweep and its running members on a terminal; elsewhere a line per change."""
+    """Print a line per change, and on a terminal one more that follows the running members."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
 
-    console = Console(stderr=quiet, quiet=quiet, highlight=False)
-    there = len(members) - missing
+    console = Console(quiet=quiet, highlight=False)
+    before = len(members) - missing
     printed: set[str] = set()
-    tasks: dict[str, Any] = {}
-    console.print(f"{there} of {len(members)} runs have finished, {missing} to go")
-    texts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bars(
-        *texts,
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bars:
-        overall = bars.add_task("runs", total=len(members), completed=there)
+    console.print(f"{before} of {len(members)} runs have finished, {missing} to go")
 
-        def once(text: str, style: str = "") -> None:
-            if text not in printed:
-                printed.add(text)
-                bars.console.print(text, markup=False, style=style, soft_wrap=True)
+    def once(text: str, style: str = "") -> None:
+        if text not in printed:
+            printed.add(text)
+            console.print(text, markup=False, style=style, soft_wrap=True)
+
+    with console.status("starting") as line:
 
         def show(state: "Progress") -> None:
-            for name, member in state.running.items():
+            for name in state.running:
                 once(f"{name}: running")
-                if name not in tasks:
-                    tasks[name] = bars.add_task(name, total=member.steps)
-                bars.update(tasks[name], completed=member.step)
             for name in state.finished:
                 once(f"{name}: finished")
             for name, reason in state.failed.items():
                 once(f"{name}: failed: {reason}", "bold red")
             if state.stopping:
                 once("stopping: running ones save first (again to end at once)", "bold yellow")
-            for name in [name for name in tasks if name not in state.running]:
-                bars.remove_task(tasks.pop(name))
-            bars.update(overall, completed=there + len(state.finished))
+            steps = [f"{name} {m.step}/{m.steps}" for name, m in state.running.items()]
+            finished = before + len(state.finished)
+            line.update(f"{finished} of {len(members)} runs · {' · '.join(steps)}")
 
         yield show

@@ -1,7 +1,7 @@
 """How every command prints: one table style for people, one JSON form for programs."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,14 +28,16 @@ def new_console() -> "Console":
     return console if console.is_terminal else Console(width=PIPED_COLUMNS, highlight=False)
 
 
-def new_table(title: str, *columns: str) -> "Table":
-    """An empty table; the first column is aligned left, numbers after it right."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+    """A table whose first column is aligned left and whose others, which are numbers, right."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    found = Table(title=title, title_justify="left", title_style="bold")
     for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left")
-    return table
+        found.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        found.add_row(*row)
+    return found
 
 
 def print_warnings(console: "Console", warnings: Iterable[str]) -> None:

@@ -60,11 +60,7 @@ def test_the_dashboard_draws_both_alike(stored: Path) -> None:
     for source in (Directories(stored), open_source(None, "demo")):
         seen = [source.read(key, whole=True) for key in source.scan()]
         told = {
-            one.run.name: (
-                one.curves(100),
-                one.row("", 0.0)["status"],
-                one.log.token_hashes(),
-            )
+            one.run.name: (one.curves(100), one.row("", 0.0)["status"], one.log.token_hashes())
             for one in seen
         }
         drawn.append(dict(sorted(told.items())))
