@@ -61,8 +61,8 @@ test: install check  ## lint, types, layers and every test that needs no GPU
 gpu-test: install  ## tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
 
-attack: install  ## bad command lines, hostile files, damaged run and model directories
-	$(PYTEST) tests/attack
+attack: install  ## bad command lines, hostile files, damaged directories, open ports, signals
+	$(PYTEST) tests/attack tests/train/test_supervisor.py
 
 check: install  ## lint, types and layers alone
 	$(BIN)/ruff check .

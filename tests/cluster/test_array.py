@@ -27,15 +27,9 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     broken = runs / "tiny-0.03x"
     (broken / ".lock").mkdir(parents=True)  # it cannot be held: only a person mends that
 
-    made = slurm.run(
-        "sbatch",
-        "--parsable",
-        f"--chdir={here}",
-        "--output=/dev/null",
-        "--wrap",
-        f"cp -r {corpus} data",
-    )
-    call = (
+    copy = ("--output=/dev/null", "--wrap", f"cp -r {corpus} data")
+    made = slurm.run("sbatch", "--parsable", f"--chdir={here}", *copy)
+    call = [
         "sweep",
         "run",
         "sweep.toml",
@@ -43,11 +37,11 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
         "data",
         "--slurm",
         "--jobs",
-        2,
+        "2",
         "--no-track",
         "--fit",
         "--json",
-    )
+    ]
     later = json.loads(launch(*call, "--after", made, cwd=here, **slurm.env).stdout)
     slurm.ends(later["job"])
     assert slurm.field(made, "state") == "COMPLETED"
@@ -59,25 +53,18 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
 
     slurm.until(lambda: len(told()) == 2)
     trunk, rest = told()
-    assert (
-        trunk["runs"] == [str(runs / "tiny-0.04x")] and trunk["later"] == 2 and trunk["fit"] is None
-    )
+    assert (trunk["runs"], trunk["later"]) == ([str(runs / "tiny-0.04x")], 2)
+    assert trunk["fit"] is None
     assert slurm.field(f"{trunk['job']}_0", "state") == "COMPLETED"
     assert rest["runs"] == [str(runs / "tiny-0.02x"), str(broken)] and rest["later"] == 0
     slurm.ends(rest["fit"], "CANCELLED")  # its runs will never all be there
-    assert [slurm.field(f"{rest['job']}_{index}", "state") for index in range(2)] == [
-        "COMPLETED",
-        "FAILED",
-    ]
-    assert [event for event, _ in verdicts(broken)] == ["stop"] and "Is a directory" in verdicts(
-        broken
-    )[0][1]
+    states = [slurm.field(f"{rest['job']}_{index}", "state") for index in range(2)]
+    assert states == ["COMPLETED", "FAILED"]
+    ((event, reason),) = verdicts(broken)
+    assert event == "stop" and "Is a directory" in reason
     assert hashes(runs / "tiny-0.02x") == hashes(runs / "tiny-0.04x")[: step(runs / "tiny-0.02x")]
-    rows = [
-        json.loads(line)
-        for line in launch("status", runs, "--json", **slurm.env).stdout.splitlines()
-    ]
-    assert [row["state"] for row in rows] == ["FINISHED", "FAILED", "FINISHED"]
+    lines = launch("status", runs, "--json", **slurm.env).stdout.splitlines()
+    assert [json.loads(line)["state"] for line in lines] == ["FINISHED", "FAILED", "FINISHED"]
 
     (broken / ".lock").rmdir()
     again = json.loads(launch(*call, cwd=here, **slurm.env).stdout)

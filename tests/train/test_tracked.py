@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -36,36 +37,27 @@ def test_a_run_does_not_notice_its_server_dying(corpus, tmp_path):
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     steps = {r["step"]: r for r in log if r["kind"] == "step"}
     assert sorted(steps) == list(range(1, 121))
-    waits = [
-        b["time"] - a["time"]
-        for a, b in zip(list(steps.values()), list(steps.values())[1:], strict=False)
-    ]
-    assert (
-        max(waits) < 10
-    )  # a step that had waited for the server would have waited for its timeouts
+    times = [record["time"] for record in steps.values()]
+    # a step that had waited for the server would have waited for its timeouts
+    assert max(later - sooner for sooner, later in pairwise(times)) < 10
 
     from mlflow import MlflowClient
 
     client = MlflowClient(server.uri)
     run = client.get_run(json.loads((out / "mlflow.json").read_text())["run_id"])
-    assert (
-        client.get_experiment(run.info.experiment_id).name == "outage"
-        and run.info.status == "FINISHED"
-    )
-    for key, name in {
-        "loss": "train/loss",
-        "grad_norm": "train/grad_norm",
-        "tokens": "train/tokens",
-    }.items():
-        there = client.get_metric_history(run.info.run_id, name)
-        assert {m.step: m.value for m in there} == {
-            s: pytest.approx(r[key]) for s, r in steps.items()
-        }
-        assert len(there) == len(steps)  # each once
+    assert client.get_experiment(run.info.experiment_id).name == "outage"
+    assert run.info.status == "FINISHED"
+
+    def history(name: str) -> dict[int, float]:
+        found = client.get_metric_history(run.info.run_id, name)
+        values = {metric.step: metric.value for metric in found}
+        assert len(values) == len(found)  # each once
+        return values
+
+    for key in ("loss", "grad_norm", "tokens"):
+        assert history(f"train/{key}") == pytest.approx({s: r[key] for s, r in steps.items()})
     evals = {r["step"]: r["bpb"] for r in log if r["kind"] == "eval"}
-    assert {
-        m.step: m.value for m in client.get_metric_history(run.info.run_id, "eval/bpb")
-    } == pytest.approx(evals)
+    assert history("eval/bpb") == pytest.approx(evals)
     assert run.data.params["model.width"] == "64" and "run.params.total" in run.data.params
     assert {"config.toml", "run.json", "env.json"} <= {
         a.path for a in client.list_artifacts(run.info.run_id)

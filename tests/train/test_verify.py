@@ -13,32 +13,25 @@ from pipeline.bench.equivalence import Outcome, _differences
 from tests.conftest import command, environment, launch
 
 
+def sets(*values: str) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
 @pytest.mark.parametrize(
     ("arch", "nproc", "layouts"),
     [
-        (
-            "mla-moe",
-            4,
-            "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2",
-        ),
+        ("mla-moe", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,"
+         "zero 3 ep 2 sp 2"),
         ("switch", 2, "zero 1,zero 1 ep 2,zero 3 ep 2,zero 2 ep 2 sp 2,accelerate sp 2"),
     ],
-)
+)  # fmt: skip
 def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, layouts):
     options = ("--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json")
-    settings = (
-        "model.ffn.experts=8",
-        "model.layers=2",
-        "model.scaled_embedding=true",
-    )  # which has a rate of its own
-    rows = json.loads(
-        launch("verify", *options, *(part for each in settings for part in ("--set", each))).stdout
-    )
-    *real, control = rows
-    assert {row["layout"] for row in real} == {
-        *layouts.split(","),
-        "accelerate",
-    }  # the referee, asked for or not
+    # a scaled embedding has a learning rate of its own
+    settings = sets("model.ffn.experts=8", "model.layers=2", "model.scaled_embedding=true")
+    *real, control = json.loads(launch("verify", *options, *settings).stdout)
+    # the referee is there, asked for or not
+    assert {row["layout"] for row in real} == {*layouts.split(","), "accelerate"}
     for row in real:
         assert row["passed"] and row["tokens"]
         assert max(row["loss"], row["grad_norm"], *row["gradients"].values()) < 1e-5
@@ -50,24 +43,11 @@ def test_layouts_train_the_same_training_and_a_wrong_one_is_caught(arch, nproc, 
 
 
 def test_bf16_is_held_to_its_own_bound():
-    few = (
-        "model.ffn.experts=4",
-        "model.layers=2",
-        "model.seq=16",
-        "train.batch_tokens=128",
-    )  # bf16 is slow on a CPU
-    sets = [part for each in few for part in ("--set", each)]
-    asked = (
-        "--size",
-        "tiny",
-        "--arch",
-        "switch",
-        "--dtype",
-        "bf16",
-        "--layouts",
-        "zero 0,zero 1 ep 2 sp 2",
-    )
-    said, _, *rows = launch("verify", *asked, *sets).stdout.splitlines()
+    # few: bf16 is slow on a CPU
+    few = ("model.ffn.experts=4", "model.layers=2", "model.seq=16", "train.batch_tokens=128")
+    asked = ("--size", "tiny", "--arch", "switch", "--dtype", "bf16")
+    layouts = ("--layouts", "zero 0,zero 1 ep 2 sp 2")
+    said, _, *rows = launch("verify", *asked, *layouts, *sets(*few)).stdout.splitlines()
     assert said.startswith("no referee: ") and len(rows) == 3
     assert [row.split()[-1] for row in rows] == ["pass", "pass", "caught"]
     assert all(float(row[27:36]) < 1e-2 for row in rows)
@@ -103,7 +83,4 @@ def test_a_rank_that_waits_for_another_ends_with_the_command():
 
 def test_an_unknown_layout_is_one_line():
     done = launch("verify", "--nproc", 2, "--layouts", "zero 7", code=2)
-    assert (
-        done.stderr.startswith("error: --layouts zero 7 is not one of: accelerate, ")
-        and done.stderr.count("\n") == 1
-    )
+    assert done.stderr.startswith("error: --layouts zero 7 ") and done.stderr.count("\n") == 1
