@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import examples
+from launch.options import AsJson, RunPath, TokenizerFile, examples
 
 
 def register(app: typer.Typer) -> None:
@@ -27,18 +27,13 @@ def register(app: typer.Typer) -> None:
 
 
 def export_(
-    run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
-    to: Annotated[
-        Path,
-        typer.Option(help="The directory to write, for AutoModelForCausalLM and AutoTokenizer."),
-    ],
+    run: RunPath,
+    to: Annotated[Path, typer.Option(help="Directory to write, for transformers' Auto classes.")],
     dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    tokenizer: TokenizerFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a run as a Hugging Face directory; it only appears if transformers gives the same logits from it."""
+    """Export a run as a Hugging Face directory, after checking that transformers' logits match."""
     import torch
 
     from pipeline.checkpoint.restore import load_model
@@ -51,34 +46,42 @@ def export_(
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     model, config = load_model(run)
-    choose_family(config.model)  # first: the rest takes long
-    done = export(model, to, tokenizer_of(run, config.data.dir, tokenizer), dtypes[dtype])
+    choose_family(config.model)  # refuse before the slow part
+    # An imported model may come without a tokenizer and has no data to take one from.
+    known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
+    found = tokenizer_of(run, config.data.dir, tokenizer) if known else None
+    done = export(model, to, found, dtypes[dtype])
     if as_json:
-        print(json.dumps({"to": str(to), **done._asdict()}))
-    else:
+        row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
+        print(json.dumps(row))
+        return
+    print(
+        f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; "
+        f"logits differ from transformers' by {done.difference:.1e} of the largest"
+    )
+    if found is None:
         print(
-            f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; transformers' logits "
-            f"differ by {done.difference:.1e} of the largest"
+            "no tokenizer files: the run has none and names no data; add them yourself, or export "
+            "again with --tokenizer FILE"
         )
 
 
 def import_(
     source: Annotated[
-        Path, typer.Option("--from", help="A directory that transformers' save_pretrained wrote.")
+        Path, typer.Option("--from", help="A directory that save_pretrained of transformers wrote.")
     ],
-    out: Annotated[Path, typer.Option(help="The directory to make: a checkpoint at step 0.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    out: Annotated[Path, typer.Option(help="Directory to create, with a checkpoint at step 0.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Take a Hugging Face model as a start: `launch pretrain --init OUT` trains it further."""
-
+    """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""
     from pipeline.hub.importing import import_model
 
     done = import_model(source, out)
     if as_json:
         print(json.dumps({"out": str(out), **done._asdict()}))
-    else:
-        print(
-            f"{done.family} in {out}: {done.parameters:,} parameters; our logits differ from transformers' by "
-            f"{done.difference:.1e} of the largest"
-        )
-        print(f"train it further: launch pretrain --init {out} --data DATA --out RUN")
+        return
+    print(
+        f"{done.family} in {out}: {done.parameters:,} parameters; logits differ from "
+        f"transformers' by {done.difference:.1e} of the largest"
+    )
+    print(f"continue training with: launch pretrain --init {out} --data DATA --out RUN")

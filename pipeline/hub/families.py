@@ -1,6 +1,7 @@
-"""Which of Hugging Face's classes a model of ours is, and what its config.json says: one table per family, both ways.
+"""Our model settings as Hugging Face's config.json, and back: one row per family of transformers.
 
-What has no counterpart is found by going there and back: a setting that does not return has none.
+Most settings are renamed (`Family.keys`); a `Converter` handles the rest. A setting that does not survive
+the round trip to config.json and back has no counterpart in that family.
 """
 
 import math
@@ -12,48 +13,46 @@ from pipeline.config.layers import merge, nearest, validate
 from pipeline.config.parts import NTK, MoE, RoPE
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
-from pipeline.hub.settings import (
-    DENSE_FIRST,
-    GPT2_SHAPE,
-    GREEDY,
-    ROPE,
-    ROPE_AND_SCORES,
-    ROUTED,
-    WINDOWS,
-    Also,
-    Table,
-)
+from pipeline.hub import settings
+from pipeline.hub.settings import Converter, Table
 
 
 class Family(NamedTuple):
-    kind: str  # transformers' model_type
-    architecture: str
-    keys: str  # theirs:ours
-    implied: Table  # of ours
-    fixed: Table  # of theirs: written, and held on import
-    also: tuple[Also, ...] = ()
-    silent: tuple[str, ...] = ()  # theirs, written as 0: dropout
+    """How one model_type of transformers spells our settings."""
 
+    kind: str  # model_type
+    architecture: str  # the class of transformers
+    keys: str  # pairs "their key:our key"
+    implied: Table  # settings of ours that every model of the family has
+    fixed: Table  # settings of theirs that must have this value
+    converters: tuple[Converter, ...] = ()
+    zeros: tuple[str, ...] = ()  # their dropout rates, which we do not have
 
-# ── The families ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _ENDS = "vocab_size:vocab initializer_range:init_std tie_word_embeddings:tied"
 _SHAPE = (
     f"{_ENDS} max_position_embeddings:seq hidden_size:width num_hidden_layers:layers "
     "num_attention_heads:attention.heads"
 )
-_GROUPED = f"{_SHAPE} rms_norm_eps:norm.eps num_key_value_heads:attention.kv_heads head_dim:attention.head_dim"
+_GROUPED = (
+    f"{_SHAPE} rms_norm_eps:norm.eps num_key_value_heads:attention.kv_heads "
+    "head_dim:attention.head_dim"
+)
 _BIASES = "attention_bias:attention.bias attention_bias:attention.out_bias"
 _DENSE = f"{_GROUPED} intermediate_size:ffn.hidden"
-_EXPERTS = "num_experts_per_tok:ffn.top_k moe_intermediate_size:ffn.hidden intermediate_size:ffn.dense_hidden"
+_EXPERTS = (
+    "num_experts_per_tok:ffn.top_k moe_intermediate_size:ffn.hidden "
+    "intermediate_size:ffn.dense_hidden"
+)
 _SHARED = (
-    f"{_EXPERTS} n_group:ffn.groups topk_group:ffn.top_groups n_routed_experts:ffn.experts n_shared_experts:ffn.shared "
-    "routed_scaling_factor:ffn.scale first_k_dense_replace:ffn.dense_layers"
+    f"{_EXPERTS} n_group:ffn.groups topk_group:ffn.top_groups n_routed_experts:ffn.experts "
+    "n_shared_experts:ffn.shared routed_scaling_factor:ffn.scale "
+    "first_k_dense_replace:ffn.dense_layers"
 )
 _LATENT = (
     f"{_SHAPE} {_SHARED} num_key_value_heads:attention.heads q_lora_rank:attention.q_rank "
-    "kv_lora_rank:attention.kv_rank qk_nope_head_dim:attention.nope_dim qk_rope_head_dim:attention.rope_dim "
-    "v_head_dim:attention.v_dim"
+    "kv_lora_rank:attention.kv_rank qk_nope_head_dim:attention.nope_dim "
+    "qk_rope_head_dim:attention.rope_dim v_head_dim:attention.v_dim"
 )
 _RMS = {"norm": {"kind": "rmsnorm"}}
 _SWIGLU = {"ffn": {"kind": "ffn", "activation": "swiglu"}}
@@ -61,10 +60,8 @@ _SOFTMAX = {"ffn": {"kind": "moe", "activation": "swiglu", "router": "softmax"}}
 _SIGMOID = {"ffn": {"kind": "moe", "activation": "swiglu", "router": "sigmoid", "bias_step": 0.001}}
 _QK_NORM = {"attention": {"kind": "gqa", "qk_norm": True}}
 _PLAIN = {"attention": {"kind": "gqa"}}
-_MLA = {
-    "norm": {"kind": "rmsnorm", "eps": 1e-6},
-    "attention": {"kind": "mla"},
-}  # its inner norms take no other eps
+# the norms inside DeepSeek's attention always use this eps
+_MLA = {"norm": {"kind": "rmsnorm", "eps": 1e-6}, "attention": {"kind": "mla"}}
 _SILU = {"hidden_act": "silu"}
 _DEEPSEEK = {**_SILU, "attention_bias": False, "rms_norm_eps": 1e-6}
 
@@ -72,8 +69,8 @@ FAMILIES = (
     Family(
         "gpt2",
         "GPT2LMHeadModel",
-        f"{_ENDS} n_positions:seq n_embd:width n_layer:layers n_head:attention.heads n_inner:ffn.hidden "
-        "layer_norm_epsilon:norm.eps",
+        f"{_ENDS} n_positions:seq n_embd:width n_layer:layers n_head:attention.heads "
+        "n_inner:ffn.hidden layer_norm_epsilon:norm.eps",
         {
             "norm": {"kind": "layernorm", "bias": True},
             "position": {"kind": "learned"},
@@ -86,7 +83,7 @@ FAMILIES = (
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        (GPT2_SHAPE,),
+        (settings.GPT2_SHAPE,),
         ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     ),
     Family(
@@ -95,7 +92,7 @@ FAMILIES = (
         f"{_DENSE} {_BIASES} mlp_bias:ffn.bias",
         {**_RMS, **_PLAIN, **_SWIGLU},
         _SILU,
-        (ROPE,),
+        (settings.ROPE,),
     ),
     Family(
         "qwen3",
@@ -103,7 +100,7 @@ FAMILIES = (
         f"{_DENSE} {_BIASES}",
         {**_RMS, **_QK_NORM, **_SWIGLU},
         _SILU,
-        (ROPE, WINDOWS),
+        (settings.ROPE, settings.WINDOWS),
     ),
     Family(
         "mistral",
@@ -111,26 +108,27 @@ FAMILIES = (
         f"{_DENSE} sliding_window:attention.window",
         {**_RMS, **_PLAIN, **_SWIGLU},
         _SILU,
-        (ROPE,),
+        (settings.ROPE,),
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        f"{_DENSE} intermediate_size:ffn.dense_hidden sliding_window:attention.window num_local_experts:ffn.experts "
-        "num_experts_per_tok:ffn.top_k",
+        f"{_DENSE} intermediate_size:ffn.dense_hidden sliding_window:attention.window "
+        "num_local_experts:ffn.experts num_experts_per_tok:ffn.top_k",
         {**_RMS, **_PLAIN, **_SOFTMAX},
         _SILU,
-        (ROPE,),
+        (settings.ROPE,),
         ("router_jitter_noise",),
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        f"{_GROUPED} {_BIASES} {_EXPERTS} norm_topk_prob:ffn.normalise num_experts:ffn.experts "
-        "num_local_experts:ffn.experts",  # its newer name for it
+        # num_local_experts is the newer name of num_experts
+        f"{_GROUPED} {_BIASES} {_EXPERTS} norm_topk_prob:ffn.normalise "
+        "num_experts:ffn.experts num_local_experts:ffn.experts",
         {**_RMS, **_QK_NORM, **_SOFTMAX},
         {**_SILU, "decoder_sparse_step": 1, "use_sliding_window": False},
-        (ROPE, ROUTED),
+        (settings.ROPE, settings.ROUTED),
     ),
     Family(
         "deepseek_v3",
@@ -138,7 +136,7 @@ FAMILIES = (
         f"{_LATENT} norm_topk_prob:ffn.normalise num_nextn_predict_layers:mtp",
         {**_MLA, **_SIGMOID},
         {**_DEEPSEEK, "rope_interleave": True},
-        (ROPE_AND_SCORES, DENSE_FIRST),
+        (settings.ROPE_AND_SCORES, settings.DENSE_FIRST),
     ),
     Family(
         "deepseek_v2",
@@ -146,7 +144,7 @@ FAMILIES = (
         _LATENT,
         {**_MLA, "ffn": {**_SOFTMAX["ffn"], "normalise": False}},
         {**_DEEPSEEK, "norm_topk_prob": False, "mlp_bias": False},
-        (ROPE_AND_SCORES, DENSE_FIRST, GREEDY),
+        (settings.ROPE_AND_SCORES, settings.DENSE_FIRST, settings.GREEDY),
     ),
     Family(
         "dots1",
@@ -154,47 +152,37 @@ FAMILIES = (
         f"{_GROUPED} {_BIASES} {_SHARED} norm_topk_prob:ffn.normalise",
         {**_RMS, **_QK_NORM, **_SIGMOID},
         _SILU,
-        (ROPE, WINDOWS),
+        (settings.ROPE, settings.WINDOWS),
     ),
 )
 
-# what only training uses, and what names a model
-_FREE = {
-    "size",
-    "arch",
-    "scaled_embedding",
-    "mtp",
-    "mtp_weight",
-    *(f"ffn.{k}" for k in ("aux_loss", "seq_aux_loss", "z_loss", "bias_step")),
-}
+# settings that only training uses, and the names of a model
+_FREE = {"size", "arch", "scaled_embedding", "mtp", "mtp_weight"}
+_FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_step")}
 
 
 def to_hub_config(model: Model, family: Family) -> Table:
-    """config.json, without tokens and dtype."""
-    model = _plain(model)
-    settings = flat(model)
-    table: Table = {
-        "architectures": [family.architecture],
-        "model_type": family.kind,
-        **family.fixed,
-    }
-    table |= {
-        theirs: settings[ours] for theirs, ours in reversed(_pairs(family)) if ours in settings
-    }
-    table |= dict.fromkeys(family.silent, 0.0)
-    for also in family.also:
-        table |= also.write(model)
+    """The model part of config.json, without token ids and dtype."""
+    model = _without_ntk(model)
+    ours_flat = flat(model)
+    table: Table = {"architectures": [family.architecture], "model_type": family.kind}
+    table |= family.fixed
+    for theirs, ours in reversed(_pairs(family)):
+        if ours in ours_flat:
+            table[theirs] = ours_flat[ours]
+    table |= dict.fromkeys(family.zeros, 0.0)
+    for converter in family.converters:
+        table |= converter.write(model)
     return table
 
 
 def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
-    """Our model of a config.json that has every default filled in."""
+    """Our model of a config.json in which transformers has filled in every default."""
     kind = str(theirs.get("model_type"))
-    family = next((f for f in FAMILIES if f.kind == kind), None)
+    family = next((family for family in FAMILIES if family.kind == kind), None)
     if family is None:
-        raise ConfigError(
-            f"model_type={kind!r} in config.json has no counterpart{nearest(kind, [f.kind for f in FAMILIES])}"
-        )
+        known = nearest(kind, [family.kind for family in FAMILIES])
+        raise ConfigError(f"model_type={kind!r} in config.json has no counterpart here{known}")
     for key, value in family.fixed.items():
         if theirs.get(key, value) != value:
             raise ConfigError(
@@ -208,62 +196,60 @@ def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
 def _read(theirs: Mapping[str, Any], family: Family) -> Model:
     table: Table = {"arch": family.kind, **family.implied}
     for key, ours in _pairs(family):
-        if (part := theirs.get(key)) is not None:
+        part = theirs.get(key)
+        if part is not None:
             for name in reversed(ours.split(".")):
                 part = {name: part}
             table = merge(table, part)
-    for also in family.also:
-        table = merge(table, also.read(theirs))
+    for converter in family.converters:
+        table = merge(table, converter.read(theirs))
     return validate(Model, table, where="config.json")
 
 
 def choose_family(model: Model) -> Family:
-    """The family that says all of it, or an error that names the first thing the nearest one cannot say."""
+    """The family that can express the model, or an error that names a setting it cannot express."""
     lost = {family.kind: _lost(model, family) for family in FAMILIES}
-    family = min(FAMILIES, key=lambda f: len(lost[f.kind]))
-    if lost[family.kind]:
-        nowhere = [key for key in lost[family.kind] if all(key in other for other in lost.values())]
-        key = (nowhere or list(lost[family.kind]))[0]
+    family = min(FAMILIES, key=lambda family: len(lost[family.kind]))
+    missing = lost[family.kind]
+    if missing:
+        # name a setting that no family has, if there is one
+        nowhere = [key for key in missing if all(key in other for other in lost.values())]
+        key = (nowhere or list(missing))[0]
         raise ConfigError(
-            f"model.{key}={lost[family.kind][key]!r} has no counterpart in {family.architecture}, the nearest of "
-            "transformers' classes; a model without it has one"
+            f"model.{key}={missing[key]!r} has no counterpart in {family.architecture}, the "
+            "nearest class of transformers; only a model without it can be exported"
         )
     return family
 
 
 def _lost(model: Model, family: Family) -> Table:
-    ours = flat(_plain(model))
+    """Our settings that do not survive the round trip through the family's config.json."""
+    ours = flat(_without_ntk(model))
     try:
         back = flat(_read(to_hub_config(model, family), family))
     except (ConfigError, KeyError):
-        return {**ours, "": ""}  # cannot say it at all
+        return {**ours, "": ""}  # worse than any partial loss
     if isinstance(model.ffn, MoE) and all(model.routed(layer) for layer in range(model.layers)):
-        ours["ffn.dense_hidden"] = back.get("ffn.dense_hidden")
-    return {
-        k: ours.get(k)
-        for k in {**ours, **back}
-        if k not in _FREE and not _same(ours.get(k), back.get(k))
-    }
+        ours["ffn.dense_hidden"] = back.get("ffn.dense_hidden")  # no layer uses it
+    keys = [key for key in {**ours, **back} if key not in _FREE]
+    return {key: ours.get(key) for key in keys if not _same(ours.get(key), back.get(key))}
 
 
-def _plain(model: Model) -> Model:
-    """NTK scaling is another base, and nothing else."""
+def _without_ntk(model: Model) -> Model:
+    """NTK scaling is the same as a larger theta, and config.json has only the latter."""
     if not (isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK)):
         return model
-    dim, factor = model.attention.rotary_dim, model.position.scaling.factor
-    theta = model.position.theta * factor ** (dim / (dim - 2))
+    dim = model.attention.rotary_dim
+    theta = model.position.theta * model.position.scaling.factor ** (dim / (dim - 2))
     return model.model_copy(update={"position": RoPE(theta=theta)})
 
 
 def _pairs(family: Family) -> list[tuple[str, str]]:
-    return [
-        (theirs, ours) for theirs, _, ours in (pair.partition(":") for pair in family.keys.split())
-    ]
+    """(their key, our key)"""
+    pairs = (pair.partition(":") for pair in family.keys.split())
+    return [(theirs, ours) for theirs, _, ours in pairs]
 
 
 def _same(a: Any, b: Any) -> bool:
-    return (
-        math.isclose(a, b, rel_tol=1e-9)
-        if isinstance(a, float) and isinstance(b, float)
-        else bool(a == b)
-    )
+    floats = isinstance(a, float) and isinstance(b, float)
+    return math.isclose(a, b, rel_tol=1e-9) if floats else bool(a == b)

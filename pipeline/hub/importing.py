@@ -1,9 +1,14 @@
-"""A Hugging Face directory as our model, and as the start of continued pretraining."""
+"""Import a Hugging Face directory: its model as one of ours, and as the start of a run.
+
+The directory is not trusted. None of its code is run, and only regular files inside it are opened.
+transformers itself sees a temporary directory with a cleaned config.json and links to the weights.
+"""
 
 import json
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,151 +24,22 @@ from pipeline.atomic import TEMPORARY
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, validate
 from pipeline.config.schema import RunConfig
-from pipeline.errors import DataError, RunError
-from pipeline.hub.families import from_hub_config
+from pipeline.errors import ConfigError, DataError, RunError, UserError
+from pipeline.hub.families import Family, from_hub_config
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.planner.recipe import resolve
 
-_ROWS, _LENGTH = 2, 64
-_TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
-
-
-def held(model: Decoder, directory: Path, what: str) -> float:
-    """Their difference, if it is one of rounding."""
-    apart = difference(model, directory)
-    if not apart <= _TOLERANCE:
-        raise RunError(
-            f"{what}: our logits and transformers' differ by {apart:.2g} of the largest, more than {_TOLERANCE:g}; "
-            "nothing was written"
-        )
-    return apart
-
-
-@torch.no_grad()
-def difference(model: Decoder, directory: Path) -> float:
-    """The largest difference of two logits over the largest logit, on seeded random tokens, both in fp32."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, local_files_only=True
-    ).eval()
-    shape = (_ROWS, min(_LENGTH, model.cfg.seq))
-    tokens = torch.randint(model.cfg.vocab, shape, generator=torch.Generator().manual_seed(0))
-    a, b = model.eval()(tokens), theirs(tokens).logits
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
-
-
-_TABLES = (
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-)  # that older files keep beside the weights
-
-
-@contextmanager
-def appearing(directory: Path, option: str) -> Iterator[Path]:
-    """A folder to fill, which takes its name when the block ends well; whatever is there already is refused."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RunError(f"{option} {directory} is not empty; give another directory")
-    aside = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        if directory.exists():
-            directory.rmdir()
-        aside.rename(directory)
-    except OSError as error:
-        what = error.strerror or error
-        raise RunError(
-            f"{option} {directory} cannot be written: {what}; choose another place"
-        ) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-class Files:
-    """Tensors by name out of safetensors files, each read when asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-        try:
-            if index.exists():
-                names = sorted(
-                    set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-                )
-            elif single.exists():
-                names = [single.name]
-            else:
-                raise DataError(
-                    f"{directory} holds no model.safetensors; save it with transformers' save_pretrained"
-                )
-            self._files: list[Any] = [
-                safe_open(directory / Path(name).name, framework="pt") for name in names
-            ]
-        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-            raise DataError(f"{directory}: cannot read the weights: {error}") from None
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self.names, self.read = set(self._where), set[str]()
-
-    def __call__(self, name: str) -> Tensor:
-        for prefix in (
-            "transformer.",
-            "model.",
-        ):  # a model without its head is saved without its prefix
-            if name not in self._where and name.removeprefix(prefix) in self._where:
-                name = name.removeprefix(prefix)
-        if name not in self._where:
-            raise DataError(f"{name} is missing from the weights; the directory is not whole")
-        self.read.add(name)
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise DataError(f"{name} has dtype {tensor.dtype}; dequantise the model first")
-        return tensor.float()
-
-
-def load_hub_model(directory: Path) -> Decoder:
-    """The model in fp32. Every tensor of the files is used, or it is an error."""
-    if not (directory / "config.json").is_file():
-        raise DataError(
-            f"--from {directory} holds no config.json; give a directory that transformers wrote"
-        )
-    try:
-        described = AutoConfig.from_pretrained(directory, local_files_only=True).to_dict()
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise DataError(f"{directory}/config.json: {str(error).splitlines()[0]}") from None
-    cfg, family = from_hub_config(described)
-    files = Files(directory)
-    if f"model.layers.{cfg.layers}.enorm.weight" not in files.names:
-        cfg = cfg.model_copy(update={"mtp": 0})
-    with torch.device("meta"):
-        model = build_model(cfg)
-    ours = model.state_dict()
-    if cfg.tied:
-        ours.pop("head.weight")
-    filled = dict(gather(cfg, family.kind, ours, files))
-    left = sorted(files.names - files.read - ({"lm_head.weight"} if cfg.tied else set()))
-    ahead = tuple(f"model.layers.{cfg.layers + i}." for i in range(cfg.mtp))
-    left = [
-        name
-        for name in left
-        if not name.endswith(_TABLES) and not (ahead and name.startswith(ahead))
-    ]
-    if left:
-        raise DataError(
-            f"{left[0]} and {len(left) - 1} more have no counterpart in a {family.kind} of this config"
-        )
-    stacks = {name: p.expert for name, p in model.named_parameters() if hasattr(p, "expert")}
-    model.load_state_dict(
-        {**filled, **({"head.weight": filled["embedding.weight"]} if cfg.tied else {})}, assign=True
-    )
-    model.tie()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(True)
-        if name in stacks:
-            parameter.expert = stacks[name]  # type: ignore[attr-defined]  # assigning makes new parameters
-    return model
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_JSON_BYTES = 64 * 2**20
+# Code, kernels and quantizers that config.json can make transformers load.
+_LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_config")
+# Constant tables that older files keep beside the weights.
+_TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_TOLERANCE = 1e-4  # of fp32 logits, relative to the largest
 
 
 class Imported(NamedTuple):
@@ -173,13 +49,229 @@ class Imported(NamedTuple):
 
 
 def import_model(source: Path, out: Path) -> Imported:
-    with appearing(out, "--out") as aside:
-        model = load_hub_model(source)
-        apart = held(model, source, f"--from {source}")
+    """Write a checkpoint at step 0 with the weights of a Hugging Face directory."""
+    with new_directory(out, "--out") as temporary, _checked_copy(source) as folder:
+        model = _load(folder, source)
+        difference = check_logits(model, folder, f"--from {source}")
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
         config = validate(RunConfig, merge(read_toml(CONFIGS / "base.toml"), layer))
-        if (source / "tokenizer.model").is_file():
-            shutil.copyfile(source / "tokenizer.model", aside / "tokenizer.model")
-        save_weights(model, resolve(config, ranks=1, gpu=False), aside / "checkpoints")
-    return Imported(model.cfg.arch, sum(p.numel() for p in model.parameters()), apart)
+        tokenizer = source / "tokenizer.model"
+        if tokenizer.exists():
+            shutil.copyfile(_regular_file(source, tokenizer.name), temporary / tokenizer.name)
+        save_weights(model, resolve(config, ranks=1, gpu=False), temporary / "checkpoints")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Imported(model.cfg.arch, parameters, difference)
+
+
+def load_hub_model(directory: Path) -> Decoder:
+    """The model of a Hugging Face directory, in fp32."""
+    with _checked_copy(directory) as folder:
+        return _load(folder, directory)
+
+
+# ── Files ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def new_directory(directory: Path, option: str) -> Iterator[Path]:
+    """A temporary directory that is renamed to `directory` when the block succeeds."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RunError(f"{option} {directory} is not empty; give another directory")
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if directory.exists():
+            directory.rmdir()
+        temporary.rename(directory)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"{option} {directory} cannot be written: {reason}; give another") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _checked_copy(source: Path) -> Iterator[Path]:
+    """A temporary directory with config.json, without what would load code, and weight links."""
+    if not (source / CONFIG).is_file():
+        raise DataError(f"--from {source} has no {CONFIG}; give a directory of save_pretrained")
+    described = _read_json(_regular_file(source, CONFIG))
+    if described.get("quantization_config"):
+        raise ConfigError(
+            f"quantization_config in {source / CONFIG}: quantized weights have no counterpart "
+            "here; dequantize the model first"
+        )
+    names = {WEIGHTS}
+    if (source / INDEX).exists():
+        weight_map = _read_json(_regular_file(source, INDEX)).get("weight_map")
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        plain = {file for file in files if isinstance(file, str) and file == Path(file).name}
+        names = {INDEX, *plain}
+        if not files or any(file not in plain for file in map(str, files)):
+            raise DataError(f"{source / INDEX}: weight_map does not map tensors to file names")
+    with tempfile.TemporaryDirectory(prefix="isoflop-import-") as temporary:
+        folder = Path(temporary)
+        for name in sorted(names):
+            (folder / name).symlink_to(_regular_file(source, name))
+        clean = {key: value for key, value in described.items() if not _LOADS_CODE.fullmatch(key)}
+        (folder / CONFIG).write_text(json.dumps(clean), encoding="utf-8")
+        yield folder
+
+
+def _regular_file(directory: Path, name: str) -> Path:
+    """The real path of a file; a link out of the directory, a FIFO or a device is refused."""
+    root = directory.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":  # the Hub's cache: snapshots/COMMIT/* link to blobs/*
+        roots.append(root.parent.parent / "blobs")
+    try:
+        real = (directory / name).resolve()
+        inside = any(real.is_relative_to(root) for root in roots) and real.is_file()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name with a null byte
+        inside = False
+    if not inside:
+        raise DataError(
+            f"{directory / name} is missing, or not a regular file of that directory; "
+            "copy all files of the model into one directory"
+        )
+    return real
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _JSON_BYTES:
+            raise ValueError(f"larger than {_JSON_BYTES:,} bytes")
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {_first_line(error)}") from None
+    if not isinstance(table, dict):
+        raise DataError(f"{path} does not hold a JSON object")
+    return table
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class _Weights:
+    """Tensors by name, each read from its safetensors file when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            files: list[Any] = [
+                safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
+            ]
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"the weights cannot be read: {_first_line(error)}") from None
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self.bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        self.names = set(self._files)
+        self.used: set[str] = set()
+
+    def __call__(self, name: str) -> Tensor:
+        # a model saved without its head has names without the prefix
+        for prefix in ("transformer.", "model."):
+            if name not in self.names and name.removeprefix(prefix) in self.names:
+                name = name.removeprefix(prefix)
+        if name not in self.names:
+            raise DataError(f"{name} is missing from the weights; the directory is not complete")
+        self.used.add(name)
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise DataError(f"{name} has dtype {tensor.dtype}; dequantize the model first")
+        return tensor.float()
+
+
+# ── The model ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _load(folder: Path, source: Path) -> Decoder:
+    """Our model of a checked directory. A tensor that is left over is an error."""
+    weights = _Weights(folder)
+    model, family = _empty_model(folder, source, weights)
+    cfg = model.cfg
+    ours = model.state_dict()
+    if cfg.tied:
+        ours.pop("head.weight")
+    state = dict(gather(cfg, family.kind, ours, weights))
+    left = weights.names - weights.used - ({"lm_head.weight"} if cfg.tied else set())
+    # what is left of the extra prediction layers are copies of the embedding and the head
+    ahead = [f"model.layers.{cfg.layers + depth}." for depth in range(cfg.mtp)]
+    left = {name for name in left if not name.endswith(_TABLES)}
+    left = {name for name in left if not name.startswith(tuple(ahead))}
+    if left:
+        raise DataError(
+            f"{min(left)} and {len(left) - 1} more tensors have no place in a {family.kind} "
+            f"model of this {CONFIG}"
+        )
+    if cfg.tied:
+        state["head.weight"] = state["embedding.weight"]
+    stacks = {name: p.expert for name, p in model.named_parameters() if hasattr(p, "expert")}
+    model.load_state_dict(state, assign=True)
+    model.tie()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(True)
+        if name in stacks:  # `assign` replaced the parameter and lost its mark
+            parameter.expert = stacks[name]  # type: ignore[attr-defined]
+    return model
+
+
+def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder, Family]:
+    """The model that config.json describes, without memory for its weights."""
+    where = source / CONFIG
+    described = _read_json(folder / CONFIG)
+    # Loops over layers are bounded before transformers or we run one: a layer has tensors.
+    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers"):
+        count = described.get(key, 0)
+        if isinstance(count, int | float) and count > len(weights.names):
+            raise DataError(f"{key}={count} in {where}, but {len(weights.names)} tensors in all")
+    try:
+        hub = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        cfg, family = from_hub_config(hub.to_dict())
+        if cfg.vocab * cfg.width > weights.bytes:
+            raise DataError(
+                f"vocab_size × hidden_size = {cfg.vocab} × {cfg.width} exceeds the files"
+            )
+        if f"model.layers.{cfg.layers}.enorm.weight" not in weights.names:
+            cfg = cfg.model_copy(update={"mtp": 0})
+        with torch.device("meta"):
+            return build_model(cfg), family
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from None
+    except Exception as error:  # transformers and torch raise any class for a value they dislike
+        raise DataError(f"{where} describes no model: {_first_line(error)}") from None
+
+
+# ── Parity ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_logits(model: Decoder, directory: Path, what: str) -> float:
+    """The difference between our logits and transformers'; more than rounding is an error."""
+    difference = logit_difference(model, directory)
+    if not difference <= _TOLERANCE:  # NaN fails the comparison
+        raise RunError(
+            f"{what}: our logits and those of transformers differ by {difference:.2g} of the "
+            f"largest, more than {_TOLERANCE:g}; nothing was written"
+        )
+    return difference
+
+
+@torch.no_grad()
+def logit_difference(model: Decoder, directory: Path) -> float:
+    """The largest difference over the largest logit, on seeded random tokens, both in fp32."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    ).eval()
+    shape = (2, min(64, model.cfg.seq))
+    tokens = torch.randint(model.cfg.vocab, shape, generator=torch.Generator().manual_seed(0))
+    logits = theirs(tokens).logits
+    difference = (model.eval()(tokens) - logits).abs().max()
+    return float(difference / logits.abs().max().clamp(min=1e-6))

@@ -1,93 +1,89 @@
-"""Settings that take more than a name in config.json: each is written from our model and read back into our table."""
+"""Settings of config.json that need more than a new name, each with a writer and a reader."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pipeline.config.parts import FFN, Linear, Llama3, RoPE, YaRN
+from pipeline.config.parts import FFN, Frozen, Linear, Llama3, RoPE, YaRN
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 
 Table = dict[str, Any]
 
 
-class Also(NamedTuple):
-    """What takes more than a name: ours → their keys, and back to a part of our table."""
+class Converter(NamedTuple):
+    """Settings that need more than a new name."""
 
-    write: Callable[[Model], Table]
-    read: Callable[[Mapping[str, Any]], Table]
+    write: Callable[[Model], Table]  # our model → keys of config.json
+    read: Callable[[Mapping[str, Any]], Table]  # config.json → part of our model's table
 
 
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+_SCALINGS: dict[str, type[Frozen]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN}
+_SCALING_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_seq",
+    "low_freq_factor": "low",
+    "high_freq_factor": "high",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention",
+}
 
 
 def _write_rope(model: Model) -> Table:
-    if not isinstance(model.position, RoPE):
+    rope = model.position
+    if not isinstance(rope, RoPE):
         return {}
-    s, theta = model.position.scaling, model.position.theta
-    match s:
-        case Linear():
-            more: Table = {"rope_type": "linear", "factor": s.factor}
-        case Llama3():
-            more = {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low,
-                "high_freq_factor": s.high,
-            }
-            more["original_max_position_embeddings"] = s.original_seq
-        case YaRN():
-            more = {
-                "rope_type": "yarn",
-                "factor": s.factor,
-                "beta_fast": s.beta_fast,
-                "beta_slow": s.beta_slow,
-            }
-            more["original_max_position_embeddings"] = s.original_seq
-            if s.attention is not None:
-                more["attention_factor"] = s.attention
-            if s.scores != 1 and s.factor > 1:
-                more["mscale_all_dim"] = (math.sqrt(s.scores) - 1) / (0.1 * math.log(s.factor))
-        case _:
-            more = {"rope_type": "default"}
-    return {"rope_parameters": {"rope_theta": theta, **more}}
+    scaling = rope.scaling
+    parameters: Table = {"rope_type": "default" if scaling is None else scaling.kind}
+    for theirs, ours in _SCALING_KEYS.items():
+        if getattr(scaling, ours, None) is not None:
+            parameters[theirs] = getattr(scaling, ours)
+    if isinstance(scaling, YaRN) and scaling.scores != 1 and scaling.factor > 1:
+        weight = (math.sqrt(scaling.scores) - 1) / (0.1 * math.log(scaling.factor))
+        parameters["mscale_all_dim"] = weight
+    # transformers 5 reads rope_parameters. transformers 4 reads rope_theta and rope_scaling, and
+    # without them uses a theta of 10,000 and no scaling, silently.
+    return {
+        "rope_parameters": {"rope_theta": rope.theta, **parameters},
+        "rope_theta": rope.theta,
+        "rope_scaling": None if scaling is None else parameters,
+    }
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's attention factor, as DeepSeek weighs it."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
-    p = theirs["rope_parameters"]
-    kind, theta = p.get("rope_type", "default"), {"kind": "rope", "theta": p["rope_theta"]}
-    if p.get("partial_rotary_factor", 1.0) != 1:
+    """`scores`: the family multiplies the softmax scale by YaRN's factor, as DeepSeek does."""
+    given = dict(theirs["rope_parameters"])
+    rope: Table = {"kind": "rope", "theta": given["rope_theta"]}
+    kind = given.get("rope_type", "default")
+    partial = given.get("partial_rotary_factor", 1.0)
+    if partial != 1 or kind not in ("default", *_SCALINGS):
         raise ConfigError(
-            f"partial_rotary_factor={p['partial_rotary_factor']} in config.json: we turn all channels"
+            f"rope_type={kind!r}, partial_rotary_factor={partial} in config.json have no "
+            f"counterpart here, only all channels under default, {', '.join(_SCALINGS)}"
         )
-    original = p.get("original_max_position_embeddings") or theirs["max_position_embeddings"]
-    match kind:
-        case "default":
-            return {"position": theta}
-        case "linear":
-            scaling: Table = {"kind": "linear", "factor": p["factor"]}
-        case "llama3":
-            scaling = {"kind": "llama3", "factor": p["factor"], "original_seq": original}
-            scaling |= {"low": p["low_freq_factor"], "high": p["high_freq_factor"]}
-        case "yarn":
-            factor = p.get("factor") or theirs["max_position_embeddings"] / original
-            attention, whole = p.get("attention_factor"), p.get("mscale_all_dim") or 0
-            if attention is None and p.get("mscale") and whole:
-                attention = _mscale(factor, p["mscale"]) / _mscale(factor, whole)
-            scaling = {
-                "kind": "yarn",
-                "factor": factor,
-                "original_seq": original,
-                "attention": attention,
-            }
-            scaling |= {"beta_fast": p.get("beta_fast") or 32, "beta_slow": p.get("beta_slow") or 1}
-            scaling["scores"] = _mscale(factor, whole) ** 2 if scores and whole else 1.0
-        case _:
-            raise ConfigError(
-                f"rope_type={kind!r} in config.json; known: default, linear, llama3, yarn"
-            )
-    return {"position": {**theta, "scaling": scaling}}
+    if kind == "default":
+        return {"position": rope}
+    longest = theirs["max_position_embeddings"]
+    original = given.get("original_max_position_embeddings") or longest
+    given["original_max_position_embeddings"] = original
+    given["factor"] = factor = given.get("factor") or longest / original
+    fields = _SCALINGS[kind].model_fields
+    scaling = {ours: given.get(key) for key, ours in _SCALING_KEYS.items() if ours in fields}
+    scaling = {"kind": kind} | {ours: value for ours, value in scaling.items() if value is not None}
+    all_dim = given.get("mscale_all_dim")
+    if kind == "yarn" and all_dim:
+        if scores:
+            scaling["scores"] = _mscale(factor, all_dim) ** 2
+        if given.get("mscale"):
+            ratio = _mscale(factor, given["mscale"]) / _mscale(factor, all_dim)
+            scaling.setdefault("attention", ratio)
+    return {"position": {**rope, "scaling": scaling}}
 
 
 def _write_windows(model: Model) -> Table:
@@ -108,31 +104,26 @@ def _read_windows(theirs: Mapping[str, Any]) -> Table:
     every = full[0] + 1 if full else None
     if every and full != list(range(every - 1, len(kinds), every)):
         raise ConfigError(
-            f"layer_types in config.json: full attention in layers {full}, which is no regular step"
+            f"layer_types in config.json: the layers with full attention, {full}, have no regular "
+            "step and so no counterpart here"
         )
     return {"attention": {"window": theirs["sliding_window"], "global_every": every}}
 
 
-def _write_routed(model: Model) -> Table:
-    return {"mlp_only_layers": [layer for layer in range(model.layers) if not model.routed(layer)]}
-
-
 def _read_routed(theirs: Mapping[str, Any]) -> Table:
-    layers, step, dense = (
-        theirs["num_hidden_layers"],
-        theirs["decoder_sparse_step"],
-        theirs["mlp_only_layers"] or [],
-    )
-    routed = {layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0}
-    for first in range(layers):
-        for every in range(1, layers - first + 1):
-            if routed == {
-                layer for layer in range(first, layers) if (layer - first) % every == every - 1
-            }:
-                return {"ffn": {"dense_layers": first, "every": every}}
-    raise ConfigError(
-        f"mlp_only_layers={dense} in config.json leaves routed layers at no regular step"
-    )
+    layers = theirs["num_hidden_layers"]
+    step = theirs["decoder_sparse_step"]
+    dense = theirs["mlp_only_layers"] or []
+    routed = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+    # we route every n-th layer after the first dense ones
+    every = routed[1] - routed[0] if len(routed) > 1 else 1
+    first = routed[0] - every + 1 if routed else layers
+    if first < 0 or routed != list(range(first + every - 1, layers, every)):
+        raise ConfigError(
+            f"mlp_only_layers={dense} in config.json: the routed layers, {routed}, have no regular "
+            "step and so no counterpart here"
+        )
+    return {"ffn": {"dense_layers": first, "every": every}}
 
 
 def _write_dense(model: Model) -> Table:
@@ -147,26 +138,33 @@ def _read_dense(theirs: Mapping[str, Any]) -> Table:
     return {"ffn": {"kind": "ffn", "activation": "swiglu", "hidden": theirs["intermediate_size"]}}
 
 
-ROPE = Also(_write_rope, _read_rope)
-ROPE_AND_SCORES = Also(_write_rope, lambda theirs: _read_rope(theirs, scores=True))
-WINDOWS = Also(_write_windows, _read_windows)
-ROUTED = Also(_write_routed, _read_routed)
-DENSE_FIRST = Also(_write_dense, _read_dense)
-GREEDY = Also(
-    lambda model: {
-        "topk_method": "group_limited_greedy" if getattr(model.ffn, "groups", 1) > 1 else "greedy"
-    },
-    lambda theirs: (
-        {"ffn": {"groups": 1, "top_groups": 1}} if theirs["topk_method"] == "greedy" else {}
-    ),
-)
-GPT2_SHAPE = Also(
-    lambda model: {},
-    lambda theirs: {
-        "attention": {
-            "kv_heads": theirs["n_head"],
-            "head_dim": theirs["n_embd"] // theirs["n_head"],
-        },
-        "ffn": {"hidden": theirs["n_inner"] or 4 * theirs["n_embd"]},
-    },
-)
+def _read_gpt2(theirs: Mapping[str, Any]) -> Table:
+    heads = theirs["n_head"]
+    width = theirs["n_embd"]
+    return {
+        "attention": {"kv_heads": heads, "head_dim": width // heads},
+        "ffn": {"hidden": theirs["n_inner"] or 4 * width},
+    }
+
+
+def _write_greedy(model: Model) -> Table:
+    grouped = getattr(model.ffn, "groups", 1) > 1
+    return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def _read_greedy(theirs: Mapping[str, Any]) -> Table:
+    greedy = theirs["topk_method"] == "greedy"
+    return {"ffn": {"groups": 1, "top_groups": 1}} if greedy else {}
+
+
+def _write_routed(model: Model) -> Table:
+    return {"mlp_only_layers": [layer for layer in range(model.layers) if not model.routed(layer)]}
+
+
+ROPE = Converter(_write_rope, _read_rope)
+ROPE_AND_SCORES = Converter(_write_rope, lambda theirs: _read_rope(theirs, scores=True))
+WINDOWS = Converter(_write_windows, _read_windows)
+ROUTED = Converter(_write_routed, _read_routed)
+DENSE_FIRST = Converter(_write_dense, _read_dense)
+GREEDY = Converter(_write_greedy, _read_greedy)
+GPT2_SHAPE = Converter(lambda model: {}, _read_gpt2)

@@ -98,7 +98,7 @@ TENSORS: dict[str, Names] = {
     },
 }
 # how a tensor of ours is rearranged before it is cut; all others are as they are
-_HOW = {
+_CHANGES = {
     "ffn.experts.up": "turned",
     "ffn.experts.out": "turned",
     "attention.q_up.weight": "paired",
@@ -112,7 +112,7 @@ class Row(NamedTuple):
     ours: str
     expert: int | None  # which of ours, where we stack them
     theirs: list[str]
-    how: str
+    change: str
 
 
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
@@ -142,14 +142,14 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
         turned = family == "gpt2" and at and tensor.ndim == 2  # its matrices are (in, out)
         for expert in range(len(tensor)) if "EXPERT" in table[leaf] else (None,):
             theirs = [each.replace("EXPERT", str(expert)) for each in names]
-            yield Row(name, expert, theirs, "turned" if turned else _HOW.get(leaf, ""))
+            yield Row(name, expert, theirs, "turned" if turned else _CHANGES.get(leaf, ""))
 
 
-def out(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
+def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
     """Ours → theirs."""
     if row.expert is not None:
         tensor = tensor[row.expert]
-    match row.how:
+    match row.change:
         case "turned":
             tensor = tensor.T
         case "paired":
@@ -162,10 +162,10 @@ def out(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
     return list(torch.split(tensor, _sizes(model, len(row.theirs), len(tensor))))
 
 
-def back(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
+def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
     """Theirs → ours."""
     tensor = torch.cat(parts)
-    match row.how:
+    match row.change:
         case "turned":
             return tensor.T
         case "paired":
@@ -206,7 +206,7 @@ def gather(
     """All of ours from theirs; `ours` gives names and shapes alone."""
     stacks: dict[str, list[Tensor]] = {}
     for row in rows(model, family, ours):
-        tensor = back(model, row, [read(name) for name in row.theirs])
+        tensor = from_hub_tensors(model, row, [read(name) for name in row.theirs])
         if row.expert is not None:
             stack = stacks.setdefault(row.ours, [])
             stack.append(tensor)

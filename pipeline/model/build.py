@@ -1,4 +1,4 @@
-"""Config → module: the one place where variants are chosen and weights are drawn."""
+"""Config → module: the one place where variants are chosen and weights are initialized."""
 
 import hashlib
 import math
@@ -27,26 +27,22 @@ def build_model(
     recompute: Recompute = False,
     experts: range | None = None,
 ) -> Decoder:
-    """The model with its weights not yet drawn, not as torch would either; under torch.device("meta") it takes no
-    memory. `experts` are those that this process holds of every routed layer: all of them, unless it shares them with
-    others."""
+    """The model with uninitialized weights; under torch.device("meta") it needs no memory.
+
+    `experts` are those of every routed layer that this process holds: all of them by default."""
 
     def block(layer: int) -> Block:
-        return Block(
-            cfg,
-            _attention(cfg, layer),
-            _ffn(cfg, layer, experts),
-            recompute=recompute == "selective",
-        )
+        ffn = _ffn(cfg, layer, experts)
+        return Block(cfg, _attention(cfg, layer), ffn, recompute=recompute == "selective")
 
-    with _Undrawn():
+    with _SkipInit():
         return Decoder(
             cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True
         )
 
 
-class _Undrawn(TorchFunctionMode):
-    """torch's own first weights, a third of the time of ours, are left out."""
+class _SkipInit(TorchFunctionMode):
+    """Skips torch's own initialization, which takes a third as long as ours."""
 
     def __torch_function__(
         self,
@@ -62,7 +58,8 @@ class _Undrawn(TorchFunctionMode):
 
 
 def _attention(cfg: Model, layer: int) -> nn.Module:
-    windowed, placed = cfg.windowed(layer), cfg.placed(layer)
+    windowed = cfg.windowed(layer)
+    placed = cfg.placed(layer)
     match cfg.attention:
         case GQA():
             return GroupedAttention(cfg, cfg.attention, windowed=windowed, placed=placed)
@@ -86,50 +83,48 @@ def _ffn(cfg: Model, layer: int, experts: range | None) -> nn.Module:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
-    """Gains 1, biases and sinks 0, all else ~ N(0, std).
+    """Set gains to 1, biases and sinks to 0, and draw everything else from N(0, std).
 
-    Every matrix has a generator of its own, seeded by its name, and every expert too: the start is the same in every
-    layout and order, and each thread draws another one."""
+    Every matrix and every expert has its own generator, seeded by its name. So the weights do not
+    depend on layout or order, and threads can draw them in parallel."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         drawn = []
         for name, parameter in model.named_parameters():
-            std, key = _std(name, cfg), f"{seed}/{name}"
+            std = _std(name, cfg)
+            key = f"{seed}/{name}"
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
             elif hasattr(parameter, "expert"):
-                ones = enumerate(parameter, start=parameter.expert[0])
-                drawn += [pool.submit(_normal, one, std, f"{key}.{index}") for index, one in ones]
+                stacked = enumerate(parameter, start=parameter.expert[0])
+                drawn += [
+                    pool.submit(_normal, one, std, f"{key}.{index}") for index, one in stacked
+                ]
             else:
                 drawn.append(pool.submit(_normal, parameter, std, key))
         for each in drawn:
             each.result()
-    for name, parameter in model.named_parameters():
-        if cfg.placement == "deepnorm" and name.endswith(
-            ("attention.qkv.weight", "attention.kv_up.weight")
-        ):
-            _values(parameter, cfg.attention).mul_(
-                deepnorm_beta(cfg.layers)
-            )  # as outputs and FFN are, not q and k
+    if cfg.placement == "deepnorm":
+        for name, parameter in model.named_parameters():
+            if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
+                # DeepNorm shrinks values, as it does outputs and FFN, but not queries and keys
+                _value_rows(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))
 
 
 def _std(name: str, cfg: Model) -> float:
-    """The table. Outputs into the residual stream / √(2·layers) (Megatron-LM), DeepNorm's by a factor of its own. Under
-    muP ∝ 1/√fan-in, but a router, which has few outputs as the head has, ∝ 1/fan-in."""
-    leaf, scale = name.removesuffix(".weight"), cfg.narrower(name)
+    """Outputs into the residual stream are divided by √(2·layers) (Megatron-LM), or scaled by
+    DeepNorm's factor. Under muP std ∝ 1/√fan-in; of a router, which has few outputs, ∝ 1/fan-in."""
+    leaf = name.removesuffix(".weight")
     if leaf == "embedding":
         return cfg.init_std * cfg.embedding_scale
+    scale = cfg.narrower(name)
     std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
     if cfg.placement == "deepnorm":
-        return (
-            std * deepnorm_beta(cfg.layers)
-            if leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))
-            else std
-        )
+        shrunk = leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))
+        return std * deepnorm_beta(cfg.layers) if shrunk else std
     return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
 
 
-def _values(fused: Tensor, cfg: GQA | MLA) -> Tensor:
-    """The rows that make values."""
+def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
     match cfg:
         case GQA():
             return fused[-cfg.kv_heads * cfg.head_dim :]
@@ -142,5 +137,5 @@ def _values(fused: Tensor, cfg: GQA | MLA) -> Tensor:
 def _normal(out: Tensor, std: float, key: str) -> None:
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    with torch.no_grad():  # each thread has this switch of its own
+    with torch.no_grad():  # the switch is per thread
         out.normal_(0.0, std, generator=generator)

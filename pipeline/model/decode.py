@@ -1,6 +1,6 @@
-"""Text from a model: greedy, sampled or by beam search, one forward pass of one token per step.
+"""Text generation: greedy, sampled or by beam search, with one forward pass per new token.
 
-B prompts or beams · V vocabulary
+B prompts or beams · S sequence · V vocabulary
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,21 +33,21 @@ class Beam(NamedTuple):
 def stream(
     model: Decoder, prompts: Sequence[Sequence[int]], most: int, end: int | None, sampling: Sampling
 ) -> Iterator[list[int | None]]:
-    """The next token of every prompt, step by step; None once it has ended. Prompts are padded on the left, and none
-    depends on the others: not on their lengths, nor on what they draw."""
+    """Yield the next token of every prompt, at most `most` times; None for one that has ended.
+
+    Prompts are padded on the left. The result of one does not depend on the others."""
     device = model.embedding.weight.device
-    longest = _room(model, prompts, most)
-    padding = torch.tensor([longest - len(p) for p in prompts], device=device)
-    rows = [[0] * (longest - len(p)) + list(p) for p in prompts]
+    longest = _longest(model, prompts, most)
+    padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
-    cache = Cache(len(model.blocks), longest + most, padding if padding.any() else None)
-    draws = [
-        torch.Generator().manual_seed(sampling.seed + 0x9E3779B9 * row)
-        for row in range(len(prompts))
-    ]
+    cache = Cache(len(model.blocks), longest + most, padding_B if padding_B.any() else None)
+    # any odd constant would do: rows need different seeds
+    seeds = [sampling.seed + 0x9E3779B9 * row for row in range(len(prompts))]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
     for _ in range(most):
-        next_B = pick(_step(model, tokens_BS, cache), sampling, draws)
+        next_B = pick(_last_logits(model, tokens_BS, cache), sampling, generators)
         new = next_B.tolist()
         yield [None if over else token for token, over in zip(new, ended, strict=True)]
         ended = [over or token == end for token, over in zip(new, ended, strict=True)]
@@ -63,7 +63,7 @@ def generate(
     end: int | None = None,
     sampling: Sampling | None = None,
 ) -> list[list[int]]:
-    """What follows each prompt, its end included."""
+    """The continuation of each prompt, including its end token."""
     out: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, most, end, sampling or Sampling()):
         for row, token in zip(out, step, strict=True):
@@ -72,8 +72,8 @@ def generate(
     return out
 
 
-def pick(logits_BV: Tensor, sampling: Sampling, draws: Sequence[torch.Generator]) -> Tensor:
-    """One token per row: the likeliest, or drawn from what top-k and then top-p leave."""
+def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+    """One token per row: the likeliest, or a draw from what top-k and then top-p leave."""
     logits_BV = logits_BV.float().cpu()
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
@@ -81,32 +81,32 @@ def pick(logits_BV: Tensor, sampling: Sampling, draws: Sequence[torch.Generator]
     if sampling.top_k is not None:
         logits = logits[:, : sampling.top_k]
     chance = logits.softmax(-1)
-    # the smallest set of the likeliest whose chances reach top_p: the first is always in it
+    # the smallest set of likeliest tokens whose chances reach top_p; it always holds the first
     chance = torch.where(chance.cumsum(-1) - chance < sampling.top_p, chance, 0.0)
     chance[:, 0] = chance[:, 0].clamp(min=1e-30)
     reached = chance.cumsum(-1)
-    throws = (
-        torch.stack([torch.rand((), generator=each) for each in draws]).unsqueeze(1)
-        * reached[:, -1:]
-    )
-    place = torch.searchsorted(reached, throws, right=True).clamp(max=int(chance.shape[1]) - 1)
-    return order.gather(1, place).squeeze(1)
+    uniform = torch.stack([torch.rand((), generator=each) for each in generators])
+    place = torch.searchsorted(reached, uniform.unsqueeze(1) * reached[:, -1:], right=True)
+    return order.gather(1, place.clamp(max=int(chance.shape[1]) - 1)).squeeze(1)
 
 
 @torch.inference_mode()
 def beam_search(
     model: Decoder, prompt: Sequence[int], most: int, end: int | None, width: int
 ) -> list[Beam]:
-    """The likeliest continuations found by keeping `width` of them, best first."""
+    """The likeliest continuations found while keeping `width` of them, best first."""
     device = model.embedding.weight.device
-    cache = Cache(len(model.blocks), _room(model, [prompt], most) + most)
+    cache = Cache(len(model.blocks), _longest(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
-    live, done = [Beam(0.0, ())], list[Beam]()
+    live = [Beam(0.0, ())]
+    done: list[Beam] = []
     for _ in range(most):
-        likely_BV = _step(model, tokens_BS, cache).float().log_softmax(-1)
+        likely_BV = _last_logits(model, tokens_BS, cache).float().log_softmax(-1)
         total_BV = likely_BV + torch.tensor([beam.score for beam in live], device=device)[:, None]
         best = total_BV.flatten().topk(min(2 * width, total_BV.numel()))
-        live, rows, old = [], list[int](), live
+        old = live
+        live = []
+        rows: list[int] = []  # which old beam each live one continues
         for score, at in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             row, token = divmod(at, total_BV.shape[1])
             beam = Beam(score, (*old[row].tokens, token))
@@ -116,25 +116,24 @@ def beam_search(
                 live.append(beam)
                 rows.append(row)
         done = sorted(done, reverse=True)[:width]
-        if not live or (
-            len(done) == width and done[-1].score >= live[0].score
-        ):  # likelihood only falls
+        # the likelihood of a beam only falls, so no live one can pass those that are done
+        if not live or (len(done) == width and done[-1].score >= live[0].score):
             break
         cache.reorder(torch.tensor(rows, device=device))
         tokens_BS = torch.tensor([beam.tokens[-1:] for beam in live], device=device)
     return sorted([*done, *live], reverse=True)[:width]
 
 
-def _step(model: Decoder, tokens_BS: Tensor, cache: Cache) -> Tensor:
+def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache) -> Tensor:
     return cast(Tensor, model(tokens_BS, cache=cache))[:, -1]
 
 
-def _room(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
-    """The longest prompt; refuses what has no learned position."""
+def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
+    """The length of the longest prompt; an error if learned positions do not reach far enough."""
     longest = max(map(len, prompts))
     if isinstance(model.cfg.position, Learned) and longest + most > model.cfg.seq:
         raise ConfigError(
-            f"a prompt of {longest} tokens and --max-new {most} exceed the {model.cfg.seq} learned positions; "
-            f"give at most --max-new {max(0, model.cfg.seq - longest)}"
+            f"a prompt of {longest} tokens and --max-new {most} exceed the {model.cfg.seq} "
+            f"learned positions; give at most --max-new {max(0, model.cfg.seq - longest)}"
         )
     return longest

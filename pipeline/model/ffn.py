@@ -1,4 +1,4 @@
-"""Feed-forward layers: plain, or gated with gate and up projections fused into one matmul."""
+"""Feed-forward layers: plain, or gated with the gate and up projections fused into one matmul."""
 
 from typing import assert_never
 
@@ -9,7 +9,14 @@ from pipeline.config.parts import Activation
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """Act on x; the gated kinds take gate and up side by side and give back half the width."""
+    """The activation. Gated kinds expect gate and up side by side and return half the width."""
+    if kind == "swiglu" and x.is_cuda:
+        # Triton exists only where torch was built for a GPU
+        from pipeline.model.kernels import swiglu
+
+        return swiglu(x)
+    if kind.endswith("glu"):
+        gate, x = x.chunk(2, dim=-1)
     match kind:
         case "relu":
             return F.relu(x)
@@ -22,20 +29,11 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
         case "silu":
             return F.silu(x)
         case "swiglu":
-            if x.is_cuda:
-                from pipeline.model.kernels import (
-                    swiglu,  # Triton comes with torch where there is a GPU
-                )
-
-                return swiglu(x)
-            gate, up = x.chunk(2, dim=-1)
-            return F.silu(gate) * up
+            return F.silu(gate) * x
         case "geglu":
-            gate, up = x.chunk(2, dim=-1)
-            return F.gelu(gate) * up
+            return F.gelu(gate) * x
         case "reglu":
-            gate, up = x.chunk(2, dim=-1)
-            return F.relu(gate) * up
+            return F.relu(gate) * x
         case _:
             assert_never(kind)
 
@@ -46,9 +44,8 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(
-            width, hidden * (2 if activation.endswith("glu") else 1), bias=bias
-        )  # gated: gate first
+        both = hidden * (2 if activation.endswith("glu") else 1)  # gate first
+        self.up = nn.Linear(width, both, bias=bias)
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

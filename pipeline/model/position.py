@@ -1,7 +1,7 @@
-"""Positions: rotary turns, tables added to the embedding, biases added to the scores.
+"""Positions: rotations of queries and keys, tables added to the embedding, biases on the scores.
 
 B batch · S sequence · Q queries · K keys · H heads · D head width · W width
-half = D/2 rotated pairs (channel i turns with channel i + half, as in GPT-NeoX and Llama)
+half = D/2 rotated pairs: channel i turns with channel i + half, as in GPT-NeoX and Llama
 """
 
 import math
@@ -16,10 +16,11 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE) -> Rotary:
-    """Made anew in every forward pass, which costs nothing beside a block: as a buffer they would be cast to bf16 with
-    the weights, and positions beyond 256 would blur."""
-    turns, factor = _turns(dim, cfg, positions.device)
-    angle = positions.float()[..., None] * turns
+    """Cosines and sines, computed in every forward pass, which costs little beside a block.
+
+    As a buffer they would be cast to bf16 with the weights, and positions above 256 would blur."""
+    frequencies, factor = _frequencies(dim, cfg, positions.device)
+    angle = positions.float()[..., None] * frequencies
     return angle.cos() * factor, angle.sin() * factor
 
 
@@ -31,63 +32,58 @@ def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BSHD)
 
 
-def _turns(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
+def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
     """Radians per position of each pair, and the factor of the table."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
-    turns, scaling = cfg.theta**-exponents, cfg.scaling
+    frequencies = cfg.theta**-exponents
+    scaling = cfg.scaling
     match scaling:
         case None:
-            return turns, 1.0
+            return frequencies, 1.0
         case Linear():
-            return turns / scaling.factor, 1.0
-        case NTK():  # the slowest pair turns as under linear scaling, the fastest as before
+            return frequencies / scaling.factor, 1.0
+        case NTK():  # the slowest pair turns as under linear scaling, the fastest as without
             return (cfg.theta * scaling.factor ** (dim / (dim - 2))) ** -exponents, 1.0
-        case Llama3():  # pairs with many turns in the original sequence stay, those with few are slowed
-            rounds = scaling.original_seq * turns / (2 * math.pi)
-            keep = ((rounds - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-            return turns * (keep + (1 - keep) / scaling.factor), 1.0
+        case Llama3():  # pairs with many turns in the original length stay, those with few slow down
+            turns = scaling.original_seq * frequencies / (2 * math.pi)
+            keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+            return frequencies * (keep + (1 - keep) / scaling.factor), 1.0
         case YaRN():
-
-            def pair(
-                rounds: float,
-            ) -> float:  # the pair that turns so often in the original sequence
-                return (
-                    dim
-                    * math.log(scaling.original_seq / (rounds * 2 * math.pi))
-                    / (2 * math.log(cfg.theta))
-                )
-
-            low = max(math.floor(pair(scaling.beta_fast)), 0)
-            high = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
+            low = max(math.floor(_yarn_pair(scaling.beta_fast, dim, cfg.theta, scaling)), 0)
+            high = min(math.ceil(_yarn_pair(scaling.beta_slow, dim, cfg.theta, scaling)), dim - 1)
             ramp = (torch.arange(dim // 2, device=device) - low) / max(high - low, 0.001)
             keep = 1 - ramp.clamp(0, 1)
-            factor = (
-                0.1 * math.log(scaling.factor) + 1
-                if scaling.attention is None
-                else scaling.attention
-            )
-            return turns * (keep + (1 - keep) / scaling.factor), factor
+            factor = scaling.attention
+            if factor is None:
+                factor = 0.1 * math.log(scaling.factor) + 1
+            return frequencies * (keep + (1 - keep) / scaling.factor), factor
         case _:
             assert_never(scaling)
 
 
+def _yarn_pair(turns: float, dim: int, theta: float, scaling: YaRN) -> float:
+    """The pair that makes this many turns in the original length."""
+    return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
 def sinusoidal(positions: Tensor, width: int) -> Tensor:
     """Sines in even channels, cosines in odd ones (arXiv 1706.03762)."""
-    angle = positions.float()[..., None] * 10000 ** (
-        -torch.arange(0, width, 2, device=positions.device) / width
-    )
+    exponents = -torch.arange(0, width, 2, device=positions.device) / width
+    angle = positions.float()[..., None] * 10000**exponents
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """How far before each query a key lies, (Q, K), when the last query is the last key; negative is the future."""
+    """How far each key lies before each query, (Q, K); the last query is the last key."""
     here = torch.arange(keys - queries, keys, device=device)[:, None]
     return here - torch.arange(keys, device=device)
 
 
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:
-    """A penalty per head that grows with distance (arXiv 2108.12409); head counts between powers of two take every
-    second slope of the next power, as its authors do."""
+    """A penalty per head that grows with distance (arXiv 2108.12409).
+
+    Beyond a power of two, the other heads use every second slope of the next power, as the authors
+    do."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -95,15 +91,17 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
 
 
 class DistanceBias(nn.Module):
-    """T5's causal buckets: the near half one distance each, the far half logarithmic up to max_distance."""
+    """T5's causal buckets: half for near distances, one each; half logarithmic to max_distance."""
 
     def __init__(self, heads: int, cfg: RelativeBias) -> None:
         super().__init__()
-        self.cfg, self.weight = cfg, nn.Parameter(torch.empty(cfg.buckets, heads))
+        self.cfg = cfg
+        self.weight = nn.Parameter(torch.empty(cfg.buckets, heads))
 
     def forward(self, distance_QK: Tensor) -> Tensor:
-        near = self.cfg.buckets // 2
+        buckets = self.cfg.buckets
+        near = buckets // 2
         far = torch.log(distance_QK.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
-        bucket = (near + (far * (self.cfg.buckets - near)).long()).clamp(max=self.cfg.buckets - 1)
+        bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
         bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
         return self.weight[bucket].permute(2, 0, 1)

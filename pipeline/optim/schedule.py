@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
 import math
 from typing import assert_never
@@ -7,25 +7,24 @@ from pipeline.config.schema import WSD, Cosine, Schedule
 
 
 def decay_start(cfg: WSD, steps: int) -> int:
-    """The update at which a run of `steps` leaves its plateau: up to here all lengths are one run."""
+    """The step at which a run of `steps` leaves its plateau; before it, runs of all lengths agree."""
     return steps - round(cfg.decay_share * steps)
 
 
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
-    """The rate of update `step`, counted from 0, of a run of `steps`; the last one is still above the final share."""
+    """The rate of update `step`, counted from 0; the last one is still above the final share."""
     warmup = cfg.warmup_steps
     assert warmup != "auto", "resolve the recipe first"
     if step < warmup:
         return peak * (step + 1) / warmup
     match cfg:
         case WSD():
-            begins = decay_start(cfg, steps)
-            done = max(0, step - begins) / max(1, steps - begins)
-            return peak * (cfg.final_share + (1 - cfg.final_share) * (1 - math.sqrt(done)))
+            start = decay_start(cfg, steps)
+            done = max(0, step - start) / max(1, steps - start)
+            shape = 1 - math.sqrt(done)
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)
-            return peak * (
-                cfg.final_share + (1 - cfg.final_share) * 0.5 * (1 + math.cos(math.pi * done))
-            )
+            shape = 0.5 * (1 + math.cos(math.pi * done))
         case _:
             assert_never(cfg)
+    return peak * (cfg.final_share + (1 - cfg.final_share) * shape)

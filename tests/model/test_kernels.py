@@ -86,7 +86,7 @@ for dtype, shapes in zip(DTYPES, (((3, 5), (2, 37, 96), (1, 768), (2, 5000)), ((
 """
 
 LOSS = """
-from pipeline.objective import kernels, loss
+from pipeline.objective import loss, loss_kernel
 
 def form(terms, targets, z_loss, chunk):
     def run(h, weight):
@@ -99,7 +99,7 @@ for dtype in DTYPES:
         h, weight, targets = 3 * torch.randn(tokens, 4), torch.randn(vocab, 4), torch.randint(vocab, (tokens,))
         targets[1] = -1  # predicts nothing
         for z_loss in (0.0, 1e-2):
-            ways = (form(terms, targets, z_loss, chunk) for terms in (kernels.cross_entropy, loss.few_passes))
+            ways = (form(terms, targets, z_loss, chunk) for terms in (loss_kernel.cross_entropy, loss.eager_terms))
             same(*ways, h.to(dtype), weight.to(dtype))
 """
 
