@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from pipeline.bench.step_time import Peer
+    from pipeline.bench.peers.trainers import Peer
     from pipeline.config.schema import RunConfig
     from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
@@ -193,8 +193,7 @@ def _resolve(
 
 def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, World], Peer]":
     """Return the trainer to compare with; refuse before anything is timed."""
-    from pipeline.bench.peers.hf_model import HuggingFace, describe
-    from pipeline.bench.step_time import Twin
+    from pipeline.bench.peers.trainers import HuggingFace, Twin, describe
 
     if name == "bf16" and config.train.fp8:
         return Twin

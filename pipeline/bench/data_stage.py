@@ -54,7 +54,7 @@ class Setup:
             return time.perf_counter() - began
 
     def peer(self, name: str, out: str) -> Any:
-        """Return what a program of `peers` measures on all files."""
+        """Return what another program measures on all files."""
         return _peer(name, self.model, self.folder / out, *self.paths)
 
 
@@ -110,8 +110,8 @@ def _shuffled(texts: list[str], first: int, end: int) -> Iterator[str]:
 
 def _encoding(model: Path, path: Path) -> Figures:
     size_mb = sum(len(json.loads(line)["text"].encode()) for line in path.open()) / 1e6
-    theirs_s, expected = _peer("encode_text", model, path, "sentencepiece")
-    ours_s, found = _peer("encode_text", model, path, "ours")
+    theirs_s, expected = _peer("encode", model, path, "sentencepiece")
+    ours_s, found = _peer("encode", model, path, "ours")
     yield "encode, one core, first pass: sentencepiece, MB/s", round(size_mb / theirs_s, 2)
     yield "encode, one core, first pass: ours, MB/s", round(size_mb / ours_s, 2)
     yield "encode: ours / sentencepiece", round(theirs_s / ours_s, 2)
@@ -138,7 +138,7 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
     full_s = setup.prepare(setup.paths, "code")
     yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(setup.size_mb / full_s, 2)
     if datatrove:
-        plain_s, minhash_s = setup.peer("datatrove_minhash", "datatrove")
+        plain_s, minhash_s = setup.peer("datatrove", "datatrove")
         yield "jsonl → shards: ours / datatrove", round(plain_s / wall_s, 2)
         yield "with filters and near-dedup: ours / datatrove", round(minhash_s / full_s, 2)
 
@@ -180,8 +180,8 @@ def _peak_bytes() -> int:
 
 
 def _peer(name: str, *arguments: str | Path) -> Any:
-    """Run a program of `peers` in a process of its own; return the JSON it prints last."""
-    command = python_module(f"pipeline.bench.peers.{name}", *arguments)
+    """Run one of the `data_programs`; return the JSON that it prints last."""
+    command = python_module("pipeline.bench.peers.data_programs", name, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1]

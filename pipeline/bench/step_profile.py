@@ -198,7 +198,9 @@ def measure_overheads(
         closing(Watchdog(run, world, 60.0, 600.0)) as watchdog,
         closing(Tracker(Log(run.log))) as tracker,
     ):
-        saver = Saver(engine, config, run.checkpoints, world)
+        # Each rank has a log of its own, but all of them write one checkpoint.
+        checkpoints = Path(world.broadcast(str(run.checkpoints)))
+        saver = Saver(engine, config, checkpoints, world)
         stop = StopRequest()
         loop = Loop(config, run, engine, world, tracker, stop, watchdog, Guard([]), saver)
         timer = _LoopTimer(loop, batches)

@@ -5,14 +5,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from pipeline.bench.step_profile import (
     Figures,
@@ -28,38 +27,18 @@ from pipeline.errors import RunError
 from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import Engine, Micro
+from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
 from pipeline.train.device_clock import device_name, peak_flops, peak_memory_bytes
 from pipeline.train.evaluation import cut, loader
 
+if TYPE_CHECKING:
+    from pipeline.bench.peers.trainers import Peer  # imports transformers
+
 # Relative. The first losses of two models of one shape with random weights are closer than this.
 _MAX_FIRST_DIFFERENCE = 0.05
-
-
-class Peer(Protocol):
-    """Another trainer of a model of the same shape."""
-
-    name: str
-    about: str
-
-    def step(self, micros: Sequence[Micro], lr: float) -> Tensor: ...
-
-
-class Twin:
-    """Our own engine without fp8, from the same weights."""
-
-    about = "our engine without fp8"
-
-    def __init__(self, config: RunConfig, world: World) -> None:
-        self.name: str = config.train.dtype  # fp32 on a CPU, unless bf16 is set
-        plain = config.train.model_copy(update={"fp8": False})
-        self._engine = build_engine(config.model_copy(update={"train": plain}), world)
-
-    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
-        return self._engine.update(micros, lr).nll
 
 
 class _Side:
@@ -97,7 +76,7 @@ def measure_step(
     steps: int,
     parts: bool = True,
     profile: bool = False,
-    peer: Callable[[RunConfig, World], Peer] | None = None,
+    peer: "Callable[[RunConfig, World], Peer] | None" = None,
     overheads: bool = False,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Figures:
@@ -232,7 +211,7 @@ def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: flo
     return float(loss) / world.size
 
 
-def _peer_step(peer: Peer, config: RunConfig, world: World, batch: Batch, lr: float) -> float:
+def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float) -> float:
     return peer.step(cut(batch, config, world), lr).item()
 
 

@@ -189,10 +189,10 @@ class Saver:
     def _failure(self, error: OSError, step: int) -> RunError:
         intact = list_checkpoints(self._root)
         last = f"{intact[max(intact)].name} is intact" if intact else "there is no earlier one"
-        what = "disk full" if error.errno == errno.ENOSPC else type(error).__name__
+        what = "disk full: " if error.errno == errno.ENOSPC else ""
         return RunError(
-            f"saving step {step} to {self._root} failed: {what} ({error.strerror}); {last}; "
-            "free disk space and --resume"
+            f"saving step {step} to {self._root} failed: {what}{error.strerror}; {last}; "
+            "make the disk usable again and --resume"
         )
 
 

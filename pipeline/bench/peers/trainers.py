@@ -1,6 +1,7 @@
-"""Hugging Face's model of the same shape, trained as in their examples."""
+"""Other trainers of a model of the same shape, to compare our step with."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,13 +10,37 @@ from transformers import AutoConfig, AutoModelForCausalLM, __version__
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family, to_hub_config
+from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 
 
-class HuggingFace:
-    """Weights in the run's dtype without masters, SDPA, fused AdamW, compiled if ours is.
+class Peer(Protocol):
+    name: str
+    about: str
 
+    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
+        """Train on the micro-batches; return the mean loss, on the device."""
+
+
+class Twin:
+    """Our own engine without fp8, from the same weights."""
+
+    about = "our engine without fp8"
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.name: str = config.train.dtype  # fp32 on a CPU, unless bf16 is set
+        plain = config.train.model_copy(update={"fp8": False})
+        self._engine = build_engine(config.model_copy(update={"train": plain}), world)
+
+    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
+        return self._engine.update(micros, lr).nll
+
+
+class HuggingFace:
+    """Hugging Face's model as in their examples, compiled if ours is.
+
+    Weights in the run's dtype without masters, SDPA, fused AdamW.
     With `mixed`, weights are fp32 and matmuls bf16 by autocast, as their Trainer does it with
     bf16=True. It then stores as much as ours.
     """
@@ -47,7 +72,6 @@ class HuggingFace:
         )
 
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
-        """Train on the micro-batches and return the mean loss, on the device."""
         total = torch.zeros((), device=micros[0].tokens_BS.device)
         for micro in micros:
             with self._cast:  # the model shifts the labels itself
