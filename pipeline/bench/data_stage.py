@@ -1,4 +1,4 @@
-"""The speed of the data stage, as a ratio to something else measured in the same run on the same text."""
+"""The speed of the data stage, compared with others in the same run on the same text."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
     yield "jsonl → shards: ours / datasets.map to a file of tokens", round(to_file_s / wall_s, 2)
     yield "jsonl → shards: ours / datasets.map that ends at Arrow", round(to_arrow_s / wall_s, 2)
     full_s = setup.prepare(setup.paths, "code")
-    yield "jsonl → shards, ours with filters and near-dedup, MB/s", round(setup.size_mb / full_s, 2)
+    speed = round(setup.size_mb / full_s, 2)
+    yield "jsonl → shards, ours with filters and near-dedup, MB/s", speed
     if datatrove:
         plain_s, minhash_s = setup.peer("datatrove", "datatrove")
         yield "jsonl → shards: ours / datatrove", round(plain_s / wall_s, 2)
@@ -145,8 +147,8 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
 
 def _tenfold(setup: Setup, often: list[Path]) -> Figures:
     for what, config in (("", None), (" with filters and near-dedup", "code")):
-        once = [_measured(lambda: setup.prepare(setup.paths, config)) for _ in range(3)]  # noqa: B023
-        tenfold = np.array(_measured(lambda: setup.prepare(often, config)))  # noqa: B023
+        once = [_measured(partial(setup.prepare, setup.paths, config)) for _ in range(3)]
+        tenfold = np.array(_measured(partial(setup.prepare, often, config)))
         wall, cpu = tenfold / np.median(once, axis=0)
         yield f"10 × the text{what}: × the time", round(wall, 2)
         yield f"10 × the text{what}: × the CPU s", round(cpu, 2)

@@ -1,4 +1,4 @@
-"""Check that all layouts train the same: run each for some steps and compare with one plain torch process.
+"""Check that all layouts train the same: compare some steps of each with one plain torch process.
 
 `launch verify` starts the ranks. They run layout after layout in one process group, and each
 computes the plain run by itself: same weights, same batches, torch's own AdamW and clipping.
@@ -154,7 +154,7 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
 
 
 class _GradientCheck:
-    """An `accept` that compares the gradients of the first steps with those of the expected runs."""
+    """An `accept` that compares the gradients of the first steps with the expected runs'."""
 
     def __init__(self, engine: Engine, expected: Sequence[Trajectory], steps: int) -> None:
         self._engine = engine

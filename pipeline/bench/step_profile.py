@@ -1,4 +1,4 @@
-"""Look inside a step: its kernels, where the host waits for the device, and what surrounds the compute."""
+"""Inside a step: its kernels, where the host waits for the device, the cost of log and guard."""
 
 import itertools
 import statistics
@@ -53,7 +53,7 @@ def kernels(step: Callable[[], object], device: torch.device) -> str:
 
 
 def _pauses(profile: Any) -> str:
-    """List pauses between kernels, longest first. On a CPU operations are nested: there are none."""
+    """List pauses between kernels, longest first; on a CPU there are none."""
     cuda = torch.profiler.DeviceType.CUDA
     events = [e for e in profile.events() if e.device_type == cuda]
     if not events:
@@ -190,7 +190,7 @@ def measure_overheads(
     steps: int,
     directory: Path,
 ) -> Figures:
-    """Yield the cost of what surrounds the compute in the real loop: each part is switched off in turn."""
+    """Yield the cost of what surrounds the compute in the real loop: switch each off in turn."""
     run = RunDir(directory)
     for part in ("logs", "checkpoints"):
         (directory / part).mkdir()

@@ -1,4 +1,4 @@
-"""Time the training step through the real engine, loader and loss, and compare with the device's peak."""
+"""Time the training step with the real engine, loader and loss; compare with the device's peak."""
 
 import itertools
 import statistics
@@ -80,7 +80,7 @@ def measure_step(
     overheads: bool = False,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Figures:
-    """Yield figures as they are measured. Without a corpus, tokens are random and nothing waits for data."""
+    """Yield figures as they are measured. Without a corpus, tokens are random."""
     ceiling = _matmul_flops(world.device)
     yield from _description(config, world)
     progress("engine and first step")
@@ -139,7 +139,7 @@ def _timed_steps(
     steps: int,
     progress: Callable[[str], object],
 ) -> Generator[tuple[str, Any], None, float]:
-    """Run the steps in turn, yield the mean loss of each tenth; return the median wait for a batch."""
+    """Run the steps in turn; yield mean losses of tenths, return the median wait for a batch."""
     assert isinstance(config.optim.lr, float)
     waited_s = []
     tenth = -(-steps // 10)

@@ -187,7 +187,7 @@ def _from_legacy(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_places(path: Path, manifest: Manifest) -> None:
-    """Check that every tensor is covered once, by bytes of regular files that the manifest lists."""
+    """Check that every tensor is covered once, by bytes of regular files in the manifest."""
     sizes: dict[str, int] = {}
     for name in manifest.files:
         if Path(name).name != name:

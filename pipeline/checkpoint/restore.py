@@ -59,7 +59,7 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
 
 
 def newest(path: Path) -> Checkpoint:
-    """Open a checkpoint, or the newest of a run directory or of its `checkpoints`; check all files."""
+    """Open and check a checkpoint, or the newest of a run directory or its `checkpoints`."""
     for root in (path / "checkpoints", path):
         found = list_checkpoints(root)
         if found:
@@ -70,7 +70,7 @@ def newest(path: Path) -> Checkpoint:
         check_files(checkpoint, sorted(checkpoint.manifest.files))
     except DamagedError as error:
         raise RunError(
-            f"no intact checkpoint at {path} ({error}); give a run directory, or an older checkpoint"
+            f"no intact checkpoint at {path} ({error}); give a run directory or an older checkpoint"
         ) from None
     return checkpoint
 

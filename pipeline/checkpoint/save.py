@@ -1,4 +1,4 @@
-"""Save checkpoints in the background: only the next optimizer step waits, until the state is copied.
+"""Save checkpoints in the background. Only the next optimizer step waits, for a copy of the state.
 
 Every rank writes its part to a temporary directory; rank 0 gathers the checksums, writes the
 manifest and commits with one rename. The training thread joins the writing thread only before the
@@ -197,7 +197,7 @@ class Saver:
 
 
 def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:
-    """Allocate the host copies in one piece, for the whole run: pinning takes longer than a save."""
+    """Allocate the host copies in one piece for the whole run: pinning takes long."""
     sizes = [-(-f.data.nbytes // _ALIGN) * _ALIGN for f in live]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned and not disk)
     parts = torch.split(on_disk(whole, disk) if disk else whole, sizes)

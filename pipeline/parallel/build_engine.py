@@ -1,4 +1,4 @@
-"""Config → engine, with its model initialized and compiled: the one place where engines are chosen."""
+"""Config → engine with an initialized, compiled model: the one place where engines are chosen."""
 
 import os
 from typing import assert_never
@@ -41,7 +41,7 @@ def build_engine(config: RunConfig, world: World) -> Engine:
 
 
 def prepare_model(config: RunConfig, world: World) -> Decoder:
-    """Build this rank's model and draw its weights; convert it to fp8 and compile it as configured."""
+    """Build this rank's model and draw its weights; convert to fp8 and compile as configured."""
     train = config.train
     ep = config.parallel.ep
     assert train.loss_chunk != "auto", "resolve the recipe first"
@@ -82,6 +82,6 @@ def _convert_to_fp8(blocks: list[Block], config: RunConfig, world: World) -> Non
         )
     if not sum(map(convert_to_fp8, blocks)):
         raise ConfigError(
-            f"train.fp8=true: no layer of width {config.model.width} has two sides divisible by 16; "
-            "use another --size, or train.fp8=false"
+            f"train.fp8=true: no layer of width {config.model.width} has two sides divisible by "
+            "16; use another --size, or train.fp8=false"
         )

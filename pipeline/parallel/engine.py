@@ -99,7 +99,7 @@ class Engine(Protocol):
         """
 
     def local_tensors(self) -> LocalTensors:
-        """Return tensors to compare between ranks. Valid between updates and while `accept` runs."""
+        """Return tensors to compare between ranks, between updates or while `accept` runs."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         """Return this rank's masters and moments as views.
@@ -115,7 +115,7 @@ class Engine(Protocol):
 def balance(
     model: Decoder, routings: Sequence[Routing | None], world: World, apply: Tensor | bool = True
 ) -> Routing | None:
-    """Sum the routing of a batch over all ranks and, if `apply`, let each router balance its load."""
+    """Sum the routing of a batch over all ranks; if `apply`, let each router balance its load."""
     routed = [routing for routing in routings if routing is not None]
     if not routed:
         return None

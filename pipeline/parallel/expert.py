@@ -79,7 +79,7 @@ class AllToAll:
         run: RunExperts,
         beside: Callable[[], Tensor] | None,
     ) -> Tensor:
-        """Exchange slots instead of rows: each expert has `capacity` per rank, some of them empty."""
+        """Exchange slots, not rows: each expert has `capacity` of them per rank, some empty."""
         tokens, top_k = weights_TK.shape
         slots = self._experts * capacity
         share = self._experts // self._ranks
@@ -104,7 +104,7 @@ class AllToAll:
 def _exchange(
     x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Start an exchange of rows; return them, and a function to call on them before their first use."""
+    """Start an exchange of rows; return them, and a function to apply before their first use."""
     there = _Exchange(arriving, sent, group)
     home = _Exchange(sent, arriving, group)
     rows: Tensor = _Begin.apply(x, there, home)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The training state of a rank, as runs of numbers inside global tensors: the same form in every layout.
+"""A rank's training state as runs of numbers in global tensors: the same form in every layout.
 
 The fp32 masters, both moments of Adam and its step count determine a run; bf16 weights are the
 masters' cast. A global tensor is a parameter, a buffer, or one expert of a stacked parameter, so
@@ -35,7 +35,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a rank keeps its run of one parameter's numbers: a slice of an fp32 tensor of the optimizer."""
+    """A run of one parameter's numbers, kept as a slice of an fp32 tensor of the optimizer."""
 
     name: str
     parameter: nn.Parameter
@@ -103,7 +103,7 @@ def create_moments(
     optimizer: torch.optim.Optimizer,
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> None:
-    """Create Adam's moments, which torch would create at its first step; loading needs them before."""
+    """Create Adam's moments, which torch creates at its first step; loading needs them earlier."""
     for piece in pieces:
         if not optimizer.state[piece.master]:
             step = torch.zeros((), dtype=torch.float32, device=piece.master.device)

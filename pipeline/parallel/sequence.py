@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): consecutive ranks share rows, each a run of tokens.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share rows, each has a run of tokens.
 
 B batch · H query heads · G key/value heads · S sequence · D width · P ranks of the group
 

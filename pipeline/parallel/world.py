@@ -33,7 +33,7 @@ class World:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> "World":
-        """Read the variables that our supervisor, torchrun and srun set; without them, one process."""
+        """Read the variables of our supervisor, torchrun or srun; without them, one process."""
         local = int(env.get("LOCAL_RANK", 0))
         device = torch.device("cpu")
         if torch.cuda.is_available():

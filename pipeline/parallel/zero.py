@@ -235,7 +235,7 @@ class ZeroEngine:
         ]
 
     def _pieces(self) -> Iterator[Piece]:
-        """Locate the fp32 masters, which DeepSpeed 0.19.8 keeps in four ways, by stage and dtype."""
+        """Locate the fp32 masters. DeepSpeed 0.19.8 has four ways, by stage and dtype."""
         wrapper = self._optimizer
         masters: dict[int, Tensor] = {}
         if self._zero == 0 and not self._unwrapped:

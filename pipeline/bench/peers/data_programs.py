@@ -64,7 +64,7 @@ def _convert_file(task: tuple[str, str, str]) -> None:
 
 
 def datasets_map(model: str, cache: str, *paths: str) -> tuple[float, float]:
-    """Hugging Face datasets as in nanoGPT's prepare.py: seconds to a file of tokens, and to Arrow."""
+    """Hugging Face datasets as in nanoGPT's prepare.py: seconds to a token file, and to Arrow."""
     import datasets
     import numpy as np
 
@@ -96,7 +96,7 @@ def _encode_batch(batch: dict[str, list[str]], model: str) -> dict[str, list[Any
 
 
 def datatrove(model: str, out: str, *paths: str) -> tuple[float, float]:
-    """datatrove as in its examples: seconds to tokens, and with the rules of configs/data/code.toml."""
+    """datatrove as in its examples: seconds to tokens, and with the rules of data/code.toml."""
     import gigatoken
     from datatrove.executor.local import LocalPipelineExecutor
     from datatrove.pipeline import dedup
