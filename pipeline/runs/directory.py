@@ -21,7 +21,7 @@ from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
-from pipeline.runs.history import PHASES, RUN_FILE, last_phase, read_json
+from pipeline.runs.history import RUN_FILE, read_json, status_of
 from pipeline.runs.log import FILE, printable, read
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ class RunDir:
 
     @property
     def finished(self) -> bool:
-        phase = last_phase(read(self.log))
-        return phase is not None and PHASES[phase["event"]] == "finished"
+        return status_of(list(read(self.log)), now=0.0) == "finished"
 
     @property
     def world(self) -> int | None:

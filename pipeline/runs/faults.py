@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pipeline.config.layers import reload
 from pipeline.planner.check import smaller_micro_batch
 from pipeline.runs.directory import RunDir, list_checkpoints
-from pipeline.runs.log import Log, Record, read, read_lines
+from pipeline.runs.log import Log, Record, read
 
 # torch has an exception type only for its own device allocator, not for the CPU's or a library's.
 _OUT_OF_MEMORY = (
@@ -52,7 +52,7 @@ def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Re
 
 
 def history(run: RunDir) -> list[Record]:
-    return list(read_lines(run.faults))
+    return list(read(run.faults, log=False))
 
 
 def unlogged(run: RunDir, records: Sequence[Record]) -> Record | None:

@@ -27,27 +27,20 @@ PHASES = {
 }
 
 
-def last_phase(records: Iterable[Record]) -> Record | None:
-    """Return the last event that changed what the run is doing."""
-    found = None
-    for record in records:
-        if record.get("event") in PHASES:
-            found = record
-    return found
-
-
 def status_of(records: Sequence[Record], now: float) -> str:
     """Return "new", "running", "stale", "finished", "interrupted" or "failed".
 
     This is the only rule for the status of a run. `records` may be the last part of a log.
     """
-    phase = last_phase(records)
-    status = PHASES[phase["event"]] if phase else "running"
+    status = "running"
+    newest = 0.0
+    for record in records:
+        status = PHASES.get(record.get("event", ""), status)
+        newest = max(newest, record["time"])
     if status != "running":
         return status
     if not records:
         return "new"
-    newest = max(float(record["time"]) for record in records)
     return "running" if now - newest < STALE_S else "stale"
 
 
@@ -93,10 +86,8 @@ def read_json(path: Path) -> Record:
         raise RunError(
             f"{printable(path)} cannot be read ({error.strerror}); is this a run directory?"
         ) from None
-    except (ValueError, RecursionError):
-        raise RunError(
-            f"{printable(path)} is not JSON; restore it or train the run again"
-        ) from None
+    except (ValueError, RecursionError):  # the latter for a file that is nested too deeply
+        found = None
     if not isinstance(found, dict):
         raise RunError(f"{printable(path)} is not a JSON object; restore it or train the run again")
     return found
@@ -106,31 +97,31 @@ def read_record(path: Path) -> Record:
     """Return run.json, checked: its version, and the types of the keys that readers use."""
     file = path / RUN_FILE
     record = read_json(file)
-    if record.get("version") != VERSION:
+    version = record.get("version")
+    if version != VERSION:
         raise RunError(
-            f"{printable(file)}: version={record.get('version')!r}, this release reads {VERSION}; "
+            f"{printable(file)}: version={version!r}, this release reads {VERSION}; "
             "use the release that wrote it"
         )
-    for key in ("name", "convention", "tokenizer"):
-        if not isinstance(record.get(key), str):
-            raise RunError(_invalid(file, key))
     params = record.get("params")
-    if not isinstance(params, dict) or not _positive(params.get("scaling")):
-        raise RunError(_invalid(file, "params.scaling"))
-    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token"):
-        if record.get(key) is not None and not _positive(record[key]):
-            raise RunError(_invalid(file, key))
+    valid = {"params.scaling": isinstance(params, dict) and _positive(params.get("scaling"))}
+    for key in ("name", "convention", "tokenizer"):
+        valid[key] = isinstance(record.get(key), str)
     for key in ("experiment", "size", "arch", "data"):
-        if not isinstance(record.get(key), str | None):
-            raise RunError(_invalid(file, key))
+        valid[key] = isinstance(record.get(key), str | None)
+    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token"):
+        valid[key] = record.get(key) is None or _positive(record[key])
+    for key, is_valid in valid.items():
+        if not is_valid:
+            raise RunError(
+                f"{printable(file)}: {key} is missing or invalid; "
+                "restore the file or train the run again"
+            )
     return record
 
 
-def _invalid(file: Path, key: str) -> str:
-    return f"{printable(file)}: {key} is missing or invalid; restore it or train the run again"
-
-
 def _positive(value: object) -> bool:
+    # Not isinstance: True is an int. Larger numbers overflow a double in some calculation.
     return type(value) in (int, float) and 0 < value < 1e300  # type: ignore[operator]
 
 

@@ -62,7 +62,11 @@ class Log:
         """Write one line with one system call. It survives the death of this process."""
         is_event = record.get("kind") == "event"
         if is_event:
-            record = {**record, "seq": self._next_sequence()}
+            # Copies of the log use this number to know which events they have. It is the time in
+            # ms, but never goes back with the clock, and a number that a rollback dropped is not
+            # used again.
+            self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+            record = {**record, "seq": self._sequence}
         line = encode(record)
         try:
             written = os.write(self._file, line)
@@ -76,15 +80,6 @@ class Log:
                 f"log={self.path} cannot be written ({error.strerror}); fix that and --resume"
             ) from error
         self._end_bytes += len(line)
-
-    def _next_sequence(self) -> int:
-        """Number the events, so that a copy knows which ones it has when the clock goes back.
-
-        The number is the time in ms, or one more than the last number where that is larger.
-        It is kept when a rollback truncates the log: a number is never used twice.
-        """
-        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
-        return self._sequence
 
     def truncate_after(self, step: int) -> int:
         """Drop the records past a checkpoint's step, all or none; return how many there were."""
@@ -107,18 +102,13 @@ class Log:
             self._file = -1
 
 
-def read(path: Path) -> Iterator[Record]:
-    """Yield every record of a run's log in order; a missing log has none.
+def read(path: Path, *, log: bool = True) -> Iterator[Record]:
+    """Yield every record in order; a missing log has none, and a partial last line is skipped.
 
-    A partial last line is skipped: the writer may be in the middle of it. Any other line that is
-    not a record raises `RunError`, as does a file that cannot be read.
+    Any other line that is not a record raises `RunError`, as does a file that cannot be read.
+    With `log=False`, for faults.jsonl and the like, any JSON object is a record.
     """
-    return (record for _, record in _lines(path, log=True))
-
-
-def read_lines(path: Path) -> Iterator[Record]:
-    """Yield the objects of another JSON-lines file of a run, such as faults.jsonl."""
-    return (record for _, record in _lines(path))
+    return (record for _, record in _lines(path, log=log))
 
 
 def last_records(path: Path) -> list[Record]:
@@ -190,7 +180,7 @@ def _open_log(path: Path) -> BinaryIO | None:
         ) from None
 
 
-def _lines(path: Path, *, log: bool = False) -> Iterator[tuple[bytes, Record]]:
+def _lines(path: Path, *, log: bool) -> Iterator[tuple[bytes, Record]]:
     file = _open_log(path)
     if file is None:
         return
@@ -214,10 +204,12 @@ def encode(record: Mapping[str, object]) -> bytes:
     flat: dict[str, object] = {}
     nonfinite: dict[str, str] = {}
     for key, value in record.items():
-        if isinstance(value, list):  # finite numbers, or lists of them: expert loads by layer
-            json.dumps(value, allow_nan=False)
-        elif not isinstance(value, str | int | float | None):
-            value = _plain(key, value)
+        # Lists hold finite numbers, or lists of them: the load of each expert by layer.
+        if not isinstance(value, str | int | float | list | None):
+            try:
+                value = float(value)  # type: ignore[arg-type]  # numpy and 0-d torch scalars
+            except (TypeError, ValueError):
+                raise TypeError(f"{key}={value!r} is not a number; records are flat") from None
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[key] = str(value)  # nan, inf, -inf: what float() reads back
             value = None
@@ -249,21 +241,23 @@ def decode(line: bytes) -> Record:
 
 def checked(record: Record) -> Record:
     """Return a log record whose types every reader can rely on; raise `ValueError` otherwise."""
-    step = record.get("step")
-    if type(step) is not int or not 0 <= step < 2**53:
-        raise ValueError("step is not a number of steps")
-    if not isinstance(record.get("kind"), str):
-        raise ValueError("kind is missing")
     record.setdefault("time", 0.0)
-    if record["kind"] == "event" and not isinstance(record.get("event"), str):
-        raise ValueError("event is missing")
+    step = record.get("step")
+    valid = {
+        "step": type(step) is int and 0 <= step < 2**53,
+        "kind": isinstance(record.get("kind"), str),
+        "event": record.get("kind") != "event" or isinstance(record.get("event"), str),
+        "world": isinstance(record.get("world"), int | None),
+    }
     for key, value in record.items():
         if isinstance(value, dict) or (key in _NUMBERS and not _is_number(value)):
-            raise ValueError(f"{key} is not a number")
-    if record["time"] is None or not math.isfinite(record["time"]):
-        raise ValueError("time is not finite")
-    if not isinstance(record.get("world", 1), int | None):
-        raise ValueError("world is not a number of processes")
+            valid[key] = False
+    seconds = record["time"]
+    if valid.setdefault("time", seconds is not None):
+        valid["time"] = math.isfinite(seconds)
+    for key, is_valid in valid.items():
+        if not is_valid:
+            raise ValueError(f"{key} is missing or invalid")
     return record
 
 
@@ -272,15 +266,6 @@ def _is_number(value: object) -> bool:
     if isinstance(value, int):
         return abs(value) < 10**300
     return value is None or isinstance(value, float)
-
-
-def _plain(key: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]  # numpy and 0-d torch scalars know how
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{key}={value!r} is not a number, a string or None; records are flat"
-        ) from None
 
 
 def printable(path: Path) -> str:

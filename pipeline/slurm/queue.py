@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.errors import RunError, UserError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import find_runs, status_of
-from pipeline.runs.log import Record, last_records, printable, read_lines
+from pipeline.runs.log import Record, last_records, printable, read
 from pipeline.slurm.submit import job_of
 
 ATTEMPTS = "attempts.jsonl"  # in the run directory: every start of its jobs, and how it ended
@@ -127,7 +127,7 @@ def statuses(paths: Iterable[Path]) -> list[Status]:
 
 
 def past_attempts(run: Path) -> list[Record]:
-    return list(read_lines(run / ATTEMPTS))
+    return list(read(run / ATTEMPTS, log=False))
 
 
 def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> Status:
