@@ -36,7 +36,7 @@ def status_of(records: Sequence[Record], now: float) -> str:
     newest = 0.0
     for record in records:
         status = PHASES.get(record.get("event", ""), status)
-        newest = max(newest, record["time"])
+        newest = max(newest, record.get("time") or 0.0)
     if status != "running":
         return status
     if not records:

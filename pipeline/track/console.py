@@ -1,4 +1,4 @@
-"""Where a run's records go: the local log, and the lines and progress bar that a person watches."""
+"""Where a run's records go: its log, and the lines and progress bar that a person watches."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from pipeline.runs.log import Log
 from pipeline.units import count, span
 
 UNKNOWN = "–"
-# A note does not repeat what its line already says, nor tokens and FLOPs, which follow from the step.
+# A note leaves these out: its line begins with them, and tokens and FLOPs follow from the step.
 _IMPLIED = {"kind", "time", "step", "event", "tokens", "flops"}
 MAX_EPOCHS = 4  # repeated data is nearly as good as new up to here (arXiv 2305.16264)
 MIN_HELD_OUT_TOKENS = 100_000
@@ -92,12 +92,15 @@ def header(
     config: RunConfig, ranks: int, *, train_tokens: int, device: str, tracked: str
 ) -> Iterator[str]:
     """Yield what a run is about to do, one line per topic, to print before its first step."""
-    model, train, optim = config.model, config.train, config.optim
+    model = config.model
+    train = config.train
+    optim = config.optim
     assert train.steps is not None and train.batch_tokens != "auto"
     sizes = params(model)
     tokens = train.steps * train.batch_tokens
     active = f", {count(sizes.active)} active" if sizes.active != sizes.total else ""
-    yield f"model   {model.size or config.name} {model.arch} │ {count(sizes.total)} parameters{active}"
+    name = f"{model.size or config.name} {model.arch}"
+    yield f"model   {name} │ {count(sizes.total)} parameters{active}"
     yield (
         f"data    {count(tokens)} tokens │ {tokens / train_tokens:.3g} epochs over "
         f"{count(train_tokens)} │ {config.data.dir}"
@@ -111,6 +114,7 @@ def header(
         f"layout  {ranks} × {device} │ {parallel.engine} ZeRO-{parallel.zero} ep {parallel.ep} "
         f"sp {parallel.sp} │ micro-batch {train.micro_batch} │ {train.dtype}"
     )
+    # The planner predicts only devices whose rates were measured.
     if config.cluster.device is not None and config.cluster.has(device):
         expected = estimate(config, Layout.of(config, ranks))
         about = f"about {span(train.steps * expected.step_s)}, ± {expected.error:.0%}"

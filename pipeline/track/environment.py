@@ -1,4 +1,4 @@
-"""What a run ran on (env.json), without torch and without environment variables: those are secret."""
+"""What a run ran on: env.json in the run directory."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.atomic import replace
 
+# No environment variables: they hold secrets. No torch: the sidecar does not import it.
 FILE = "env.json"
 
 

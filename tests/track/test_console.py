@@ -11,6 +11,7 @@ from pipeline.config.layers import load
 from pipeline.planner.recipe import resolve
 from pipeline.track.console import Console, data_warnings, format_record, header
 
+ROOT = Path(__file__).parents[2]
 STEP = {
     "kind": "step",
     "time": 1000.0,
@@ -19,39 +20,48 @@ STEP = {
     "flops": 1,
     "loss": 3.14123,
     "grad_norm": 0.4211,
+    "lr": 2.9e-4,
+    "tokens_per_s": 412_345.0,
+    "mfu": 0.4131,
 }
-STEP |= {"lr": 2.9e-4, "tokens_per_s": 412_345.0, "mfu": 0.4131, "hash": "0123456789abcdef"}
 
 
-def test_the_line_of_the_style_guide() -> None:
-    line = "step  1200/19073 │ loss 3.1412 │ gnorm 0.42 │ lr 2.9e-4 │ 412k tok/s │ mfu 41.3% │ eta 3h12"
-    assert format_record(STEP, 19073, eta_s=3 * 3600 + 12 * 60) == line
-    assert "│ mfu     – │" in format_record(STEP | {"mfu": None}, 19073)
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (
+            STEP,
+            "step  1200/19073 │ loss 3.1412 │ gnorm 0.42 │ lr 2.9e-4 │ 412k tok/s │ mfu 41.3% │ "
+            "eta 3h12",
+        ),
+        (
+            {"kind": "eval", "step": 1200, "loss": 3.2, "bpb": 1.04321},
+            "eval  1200/19073 │ loss 3.2000 │ bpb 1.0432",
+        ),
+        (
+            {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "seconds": 1.5},
+            "note  1200/19073 │ save │ seconds 1.5",
+        ),
+    ],
+)
+def test_a_line_of_each_kind(record: dict[str, object], line: str) -> None:
+    assert format_record(record, 19073, eta_s=3 * 3600 + 12 * 60) == line
 
 
 @pytest.mark.parametrize(
     "odd",
     [
         {"loss": 10.39721, "grad_norm": 12.345, "lr": 0.0, "tokens_per_s": 83.0},
-        {
-            "loss": float("nan"),
-            "grad_norm": float("inf"),
-            "lr": 1e-10,
-            "tokens_per_s": 9_960.0,
-            "mfu": 0.05,
-        },
+        {"loss": float("nan"), "grad_norm": float("inf"), "tokens_per_s": 9_960.0, "mfu": 0.05},
         {"loss": 123.456, "grad_norm": 1234.5, "lr": 1.0, "tokens_per_s": 999_600.0, "mfu": None},
-        {"loss": None, "grad_norm": None, "lr": None, "tokens_per_s": None, "mfu": 1.0},
+        {"loss": None, "grad_norm": None, "lr": None, "tokens_per_s": None},
         {"loss": 9.999996, "tokens_per_s": 9_940.0},
     ],
 )
 def test_columns_stay(odd: dict[str, object]) -> None:
-    usual = format_record(STEP, 19073)
-    line = format_record(STEP | odd, 19073)
-    if odd.get("lr") != 1e-10 and odd.get("mfu") != 1.0:  # these two alone are one character wider
-        assert [i for i, c in enumerate(line) if c == "│"] == [
-            i for i, c in enumerate(usual) if c == "│"
-        ], line
+    usual, line = (format_record(record, 19073) for record in (STEP, STEP | odd))
+    edges = [[i for i, c in enumerate(text) if c == "│"] for text in (usual, line)]
+    assert edges[0] == edges[1], line
 
 
 def test_expert_figures_are_a_column(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +78,8 @@ def test_header_and_warnings() -> None:
     lines = list(
         header(config, 2, train_tokens=40_960, device="CPU", tracked="MLflow at sqlite:///x.db")
     )
-    assert [line.split()[0] for line in lines] == [
-        *("model", "data", "recipe", "layout", "time", "tracked")
-    ]
+    topics = ["model", "data", "recipe", "layout", "time", "tracked"]
+    assert [line.split()[0] for line in lines] == topics
     assert "tiny moe" in lines[0] and "active" in lines[0]
     assert "410k tokens │ 10 epochs over 41k" in lines[1]
     assert lines[5].endswith("sqlite:///x.db")
@@ -79,42 +88,24 @@ def test_header_and_warnings() -> None:
     assert list(data_warnings(config, 102_400, 100_000)) == []
 
 
-def test_eval_and_event_lines() -> None:
-    assert (
-        format_record({"kind": "eval", "step": 1200, "loss": 3.2, "bpb": 1.04321}, 19073)
-        == "eval  1200/19073 │ loss 3.2000 │ bpb 1.0432"
-    )
-    assert (
-        format_record(
-            {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "seconds": 1.5}, 19073
-        )
-        == "note  1200/19073 │ save │ seconds 1.5"
-    )
-
-
 @pytest.mark.parametrize(
     ("per_step_s", "eta"), [(0.01, "1s"), (1, "1m40"), (100, "2h46"), (2000, "2d07")]
 )
 def test_eta_is_a_moving_average(
     capsys: pytest.CaptureFixture[str], per_step_s: float, eta: str
 ) -> None:
-    console = Console(total_steps=200)
-    console.record(
-        STEP | {"step": 1, "time": 0.0}
-    )  # then a long compilation that must be forgotten
-    for step in range(2, 101):
-        console.record(STEP | {"step": step, "time": 10_000 + step * per_step_s})
-    console.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("eta –")
-    assert lines[-1].endswith(f"eta {eta}")
-
-
-def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(10, quiet=True)
-    console.record(STEP)
-    console.close()
-    assert capsys.readouterr().out == ""
+    """A long compilation after the first step is soon forgotten; with quiet nothing is printed."""
+    for quiet in (False, True):
+        console = Console(200, quiet=quiet)
+        console.record(STEP | {"step": 1, "time": 0.0})
+        for step in range(2, 101):
+            console.record(STEP | {"step": step, "time": 10_000 + step * per_step_s})
+        console.close()
+        lines = capsys.readouterr().out.splitlines()
+        if quiet:
+            assert lines == []
+        else:
+            assert lines[0].endswith("eta –") and lines[-1].endswith(f"eta {eta}")
 
 
 def test_a_terminal_shows_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,29 +125,23 @@ def test_a_terminal_shows_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch)
     assert "1200/19073" in shown.split("eta –")[1]
 
 
-def test_without_rich_and_mlflow_and_unicode() -> None:
-    """Neither library is needed, an ASCII terminal gets ASCII, and a closed pipe is no error."""
+def test_without_rich_mlflow_and_unicode() -> None:
+    """Neither library is needed, training imports no MLflow, and an ASCII terminal gets ASCII."""
     code = (
-        "import sys; sys.modules['rich'] = sys.modules['mlflow'] = None; sys.modules['rich.progress'] = None\n"
+        "import sys\n"
+        "for name in ('rich', 'rich.progress', 'mlflow'): sys.modules[name] = None\n"
         "sys.stdout.isatty = lambda: True\n"
         "from pipeline.track.console import Console\n"
         "import pipeline.track.sidecar\n"
         "console = Console(100)\n"
         "console.record({'kind': 'step', 'step': 7, 'loss': 1.0}); console.close()\n"
     )
-    root = Path(__file__).parents[2]
     shown = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=root,
+        cwd=ROOT,
         env={"PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,
     )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.startswith("step   7/100 | loss 1.0000 | gnorm    - |")
-
-
-def test_training_side_imports_no_mlflow() -> None:
-    modules = "pipeline.track.console, pipeline.track.sidecar"
-    code = f"import sys, {modules}; assert 'mlflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
