@@ -1,0 +1,52 @@
+"""Output that never blocks, and stop requests."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from pipeline.process import PatientOutput, StopRequest
+
+
+def test_a_pipe_that_nobody_reads_does_not_block_its_writer():
+    reader, writer = os.pipe()
+    output = PatientOutput(os.fdopen(writer, "w", encoding="utf-8"), longest=10)
+    for _ in range(10_000):
+        print("x" * 100, file=output)  # far more than the pipe and the queue hold
+    began = time.monotonic()
+    output.drain(timeout_s=0.1)
+    assert time.monotonic() - began < 5
+    received = os.read(reader, 1 << 16)
+    assert received.startswith(b"x" * 100 + b"\n")
+    os.close(reader)  # `| head` ends: the rest is dropped, and nobody fails
+    output.drain(timeout_s=10)
+    print("more", file=output)
+    output.drain(timeout_s=10)
+    assert not output.isatty()
+
+
+def test_text_that_a_terminal_cannot_show_is_an_error_of_its_writer():
+    reader, writer = os.pipe()
+    output = PatientOutput(os.fdopen(writer, "w", encoding="ascii"))
+    with pytest.raises(UnicodeEncodeError):
+        print("│", file=output)
+    print("|", file=output)
+    output.drain(timeout_s=10)
+    assert os.read(reader, 100) == b"|\n"
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_only_a_later_second_signal_means_at_once(monkeypatch, first_only):
+    stop = StopRequest(first_only=first_only)
+    try:
+        assert stop.reason is None
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)  # a scheduler often sends two
+        assert stop.reason == "SIGUSR1" and not stop.at_once
+        now_s = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + 2)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "SIGUSR1" and stop.at_once is not first_only
+    finally:
+        stop.close()
