@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from pipeline.bench.peers.trainers import Peer
-    from pipeline.config.schema import RunConfig
+    from pipeline.config.schema import RunConfig, RunSpec
     from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
 
@@ -117,7 +117,7 @@ def loader(
 )
 def train(
     size: Size = "tiny",
-    arch: Arch = "dense",
+    arch: Arch = None,
     data: TrainData = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 3,
     zero: Zero = None,
@@ -171,11 +171,10 @@ def train(
 
 
 def _resolve(
-    loaded: "RunConfig", world: "World", corpus: "Corpus | None", failed: int | None
+    loaded: "RunSpec", world: "World", corpus: "Corpus | None", failed: int | None
 ) -> tuple["RunConfig", list[tuple[str, str]]]:
     """Fill in the recipe and, with --auto-batch, the micro-batch; return its explanation too."""
-    from pipeline.planner.check import DeviceMemory, check_one_micro_batch
-    from pipeline.planner.recipe import resolve
+    from pipeline.planner.check import check_one_micro_batch, resolve, widen_micro_batch
     from pipeline.train.request import Devices
 
     config = resolve(loaded, ranks=world.size, gpu=world.device.type == "cuda")
@@ -183,8 +182,7 @@ def _resolve(
     notes = []
     if loaded.train.auto_batch:
         here = Devices.here()
-        memory = DeviceMemory(here.memory_bytes, here.name, not here.gpus)
-        config, note = memory.widen(config, world.size, failed)
+        config, note = widen_micro_batch(config, world.size, here.memory, failed)
         notes.append(("auto-batch", note))
     if corpus is not None:
         corpus.check(config.model.vocab, config.model.seq, "train")

@@ -131,7 +131,7 @@ def forecast(
     params: Params = None,
     flops: Flops = None,
     targets: Targets = None,
-    arch: Arch = "dense",
+    arch: Arch = None,
     sets: Settings = None,
     gpus: Gpus = 8,
     cluster: Cluster = None,

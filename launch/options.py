@@ -13,7 +13,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")
 
 # What to train or to measure.
 Size = Annotated[str, typer.Option(help="Model size; `launch show --sizes` lists all of them.")]
-Arch = Annotated[str, typer.Option(help="Architecture, a name in configs/arch.")]
+Arch = Annotated[
+    str | None,
+    typer.Option(help="Architecture, a name in configs/arch.  [default: dense, or the size's own]"),
+]
 Cluster = Annotated[
     str | None, typer.Option(help="Cluster, a name in configs/cluster or a TOML file.")
 ]
@@ -55,6 +58,14 @@ Law = Annotated[
     ),
 ]
 DropHighest = Annotated[int, typer.Option(help="Leave out this many of the largest losses.", min=0)]
+
+
+def parse_path(text: str) -> Path:
+    """A path option. An empty one is an unset shell variable, and Path("") would be the current
+    directory."""
+    if not text.strip():
+        raise typer.BadParameter("the path is empty; give a directory")
+    return Path(text)
 
 
 def examples(*lines: str) -> str:

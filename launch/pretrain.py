@@ -1,18 +1,17 @@
-"""`launch pretrain`: one dial, one run."""
+"""`launch pretrain`: train one size, here or as a SLURM job."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import examples
+from launch.options import Arch, AsJson, Cluster, ConfigFile, Quiet, Settings, examples, parse_path
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices, PlannedRun
 
@@ -26,183 +25,137 @@ EXAMPLES = examples(
     "launch pretrain --size 1b --data data/web --slurm --nodes 4 --dry-run",
 )
 
+Option = typer.Option
+Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
+_SHARDS = "Shards made by `launch data prepare`."
+Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
+_OUT = "Run directory.  [default: runs/EXPERIMENT/SIZE]"
+Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
+_NPROC = "Processes per node.  [default: one per GPU; with --resume as before]"
+Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
+_LAYOUT = "[default: the fastest layout if --cluster has rates, else {}]"
+Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3.  {_LAYOUT.format(1)}")]
+Ep = Annotated[int | None, Option(help=f"Ranks that share the experts.  {_LAYOUT.format(1)}")]
+Sp = Annotated[int | None, Option(help="Ranks that share each sequence, for long ones.")]
+Engine = Annotated[str | None, Option(help="deepspeed, or accelerate as a reference.")]
+Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]
+Tokens = Annotated[float | None, Option(help="Length in tokens, such as 1e9.")]
+Flops = Annotated[float | None, Option(help="Length in training FLOPs.")]
+DtypeName = Annotated[str | None, Option("--dtype", help="fp32 or bf16.")]
+_BATCH = "Use the largest micro-batch that fits, found by trial."
+AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
+Init = Annotated[Path | None, Option(help="Start from the weights of a run or an import.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out bit for bit.")]
+Branch = Annotated[Path | None, Option(help="Start in the plateau of this run (WSD).")]
+Experiment = Annotated[str | None, Option(help="MLflow experiment of the run.")]
+Seed = Annotated[int | None, Option(help="Random seed for weights and data order.", min=0)]
+Track = Annotated[bool, Option("--track/--no-track", help="Log to MLflow beside the local log.")]
+Slurm = Annotated[bool, Option("--slurm", help="Submit a SLURM job that requeues itself.")]
+_NODES = "Nodes of the job: 4, or 2-4 for as many as are free.  [default: 1]"
+NodeCount = Annotated[str | None, Option(help=_NODES)]
+_GPUS = "GPUs per node of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]"
+Gpus = Annotated[int | None, Option(help=_GPUS, min=0, max=100_000)]
+Time = Annotated[str | None, Option(help="Time limit of the job, such as 24:00:00 or 2-12.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the job instead of submitting it.")]
+
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=EXAMPLES)(pretrain)
 
 
 def pretrain(
-    size: Annotated[
-        str | None, typer.Option(help="A rung of the ladder; `launch show --sizes` lists them.")
-    ] = None,
-    arch: Annotated[str, typer.Option(help="An architecture (configs/arch).")] = "dense",
-    data: Annotated[Path | None, typer.Option(help="Shards made by `launch data prepare`.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run directory; runs/EXPERIMENT/SIZE if left out.")
-    ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes per node; if left out one per GPU, on --resume as before.", min=1
-        ),
-    ] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage 0 to 3.")] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Ranks that share the experts of a routed model.")
-    ] = None,
-    sp: Annotated[
-        int | None, typer.Option(help="Ranks that share each sequence, for long ones.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="deepspeed, or accelerate as its referee.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Length in optimizer steps.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Length in tokens (1e9 works).")] = None,
-    flops: Annotated[float | None, typer.Option(help="Length in training FLOPs.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
-    auto_batch: Annotated[
-        bool, typer.Option("--auto-batch", help="The largest micro-batch that fits, by trial.")
-    ] = False,
-    init: Annotated[
-        Path | None,
-        typer.Option(help="Begin with the weights of a run or an import, instead of --size."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out bit for bit.")
-    ] = False,
-    branch: Annotated[
-        Path | None,
-        typer.Option(
-            help="Begin in this run's plateau, where the decay of the new one begins (WSD)."
-        ),
-    ] = None,
-    experiment: Annotated[
-        str | None, typer.Option(help="MLflow experiment that the run belongs to.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A cluster (configs/cluster), or a TOML file of yours.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A config file of your own.")] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="key.subkey=value, over everything else.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data order.", min=0)] = None,
-    track: Annotated[
-        bool, typer.Option("--track/--no-track", help="Feed MLflow beside the local log.")
-    ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the last held-out figures as JSON.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No step lines.")] = False,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Submit it as a SLURM job that requeues itself.")
-    ] = False,
-    nodes: Annotated[
-        str | None, typer.Option(help="Of the job: 4, or 2-4 for what is free.  [default: 1]")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(
-            help="Of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]", min=0
-        ),
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option(help="Of the job, as sbatch takes it: 24:00:00, 2-12.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the job instead of submitting it.")
-    ] = False,
-) -> tuple[Any, Any]:  # PlannedRun, and a job's Nodes or None: typer evaluates what stands here
-    """Train a size on prepared shards. Length: --steps, --tokens or --flops, else 20 tokens per parameter."""
-    from pipeline.process import STOPPED
-    from pipeline.runs.directory import RunDir, list_checkpoints
+    size: Size = None,
+    arch: Arch = None,
+    data: Data = None,
+    out: Out = None,
+    nproc: Nproc = None,
+    zero: Zero = None,
+    ep: Ep = None,
+    sp: Sp = None,
+    engine: Engine = None,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    flops: Flops = None,
+    dtype: DtypeName = None,
+    auto_batch: AutoBatch = False,
+    init: Init = None,
+    resume: Resume = False,
+    branch: Branch = None,
+    experiment: Experiment = None,
+    cluster: Cluster = None,
+    config: ConfigFile = None,
+    sets: Settings = None,
+    seed: Seed = None,
+    track: Track = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    slurm: Slurm = False,
+    nodes: NodeCount = None,
+    gpus_per_node: Gpus = None,
+    time: Time = None,
+    dry_run: DryRun = False,
+) -> tuple[Any, Any]:  # PlannedRun and Nodes | None; typer evaluates annotations, so no names here
+    """Train a size on prepared shards, by default on 20 tokens per parameter."""
     from pipeline.train.request import Devices, Request, plan_run
-    from pipeline.train.supervisor import start
 
-    for option, value in {
-        "--nodes": nodes,
-        "--gpus-per-node": gpus_per_node,
-        "--time": time,
-    }.items():
-        if value is not None and not slurm:
-            raise ConfigError(f"{option} {value} is for a job; add --slurm")
-    if dry_run and not slurm:
-        raise ConfigError("--dry-run is for a job; add --slurm, or see `launch show`")
-    asked: Nodes | None = None
+    job: Nodes | None = None
     if slurm:
-        asked, devices = _cluster(
-            nodes or "1", nproc, gpus_per_node, cluster, config, sets or (), out if resume else None
-        )
+        before = out if resume else None
+        job, devices = _job(nodes or "1", nproc, gpus_per_node, cluster, config, sets or (), before)
     else:
+        _refuse_job_options(nodes, gpus_per_node, time, dry_run)
         devices = Devices.here()
-    before = RunDir(out).world if resume and out is not None else None
-    ranks = asked.worlds[-1] if asked else nproc or before or max(1, devices.gpus)
-    over = {
-        "experiment": experiment,
-        "seed": seed,
-        "parallel": {"zero": zero, "ep": ep, "sp": sp, "engine": engine},
-        "train": {
-            "steps": steps,
-            "tokens": tokens,
-            "flops": flops,
-            "dtype": dtype,
-            "auto_batch": auto_batch or None,
-        },
+    ranks = job.worlds[-1] if job else nproc or _last_world(resume, out) or max(1, devices.gpus)
+    length = {"steps": steps, "tokens": tokens, "flops": flops}
+    train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
+    layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
+    over: dict[str, Any] = {
+        "train": train,
+        "parallel": layout,
         "cluster": {"slurm": {"time": time}},
     }
-    wish = Request(
-        size,
-        arch,
-        data,
-        out,
-        ranks,
-        cluster,
-        config,
-        sets or (),
-        _given(over),
-        resume,
-        branch=branch,
-        init=init,
-    )
-    if asked:
-        wish = replace(wish, fresh=not resume, fewest=asked.worlds[0])
-    settled = plan_run(wish, devices)
-    if settled.note and not quiet:
-        typer.echo(settled.note, err=True)
+    over |= {"experiment": experiment, "seed": seed}
+    asked = (size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume)
+    fewest = job.worlds[0] if job else None
+    request = Request(*asked, slurm and not resume, fewest, branch, init)
+    planned = plan_run(request, devices)
     if not quiet:
-        show = not (asked or as_json or settled.run.finished)
-        _announce(settled.config, ranks, devices.name, track=track, header=show)
-    if asked:
-        if not (dry_run and quiet):
-            submit(settled, asked, track=track, dry_run=dry_run, as_json=as_json)
-        return settled, asked
-    run, signalled = settled.commit().run, None
-    if not run.finished:
-        note, signalled = start(
-            run,
-            nproc=ranks,
-            gpu=devices.gpus > 0,
-            max_restarts=settled.config.train.max_restarts,
-            quiet=quiet or as_json,
-            track=track,
-        )
-        if note:
-            typer.echo(note, err=True)
-    elif not list_checkpoints(run.checkpoints):
-        typer.echo(
-            f"{run.checkpoints} is empty: restore it, or train anew with another --out", err=True
-        )
-    _conclude(run.path, settled.config.train.steps or 0, as_json=as_json, quiet=quiet)
-    if not run.finished:  # what follows in a script is not to go on with half a model
-        raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
-    return settled, None
+        header = not (job or as_json or planned.run.finished)
+        _announce(planned, ranks, devices.name, track=track, header=header)
+    if job is None:
+        _train(planned, ranks, devices.gpus > 0, track=track, as_json=as_json, quiet=quiet)
+    elif not (dry_run and quiet):
+        submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
+    return planned, job
 
 
-def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
+def _refuse_job_options(*values: Any) -> None:
+    options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
+    for option, value in zip(options, values, strict=True):
+        if value not in (None, False):
+            raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
+
+
+def _last_world(resume: bool, out: Path | None) -> int | None:
+    from pipeline.runs.directory import RunDir
+
+    return RunDir(out).world if resume and out is not None else None
+
+
+def _given(table: dict[str, Any]) -> dict[str, Any]:
+    """The table without options that were not given."""
+    inner = {k: _given(v) if isinstance(v, dict) else v for k, v in table.items()}
+    return {key: value for key, value in inner.items() if value not in (None, {})}
+
+
+def _announce(planned: "PlannedRun", ranks: int, device: str, *, track: bool, header: bool) -> None:
     """Print what the run is about to do, and warn of data that is too small for it."""
     from pipeline.data.corpus import Corpus
     from pipeline.track import console, mlflow_store
 
+    if planned.note:
+        typer.echo(planned.note, err=True)
+    config = planned.config
     corpus = Corpus.open(Path(config.data.dir or "."))
     tokens = corpus.split("train").tokens
     if header:
@@ -215,18 +168,43 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         typer.echo(line, err=True)
 
 
+def _train(
+    planned: "PlannedRun", ranks: int, gpu: bool, *, track: bool, as_json: bool, quiet: bool
+) -> None:
+    """Train here, to the end or to a stop request."""
+    from pipeline.process import STOPPED
+    from pipeline.runs.directory import list_checkpoints
+    from pipeline.train.supervisor import start
+
+    run = planned.commit().run
+    config = planned.config.train
+    signalled = None
+    if not run.finished:
+        silent = quiet or as_json
+        restarts = config.max_restarts
+        note, signalled = start(
+            run, nproc=ranks, gpu=gpu, max_restarts=restarts, quiet=silent, track=track
+        )
+        if note:
+            typer.echo(note, err=True)
+    elif not list_checkpoints(run.checkpoints):
+        remedy = "restore it, or train again with another --out"
+        typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
+    _print_result(run.path, config.steps, as_json=as_json, quiet=quiet)
+    if not run.finished:  # a script must not continue with half a model
+        raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
+
+
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
-    """What `launch pretrain` with these arguments would submit; refused like there."""
+    """What `launch pretrain` with these arguments would submit, with the same refusals."""
     alone = typer.Typer(pretty_exceptions_enable=False)
     register(alone)
-    command = typer.main.get_command(alone)
-    settled, nodes = command.main(
-        [*arguments, "--slurm", "--dry-run", "--quiet"], standalone_mode=False
-    )
-    return settled, nodes
+    words = [*arguments, "--slurm", "--dry-run", "--quiet"]
+    planned, nodes = typer.main.get_command(alone).main(words, standalone_mode=False)
+    return planned, nodes
 
 
-def _cluster(
+def _job(
     nodes: str,
     nproc: int | None,
     gpus: int | None,
@@ -235,78 +213,63 @@ def _cluster(
     sets: Sequence[str],
     run: Path | None,
 ) -> "tuple[Nodes, Devices]":
-    """The nodes that the job asks for, and what one of them trains on."""
+    """The nodes that the job asks for, and the devices of one of them."""
     from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
 
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
-    machine = load_cluster(name, run=before, file=file, sets=sets)
-    gpus = gpus if gpus is not None else nproc or machine.gpus_per_node
-    return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(machine, gpus)
+    cluster = load_cluster(name, run=before, file=file, sets=sets)
+    gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
+    return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(cluster, gpus)
 
 
 def submit(
-    settled: "PlannedRun", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
+    planned: "PlannedRun", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Refused before the run directory exists, or in the queue."""
-    import json
+    """Submit a job. It is refused before the run directory exists, or by the queue."""
     import shlex
     import shutil
 
     from pipeline.slurm import queue
     from pipeline.slurm.submit import job_of, remember, step, train
 
-    run, site = settled.run.path.absolute(), settled.config.cluster.slurm
-    job = train(run, settled.config.name, site, nodes, track=track)
+    run = planned.run.path.absolute()
+    site = planned.config.cluster.slurm
+    job = train(run, planned.config.name, site, nodes, track=track)
     if dry_run:
-        print(job.shown())
         inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
-        print(f"# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
+        print(f"{job.shown()}\n# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
         print(f"# {job.test() if shutil.which('sbatch') else 'no SLURM here: not validated'}")
         return
-    if (
-        (old := job_of(run))
-        and settled.facts is None
-        and (there := queue.entry(old))
-        and there.alive
-    ):
-        raise RunError(
-            f"run {run} is in the queue as job {old} ({there.state}); `launch cancel {run}` ends it"
-        )
-    if settled.run.finished:
+    old = job_of(run) if planned.facts is None else None
+    entry = queue.entry(old) if old else None
+    if entry is not None and entry.alive:
+        queued = f"is in the queue as job {old} ({entry.state})"
+        raise RunError(f"run {run} {queued}; `launch cancel {run}` ends it")
+    if planned.run.finished:
         raise RunError(f"run {run} has finished; there is nothing to submit")
     job.test()
-    settled = settled.commit()  # perhaps beside the one that was asked for
-    run = settled.run.path.absolute()
-    number = train(run, settled.config.name, site, nodes, track=track).submit()
+    planned = planned.commit()  # perhaps in a new directory beside the existing one
+    run = planned.run.path.absolute()
+    number = train(run, planned.config.name, site, nodes, track=track).submit()
     remember(run, number, nodes)
     if as_json:
         print(json.dumps({"job": number, "run": str(run)}))
     else:
-        print(
-            f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}\nwatch it with: launch status {run}"
-        )
+        print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}")
+        print(f"watch it with: launch status {run}")
 
 
-def _given(table: dict[str, Any]) -> dict[str, Any]:
-    """Without what was left out."""
-    inner = {
-        key: _given(value) if isinstance(value, dict) else value for key, value in table.items()
-    }
-    return {key: value for key, value in inner.items() if value not in (None, {})}
-
-
-def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
-    """The last held-out figures, and how to go on."""
-    import json
-
+def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
+    """Print the last held-out figures and how to continue."""
     from pipeline.runs.directory import RunDir
     from pipeline.runs.log import read
 
     last: dict[str, Any] = {}
-    step, goodput = 0, None
+    step = 0
+    goodput = None
     for record in read(RunDir(path).log):
         step = max(step, int(record.get("step", 0)))
         if record.get("kind") == "eval":
@@ -314,20 +277,12 @@ def _conclude(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
         goodput = record.get("goodput", goodput)
     status = "finished" if step >= steps else "stopped"
     if as_json:
-        about = {
-            "run": str(path),
-            "status": status,
-            "step": step,
-            "steps": steps,
-            "goodput": goodput,
-        }
-        print(json.dumps({**about, "eval": last or None}))
+        about = {"run": str(path), "status": status, "step": step, "steps": steps}
+        print(json.dumps({**about, "goodput": goodput, "eval": last or None}))
     elif not quiet:
-        figures = (
-            f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte"
-            if last
-            else ""
-        )
+        figures = ""
+        if last:
+            figures = f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte"
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
         if status == "stopped":
             print(f"continue with: launch pretrain --resume --out {path}")

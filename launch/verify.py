@@ -48,7 +48,7 @@ def verify(
 
     from pipeline.bench.equivalence import REFERENCE, compare_layouts, list_layouts
     from pipeline.config.layers import load
-    from pipeline.planner.recipe import resolve
+    from pipeline.planner.check import resolve
     from pipeline.train.request import Devices
 
     settings = [

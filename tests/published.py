@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
-from pipeline.planner.check import best, plan
+from pipeline.planner.check import resolve
 from pipeline.planner.memory import Layout
-from pipeline.planner.recipe import resolve
-from pipeline.planner.speed import Estimate, estimate
+from pipeline.planner.speed import Estimate, best, estimate, plan
 
 
 @dataclass(frozen=True)

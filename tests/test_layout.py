@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.layers import load
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
 from pipeline.planner.check import (
-    PROCESS_BYTES,
-    DeviceMemory,
-    best,
     fit_to_devices,
-    plan,
+    resolve,
     smaller_micro_batch,
+    widen_micro_batch,
 )
-from pipeline.planner.memory import Layout, memory, offloaded
-from pipeline.planner.recipe import resolve
-from pipeline.planner.speed import ERROR, Estimate, estimate, traffic
+from pipeline.planner.memory import PROCESS_BYTES, DeviceMemory, Layout, memory, offloaded
+from pipeline.planner.speed import ERROR, Estimate, best, estimate, plan, traffic
+from tests.config.test_recipe import settings_in
 from tests.published import OTHER, SAME, ladder_rows
 
 
@@ -221,162 +219,50 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("size", "arch", "ranks", "memory", "sets", "words"),
     [
-        (
-            "tiny",
-            "moe",
-            6,
-            None,
-            {"parallel.ep": 4},
-            ["parallel.ep=4 does not divide the 6 ranks; try --ep 2, or 8"],
-        ),
-        ("tiny", "moe", 3, None, {"parallel.ep": 2}, ["--ep 1, or 4 ranks"]),
-        (
-            "1b",
-            "moe",
-            8,
-            None,
-            {"parallel.ep": 3},
-            ["parallel.ep=3 does not divide the 8 ranks; try --ep 4"],
-        ),
-        (
-            "1b",
-            "moe",
-            6,
-            None,
-            {"parallel.ep": 3},
-            ["parallel.ep=3 does not divide experts=16; try --ep 2"],
-        ),
-        (
-            "1b",
-            "dense",
-            8,
-            28 * GIB,
-            {},
-            ["needs about 26.3 GiB", "gives 25.8 GiB to each; try --zero 2"],
-        ),
-        ("1b", "dense", 8, 20 * GIB, {}, ["try --set train.micro_batch=4"]),
-        ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["try --set train.micro_batch=3"]),
-        ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["try --zero 3"]),
-        (
-            "7b",
-            "dense",
-            8,
-            24 * GIB,
-            {},
-            ["try --zero 3 --set train.micro_batch=4 --set train.recompute=true"],
-        ),
-        (
-            "tiny",
-            "moe",
-            3,
-            None,
-            {"parallel.sp": 2},
-            ["parallel.sp=2 does not divide the 3 ranks; try --sp 1, or 4"],
-        ),
-        (
-            "tiny",
-            "dense",
-            2,
-            None,
-            {"parallel.offload.params": "cpu"},
-            ["needs the shards of ZeRO-3, not zero=1", "--zero 3"],
-        ),
-        (
-            "tiny",
-            "dense",
-            2,
-            None,
-            {"parallel.offload.optimizer": "nvme"},
-            ["give --set parallel.offload.path=DIR"],
-        ),
-        (
-            "1b",
-            "dense",
-            8,
-            80 * GIB,
-            {"model.seq": 524288},
-            ["try --sp 2 --set train.micro_batch=1 --set train.recompute=true"],
-        ),
-        ("70b", "dense", 8, 80 * GIB, {}, ["take 32 of them with --zero 3"]),
-        (
-            "7b",
-            "moe",
-            16,
-            20 * GIB,
-            {"parallel.ep": 3},
-            ["does not divide", "; take 64 of them with --ep 4 --zero 3"],
-        ),
-        (
-            "1b",
-            "mla-moe",
-            2,
-            80 * GIB,
-            {"parallel.ep": 3},
-            ["does not divide the 2 ranks; size=1b needs", "; try --ep 2"],
-        ),
-        (
-            "7b",
-            "dense",
-            2,
-            80 * GIB,
-            {"parallel.engine": "accelerate"},
-            ["; take --size 3b --zero 0 --dtype fp32"],
-        ),
-        ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; take --size 7b --zero 3"]),
-        (
-            "tiny",
-            "dense",
-            100_000,
-            22 * GIB,
-            {},
-            [" on 100000 ranks and this H100 gives 22.0 GiB to all of ", "; try --nproc 16"],
-        ),
+        ("tiny", "moe", 6, None, {"parallel.ep": 4}, ["parallel.ep=4", "; try --ep 2, or 8"]),
+        ("tiny", "moe", 3, None, {"parallel.ep": 2}, ["; try --ep 1, or 4 ranks"]),
+        ("1b", "moe", 8, None, {"parallel.ep": 3}, ["the 8 ranks; try --ep 4"]),
+        ("1b", "moe", 6, None, {"parallel.ep": 3}, ["experts=16; try --ep 2"]),
+        ("1b", "dense", 8, 28 * GIB, {}, [" 26.3 GiB", " 25.8 GiB", "; try --zero 2"]),
+        ("1b", "dense", 8, 20 * GIB, {}, ["; try --set train.micro_batch=4"]),
+        ("1b", "dense", 8, 12 * GIB, {"parallel.zero": 3}, ["; try --set train.micro_batch=3"]),
+        ("7b", "moe", 16, 80 * GIB, {"train.micro_batch": 1}, ["; try --zero 3"]),
+        ("7b", "dense", 8, 24 * GIB, {},
+         ["; try --zero 3 --set train.micro_batch=4 --set train.recompute=true"]),
+        ("tiny", "moe", 3, None, {"parallel.sp": 2}, ["parallel.sp=2", "; try --sp 1, or 4"]),
+        ("tiny", "dense", 2, None, {"parallel.offload.params": "cpu", "parallel.zero": 1}, ["; try --zero 3"]),
+        ("tiny", "dense", 2, None, {"parallel.offload.optimizer": "nvme"}, ["parallel.offload.path=DIR"]),
+        ("1b", "dense", 8, 80 * GIB, {"model.seq": 524288},
+         ["; try --sp 2 --set train.micro_batch=1 --set train.recompute=true"]),
+        ("70b", "dense", 8, 80 * GIB, {}, ["; use 32 of them with --zero 3"]),
+        ("7b", "moe", 16, 20 * GIB, {"parallel.ep": 3}, ["; use 64 of them with --ep 4 --zero 3"]),
+        ("1b", "mla-moe", 2, 80 * GIB, {"parallel.ep": 3}, ["parallel.ep=3", "size=1b", "; try --ep 2"]),
+        ("7b", "dense", 2, 80 * GIB, {"parallel.engine": "accelerate"}, ["; try --size 3b"]),
+        ("70b", "dense", 2, 80 * GIB, {"train.batch_tokens": 4096}, ["; try --size 7b --zero 3"]),
+        ("tiny", "dense", 100_000, 22 * GIB, {}, [" 100000 ranks ", " 22.0 GiB", "; try --nproc 16"]),
         ("tiny", "dense", 8, 4 * GIB, {}, ["; try --nproc 2"]),
-        (
-            "tiny",
-            "dense",
-            2,
-            GIB // 64,
-            {},
-            ["nothing smaller fits either: take a machine with more memory"],
-        ),
+        ("tiny", "dense", 2, GIB // 64, {}, ["nothing smaller fits"]),
     ],
-)
-def test_what_cannot_work_is_refused_with_the_nearest_that_does(
-    size, arch, ranks, memory, sets, words
-):
-    def told(size: str, ranks: int, sets: dict[str, str | int]) -> None:
-        def sized(size: str) -> RunConfig:
-            fixed = {"model.vocab": 32768, "train.steps": 1, "train.loss_chunk": 2048, **sets}
-            return load(
-                size=size, arch=arch, sets=[f"{key}={value}" for key, value in fixed.items()]
-            )
-
-        fit_to_devices(
-            sized(size), ranks, DeviceMemory(memory, "H100", shared=shared), resized=sized
-        )
-
+)  # fmt: skip
+def test_a_refusal_names_the_nearest_layout_that_works(size, arch, ranks, memory, sets, words):
     shared = size == "tiny"
+
+    def fit(size: str, ranks: int, sets: dict[str, str | int]) -> None:
+        def sized(size: str) -> RunSpec:
+            fixed = {"model.vocab": 32768, "train.steps": 1, "train.loss_chunk": 2048, **sets}
+            return load(size=size, arch=arch, sets=[f"{k}={value}" for k, value in fixed.items()])
+
+        device = DeviceMemory(memory, "H100", shared=shared)
+        fit_to_devices(sized(size), ranks, device, resized=sized)
+
     with pytest.raises(ConfigError) as refused:
-        told(size, ranks, sets)
+        fit(size, ranks, sets)
     message = str(refused.value)
     assert "\n" not in message and all(word in message for word in words), message
-    found = re.search(r"; (?:try|take) (?:(\d+) of them with )?(--.*?)(?:, or|$)", message)
-    if found:  # and what it names does work
-        named = dict(re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", found[2]))
-        tables = {
-            "dtype": "train.",
-            "size": "name.",
-            "zero": "parallel.",
-            "ep": "parallel.",
-            "sp": "parallel.",
-        }
-        named = {tables.get(key, "") + key: value for key, value in named.items()}
-        told(
-            named.pop("name.size", size),
-            int(found[1] or named.pop("nproc", ranks)),
-            {**sets, **named},
-        )
+    if "; try" in message or "; use" in message:  # and it does work
+        remedy = re.split("; (?:try|use) ", message)[-1].partition(", or ")[0]
+        named = settings_in(remedy)
+        fit(named.pop("size", size), int(named.pop("nproc", ranks)), {**sets, **named})
 
 
 def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
@@ -422,7 +308,7 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
             139.8,
             12,
             [8, 6, 4, 3, 2, 1],
-        ),  # account expects 110.9 GiB, of all 24 rows at once 168.3
+        ),  # needs about 110.9 GiB, of all 24 rows at once 168.3
         (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # which is within its error: a trial decides
         (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
     ],
@@ -436,13 +322,15 @@ def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(
     )
     c, note = fit_to_devices(c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared))
     assert c.train.micro_batch == first and note.startswith(
-        f"micro-batch {first} of 24: account expects "
+        f"micro-batch {first} of 24: needs about "
     )
     tried = []
     while lower := smaller_micro_batch(c, 1):
         tried.append((c := lower).train.micro_batch)
     assert tried == then
-    again, note = DeviceMemory(int(gib * GIB), "H200", shared=shared).widen(c, 1, below=8)
+    again, note = widen_micro_batch(
+        c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared), below=8
+    )
     assert again.train.micro_batch == 6 and note.endswith("; 8 ran out of memory")
 
 

@@ -63,8 +63,8 @@ REFERENCE = Layout(0, engine="accelerate")
 
 def list_layouts(config: RunConfig, nproc: int) -> list[Layout]:
     """Return the reference, every layout that these processes allow, and the control."""
-    eps = config.model.degrees(nproc)
-    sps = config.model.shares(nproc)
+    eps = config.model.expert_degrees(nproc)
+    sps = config.model.sequence_degrees(nproc)
     least = config.parallel.offload.least_zero
     found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
     if config.train.dtype == "fp32" and not least:
@@ -113,7 +113,6 @@ def _worst(*differences: float) -> float:
 
 def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
     """Train with torch alone, in one process that has every row."""
-    assert config.train.loss_chunk != "auto"
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     model = build_model(

@@ -272,7 +272,6 @@ def _part_costs(
 
 def _save_costs(timer: _LoopTimer, saver: Saver, step_s: float) -> Figures:
     save_every = timer.loop.config.train.save_every
-    assert isinstance(save_every, int)
     began = time.perf_counter()
     steps = 0
     timer.save()

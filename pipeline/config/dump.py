@@ -1,21 +1,33 @@
-"""A RunConfig as TOML text that loads back to itself, and the difference of two of them."""
+"""A config as TOML text, as dotted keys, as a difference, and with single settings changed."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunSpec
+
+Run = TypeVar("Run", bound=RunSpec)
+# Settings by dotted key. The keys below have an option of their own, and so have nproc and size,
+# which are not settings of a config.
+Change = dict[str, int | str | bool]
+_OPTIONS = {
+    "zero": "parallel",
+    "ep": "parallel",
+    "sp": "parallel",
+    "engine": "parallel",
+    "dtype": "train",
+}
 
 
-def to_toml(config: RunConfig) -> str:
-    """Write every setting as TOML. TOML has no null, so None is left out: it is those fields' default."""
+def to_toml(config: RunSpec) -> str:
+    """Write every setting as TOML. TOML has no null: None is left out and is those keys' default."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def flat(config: Frozen) -> dict[str, Any]:
-    """Settings by dotted key."""
+    """Settings by dotted key, secrets masked."""
     return dict(_flat(config.model_dump(mode="json"), ""))
 
 
@@ -27,35 +39,30 @@ def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}{key}", value
 
 
-def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """What changed, by dotted key."""
-    a, b = flat(old), flat(new)
-    return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
+def differences(old: RunSpec, new: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """Old and new value of every setting that changed, by dotted key."""
+    before = flat(old)
+    after = flat(new)
+    keys = sorted(before.keys() | after.keys())
+    return {k: (before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)}
 
 
-Change = dict[str, int | str | bool]
-_TABLES = {
-    "zero": "parallel",
-    "ep": "parallel",
-    "sp": "parallel",
-    "engine": "parallel",
-    "dtype": "train",
-}
-
-
-def changed(config: RunConfig, change: Mapping[str, object]) -> RunConfig:
-    """`nproc` and `size` are not of a config: who asks for them sees to them."""
+def changed(config: Run, change: Mapping[str, object]) -> Run:
+    """A copy with some settings changed, not validated. Ignores nproc and size."""
     for key in change.keys() - {"nproc", "size"}:
-        table, _, name = (key if "." in key else f"{_TABLES[key]}.{key}").partition(".")
+        table, _, name = (key if "." in key else f"{_OPTIONS[key]}.{key}").partition(".")
         part = getattr(config, table).model_copy(update={name: change[key]})
         config = config.model_copy(update={table: part})
     return config
 
 
 def flags(change: Change, *, short: bool = True) -> str:
-    """As `launch pretrain` takes them; without its own options, as every command does."""
-    long = {} if short else {key: f"{table}.{key}" for key, table in _TABLES.items()}
-    spelled = ((long.get(key, key), str(value).lower()) for key, value in change.items())
-    return " ".join(
-        f"--set {key}={value}" if "." in key else f"--{key} {value}" for key, value in spelled
-    )
+    """The change as options of `launch pretrain`; with `short=False` as --set, which every command
+    has."""
+    words = []
+    for key, value in change.items():
+        if not short and key in _OPTIONS:
+            key = f"{_OPTIONS[key]}.{key}"
+        text = str(value).lower()
+        words.append(f"--set {key}={text}" if "." in key else f"--{key} {text}")
+    return " ".join(words)

@@ -1,4 +1,4 @@
-"""Layers of TOML become one RunConfig: base < size < arch < data < cluster < file < --set."""
+"""Layers of TOML become one config: base < size × architecture < data < cluster < file < --set."""
 
 import math
 import re
@@ -10,62 +10,59 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config.dump import flat
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import VERSION, Cluster, RunConfig
+from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
 from pipeline.errors import ConfigError
 
 T = TypeVar("T", bound=Frozen)
+Table = Mapping[str, Any]
+
+# A wheel has the configs inside the package, a checkout beside it.
 _PACKAGE = Path(__file__).resolve().parent.parent
-CONFIGS = next(
-    (p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()),
-    _PACKAGE / "configs",
-)
+_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+CONFIGS = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
 
 
 def load(
     *,
     size: str | None = None,
-    arch: str = "dense",
-    model: Mapping[str, Any] | None = None,
-    data: Mapping[str, Any] | None = None,
+    arch: str | None = None,
+    model: Table | None = None,
+    data: Table | None = None,
     cluster: str | None = None,
     file: Path | None = None,
     sets: Iterable[str] = (),
-    over: Mapping[str, Any] | None = None,
-) -> RunConfig:
-    """Layer the shipped files, the user's own file and the command line's settings; `over` is applied last. The
-    model is a size crossed with an architecture, or a table of its own."""
-    table = read_toml(CONFIGS / "base.toml")
+    over: Table | None = None,
+) -> RunSpec:
+    """Layer the shipped files, the user's file and the command line. The model is a size crossed
+    with an architecture, or the table `model`. `over` is applied last."""
     if model is None:
         assert size is not None
-        model = {"size": size, "arch": arch, **cross(_size(size), _arch(arch))}
-    layers: list[Mapping[str, Any]] = [{"model": model}, data or {}]
+        model = _named_model(size, arch)
+    layers = [{"model": model}, data or {}]
     if cluster:
         layers.append(cluster_layer(cluster))
-    if file:
-        layers.append(read_toml(file))
-    layers += [parse_set(s) for s in sets]
-    layers.append(over or {})
-    for layer in layers:
+    table = read_toml(CONFIGS / "base.toml")
+    for layer in [*layers, *_own_layers(file, sets), over or {}]:
         table = merge(table, layer)
-    return validate(RunConfig, table)
+    return validate(RunSpec, table)
 
 
 def reload(
     path: Path,
-    layers: Iterable[Mapping[str, Any]] = (),
+    layers: Iterable[Table] = (),
     *,
     cluster: str | None = None,
     file: Path | None = None,
     sets: Iterable[str] = (),
-    over: Mapping[str, Any] | None = None,
+    over: Table | None = None,
 ) -> RunConfig:
-    """A resolved config.toml, as a run directory holds it, with what is set on top of it. What an older release did not
-    know yet has its default."""
+    """Read the config.toml of a run directory, with further layers on top. Settings that an older
+    release did not have get their defaults."""
     table = read_toml(path)
-    if (version := table.get("version")) != VERSION:
+    version = table.get("version")
+    if version != VERSION:
         raise ConfigError(
             f"version={version} in {path} but this isoflop reads version {VERSION}; "
             "continue the run with the release that started it, or start a new one"
@@ -73,45 +70,9 @@ def reload(
     table = merge(read_toml(CONFIGS / "base.toml"), table)
     if cluster:
         table |= cluster_layer(cluster)  # another machine: nothing of the old one stays
-    for layer in [*layers, *([read_toml(file)] if file else []), *map(parse_set, sets), over or {}]:
+    for layer in [*layers, *_own_layers(file, sets), over or {}]:
         table = merge(table, layer)
-    config = validate(RunConfig, table, where=str(path))
-    for key, value in flat(config).items():
-        if value == "auto" or (key == "train.steps" and value is None):
-            raise ConfigError(
-                f"{key}={value!r} in {path} is not a number; restore the file or start a new run"
-            )
-    return config
-
-
-def names(kind: str) -> list[str]:
-    """What can be given as --size, --arch or --cluster."""
-    if kind == "size":
-        return list(read_toml(CONFIGS / "sizes.toml"))
-    return sorted(p.stem for p in (CONFIGS / kind).glob("*.toml"))
-
-
-def _size(name: str) -> Size:
-    rows = read_toml(CONFIGS / "sizes.toml")
-    if name not in rows:
-        raise ConfigError(f"size={name!r} is not on the ladder{nearest(_rung(name, rows), rows)}")
-    return validate(Size, rows[name], where="configs/sizes.toml")
-
-
-def _rung(name: str, known: Iterable[str]) -> str:
-    """The size whose number is nearest, since 2b is spelt like 236b; what is no number stays as it is."""
-    if not (asked := _number(name)):
-        return name
-    return min((k for k in known if _number(k)), key=lambda k: abs(math.log(_number(k) / asked)))
-
-
-def _number(size: str) -> float:
-    found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", size.lower())
-    return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
-
-
-def _arch(name: str) -> Arch:
-    return validate(Arch, read_toml(_named("arch", name)), where=f"configs/arch/{name}.toml")
+    return validate(RunConfig, table, where=str(path))
 
 
 class _Machine(Frozen):
@@ -121,20 +82,58 @@ class _Machine(Frozen):
 def load_cluster(
     name: str | None, *, run: Path | None = None, file: Path | None = None, sets: Iterable[str] = ()
 ) -> Cluster:
-    """The machine alone, before the run on it is settled; `run` is the config.toml of the one to be continued."""
+    """The cluster alone, before a run is planned on it. `run` is the config.toml of a run that is
+    continued."""
     table = read_toml(run or CONFIGS / "base.toml") | (cluster_layer(name) if name else {})
-    for layer in [read_toml(file) if file else {}, *map(parse_set, sets)]:
+    for layer in _own_layers(file, sets):
         table = merge(table, {"cluster": layer.get("cluster", {})})
     return validate(_Machine, {"cluster": table["cluster"]}).cluster
 
 
 def cluster_layer(name: str) -> dict[str, Any]:
-    """A shipped cluster by its name, or a site's own file by its path."""
+    """A shipped cluster by its name, or a TOML file by its path."""
     return read_toml(Path(name) if name.endswith(".toml") else _named("cluster", name))
 
 
+def _own_layers(file: Path | None, sets: Iterable[str]) -> list[dict[str, Any]]:
+    return [read_toml(file) if file else {}, *map(parse_set, sets)]
+
+
+def names(kind: str) -> list[str]:
+    """Valid values of --size, --arch or --cluster."""
+    if kind == "size":
+        return list(read_toml(CONFIGS / "sizes.toml"))
+    return sorted(p.stem for p in (CONFIGS / kind).glob("*.toml"))
+
+
+def _named_model(name: str, arch: str | None) -> dict[str, Any]:
+    """A size in an architecture. A published model brings its own unless another is given."""
+    rows = read_toml(CONFIGS / "sizes.toml")
+    if name not in rows:
+        known = nearest(_nearest_size(name, rows), rows)
+        raise ConfigError(f"size={name!r} is not in configs/sizes.toml{known}")
+    size = validate(Size, rows[name], where="configs/sizes.toml")
+    arch = arch or size.arch or "dense"
+    path = _named("arch", arch)
+    return {"size": name, "arch": arch, **cross(size, validate(Arch, read_toml(path), str(path)))}
+
+
+def _nearest_size(name: str, known: Iterable[str]) -> str:
+    """The size with the nearest number: by spelling, 2b would be nearest to 236b."""
+    asked = _number(name)
+    if not asked:
+        return name
+    return min((k for k in known if _number(k)), key=lambda k: abs(math.log(_number(k) / asked)))
+
+
+def _number(size: str) -> float:
+    found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", size.lower())
+    return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
+
+
 def _named(kind: str, name: str) -> Path:
-    if name not in (known := names(kind)):
+    known = names(kind)
+    if name not in known:
         raise ConfigError(f"{kind}={name!r} does not exist in configs/{kind}{nearest(name, known)}")
     return CONFIGS / kind / f"{name}.toml"
 
@@ -144,28 +143,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
+    except RecursionError:
+        raise ConfigError(f"config file {path} cannot be read: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
 
 
-def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """`high` over `low`, table by table; a table that changes its `kind` replaces the old one whole."""
+def merge(low: Table, high: Table) -> dict[str, Any]:
+    """`high` over `low`, table by table. A table with another `kind` replaces the old one whole."""
     out = dict(low)
     for key, value in high.items():
         old = out.get(key)
-        if (
-            isinstance(value, Mapping)
-            and isinstance(old, Mapping)
-            and value.get("kind", k := old.get("kind")) == k
-        ):
-            out[key] = merge(old, value)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            same_kind = value.get("kind", old.get("kind")) == old.get("kind")
+            out[key] = merge(old, value) if same_kind else value
         else:
             out[key] = value
     return out
 
 
 def parse_set(text: str) -> dict[str, Any]:
-    """`a.b=c` as a nested table; the value is TOML where it parses as TOML, a string otherwise."""
+    """`a.b=c` as a nested table. The value is TOML if it parses as TOML, and a string otherwise."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r} is not of the form key.subkey=value")
@@ -173,13 +171,15 @@ def parse_set(text: str) -> dict[str, Any]:
         parsed: Any = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
         parsed = value
+    except RecursionError:
+        raise ConfigError(f"--set {key}=...: the value is nested too deeply") from None
     for part in reversed(key.split(".")):
         parsed = {part.strip(): parsed}
     return parsed  # type: ignore[no-any-return]
 
 
-def validate(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
-    """Pydantic's check, its first complaint as one line with key, value and remedy."""
+def validate(kind: type[T], table: Table, where: str = "") -> T:
+    """Validate a table; the first error becomes one line with key, value and remedy."""
     try:
         return kind.model_validate(table)
     except ValidationError as error:
@@ -187,44 +187,45 @@ def validate(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
 
 
 def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
-    # unknown keys first: a misspelt key also makes its right name "missing", and the misspelling is the news
+    # Unknown keys first: a misspelled key also makes the right one "missing".
     first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     place = f" in {where}" if where else ""
+    *above, last = map(str, first["loc"] or ("",))
     if first["type"] == "extra_forbidden":
-        *at, last = map(str, first["loc"])
-        above, known = _follow(kind, at)
-        return f"{'.'.join((*above, last))} is not a setting{place}{nearest(last, known)}"
-    at, inner = _follow(kind, map(str, first["loc"]))
-    key = ".".join(at)
+        path, known = _follow(kind, above)
+        return f"{'.'.join((*path, last))} is not a setting{place}{nearest(last, known)}"
+    path, inner = _follow(kind, [*above, last])
+    key = ".".join(path)
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] == "model_type" and inner:
-        text = f"has settings of its own; write {key}={{}} for their defaults, or {key}.{inner[0]}=… ({', '.join(inner)})"
-    secret = "env" in at  # an environment table's value may be a credential
-    value = "" if secret or isinstance(first["input"], dict) else f"={first['input']!r}"
+        text = f"is a table; set {key}.{inner[0]} or another of its keys: {', '.join(inner)}"
+    # A value of an environment table may be a credential.
+    hidden = "env" in path or isinstance(first["input"], dict)
+    value = "" if hidden else f"={first['input']!r}"
     return f"{key}{value}{place}: {text}" if key else text
 
 
-def _follow(kind: type[BaseModel], path: Iterable[str]) -> tuple[list[str], list[str]]:
-    """A path as the user writes it, without the arms of unions that pydantic names, and the fields found there."""
-    key: list[str] = []
+def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The path of an error as the user writes it, and the fields found there. Pydantic's path also
+    names the arms of unions."""
+    path: list[str] = []
     models: list[type[BaseModel]] = [kind]
-    free = False  # a table with keys of the user's own
-    for part in path:
+    is_dict = False  # whether the keys here are the user's own
+    for part in loc:
         found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        if found or free:
-            key.append(part)
-            free = any(get_origin(f) is dict for f in found)
+        if found or is_dict:
+            path.append(part)
+            is_dict = any(get_origin(f) is dict for f in found)
             models = [model for f in found for model in _models(f)]
         else:
             tagged = [m for m in models if "kind" in m.model_fields]
-            models = [
-                m for m in tagged if part in get_args(m.model_fields["kind"].annotation)
-            ] or models
-    return key, [name for m in models for name in m.model_fields]
+            arms = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)]
+            models = arms or models
+    return path, [name for m in models for name in m.model_fields]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -234,8 +235,9 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that names the closest known name, or all of them where none is close."""
+    """A clause that suggests the closest known name, or lists all of them if none is close."""
     known = list(known)
-    if close := get_close_matches(name.lower(), known, n=1, cutoff=0.5):
+    close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else ""

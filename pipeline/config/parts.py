@@ -1,33 +1,41 @@
-"""The parts of a model, each a closed type: a variant's keys exist only with it.
+"""The parts of a model, each a closed type: a variant's keys exist only with that variant.
 
-A part whose widths follow from the size comes twice: as an architecture says it, in ratios, and as a model has it.
+A part whose widths follow from the size exists twice: in ratios, as an architecture file has it
+(`Arch...`), and in numbers, as a model has it.
 """
 
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+_INT64 = 2**63 - 1  # the largest number that every library below accepts
+
 Auto = Literal["auto"]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0, le=_INT64)]
+Count = Annotated[int, Field(ge=0, le=_INT64)]
 Rate = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Word = Annotated[
-    str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")
-]  # one line of text that ends where it seems to end
+Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # one line of text
 Dtype = Literal["fp32", "bf16"]
-# of each block's forward in the backward pass: none, all ("full" too), the feed-forward
+# What the backward pass computes again instead of keeping: nothing, everything ("full" is an alias
+# of true), or the feed-forward only.
 Recompute = Annotated[
     bool | Literal["selective"], BeforeValidator(lambda given: given == "full" or given)
 ]
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
 
 
 class Frozen(BaseModel):
+    """Base of every setting: immutable, and an unknown key is an error."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
+def require(condition: bool, message: str) -> None:
+    """Fail a validator with a message that names the key, its value and the remedy."""
+    if not condition:
+        raise ValueError(message)
 
 
 class Norm(Frozen):
@@ -36,15 +44,13 @@ class Norm(Frozen):
     bias: bool = False
 
     @model_validator(mode="after")
-    def _has_bias(self) -> Self:
-        if self.bias and self.kind == "rmsnorm":
-            raise ValueError(
-                'bias=true, but an rmsnorm has none; take kind="layernorm" or leave it out'
-            )
+    def _check(self) -> Self:
+        plain = self.kind == "rmsnorm" and self.bias
+        require(not plain, 'bias=true needs kind="layernorm"; an rmsnorm has no bias')
         return self
 
 
-# ── Positions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Positions ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Linear(Frozen):
@@ -58,8 +64,8 @@ class NTK(Frozen):
 
 
 class YaRN(Frozen):
-    """arXiv 2309.00071. `attention` multiplies cosines and sines, `scores` the softmax scale, which is where DeepSeek
-    puts it; attention left out is the paper's 0.1·ln(factor) + 1."""
+    """arXiv 2309.00071. `attention` multiplies cosines and sines; None is 0.1·ln(factor) + 1, as in
+    the paper. `scores` multiplies the softmax scale, which is where DeepSeek applies it."""
 
     kind: Literal["yarn"] = "yarn"
     factor: Rate
@@ -70,9 +76,9 @@ class YaRN(Frozen):
     scores: Rate = 1.0
 
     @model_validator(mode="after")
-    def _ramps(self) -> Self:
-        if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast={self.beta_fast} must exceed beta_slow={self.beta_slow}")
+    def _check(self) -> Self:
+        slow = self.beta_slow
+        require(self.beta_fast > slow, f"beta_fast={self.beta_fast} must be above beta_slow={slow}")
         return self
 
 
@@ -84,11 +90,8 @@ class Llama3(Frozen):
     high: Rate = 4.0
 
     @model_validator(mode="after")
-    def _ramps(self) -> Self:
-        if self.high <= self.low:
-            raise ValueError(
-                f"high={self.high} must exceed low={self.low}: what turns more often stays as it is"
-            )
+    def _check(self) -> Self:
+        require(self.high > self.low, f"high={self.high} must be above low={self.low}")
         return self
 
 
@@ -110,18 +113,18 @@ class Sinusoidal(Frozen):
 
 
 class RelativeBias(Frozen):
-    """T5's: one learned bias per head and bucket of distance, shared by all layers."""
+    """T5: one learned bias per head and bucket of distance, shared by all layers."""
 
     kind: Literal["relative"] = "relative"
-    buckets: Annotated[int, Field(ge=4)] = 32
+    buckets: Annotated[int, Field(ge=4, le=_INT64)] = 32
     max_distance: Positive = 128
 
     @model_validator(mode="after")
-    def _reaches(self) -> Self:
-        if self.max_distance <= self.buckets // 2:
-            raise ValueError(
-                f"max_distance={self.max_distance} must exceed half of buckets={self.buckets}: those are one step wide"
-            )
+    def _check(self) -> Self:
+        # The first half of the buckets are one token wide each.
+        distance = f"max_distance={self.max_distance}"
+        far = self.max_distance > self.buckets // 2
+        require(far, f"{distance} must be above half of buckets={self.buckets}")
         return self
 
 
@@ -138,23 +141,22 @@ Position = Annotated[
 ]
 
 
-# ── Attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Attention ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Scores(Frozen):
-    """What shapes the scores of any attention."""
+    """Settings of the attention scores that every kind of attention has."""
 
     window: Positive | None = None  # tokens that a query sees, itself included
-    global_every: Positive | None = None  # with a window: every so many layers see everything
+    global_every: Positive | None = None  # with a window: every n-th layer sees everything
     softcap: Rate | None = None
-    sinks: bool = False  # a learned score per head that takes attention and gives nothing
+    sinks: bool = False  # a learned score per head that absorbs attention and has no value
 
     @model_validator(mode="after")
-    def _windowed(self) -> Self:
-        if self.global_every is not None and self.window is None:
-            raise ValueError(
-                f"global_every={self.global_every} needs a window; without one every layer is global"
-            )
+    def _check(self) -> Self:
+        every = self.global_every
+        windowed = every is None or self.window is not None
+        require(windowed, f"global_every={every} needs a window; without one every layer is global")
         return self
 
 
@@ -166,11 +168,11 @@ class GQAKind(Scores):
 
 
 class ArchGQA(GQAKind):
-    group: Positive | None = None  # query heads per key/value head; left out, the size's own
+    group: Positive | None = None  # query heads per key/value head; None: from the size
 
 
 class GQA(GQAKind):
-    """Grouped-query attention; multi-head and multi-query are its two ends."""
+    """Grouped-query attention. Multi-head and multi-query attention are its two extremes."""
 
     heads: Positive
     kv_heads: Positive
@@ -178,8 +180,8 @@ class GQA(GQAKind):
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        text = f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}"
+        require(self.heads % self.kv_heads == 0, text)
         return self
 
     @property
@@ -196,20 +198,21 @@ class GQA(GQAKind):
 
 
 class ArchMLA(Scores):
-    """Widths in units of the head, as the paper gives them (arXiv 2405.04434); no rank above half the model's width."""
+    """Widths in units of the head, as in arXiv 2405.04434. No rank exceeds half of the width."""
 
     kind: Literal["mla"] = "mla"
-    q_ratio: Rate | None = None  # left out: queries straight from the width
+    q_ratio: Rate | None = None  # None: queries are projected from the full width
     kv_ratio: Rate = 4.0
     rope_ratio: Rate = 0.5
 
 
 class MLA(Scores):
-    """Multi-head latent attention: queries, keys and values through low ranks, positions in channels of their own."""
+    """Multi-head latent attention: low-rank queries, keys and values, and separate channels for
+    positions."""
 
     kind: Literal["mla"] = "mla"
     heads: Positive
-    q_rank: Positive | None = None  # left out: queries straight from the width
+    q_rank: Positive | None = None  # None: queries are projected from the full width
     kv_rank: Positive
     nope_dim: Positive
     rope_dim: Positive
@@ -217,7 +220,7 @@ class MLA(Scores):
 
     @property
     def head_dim(self) -> int:
-        """In whose units the paper gives the others."""
+        """The unit in which the paper gives the other widths."""
         return self.nope_dim
 
     @property
@@ -237,81 +240,70 @@ ArchAttention = Annotated[ArchGQA | ArchMLA, Field(discriminator="kind")]
 Attention = Annotated[GQA | MLA, Field(discriminator="kind")]
 
 
-# ── Feed-forward ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Feed-forward ──────────────────────────────────────────────────────────────────────────────────
 
 
-class FFNKind(Frozen):
-    kind: Literal["ffn"] = "ffn"
+class FeedForward(Frozen):
     activation: Activation
-    bias: bool = False
 
     @property
     def gated(self) -> bool:
         return self.activation.endswith("glu")
 
 
+class FFNKind(FeedForward):
+    kind: Literal["ffn"] = "ffn"
+    bias: bool = False
+
+
 class ArchFFN(FFNKind):
-    ratio: Rate | None = None  # hidden width over width; left out, the size's own
+    ratio: Rate | None = None  # hidden width over width; None: from the size
 
 
 class FFN(FFNKind):
     hidden: Positive
 
 
-class MoEKind(Frozen):
-    """Routed experts. Dropless unless `capacity` is given; the router always works in fp32."""
+class MoEKind(FeedForward):
+    """Routed experts. No token is dropped unless `capacity` is set. The router computes in fp32."""
 
     kind: Literal["moe"] = "moe"
-    activation: Activation
     experts: Positive
     top_k: Positive
-    shared: Count = 0  # experts that every token meets
+    shared: Count = 0  # experts that every token uses
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # the chosen weights sum to 1
     scale: Rate = 1.0  # of the routed experts' sum
     groups: Positive = 1
-    top_groups: Positive = 1  # groups that a token may choose experts from
-    capacity: Rate | None = (
-        None  # of an expert, over its even share; what exceeds it is dropped: Switch
-    )
+    top_groups: Positive = 1  # groups from which a token may choose experts
+    # Tokens per expert over its even share. Tokens above it are dropped, as in Switch.
+    capacity: Rate | None = None
     aux_loss: Weight = 0.0  # Switch's balance loss over the micro-batch
     seq_aux_loss: Weight = 0.0  # the same within each sequence
     z_loss: Weight = 0.0  # of the router's logits
-    bias_step: Weight = 0.0  # aux-loss-free balancing (arXiv 2408.15664)
-    dense_layers: Count = 0  # the first so many layers are dense
-    every: Positive = 1  # of the rest, every so many are routed
-
-    @property
-    def gated(self) -> bool:
-        return self.activation.endswith("glu")
+    bias_step: Weight = 0.0  # balancing without an auxiliary loss (arXiv 2408.15664)
+    dense_layers: Count = 0  # the first n layers are dense
+    every: Positive = 1  # of the other layers, every n-th is routed
 
     @model_validator(mode="after")
-    def _choosable(self) -> Self:
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"top_k={self.top_k} is above experts={self.experts}; a token cannot meet more than all"
-            )
-        if self.top_k == 1 and self.normalise:
-            raise ValueError(
-                "top_k=1 with normalise=true makes every weight 1, and the router learns nothing from it"
-            )
-        if self.experts % self.groups:
-            raise ValueError(f"experts={self.experts} is not a multiple of groups={self.groups}")
-        if self.top_groups > self.groups:
-            raise ValueError(f"top_groups={self.top_groups} is above groups={self.groups}")
-        if self.top_k > self.experts // self.groups * self.top_groups:
-            raise ValueError(
-                f"top_k={self.top_k} is above the {self.experts // self.groups * self.top_groups} experts of "
-                f"top_groups={self.top_groups} groups; raise top_groups or lower top_k"
-            )
+    def _check(self) -> Self:
+        experts = f"experts={self.experts}"
+        groups = f"groups={self.groups}"
+        require(self.top_k <= self.experts, f"top_k={self.top_k} is above {experts}")
+        constant = self.top_k == 1 and self.normalise
+        require(not constant, "top_k=1 with normalise=true makes every weight 1; set it to false")
+        require(self.experts % self.groups == 0, f"{experts} is not a multiple of {groups}")
+        require(self.top_groups <= self.groups, f"top_groups={self.top_groups} is above {groups}")
+        within = self.experts // self.groups * self.top_groups
+        text = f"top_k={self.top_k} is above the {within} experts of top_groups={self.top_groups}"
+        require(self.top_k <= within, f"{text}; raise top_groups or lower top_k")
         return self
 
 
 class ArchMoE(MoEKind):
-    expert_share: Rate = (
-        1.0  # an expert's hidden width over the size's ffn, unless the size gives expert_ffn
-    )
-    ratio: Rate | None = None  # hidden width over width; left out, the size's own
+    # Hidden width of an expert over the size's ffn, unless the size has its own expert_ffn.
+    expert_share: Rate = 1.0
+    ratio: Rate | None = None  # hidden width over width; None: from the size
 
 
 class MoE(MoEKind):

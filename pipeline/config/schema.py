@@ -1,7 +1,8 @@
-"""Every setting of a run as frozen, closed types: an unknown key is an error with the nearest name.
+"""Every setting of a run, as frozen and closed types.
 
-A field that may be "auto" follows from the size and is filled in by pipeline.planner.recipe before the run starts, so that a
-run directory's config.toml holds numbers only.
+A `RunSpec` is what the user asks for: a field may say "auto". The planner turns it into a
+`RunConfig`, which holds numbers only. Each `...Spec` below is the wide form of the class that
+narrows it. A run directory's config.toml is a `RunConfig`.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,19 @@ from pipeline.config.parts import (
     Share,
     Weight,
     Word,
+    require,
 )
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 
-VERSION: Literal[1] = (
-    1  # of the schema: raised when an old config.toml would be read with another meaning
-)
+# Of the schema. Raise it when an old config.toml would be read with another meaning.
+VERSION: Literal[1] = 1
 
 
-class AdamW(Frozen):
+# ── Optimizer ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class AdamWSpec(Frozen):
     kind: Literal["adamw"] = "adamw"
     beta1: Share
     beta2: Share | Auto
@@ -37,8 +41,12 @@ class AdamW(Frozen):
     decay: Weight
 
 
-class WSD(Frozen):
-    """Warm up, stay, decay over the last share of the steps as 1 − √x."""
+class AdamW(AdamWSpec):
+    beta2: Share
+
+
+class WSDSpec(Frozen):
+    """Warm up, stay at the peak, decay over the last share of the steps as 1 − √x."""
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: Count | Auto = "auto"
@@ -46,25 +54,43 @@ class WSD(Frozen):
     final_share: Share = 0.0  # of the peak, at the last step
 
 
-class Cosine(Frozen):
+class WSD(WSDSpec):
+    warmup_steps: Count
+
+
+class CosineSpec(Frozen):
     kind: Literal["cosine"] = "cosine"
     warmup_steps: Count | Auto = "auto"
     final_share: Share = 0.1
 
 
+class Cosine(CosineSpec):
+    warmup_steps: Count
+
+
 Schedule = Annotated[WSD | Cosine, Field(discriminator="kind")]
 
 
-class Optim(Frozen):
+class OptimSpec(Frozen):
     lr: Rate | Auto
     clip: Rate
     z_loss: Weight
+    optimizer: AdamWSpec
+    schedule: Annotated[WSDSpec | CosineSpec, Field(discriminator="kind")]
+
+
+class Optim(OptimSpec):
+    lr: Rate
     optimizer: AdamW
     schedule: Schedule
 
 
-class Train(Frozen):
-    """How long, how wide, how often. Of steps, tokens and flops at most one is given; none means tokens_per_param."""
+# ── Training ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class TrainSpec(Frozen):
+    """Length, batch and intervals. At most one of steps, tokens and flops is given; without any of
+    them the length is tokens_per_param."""
 
     steps: Positive | None = None
     tokens: Positive | None = None
@@ -72,51 +98,56 @@ class Train(Frozen):
     tokens_per_param: Rate
     batch_tokens: Positive | Auto
     micro_batch: Positive | Auto  # sequences per rank and forward pass
-    auto_batch: bool = (
-        False  # micro_batch "auto" is the largest that may fit, and is lowered where it does not
-    )
+    auto_batch: bool = False  # try the largest micro-batch that may fit, and lower it if it fails
     dtype: Dtype | Auto
-    fp8: bool = False  # the blocks' linear layers multiply in fp8
-    recompute: Recompute  # run again in the backward pass instead of keeping the activations
+    fp8: bool = False  # for the matmuls of the blocks' linear layers
+    recompute: Recompute | Auto
     compile: bool | Auto
-    loss_chunk: Positive | Auto  # tokens whose logits exist at once
+    loss_chunk: Positive | Auto  # tokens whose logits exist at the same time
     eval_every: Positive | Auto
     eval_batches: Positive
     save_every: Positive | Auto
     keep_last: Positive
-    keep_every: Positive | None = None  # besides, every checkpoint whose step is a multiple
-    keep_at: tuple[
-        Positive, ...
-    ] = ()  # steps whose checkpoints are written and stay: where branches begin
+    keep_every: Positive | None = None  # also keep checkpoints whose step is a multiple of this
+    keep_at: tuple[Positive, ...] = ()  # also write and keep these steps: branches start there
     log_every: Positive
-    max_restarts: Count  # after a fault, until a new checkpoint is written
+    max_restarts: Count  # after a failure, until the next checkpoint is written
     check_every: Positive  # steps between comparisons of the ranks' copies
-    hang_s: (
-        Rate  # a step may last three times the p99 and this much more before it is taken for a hang
-    )
-    first_s: Rate  # and the start, or the first of each phase
+    # A step may last three times the p99 plus this before it counts as a hang.
+    hang_s: Rate
+    first_s: Rate  # the same for the start and for the first step of each phase
 
     @model_validator(mode="after")
-    def _one_horizon(self) -> Self:
+    def _one_length(self) -> Self:
         given = [k for k in ("steps", "tokens", "flops") if getattr(self, k) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given; a run has one length")
+        require(len(given) <= 1, f"{' and '.join(given)} are both given; a run has one length")
         return self
 
 
-class Offload(Frozen):
-    """What a GPU does not hold between its uses, and where it lies instead."""
+class Train(TrainSpec):
+    steps: Positive
+    batch_tokens: Positive
+    micro_batch: Positive
+    dtype: Dtype
+    recompute: Recompute
+    compile: bool
+    loss_chunk: Positive
+    eval_every: Positive
+    save_every: Positive
 
-    optimizer: Literal["cpu", "nvme"] | None = None  # masters and moments; the CPU updates them
+
+class Offload(Frozen):
+    """What leaves the GPU between its uses, and where it goes."""
+
+    optimizer: Literal["cpu", "nvme"] | None = None  # master weights and moments; the CPU updates
     params: Literal["cpu", "nvme"] | None = None
-    path: str | None = None  # of nvme: a directory on a disk of each node
+    path: str | None = None  # for nvme: a directory on a local disk of each node
 
     @model_validator(mode="after")
-    def _somewhere(self) -> "Offload":
-        if self.nvme and self.path is None:
-            raise ValueError(
-                "offload to nvme needs a place; give --set parallel.offload.path=DIR, on a disk of each node"
-            )
+    def _has_a_place(self) -> Self:
+        text = "offload to nvme needs a directory on each node"
+        placed = self.path is not None or not self.nvme
+        require(placed, f"{text}; add --set parallel.offload.path=DIR")
         return self
 
     @property
@@ -125,163 +156,189 @@ class Offload(Frozen):
 
     @property
     def least_zero(self) -> int:
-        """The first ZeRO stage that can."""
-        return 3 if self.params or self.nvme else 1 if self.optimizer else 0
+        """The lowest ZeRO stage that supports this."""
+        if self.params or self.nvme:
+            return 3
+        return 1 if self.optimizer else 0
 
 
-class Parallel(Frozen):
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class ParallelSpec(Frozen):
     engine: Literal["deepspeed", "accelerate"]
-    zero: Literal[0, 1, 2, 3]
-    ep: Positive = 1  # ranks that share the experts of a routed model
+    zero: ZeroStage | Auto
+    ep: Positive | Auto = "auto"  # ranks that share the experts of a routed model
     sp: Positive = 1  # ranks that share each sequence
     offload: Offload = Offload()
 
 
+class Parallel(ParallelSpec):
+    zero: ZeroStage
+    ep: Positive = 1
+
+
 class Data(Frozen):
     dir: str | None = None
-    packing: Literal["concatenate", "best-fit"] = (
-        "concatenate"  # best-fit: no document crosses a row
-    )
-    documents: bool = (
-        False  # attention and positions start anew at each document; always when packed best-fit
-    )
-    hash: str | None = None  # of the manifest the run was started on: a resumed run refuses another
+    packing: Literal["concatenate", "best-fit"] = "concatenate"  # best-fit splits no document
+    # Attention and positions restart at each document. Always so with best-fit packing.
+    documents: bool = False
+    hash: str | None = None  # of the data manifest; a resumed run refuses other data
+
+
+# ── Cluster ───────────────────────────────────────────────────────────────────────────────────────
+
+_Efficiency = Annotated[float, Field(gt=0, le=1)]
+# An argument on its own, which sbatch, srun or apptainer must not read as an option.
+Operand = Annotated[str, Field(pattern=r"^[^-\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 
 
 class Rates(Frozen):
-    """What of its peaks a GPU reaches in training; links in bytes/s per GPU and direction."""
+    """What a GPU reaches in training. Links are in bytes/s per GPU and direction."""
 
-    matmul_share: Share  # of peak_flops
-    expert_share: Share  # of peak_flops, in grouped matmuls of routed experts
-    attention_share: Share  # of peak_flops, with the masked half not counted
+    matmul_share: _Efficiency  # of peak_flops
+    expert_share: _Efficiency  # of peak_flops, in grouped matmuls of routed experts
+    attention_share: _Efficiency  # of peak_flops, without the masked half
     hbm_bytes_s: Rate
     intra_bytes_s: Rate  # to GPUs of the same node
     inter_bytes_s: Rate  # to other nodes
 
 
 class Container(Frozen):
-    """What the processes of a job run in."""
+    """The container in which a job's processes run."""
 
     kind: Literal["pyxis", "apptainer"]
-    image: Word
-    mounts: tuple[
-        Word, ...
-    ] = ()  # HOST:INSIDE; the run's and the data's folders must be among them
-    python: Word = "python3"  # inside
+    image: Operand
+    mounts: tuple[Word, ...] = ()  # HOST:INSIDE; must include the run's and the data's directories
+    python: Operand = "python3"  # inside the container
 
 
+MASK = str(SecretStr("any"))  # how a secret is printed and dumped
 _WORD = TypeAdapter[str](Word)
-MASK = str(SecretStr("x"))  # what a secret shows of itself
 
 
-def _word(secret: SecretStr) -> SecretStr:
+def _is_word(secret: SecretStr) -> SecretStr:
     _WORD.validate_python(secret.get_secret_value())
     return secret
 
 
-# A value that is used and never recorded: printed or dumped, it is the mask.
-Secret = Annotated[SecretStr, AfterValidator(_word)]
+Secret = Annotated[SecretStr, AfterValidator(_is_word)]
 
 
 class Slurm(Frozen):
-    """How a site takes jobs: each value is an argument of sbatch or srun, or an exported variable, never text of a
-    script."""
+    """Site settings. Each value is an argument of sbatch or srun or an exported variable, never
+    text of a script."""
 
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
     constraint: Word | None = None
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] | None = (
-        None  # left out, the partition's
-    )
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")] | None = None
     cpus_per_task: Positive | None = None
-    sbatch: tuple[Word, ...] = ()  # further arguments, such as "--exclusive"
+    sbatch: tuple[Word, ...] = ()  # more arguments, such as "--exclusive"
     srun: tuple[Word, ...] = ()
-    modules: tuple[Annotated[str, Field(pattern=r"^[\w./+-]+$")], ...] = ()
-    setup: Word | None = None  # a shell file that every job sources first
-    # Variables of every process. A run directory records their names; the values may be credentials.
+    modules: tuple[Annotated[str, Field(pattern=r"^[\w./+][\w./+-]*$")], ...] = ()
+    setup: Operand | None = None  # a shell file that every job sources first
+    # Variables of every process. A run directory records their names only: a value may be a
+    # credential.
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Secret] = Field(
         default_factory=dict
     )
     container: Container | None = None
-    scratch: Word | None = (
-        None  # a folder on each node's own disk, to which shards are copied first
-    )
+    scratch: Operand | None = None  # on each node's own disk; shards are copied there first
     launcher: Literal["srun", "torchrun"] = "srun"
-    grace_s: Positive = 300  # so long before the limit the run is asked to save
-    max_restarts: Count = 100  # of one job, for whatever reason
+    grace_s: Positive = 300  # the run is asked to save this long before the time limit
+    max_restarts: Count = 100  # of one job, for any reason
 
     @model_validator(mode="after")
     def _time_to_train(self) -> Self:
-        """SLURM sends the signal up to a minute early: a job that had it at once would save and come back for ever."""
-        days, _, clock = (self.time or "").rpartition("-")
-        parts = [int(part) for part in clock.split(":") if part]
-        if not days and len(parts) < 3:  # MINUTES or MINUTES:SECONDS
-            parts.insert(0, 0)
-        seconds = 86400 * int(days or 0) + sum(
-            n * unit for n, unit in zip(parts, (3600, 60, 1), strict=False)
-        )
-        if self.time is not None and seconds <= self.grace_s + 60:
-            raise ValueError(
-                f"time={self.time} ({seconds} s) ends before it could train: it saves grace_s={self.grace_s} before; "
-                f"give more time, or --set cluster.slurm.grace_s={max(1, (seconds - 60) // 2)}"
-            )
+        """SLURM may send the signal a minute early. A job that got it at once would save and requeue
+        itself forever."""
+        if self.time is not None:
+            seconds = _seconds(self.time)
+            text = f"time={self.time} ({seconds} s) is not above grace_s={self.grace_s} by a minute"
+            shorter = max(1, (seconds - 60) // 2)
+            remedy = f"give more time, or --set cluster.slurm.grace_s={shorter}"
+            require(seconds > self.grace_s + 60, f"{text}; {remedy}")
         return self
 
     def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """The variables with their values. A run directory has the names only: then the values come
+        """The variables with their values. A run directory has only the names; then the values come
         from the environment of the submitting process."""
         values = {name: secret.get_secret_value() for name, secret in self.env.items()}
-        for name, value in values.items():
-            if value == MASK and name not in outer:
+        for name in [name for name, value in values.items() if value == MASK]:
+            if name not in outer:
                 raise ConfigError(
-                    f"cluster.slurm.env.{name}: its value is not recorded with the run; export {name}, "
-                    "or give the cluster file again with --cluster"
+                    f"cluster.slurm.env.{name} has no value: run directories do not record it; "
+                    f"export {name}, or give the cluster file again with --cluster"
                 )
-            values[name] = outer[name] if value == MASK else value
+            values[name] = outer[name]
         return values
 
 
+def _seconds(time: str) -> int:
+    """A time limit as sbatch reads it: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN or D-H:MIN:SEC."""
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if not days and len(parts) < 3:
+        parts.insert(0, 0)
+    units = (3600, 60, 1)
+    return 86400 * int(days or 0) + sum(n * u for n, u in zip(parts, units, strict=False))
+
+
 class Cluster(Frozen):
-    """What a GPU of the cluster can do, with its source in configs/cluster, and how its SLURM takes jobs."""
+    """What a GPU of the cluster can do (sources in configs/cluster), and how its SLURM is used."""
 
     name: str
-    device: str | None = None  # as torch names it, in part
+    device: str | None = None  # a part of torch's name for it
     gpus_per_node: Positive = 8
     peak_flops: Rate | None = None  # dense bf16, per GPU
     memory_bytes: Positive | None = None  # per GPU
-    usd_per_gpu_hour: Rate | None = None  # what a forecast's cost is counted with
+    usd_per_gpu_hour: Rate | None = None  # for the cost of a forecast
     rates: Rates | None = None  # for predicted step times
     slurm: Slurm = Slurm()
 
     @model_validator(mode="after")
-    def _shares_of_something(self) -> Self:
-        if self.rates is not None and self.peak_flops is None:
-            raise ValueError(
-                "rates are shares of peak_flops, which is missing; give it, or leave rates out"
-            )
+    def _rates_have_a_peak(self) -> Self:
+        known = self.rates is None or self.peak_flops is not None
+        require(known, "rates are shares of peak_flops, which is missing; add it or remove rates")
         return self
 
     def has(self, device: str) -> bool:
-        """Whether a device, by torch's name for it, is one of these; a cluster that names none is believed."""
+        """Whether a device, by torch's name, is of this cluster. True if the cluster names none."""
         return self.device is None or self.device in device
 
 
-class RunConfig(Frozen):
+# ── Run ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _inside(path: str) -> str:
+    """Both names become parts of the path runs/EXPERIMENT/NAME."""
+    parts = path.split("/")
+    require("" not in parts and "." not in parts and ".." not in parts, "must stay inside runs/")
+    return path
+
+
+class RunSpec(Frozen):
     version: Literal[1] = VERSION
-    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
-    experiment: Annotated[str, Field(pattern=r"^[\w. /-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$"), AfterValidator(_inside)]
+    experiment: Annotated[str, Field(pattern=r"^[\w. /-]{1,64}$"), AfterValidator(_inside)]
     seed: Count
-    init: str | None = None  # the run or checkpoint whose weights it begins with
+    init: str | None = None  # the run or checkpoint whose weights this run starts from
     model: Model
     data: Data
+    optim: OptimSpec
+    train: TrainSpec
+    parallel: ParallelSpec
+    cluster: Cluster
+
+
+class RunConfig(RunSpec):
     optim: Optim
     train: Train
     parallel: Parallel
-    cluster: Cluster
 
     @property
     def rows(self) -> int:
         """Sequences of a global batch."""
-        assert self.train.batch_tokens != "auto", "resolve the recipe first"
         return self.train.batch_tokens // self.model.seq

@@ -1,10 +1,13 @@
-"""`Size` and `Arch` are what configs/sizes.toml and configs/arch/*.toml hold: rows of numbers, and kinds with ratios.
-Crossing them (shape.py) gives `Model`, where every number is absolute."""
+"""Size × architecture → model: the one place where ratios become widths.
+
+`Size` is a row of configs/sizes.toml and `Arch` a file of configs/arch: numbers, and kinds with
+ratios. `cross` combines them into the table of a `Model`, in which every number is absolute.
+"""
 
 import math
-from typing import Any, Literal, Self, assert_never
+from typing import Annotated, Any, Literal, Self, assert_never
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from pipeline.config.parts import (
     MLA,
@@ -17,7 +20,6 @@ from pipeline.config.parts import (
     ArchMLA,
     ArchMoE,
     Attention,
-    Count,
     Feed,
     FFNKind,
     Frozen,
@@ -34,50 +36,57 @@ from pipeline.config.parts import (
     Sinusoidal,
     Weight,
     YaRN,
+    require,
 )
 from pipeline.errors import ConfigError
+
+# Every count is a loop over the layers. The deepest published model has 1,000 (arXiv 2203.00555).
+Layers = Annotated[int, Field(gt=0, le=10_000)]
 
 
 class Size(Frozen):
     """One row of the ladder."""
 
-    layers: Positive
+    layers: Layers
     width: Positive
     heads: Positive
-    kv_heads: Positive | None = None  # as many as heads
-    head_dim: Positive | None = None  # width / heads
-    ffn: Positive  # hidden width of a gated FFN; an arch with a ratio of its own ignores it
-    expert_ffn: Positive | None = None  # of one routed expert; left out, the arch's share of ffn
+    kv_heads: Positive | None = None  # None: as many as heads
+    head_dim: Positive | None = None  # None: width / heads
+    ffn: Positive  # hidden width of a gated FFN; an architecture with its own ratio ignores it
+    expert_ffn: Positive | None = None  # of one routed expert; None: the architecture's share
+    arch: str | None = None  # the architecture of a published model; None: dense
 
 
 class Multipliers(Frozen):
     embedding: Rate = 1.0
-    residual: Rate = 1.0  # of what a layer adds to the stream
+    residual: Rate = 1.0  # of each layer's output
     logits: Rate = 1.0
 
 
 class MuP(Frozen):
-    """Width transfer (arXiv 2203.03466, table 8 for Adam): what was tuned at base_width holds at any width."""
+    """Width transfer (arXiv 2203.03466, table 8 for Adam): a rate tuned at base_width holds at any
+    width."""
 
     base_width: Positive
     base_head_dim: Positive
 
 
 class Design(Frozen):
-    """What an architecture says of any size."""
+    """Settings that an architecture gives to every size."""
 
     norm: Norm
     placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     parallel_block: bool = False  # attention and feed-forward read the same normed input
     position: Position
-    nope_every: Positive | None = None  # every so many layers know no position
+    nope_every: Positive | None = None  # every n-th layer has no position
     tied: bool  # the head is the input embedding
-    mtp: Count = 0  # further tokens predicted, each by a block of its own: DeepSeek-V3
+    mtp: Annotated[int, Field(ge=0, le=100)] = (
+        0  # extra tokens predicted, one block each: DeepSeek-V3
+    )
     mtp_weight: Weight = 0.3
     init_std: Rate
-    scaled_embedding: bool = (
-        False  # the input embedding's first weights and rate × √width: arXiv 2312.16903
-    )
+    # The input embedding's initial weights and rate × √width (arXiv 2312.16903).
+    scaled_embedding: bool = False
     multipliers: Multipliers = Multipliers()
     parametrization: Literal["standard", "mup"] = "standard"
     mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
@@ -88,12 +97,11 @@ class Design(Frozen):
 
     @model_validator(mode="after")
     def _composes(self) -> Self:
-        if self.parallel_block and self.placement != "pre":
-            raise ValueError(f'parallel_block needs placement="pre", got "{self.placement}"')
-        if self.scaled_embedding and self.tied:
-            raise ValueError(
-                "scaled_embedding=true with tied=true would scale the head too; set one of them to false"
-            )
+        pre = not self.parallel_block or self.placement == "pre"
+        require(pre, f'parallel_block needs placement="pre", got "{self.placement}"')
+        scaled_head = self.scaled_embedding and self.tied
+        text = "scaled_embedding=true with tied=true would scale the head too; set one to false"
+        require(not scaled_head, text)
         return self
 
 
@@ -110,120 +118,109 @@ class Model(Design):
     vocab: Positive
     seq: Positive
     width: Positive
-    layers: Positive
+    layers: Layers
     attention: Attention
     ffn: Feed
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        self._check_position()
         a = self.attention
-        if isinstance(self.position, RoPE) and a.rotary_dim % 2:
-            key = "rope_dim" if isinstance(a, MLA) else "head_dim"
-            raise ValueError(
-                f"attention.{key}={a.rotary_dim} is odd; rotary positions turn pairs of channels"
-            )
-        if (
-            isinstance(self.position, RoPE)
-            and isinstance(self.position.scaling, NTK)
-            and a.rotary_dim == 2
-        ):
-            raise ValueError(
-                "position.scaling is ntk, which spares the fastest pair, but one pair is all there is"
-            )
-        if self.nope_every is not None and not isinstance(
-            self.position, RoPE | RelativeBias | ALiBi
-        ):
-            raise ValueError(
-                f"nope_every={self.nope_every} leaves layers without a position, but position.kind="
-                f'"{self.position.kind}" is not given to layers; take rope, relative or alibi'
-            )
-        if isinstance(self.position, Sinusoidal) and self.width % 2:
-            raise ValueError(
-                f"width={self.width} is odd; sinusoidal positions are pairs of sine and cosine"
-            )
         if isinstance(a, MLA):
-            for key in ("q_rank", "kv_rank"):
-                if (getattr(a, key) or 0) > self.width:
-                    raise ValueError(
-                        f"attention.{key}={getattr(a, key)} is above width={self.width}; a low rank is below it"
-                    )
-        if isinstance(self.ffn, MoE) and not any(map(self.routed, range(self.layers))):
-            raise ValueError(
-                f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every} leave none of "
-                f"layers={self.layers} routed"
-            )
-        if self.mtp >= self.seq:
-            raise ValueError(f"mtp={self.mtp} predicts beyond seq={self.seq}")
+            for key, rank in (("q_rank", a.q_rank or 0), ("kv_rank", a.kv_rank)):
+                require(rank <= self.width, f"attention.{key}={rank} is above width={self.width}")
+        if isinstance(self.ffn, MoE):
+            skipped = f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every}"
+            text = f"{skipped} leave none of layers={self.layers} routed"
+            require(any(map(self.routed, range(self.layers))), text)
+        require(self.mtp < self.seq, f"mtp={self.mtp} predicts beyond seq={self.seq}")
         return self
 
+    def _check_position(self) -> None:
+        a = self.attention
+        if isinstance(self.position, RoPE):
+            key = "rope_dim" if isinstance(a, MLA) else "head_dim"
+            text = f"attention.{key}={a.rotary_dim} is odd; rotary positions rotate channel pairs"
+            require(a.rotary_dim % 2 == 0, text)
+            # NTK scaling leaves the fastest pair as it is, so a single pair would not be scaled.
+            single = isinstance(self.position.scaling, NTK) and a.rotary_dim == 2
+            text = f'position.scaling.kind="ntk" needs attention.{key} above 2'
+            require(not single, text)
+        if self.nope_every is not None:
+            by_layer = isinstance(self.position, RoPE | RelativeBias | ALiBi)
+            text = f'nope_every={self.nope_every} with position.kind="{self.position.kind}"'
+            require(by_layer, f"{text}: not a position by layer; use rope, relative or alibi")
+        if isinstance(self.position, Sinusoidal):
+            require(self.width % 2 == 0, f"width={self.width} is odd; sinusoidal needs pairs")
+
     def routed(self, layer: int) -> bool:
-        """Whether a layer's feed-forward is routed."""
+        """Whether the feed-forward of a layer is routed."""
         f = self.ffn
-        return (
-            isinstance(f, MoE)
-            and layer >= f.dense_layers
-            and (layer - f.dense_layers) % f.every == f.every - 1
-        )
+        if not isinstance(f, MoE) or layer < f.dense_layers:
+            return False
+        return (layer - f.dense_layers) % f.every == f.every - 1
 
-    def degrees(self, ranks: int) -> list[int]:
-        """Of expert parallelism: what divides experts and ranks."""
-        return _divisors(self.ffn.experts if isinstance(self.ffn, MoE) else 1, ranks)
+    def expert_degrees(self, ranks: int) -> list[int]:
+        """Possible degrees of expert parallelism: divisors of experts and ranks."""
+        return divisors(math.gcd(self.ffn.experts if isinstance(self.ffn, MoE) else 1, ranks))
 
-    def shares(self, ranks: int) -> list[int]:
-        """Of sequence parallelism: what divides heads, sequence and ranks."""
-        return _divisors(self.attention.heads, self.seq, ranks)
+    def sequence_degrees(self, ranks: int) -> list[int]:
+        """Possible degrees of sequence parallelism: divisors of heads, sequence and ranks."""
+        return divisors(math.gcd(self.attention.heads, self.seq, ranks))
 
     def windowed(self, layer: int) -> bool:
         a = self.attention
-        return a.window is not None and not (
-            a.global_every and layer % a.global_every == a.global_every - 1
-        )
+        return a.window is not None and not _every(a.global_every, layer)
 
     def placed(self, layer: int) -> bool:
-        """Whether a layer knows positions."""
-        return not (self.nope_every and layer % self.nope_every == self.nope_every - 1)
+        """Whether a layer has positions."""
+        return not _every(self.nope_every, layer)
 
     def narrower(self, name: str) -> float:
-        """Under muP, how much narrower a matrix's input was where the rate was tuned. An embedding's is the vocabulary,
-        a latent's rank goes with the head; the head itself is scaled at its output."""
+        """Under muP, a matrix's input width where the rate was tuned, over its width here. An
+        embedding's input is the vocabulary, and a latent's rank scales with the head; the output
+        head is scaled at its output instead."""
         if self.mup is None or name.startswith(("embedding.", "position.", "head.")):
             return 1.0
-        a, ups = self.attention, ("kv_up.weight", "q_up.weight")
-        if isinstance(a, MLA) and name.endswith(ups[: 1 if a.q_rank is None else 2]):
-            return self.mup.base_head_dim / a.head_dim
+        a = self.attention
+        if isinstance(a, MLA):
+            latents = ("kv_up.weight",) if a.q_rank is None else ("kv_up.weight", "q_up.weight")
+            if name.endswith(latents):
+                return self.mup.base_head_dim / a.head_dim
         return self.mup.base_width / self.width
 
     @property
     def embedding_scale(self) -> float:
-        """Of the input embedding's first weights and of its rate: so large a stream that what layers add to it at first
-        does not drown it. Under muP the same at every width."""
-        return (
-            math.sqrt(self.mup.base_width if self.mup else self.width)
-            if self.scaled_embedding
-            else 1.0
-        )
+        """Factor of the input embedding's initial weights and rate. It keeps the first outputs of
+        the layers small beside the stream. Under muP it is the same at every width."""
+        if not self.scaled_embedding:
+            return 1.0
+        return math.sqrt(self.mup.base_width if self.mup else self.width)
 
     @property
     def score_scale(self) -> float:
-        """Of q·k: 1/√d, and under muP ∝ 1/d."""
-        a, scaling = (
-            self.attention,
-            self.position.scaling if isinstance(self.position, RoPE) else None,
-        )
+        """Factor of q·k: 1/√d, and proportional to 1/d under muP."""
+        scaling = self.position.scaling if isinstance(self.position, RoPE) else None
         factor = scaling.scores if isinstance(scaling, YaRN) else 1.0
+        a = self.attention
         widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
         return factor / math.sqrt(a.score_dim * widened)
 
     @property
     def logit_scale(self) -> float:
-        return self.multipliers.logits * (
-            1.0 if self.mup is None else self.mup.base_width / self.width
-        )
+        widened = 1.0 if self.mup is None else self.mup.base_width / self.width
+        return self.multipliers.logits * widened
 
 
-def _divisors(*of: int) -> list[int]:
-    most = math.gcd(*of)
-    return [n for n in range(1, most + 1) if most % n == 0]
+def _every(n: int | None, layer: int) -> bool:
+    """Whether a layer is one of the n-th layers: n-1, 2n-1, and so on."""
+    return n is not None and layer % n == n - 1
+
+
+def divisors(n: int) -> list[int]:
+    """In ascending order, in √n steps: a batch may have billions of tokens."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
 def cross(size: Size, arch: Arch) -> dict[str, Any]:
@@ -239,31 +236,23 @@ def cross(size: Size, arch: Arch) -> dict[str, Any]:
 
 def _attention(size: Size, arch: ArchGQA | ArchMLA) -> dict[str, Any]:
     if size.head_dim is None and size.width % size.heads:
-        raise ConfigError(
-            f"width={size.width} is not a multiple of heads={size.heads}; give head_dim in the size's row"
-        )
+        text = f"width={size.width} is not a multiple of heads={size.heads}"
+        raise ConfigError(f"{text}; set head_dim in the size's row")
     head_dim = size.head_dim or size.width // size.heads
     match arch:
         case ArchGQA():
-            kv_heads = (
-                (size.kv_heads or size.heads)
-                if arch.group is None
-                else max(1, size.heads // arch.group)
-            )
-            widths = {"kv_heads": kv_heads, "head_dim": head_dim}
-            return {
-                **arch.model_dump(include=set(GQAKind.model_fields)),
-                "heads": size.heads,
-                **widths,
-            }
+            kv_heads = size.kv_heads or size.heads
+            if arch.group is not None:
+                kv_heads = max(1, size.heads // arch.group)
+            table = arch.model_dump(include=set(GQAKind.model_fields))
+            return {**table, "heads": size.heads, "kv_heads": kv_heads, "head_dim": head_dim}
         case ArchMLA():
             most = size.width // 2
+            q_rank = None if arch.q_ratio is None else min(round(arch.q_ratio * head_dim), most)
             return {
                 **arch.model_dump(include={"kind", *Scores.model_fields}),
                 "heads": size.heads,
-                "q_rank": None
-                if arch.q_ratio is None
-                else min(round(arch.q_ratio * head_dim), most),
+                "q_rank": q_rank,
                 "kv_rank": min(round(arch.kv_ratio * head_dim), most),
                 "nope_dim": head_dim,
                 "rope_dim": max(2, round(arch.rope_ratio * head_dim / 2) * 2),
@@ -279,20 +268,15 @@ def _ffn(size: Size, arch: ArchFFN | ArchMoE) -> dict[str, Any]:
         case ArchFFN():
             return {**arch.model_dump(include=set(FFNKind.model_fields)), "hidden": hidden}
         case ArchMoE():
-            # multiples of 16: what a GPU's grouped matmul takes
-            share = (
-                hidden
-                if arch.expert_share == 1
-                else max(16, round(arch.expert_share * hidden / 16) * 16)
-            )
-            widths = {"hidden": size.expert_ffn or share, "dense_hidden": hidden}
-            dense = min(
-                arch.dense_layers, size.layers - 1
-            )  # a shallow size still routes its last layer
+            expert = hidden
+            if arch.expert_share != 1:  # multiples of 16: what a GPU's grouped matmul needs
+                expert = max(16, round(arch.expert_share * hidden / 16) * 16)
             return {
                 **arch.model_dump(include=set(MoEKind.model_fields)),
-                **widths,
-                "dense_layers": dense,
+                "hidden": size.expert_ffn or expert,
+                "dense_hidden": hidden,
+                # A shallow size still routes its last layer.
+                "dense_layers": min(arch.dense_layers, size.layers - 1),
             }
         case _:
             assert_never(arch)

@@ -23,13 +23,13 @@ from transformers.utils import logging
 from pipeline.atomic import TEMPORARY
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, validate
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError, DataError, RunError, UserError
 from pipeline.hub.families import Family, from_hub_config
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -55,7 +55,7 @@ def import_model(source: Path, out: Path) -> Imported:
         difference = check_logits(model, folder, f"--from {source}")
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
-        config = validate(RunConfig, merge(read_toml(CONFIGS / "base.toml"), layer))
+        config = validate(RunSpec, merge(read_toml(CONFIGS / "base.toml"), layer))
         tokenizer = source / "tokenizer.model"
         if tokenizer.exists():
             shutil.copyfile(_regular_file(source, tokenizer.name), temporary / tokenizer.name)

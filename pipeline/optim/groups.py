@@ -51,7 +51,6 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
 def adamw(model: nn.Module, config: RunConfig) -> AdamW:
     cfg = config.optim.optimizer
     lr = config.optim.lr
-    assert cfg.beta2 != "auto" and lr != "auto", "resolve the recipe first"
     groups = parameter_groups(model, cfg.decay, config.model)
     betas = (cfg.beta1, cfg.beta2)
     optimizer = AdamW(groups, lr=lr, betas=betas, eps=cfg.eps, weight_decay=cfg.decay, fused=True)

@@ -3,10 +3,10 @@
 import math
 from typing import assert_never
 
-from pipeline.config.schema import WSD, Cosine, Schedule
+from pipeline.config.schema import WSD, Cosine, Schedule, WSDSpec
 
 
-def decay_start(cfg: WSD, steps: int) -> int:
+def decay_start(cfg: WSDSpec, steps: int) -> int:
     """The step at which a run of `steps` leaves its plateau; before it, runs of all lengths agree."""
     return steps - round(cfg.decay_share * steps)
 
@@ -14,7 +14,6 @@ def decay_start(cfg: WSD, steps: int) -> int:
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
     """The rate of update `step`, counted from 0; the last one is still above the final share."""
     warmup = cfg.warmup_steps
-    assert warmup != "auto", "resolve the recipe first"
     if step < warmup:
         return peak * (step + 1) / warmup
     match cfg:

@@ -44,7 +44,6 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     """Build this rank's model and draw its weights; convert to fp8 and compile as configured."""
     train = config.train
     ep = config.parallel.ep
-    assert train.loss_chunk != "auto", "resolve the recipe first"
     experts = None
     if isinstance(config.model.ffn, MoE) and ep > 1:
         share = config.model.ffn.experts // ep

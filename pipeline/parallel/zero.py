@@ -317,7 +317,6 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 def _deepspeed_config(config: RunConfig, world: World) -> dict[str, Any]:
     micro = config.train.micro_batch
-    assert micro != "auto", "resolve the recipe first"
     offload = {
         "offload_optimizer": config.parallel.offload.optimizer,
         "offload_param": config.parallel.offload.params,

@@ -1,289 +1,351 @@
-"""Which layout to take: those that can work, the fastest of them, and the nearest to one that cannot."""
+"""Every refusal of a run that cannot work, with the nearest settings that do.
+
+`faults` lists what does not divide or combine. `fit_to_devices` adds the memory of the devices. A
+refusal is one line; the settings that it names are never refused in turn.
+"""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeline.config.dump import Change, changed, flags
 from pipeline.config.layers import names
-from pipeline.config.parts import Auto, Recompute
-from pipeline.config.schema import RunConfig
+from pipeline.config.parts import MoE, Recompute
+from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError, UserError
 from pipeline.planner.count import params
-from pipeline.planner.memory import (
-    MEMORY_ERROR,
-    USABLE,
-    Layout,
-    checkpoint_bytes,
-    memory,
-    offloaded,
-)
-from pipeline.planner.recipe import mend, resolve
-from pipeline.planner.speed import Estimate, estimate
+from pipeline.planner.memory import MEMORY_ERROR, PROCESS_BYTES, USABLE, DeviceMemory, Layout
+from pipeline.planner.recipe import batch_tokens, choose_dtype, compiles, fill
+from pipeline.planner.speed import Estimate, micro_batches, plan_for, recommend
 
-PROCESS_BYTES = (
-    2**28
-)  # of a rank on a CPU, the model apart: what torch and DeepSpeed take for themselves, measured
-Resized = Callable[[str], RunConfig]  # the same run in another size
+Resized = Callable[[str], RunSpec]  # the same run in another size
+_GIB = 2**30
 
 
-def plan(config: RunConfig, ranks: int, micro_batch: int | Auto = "auto") -> list[Estimate]:
-    """For every ZeRO stage and every ep that the experts and ranks allow, its best micro-batch and recomputation."""
-    sp = config.parallel.sp
-    micros = micro_batches(config, ranks, sp) if micro_batch == "auto" else [micro_batch]
-    again: tuple[Recompute, ...] = (False, "selective", True)
-    return [
-        best(
-            [
-                estimate(config, Layout(ranks, zero, ep, micro, way, sp))
-                for way in again
-                for micro in micros
-            ]
+def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
+    """Every number of a run on so many ranks, whatever their memory."""
+    found, change = faults(spec, ranks, gpu=gpu)
+    if found:
+        more = _more_ranks(spec, ranks, change, gpu=gpu)
+        also = f", or {more} ranks" if more else ""
+        raise ConfigError(f"{'; '.join(found)}; try {flags(change, short=False)}{also}")
+    return fill(spec, ranks, gpu=gpu)
+
+
+# ── What does not divide or combine ───────────────────────────────────────────────────────────────
+
+
+def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
+    """What is wrong with a layout, and the nearest settings with which nothing is."""
+    found: list[str] = []
+    change: Change = {}
+    here = spec.parallel
+    least = here.offload.least_zero
+    dtype = choose_dtype(spec, gpu=gpu)
+    ddp = here.engine == "accelerate"
+    if ddp and least:
+        found.append("engine accelerate has no shards for parallel.offload to move")
+        ddp = False
+        change["engine"] = "deepspeed"
+    if here.zero != "auto" and here.zero < least:
+        found.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={here.zero}")
+        change["zero"] = least
+    if ddp and (here.zero not in (0, "auto") or dtype == "bf16"):
+        found.append(f"engine accelerate is plain fp32 DDP, not zero={here.zero} in {dtype}")
+        change["zero"] = 0
+        change["dtype"] = dtype = "fp32"
+    if spec.train.compile is True and not compiles(spec, dtype):
+        found.append("train.compile=true with routed experts needs train.dtype=bf16")
+        change["train.compile"] = False
+    _check_degrees(spec, ranks, ddp, found, change)
+    _check_batch(spec, ranks // int(change.get("sp", here.sp)), found, change)
+    return found, change
+
+
+def _check_degrees(spec: RunSpec, ranks: int, ddp: bool, found: list[str], change: Change) -> None:
+    model = spec.model
+    ep = 1 if spec.parallel.ep == "auto" else spec.parallel.ep
+    degrees = [1] if ddp else model.expert_degrees(ranks)
+    if ep not in degrees:
+        text = f"parallel.ep={ep} needs a routed model, such as --arch moe"
+        if ddp:
+            text = f"engine accelerate puts every expert on every rank, not ep={ep}"
+        elif isinstance(model.ffn, MoE):
+            whole = f"the {ranks} ranks" if ranks % ep else f"experts={model.ffn.experts}"
+            text = f"parallel.ep={ep} does not divide {whole}"
+        found.append(text)
+        change["ep"] = _nearest_of(degrees, ep)
+    sp = spec.parallel.sp
+    shares = model.sequence_degrees(ranks)
+    if sp not in shares:
+        whole = f"heads={model.attention.heads} and seq={model.seq}"
+        whole = f"the {ranks} ranks" if ranks % sp else whole
+        found.append(f"parallel.sp={sp} does not divide {whole}")
+        change["sp"] = _nearest_of(shares, sp)
+
+
+def _nearest_of(numbers: list[int], wanted: int) -> int:
+    return min(numbers, key=lambda n: abs(math.log(n / wanted)))
+
+
+def _check_batch(spec: RunSpec, readers: int, found: list[str], change: Change) -> None:
+    seq = spec.model.seq
+    unit = seq * readers
+    batch = batch_tokens(spec, readers)
+    if batch % unit:
+        whole = f"a multiple of {unit:,} (ranks {readers} × seq {seq})"
+        found.append(f"train.batch_tokens={batch:,} is not {whole}")
+        batch = max(1, round(batch / unit)) * unit
+        change["train.batch_tokens"] = batch
+    micro = spec.train.micro_batch
+    rows = batch // unit
+    if micro != "auto" and rows % micro:
+        found.append(f"train.micro_batch={micro} does not divide the {rows} sequences of a rank")
+        change["train.micro_batch"] = max(
+            m for m in range(1, min(micro, rows) + 1) if rows % m == 0
         )
-        for zero in range(4)
-        for ep in config.model.degrees(ranks)
-    ]
 
 
-def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
-    """What divides a reader's share of the batch; none where it has no whole one."""
-    rows, rest = divmod(config.rows * sp, ranks)
-    return [] if rest else [m for m in range(1, min(rows, most) + 1) if rows % m == 0]
+def _more_ranks(spec: RunSpec, ranks: int, change: Change, *, gpu: bool) -> int | None:
+    """The next number of ranks on which nothing is wrong, if only ep or sp did not divide them."""
+    if list(change) not in (["ep"], ["sp"]):
+        return None
+    asked = spec.parallel.sp if "sp" in change else spec.parallel.ep
+    assert asked != "auto"  # "auto" is never at fault
+    more = -(-ranks // asked) * asked
+    return more if more > ranks and not faults(spec, more, gpu=gpu)[0] else None
 
 
-def best(estimates: Sequence[Estimate]) -> Estimate:
-    """The fastest that fits: of those within 1% of it, the smallest; and where none fits, the smallest of all."""
-    fitting = [e for e in estimates if e.fits] or estimates
-    fastest = min(e.step_s for e in fitting)
-    near = [e for e in fitting if e.step_s <= 1.01 * fastest] if fitting[0].fits else fitting
-    return min(near, key=lambda e: e.memory.total)
+# ── The largest micro-batch ───────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """What a device has for the ranks: each on its own GPU, or all in the one memory of a CPU."""
-
-    memory_bytes: int | None  # None: unknown from here
-    device: str = "GPU"
-    shared: bool = False
-
-    @property
-    def have(self) -> float:
-        return (
-            math.inf
-            if self.memory_bytes is None
-            else self.memory_bytes * (1 if self.shared else USABLE)
+def check_one_micro_batch(spec: RunSpec, chosen: int | None = None) -> None:
+    """Refuse a given micro-batch beside auto_batch, unless an earlier search has `chosen` it."""
+    micro = spec.train.micro_batch
+    if spec.train.auto_batch and micro not in ("auto", chosen):
+        raise ConfigError(
+            f"train.micro_batch={micro} is given, and --auto-batch (train.auto_batch) searches for "
+            "one; remove one of the two"
         )
 
-    def need(self, config: RunConfig, layout: Layout) -> int:
-        """Of one rank, or of all that share it. What is offloaded to a CPU, or copied there to be saved, is still in
-        its memory; with a disk to offload to, the copy is there."""
-        each = memory(config, layout).total
-        if not self.shared:
-            return each
-        copy = 0 if config.parallel.offload.nvme else checkpoint_bytes(config.model)
-        return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
-    def fits(self, config: RunConfig, layout: Layout) -> bool:
-        """Where micro-batches are tried, that it may: a trial decides. In a memory that all share none is dared, since
-        whoever asks for too much of it may be the end of another."""
-        need = self.need(config, layout)
-        if not config.train.auto_batch or self.shared:
-            return need <= self.have
-        return need * (1 - MEMORY_ERROR) <= (
-            math.inf if self.memory_bytes is None else self.memory_bytes
-        )
-
-    def widen(
-        self, config: RunConfig, ranks: int, below: int | None = None
-    ) -> tuple[RunConfig, str]:
-        """With the largest micro-batch that is worth a trial, of those `below` one that failed, and why this one."""
-        share, least, most = (ranks, 1.0, USABLE) if self.shared else (1, 1 - MEMORY_ERROR, 1.0)
-        here, cluster = self.memory_bytes or math.inf, config.cluster.memory_bytes or math.inf
-        have, whose = min(
-            (here / share, f"this {self.device}"), (most * cluster, "cluster.memory_bytes")
-        )
-        if have == math.inf:
-            raise ConfigError(
-                "train.auto_batch: how much memory a device has is unknown from here; give --cluster"
-            )
-        now = Layout.of(config, ranks)
-        micros = micro_batches(config, ranks, now.sp, most=sys.maxsize)
-        needs = {
-            micro: self.need(config, replace(now, micro_batch=micro)) / share for micro in micros
-        }
-        small = (
-            micro
-            for micro, need in needs.items()
-            if least * need <= have and micro < (below or math.inf)
-        )
-        micro = max(small, default=1)
-        return changed(config, {"train.micro_batch": micro}), (
-            f"micro-batch {micro} of {micros[-1]}: account expects {needs[micro] / 2**30:,.2f} GiB "
-            f"{'' if self.shared else f'± {MEMORY_ERROR:.0%} '}per rank, {whose} gives {have / 2**30:,.2f} GiB"
-            f"{f'; {below} ran out of memory' if below else ''}"
-        )
+def widen_micro_batch(
+    config: RunConfig, ranks: int, device: DeviceMemory, below: int | None = None
+) -> tuple[RunConfig, str]:
+    """Take the largest micro-batch that is worth a trial, `below` one that failed, and say why."""
+    # In a shared memory no trial is risked, and each rank gets an equal part.
+    shares = ranks if device.shared else 1
+    margin = 1.0 if device.shared else 1 - MEMORY_ERROR
+    here = (device.memory_bytes or math.inf) / shares
+    cluster = (config.cluster.memory_bytes or math.inf) * (USABLE if device.shared else 1.0)
+    have = min(here, cluster)
+    if have == math.inf:
+        raise ConfigError("train.auto_batch: the memory of a device is unknown; give --cluster")
+    layout = Layout.of(config, ranks)
+    micros = micro_batches(config, ranks, layout.sp, most=config.rows * layout.sp)
+    needs = {m: device.need(config, replace(layout, micro_batch=m)) / shares for m in micros}
+    fitting = [m for m in micros if margin * needs[m] <= have and m < (below or math.inf)]
+    micro = max(fitting, default=1)
+    error = "" if device.shared else f" ± {MEMORY_ERROR:.0%}"
+    source = f"this {device.device}" if here <= cluster else "cluster.memory_bytes"
+    note = f"micro-batch {micro} of {micros[-1]}: needs about {needs[micro] / _GIB:,.2f} GiB{error}"
+    note += f" per rank, {source} has {have / _GIB:,.2f} GiB"
+    note += f"; {below} ran out of memory" if below else ""
+    return changed(config, {"train.micro_batch": micro}), note
 
 
 def smaller_micro_batch(config: RunConfig, ranks: int) -> RunConfig | None:
-    """With the next micro-batch to try, if the choice is ours."""
+    """The next micro-batch to try after one ran out of memory, if auto_batch chose it."""
     micro = config.train.micro_batch
-    assert micro != "auto", "resolve the recipe first"
-    left = [m for m in micro_batches(config, ranks, config.parallel.sp, most=micro) if m < micro]
-    return (
-        changed(config, {"train.micro_batch": left[-1]})
-        if left and config.train.auto_batch
-        else None
-    )
+    smaller = micro_batches(config, ranks, config.parallel.sp, most=micro - 1)
+    if not smaller or not config.train.auto_batch:
+        return None
+    return changed(config, {"train.micro_batch": smaller[-1]})
 
 
-def check_one_micro_batch(config: RunConfig, chosen: int | None = None) -> None:
-    """A micro-batch that is given is not looked for, unless it is what an earlier search has `chosen`."""
-    if config.train.auto_batch and config.train.micro_batch not in ("auto", chosen):
-        raise ConfigError(
-            f"train.micro_batch={config.train.micro_batch} is given, and --auto-batch (train.auto_batch) would look "
-            "for one; take one of the two away"
-        )
+# ── What does not fit, and the nearest layout that does ───────────────────────────────────────────
 
 
-def _mended(
-    config: RunConfig, ranks: int, room: DeviceMemory, keep: bool
-) -> tuple[list[str], Change, int | None, RunConfig, str, Layout]:
-    """As `mend` has it, with the run that this makes: settled, memory apart, and how train.auto_batch chose."""
-    faults, take, more = mend(config, ranks, gpu=not room.shared, keep=keep)
-    ranks, asked, note = int(take.get("nproc", ranks)), changed(config, take), ""
-    settled = resolve(asked, ranks=ranks, gpu=not room.shared)
-    if asked.train.auto_batch and asked.train.micro_batch == "auto":
-        settled, note = room.widen(settled, ranks)
-    return faults, take, more, settled, note, Layout.of(settled, ranks)
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A request with its direct remedies applied."""
+
+    faults: list[str]  # of the request
+    change: Change  # the remedies
+    config: RunConfig
+    layout: Layout
+    note: str  # how auto_batch chose
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    device: DeviceMemory
+    keep: bool  # the batch of a run that continues
+    resized: Resized | None
+
+    def attempt(self, spec: RunSpec, ranks: int) -> _Attempt:
+        gpu = not self.device.shared
+        found, change = faults(spec, ranks, gpu=gpu)
+        fewer = ranks
+        while self.keep and fewer > 1 and "train.batch_tokens" in change:
+            fewer -= 1
+            change = {"nproc": fewer, **faults(spec, fewer, gpu=gpu)[1]}
+        ranks = int(change.get("nproc", ranks))
+        asked = changed(spec, change)
+        config = fill(asked, ranks, gpu=gpu)
+        note = ""
+        if asked.train.auto_batch and asked.train.micro_batch == "auto":
+            config, note = widen_micro_batch(config, ranks, self.device)
+        return _Attempt(found, change, config, Layout.of(config, ranks), note)
+
+    def accepts(self, spec: RunSpec, ranks: int, change: Change) -> bool:
+        if self.resized and "size" in change:
+            spec = self.resized(str(change["size"]))
+        tried = self.attempt(changed(spec, change), int(change.get("nproc", ranks)))
+        return not tried.faults and self.device.fits(tried.config, tried.layout)
+
+    def candidates(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
+        """In this size, on the same ranks, on fewer that share a memory, or on more GPUs; then the
+        largest smaller size."""
+        yield from self.within(spec, ranks)
+        if not self.device.shared:
+            tried = self.attempt(spec, ranks)
+            for layout in enough_gpus(tried.config, tried.layout.ranks, self.device):
+                change = layout.change(replace(tried.layout, micro_batch=-1))
+                yield {**tried.change, **change, "nproc": layout.ranks}
+        if self.resized is None:
+            return
+        smaller: list[tuple[int, str]] = []
+        for size in names("size"):
+            with suppress(UserError):  # the other settings may not go with every size
+                total = params(self.resized(size).model).total
+                if total < params(spec.model).total:
+                    smaller.append((total, size))
+        for _, size in sorted(smaller, reverse=True):
+            for change in self.within(self.resized(size), ranks):
+                yield {"size": size, **change}
+
+    def within(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
+        yield from self.nearest_layouts(spec, ranks)
+        fewer = 1 << max(0, (ranks - 1).bit_length() - 1)
+        while self.device.shared and 0 < fewer < ranks:
+            if fewer * PROCESS_BYTES < self.device.usable:
+                for change in self.nearest_layouts(spec, fewer):
+                    yield {"nproc": fewer, **change}
+            fewer //= 2
+
+    def nearest_layouts(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
+        """Layouts that fit, those with the fewest changes first. The ZeRO stage changes before the
+        micro-batch, ep and recomputation; sequences are shared only if nothing else helps."""
+        tried = self.attempt(spec, ranks)
+        config = tried.config
+        now = tried.layout
+        smallest = [o for o in _options(config, now, self.device) if o.micro_batch == 1]
+        if not any(self.device.fits(config, o) for o in smallest if o.recompute is True):
+            return
+
+        def distance(option: Layout) -> tuple[float, ...]:
+            again = option.recompute != now.recompute
+            ep = option.ep != now.ep
+            micro = option.micro_batch != now.micro_batch
+            changes = again + ep + micro + (option.zero != now.zero)
+            sharing = abs(math.log(option.sp / now.sp))
+            return sharing, changes, again, ep, micro, option.zero, -option.micro_batch
+
+        for option in sorted(_options(config, now, self.device), key=distance):
+            if self.device.fits(config, option):
+                # Another sp means another micro-batch for "auto", so it is always named.
+                before = now if option.sp == now.sp else replace(now, micro_batch=-1)
+                yield {**tried.change, **option.change(before)}
+
+
+def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[Layout]:
+    ddp = config.parallel.engine == "accelerate"
+    ways: set[Recompute] = {now.recompute, True}
+    # In a shared memory, fewer ranks save as much as sharing sequences.
+    for sp in [now.sp] if device.shared else config.model.sequence_degrees(now.ranks):
+        for zero in [now.zero] if ddp else range(now.zero, 4):
+            for ep in [now.ep] if ddp else config.model.expert_degrees(now.ranks):
+                for micro in micro_batches(config, now.ranks, sp):
+                    for way in ways:
+                        yield Layout(now.ranks, zero, ep, micro, way, sp)
+
+
+def enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator[Layout]:
+    """Doublings of the GPUs that divide the batch and on which the smallest layout fits."""
+    at = config.parallel
+    for more in (ranks << k for k in range(1, 11)):
+        if config.rows * at.sp % more:
+            continue
+        stages: list[tuple[int, int]] = [(3, ep) for ep in config.model.expert_degrees(more)]
+        if at.engine == "accelerate":
+            stages = [(at.zero, at.ep)]
+        for zero, ep in stages:
+            layout = Layout(more, zero, ep, 1, True, at.sp)
+            if device.fits(config, layout):
+                yield layout
 
 
 def fit_to_devices(
-    config: RunConfig,
+    spec: RunSpec,
     ranks: int,
-    room: DeviceMemory,
+    device: DeviceMemory,
     *,
     keep: bool = False,
     resized: Resized | None = None,
+    fewest: int | None = None,
 ) -> tuple[RunConfig, str]:
-    """Every number settled for so many ranks, and how train.auto_batch chose; or a refusal, in one line that names the
-    nearest settings that are not refused."""
-
-    def accepts(take: Change) -> bool:
-        asked = resized(str(take["size"])) if resized and "size" in take else config
-        faults, *_, settled, _, now = _mended(
-            changed(asked, take), int(take.get("nproc", ranks)), room, keep
+    """Every number for so many ranks and how the layout was chosen; or a refusal that names the
+    nearest settings that are not refused. A run that continues has to `keep` its batch. A job may
+    start on the `fewest` ranks."""
+    search = _Search(device, keep, resized)
+    planned = None if keep else _plan_layout(spec, ranks, device, fewest)
+    if planned is not None:
+        spec = changed(spec, planned.layout.change(Layout(ranks, zero=-1, ep=-1, micro_batch=-1)))
+    tried = search.attempt(spec, ranks)
+    found = tried.faults
+    change = tried.change
+    if not device.fits(tried.config, tried.layout):
+        need = device.need(tried.config, tried.layout) / _GIB
+        layout = f"{flags(tried.layout.change())} on {tried.layout.ranks} ranks"
+        each = "for all of them" if device.shared else "for each"
+        found.append(
+            f"size={spec.model.size} needs about {need:,.1f} GiB with {layout} and this "
+            f"{device.device} has {device.usable / _GIB:,.1f} GiB {each}"
         )
-        return not faults and room.fits(settled, now)
-
-    faults, take, more, settled, note, now = _mended(config, ranks, room, keep)
-    if not room.fits(settled, now):
-        faults.append(
-            f"size={config.model.size} needs about {room.need(settled, now) / 2**30:,.1f} GiB with "
-            f"{flags(now.change())} on {now.ranks} ranks and this {room.device} gives {room.have / 2**30:,.1f} GiB "
-            f"{'to all of them' if room.shared else 'to each'}"
-        )
-        options = _options(config, ranks, room, keep, resized)
-        if config.train.auto_batch:  # which finds the micro-batch that goes with the rest
-            options = (
-                {k: v for k, v in each.items() if k != "train.micro_batch"} for each in options
-            )
-        if not (take := next(filter(accepts, options), {})):
-            raise ConfigError(
-                f"{'; '.join(faults)}; nothing smaller fits either: take a machine with more memory"
-            )
-    if not faults:
-        return settled, note
-    verb = "take" if "size" in take else "try"
-    if int(take.get("nproc", 0)) > ranks:
-        verb = f"take {take.pop('nproc')} of them with"
-    also = f", or {more} ranks" if more and accepts({"nproc": more}) else ""
-    raise ConfigError(f"{'; '.join(faults)}; {verb} {flags(take)}{also}")
+        change = _nearest_fit(search, spec, ranks, found)
+    if not found:
+        if planned is None:
+            return tried.config, tried.note
+        chosen = f"layout {flags(planned.layout.change())}: the fastest that fits {ranks} × "
+        return tried.config, f"{chosen}{spec.cluster.name}, about {planned.step_s:.3g} s per step"
+    more = _more_ranks(spec, ranks, tried.change, gpu=not device.shared)
+    also = f", or {more} ranks" if more and search.accepts(spec, ranks, {"nproc": more}) else ""
+    if int(change.get("nproc", 0)) > ranks:
+        count = change.pop("nproc")
+        raise ConfigError(f"{'; '.join(found)}; use {count} of them with {flags(change)}{also}")
+    raise ConfigError(f"{'; '.join(found)}; try {flags(change)}{also}")
 
 
-def _options(
-    config: RunConfig, ranks: int, room: DeviceMemory, keep: bool, resized: Resized | None
-) -> Iterator[Change]:
-    """In this size, on more GPUs or, where they share a memory, in fewer processes; then the largest size below it that
-    fits."""
-    halves = (1 << k for k in reversed(range((ranks - 1).bit_length())))
-    fewer = [count for count in halves if room.shared and count * PROCESS_BYTES < room.have]
-
-    def within(config: RunConfig) -> Iterator[Change]:
-        yield from _nearest(config, ranks, room, keep)
-        for count in fewer:
-            yield from (
-                {"nproc": count, **change} for change in _nearest(config, count, room, keep)
-            )
-
-    yield from within(config)
-    _, take, _, settled, _, now = _mended(config, ranks, room, keep)
-    for more in () if room.shared else enough(settled, now.ranks, room):
-        yield {**take, **more.change(replace(now, micro_batch=-1)), "nproc": more.ranks}
-    if resized is None:
-        return
-    others = list[tuple[int, str]]()
-    for size in names("size"):
-        with suppress(UserError):  # what else is set need not go with every size
-            others.append((params(resized(size).model).total, size))
-    for _, size in sorted((o for o in others if o[0] < params(config.model).total), reverse=True):
-        yield from ({"size": size, **change} for change in within(resized(size)))
+def _nearest_fit(search: _Search, spec: RunSpec, ranks: int, found: list[str]) -> Change:
+    for change in search.candidates(spec, ranks):
+        if spec.train.auto_batch:  # it finds the micro-batch that goes with the rest
+            change.pop("train.micro_batch", None)
+        if search.accepts(spec, ranks, change):
+            return change
+    raise ConfigError(f"{'; '.join(found)}; nothing smaller fits either: use more memory")
 
 
-def _nearest(config: RunConfig, ranks: int, room: DeviceMemory, keep: bool) -> Iterator[Change]:
-    """What fits, with the fewest changes first; the stage is changed before the micro-batch, ep, and what is
-    recomputed, and sequences are shared where nothing else helps."""
-    _, take, _, config, _, now = _mended(config, ranks, room, keep)
-    whole = config.parallel.engine == "accelerate"
-    options = [
-        Layout(now.ranks, zero, ep, micro, again, sp)
-        for sp in (
-            [now.sp] if room.shared else config.model.shares(now.ranks)
-        )  # there fewer ranks save as much
-        for zero in ([now.zero] if whole else range(now.zero, 4))
-        for ep in ([now.ep] if whole else config.model.degrees(now.ranks))
-        for micro in micro_batches(config, now.ranks, sp)
-        for again in {now.recompute, True}
-    ]
-
-    def distance(option: Layout) -> tuple[float, ...]:
-        again, ep, micro = (
-            option.recompute != now.recompute,
-            option.ep != now.ep,
-            option.micro_batch != now.micro_batch,
-        )
-        changes = again + ep + micro + (option.zero != now.zero)
-        return (
-            abs(math.log(option.sp / now.sp)),
-            changes,
-            again,
-            ep,
-            micro,
-            option.zero,
-            -option.micro_batch,
-        )
-
-    if any(
-        room.fits(config, o) for o in options if o.micro_batch == 1 and o.recompute is True
-    ):  # the least of them
-        for option in sorted(options, key=distance):
-            if room.fits(config, option):
-                told = (
-                    now if option.sp == now.sp else replace(now, micro_batch=-1)
-                )  # "auto" goes with sp
-                yield {**take, **option.change(told)}
-
-
-def enough(config: RunConfig, ranks: int, room: DeviceMemory) -> Iterator[Layout]:
-    """Doublings of the GPUs that cut the batch and on which the smallest layout fits."""
-    at = config.parallel
-    for more in (n for n in (ranks << k for k in range(1, 11)) if config.rows * at.sp % n == 0):
-        stages = (
-            [(at.zero, at.ep)]
-            if at.engine == "accelerate"
-            else [(3, ep) for ep in config.model.degrees(more)]
-        )
-        layouts = (Layout(more, zero, ep, 1, True, at.sp) for zero, ep in stages)
-        yield from (layout for layout in layouts if room.fits(config, layout))
+def _plan_layout(
+    spec: RunSpec, ranks: int, device: DeviceMemory, fewest: int | None
+) -> Estimate | None:
+    """The fastest layout, where the cluster's rates are known and nothing else is wrong."""
+    known = spec.cluster.rates is not None and not device.shared and not spec.train.auto_batch
+    if not known or faults(spec, ranks, gpu=True)[0]:
+        return None
+    config = fill(spec, ranks, gpu=True)
+    have = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
+    if have < math.inf:
+        config = changed(config, {"cluster.memory_bytes": have})
+    return recommend(spec, plan_for(spec, config, fewest or ranks, ranks))

@@ -1,19 +1,23 @@
-"""Every parameter, FLOP and byte, in integers and without torch. Planner, meter, sweep and fit all quote these.
+"""Parameters and FLOPs of a model, in integers and without torch. All figures come from here.
 
-FLOPs are those of training one token: a multiply-add counts 2, the backward pass twice the forward. Matmuls cost
-6 × the parameters a token meets, the head included and the input embedding, a lookup, not; attention costs
-3·heads·(score width + value width)·seq in every layer (6·heads·head_dim·seq where both are the head's), the causal
-half, since the kernel skips what the mask hides; a window hides more.
+FLOPs are those of training one token. A multiply-add counts 2, and the backward pass twice the
+forward. Matmuls cost 6 × the parameters that a token uses: with the head, without the input
+embedding, which is a lookup. Attention costs 3·heads·(score width + value width)·seq per layer
+(6·heads·head_dim·seq if both are head_dim): the causal half, because the kernel skips what the mask
+hides. A window hides more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import assert_never
 
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, Learned, MoE, Recompute, RelativeBias
 from pipeline.config.shape import Model
 
 CONVENTION = (
-    "FLOPs = 6·matmul parameters (head in, input embedding out) + 6·layers·heads·head_dim·seq (causal attention); "
+    "FLOPs = 6·matmul parameters (head in, input embedding out) + "
+    "6·layers·heads·head_dim·seq (causal attention); "
     "N = parameters without input embedding, with head"
 )
 
@@ -22,31 +26,24 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """`active` are those that one token meets when the model is used; `scaling` is the N of every fit: active, with
-    head, without input embedding, which keeps small sizes on the same line as large ones (arXiv 2406.19146)."""
+    """`active` are the parameters that one token uses at inference. `scaling` is the N of every fit:
+    active, with head, without input embedding; this keeps small sizes on the same line as large ones
+    (arXiv 2406.19146)."""
 
     embedding: int
     position: int  # learned
-    head: int  # 0 when tied: the embedding serves twice
+    head: int  # 0 if tied to the embedding
     attention: int
     ffn: int
     norm: int
     mtp: int  # of multi-token prediction, which only training uses
-    experts: int  # of ffn and mtp, those that are routed
+    experts: int  # routed parameters, part of ffn and mtp
     active: int
     scaling: int
 
     @property
     def total(self) -> int:
-        return (
-            self.embedding
-            + self.position
-            + self.head
-            + self.attention
-            + self.ffn
-            + self.norm
-            + self.mtp
-        )
+        return self.embedding + self.position + self.head + self.non_embedding + self.mtp
 
     @property
     def non_embedding(self) -> int:
@@ -57,22 +54,20 @@ class Params:
         return self.active - self.embedding - self.position - self.head
 
 
+@lru_cache(maxsize=256)  # one plan asks for the same model hundreds of times
 def params(model: Model) -> Params:
-    embedding = model.vocab * model.width
     layers = [layer_params(model, layer) for layer in range(model.layers)]
-    attention, ffn = (
-        sum(each.attention + each.vectors for each in layers),
-        sum(each.ffn for each in layers),
-    )
-    final = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
-    norm = sum(each.norm for each in layers) + final
-    extra = layer_params(model, model.layers - 1)
-    joint = 2 * model.width**2 + 3 * _norm(
-        model, model.width
-    )  # projection, its two norms, and one before the head
-    mtp = model.mtp * (joint + extra.attention + extra.vectors + extra.ffn + extra.norm)
+    attention = sum(each.attention + each.vectors for each in layers)
+    ffn = sum(each.ffn for each in layers)
+    final_norm = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
+    norm = sum(each.norm for each in layers) + final_norm
+    embedding = model.vocab * model.width
     head = 0 if model.tied else embedding
     position = _position(model)
+    # Each extra block of multi-token prediction: a layer, a projection of two inputs, three norms.
+    extra = layers[-1]
+    joint = 2 * model.width**2 + 3 * _norm(model, model.width)
+    mtp = model.mtp * (joint + extra.total)
     idle = sum(each.ffn - each.ffn_active for each in layers)
     blocks = attention + ffn + norm - idle
     return Params(
@@ -93,37 +88,46 @@ def params(model: Model) -> Params:
 class LayerParams:
     attention: int  # matrices
     vectors: int  # biases and sinks of the attention
-    ffn: int  # all of it, biases too
-    ffn_active: int
-    ffn_matmul: int  # what of it a token is multiplied with
-    ffn_again: int  # and is once more if it is recomputed: of a plain one all but the last matrix
-    experts: int
     norm: int
+    ffn: int  # with biases and all experts
+    ffn_active: int  # of which one token uses these
+    ffn_matmul: int  # of which one token is multiplied with these
+    ffn_recomputed: int  # and with these again if the feed-forward is recomputed
+    experts: int  # routed, part of ffn
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.vectors + self.ffn + self.norm
 
 
 def layer_params(model: Model, layer: int) -> LayerParams:
-    attention, vectors, inner = _attention(model)
-    outer = {"pre": 1 if model.parallel_block else 2, "post": 2, "sandwich": 4, "deepnorm": 2}[
-        model.placement
-    ]
-    norm = outer * _norm(model, model.width) + inner
+    return _layer_params(model, model.routed(layer))
+
+
+@lru_cache(maxsize=256)
+def _layer_params(model: Model, routed: bool) -> LayerParams:
+    attention, vectors, inner_norms = _attention(model)
+    outer = {"pre": 1 if model.parallel_block else 2, "post": 2, "sandwich": 4, "deepnorm": 2}
+    norm = outer[model.placement] * _norm(model, model.width) + inner_norms
     f = model.ffn
     per_hidden = (3 if f.gated else 2) * model.width
-    if not model.routed(layer):
-        hidden = f.hidden if isinstance(f, FFN) else f.dense_hidden
-        biases = (
-            (2 if f.gated else 1) * hidden + model.width if isinstance(f, FFN) and f.bias else 0
-        )
-        matrices = per_hidden * hidden
-        again = matrices - model.width * hidden
-        return LayerParams(
-            attention, vectors, matrices + biases, matrices + biases, matrices, again, 0, norm
-        )
-    assert isinstance(f, MoE)
-    always = model.width * f.experts + per_hidden * f.shared * f.hidden  # router and shared experts
-    experts = per_hidden * f.experts * f.hidden
-    active = always + per_hidden * f.top_k * f.hidden
-    return LayerParams(attention, vectors, always + experts, active, active, active, experts, norm)
+    if routed:
+        assert isinstance(f, MoE)
+        router = model.width * f.experts
+        experts = per_hidden * f.experts * f.hidden
+        shared = per_hidden * f.shared * f.hidden
+        active = router + shared + per_hidden * f.top_k * f.hidden
+        total = router + shared + experts
+        return LayerParams(attention, vectors, norm, total, active, active, active, experts)
+    hidden = f.hidden if isinstance(f, FFN) else f.dense_hidden
+    biases = 0
+    if isinstance(f, FFN) and f.bias:
+        biases = (2 if f.gated else 1) * hidden + model.width
+    matrices = per_hidden * hidden
+    # The backward pass does not need the output of the last matrix again.
+    recomputed = matrices - model.width * hidden
+    total = matrices + biases
+    return LayerParams(attention, vectors, norm, total, total, matrices, recomputed, experts=0)
 
 
 def _norm(model: Model, width: int) -> int:
@@ -131,8 +135,9 @@ def _norm(model: Model, width: int) -> int:
 
 
 def _attention(model: Model) -> tuple[int, int, int]:
-    """Matrices, biases and sinks, and the gains of the norms inside."""
-    width, a = model.width, model.attention
+    """Parameters of the matrices, of biases and sinks, and of the norms inside."""
+    width = model.width
+    a = model.attention
     sinks = a.heads if a.sinks else 0
     match a:
         case GQA():
@@ -162,7 +167,7 @@ def _position(model: Model) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of training one token. `recompute` is work done twice: it costs time but earns no MFU."""
+    """Of training one token. `recompute` is done twice: it takes time but does not count as MFU."""
 
     matmul: int
     attention: int
@@ -177,22 +182,33 @@ class Flops:
         return self.model + self.recompute
 
 
+@lru_cache(maxsize=256)
 def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
-    layers = [*range(model.layers), *[model.layers - 1] * model.mtp]
-    each = [layer_params(model, layer) for layer in layers]
-    blocks = sum(one.attention + one.ffn_matmul for one in each) + model.mtp * 2 * model.width**2
+    projections = model.mtp * 2 * model.width**2
+    blocks = projections + sum_blocks(model, lambda each, _: each.attention + each.ffn_matmul)
     heads = (1 + model.mtp) * model.vocab * model.width
-    attention = sum(_scores(model, layer) for layer in layers)
-    again = 2 * sum(one.ffn_again for one in each) if recompute else 0
-    return Flops(
-        matmul=6 * (blocks + heads),
-        attention=attention,
-        recompute=2 * blocks + attention // 3 if recompute is True else again,
-    )
+    attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
+    again = 0
+    if recompute is True:
+        again = 2 * blocks + attention // 3
+    elif recompute == "selective":
+        again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
+    return Flops(matmul=6 * (blocks + heads), attention=attention, recompute=again)
+
+
+def block_layers(model: Model) -> list[int]:
+    """The layer of every block. Those of multi-token prediction are like the last layer."""
+    return [*range(model.layers), *[model.layers - 1] * model.mtp]
+
+
+def sum_blocks(model: Model, count: Callable[[LayerParams, int], int]) -> int:
+    return sum(count(layer_params(model, layer), layer) for layer in block_layers(model))
 
 
 def _scores(model: Model, layer: int) -> int:
-    """Scores and sums of values in one layer: a query sees half the sequence, or what of it the window leaves."""
-    a, seq = model.attention, model.seq
+    """FLOPs of scores and weighted values in one layer. A query sees half of the sequence, or the
+    part of it that the window leaves."""
+    a = model.attention
+    seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
     return 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

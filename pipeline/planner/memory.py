@@ -1,21 +1,27 @@
-"""Bytes that a rank holds while it trains, and the bytes of a checkpoint."""
+"""Bytes that a rank holds while it trains, bytes of a checkpoint, and the memory of a device."""
 
-from dataclasses import dataclass, replace
-from operator import attrgetter
+import math
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Literal, assert_never
 
 from pipeline.config.dump import Change, changed
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.config.shape import Model
-from pipeline.planner.count import BYTES, layer_params, params
+from pipeline.planner.count import BYTES, block_layers, layer_params, params
 
-MEMORY_ERROR = 0.1  # of account's bytes, at most: docs/BENCHMARKS.md
-USABLE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
+MEMORY_ERROR = 0.1  # of the estimate, at most: docs/BENCHMARKS.md
+# Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
+USABLE = 0.92
+# Of a rank on a CPU beside its tensors: torch and DeepSpeed themselves, measured.
+PROCESS_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """How a run is divided over its ranks."""
+
     ranks: int
     zero: int
     ep: int = 1
@@ -25,47 +31,53 @@ class Layout:
 
     @classmethod
     def of(cls, config: RunConfig, ranks: int) -> "Layout":
-        micro = config.train.micro_batch
-        assert micro != "auto", "resolve the recipe first"
         at = config.parallel
-        return cls(ranks, at.zero, at.ep, micro, config.train.recompute, at.sp)
+        train = config.train
+        return cls(ranks, at.zero, at.ep, train.micro_batch, train.recompute, at.sp)
 
     def change(self, before: "Layout | None" = None) -> Change:
-        """What differs from another layout, or from the defaults."""
+        """The settings that differ from another layout, or from the defaults."""
         before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
-        keys = ("zero", "ep", "sp", "train.micro_batch", "train.recompute")
-        pairs = (
-            (key, *map(attrgetter(key.removeprefix("train.")), (self, before))) for key in keys
-        )
-        return {key: mine for key, mine, other in pairs if mine != other}
+        keys = {
+            "zero": "zero",
+            "ep": "ep",
+            "sp": "sp",
+            "micro_batch": "train.micro_batch",
+            "recompute": "train.recompute",
+        }
+        pairs = ((key, getattr(self, name), getattr(before, name)) for name, key in keys.items())
+        return {key: new for key, new, old in pairs if new != old}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank while it trains. States are exact; activations are the tensors autograd keeps, an estimate.
-    What a step adds to weights and optimizer is most as its last backward pass begins, or as the update follows."""
+    """Bytes on one rank. States are exact; activations are what autograd keeps, an estimate. A step
+    needs most beyond weights and optimizer as its last backward pass begins, or at the update."""
 
     weights: int
     gradients: int  # of earlier micro-batches
     optimizer: int
-    gathered: int  # of what ZeRO shards, the largest block whole: weights in use and of the next block, gradients
+    # Of what ZeRO shards: the largest block whole, as weights, prefetched weights and gradients.
+    gathered: int
     activations: int
     loss: int
-    update: (
-        int  # all gradients, beside the activations of one block, and then beside their own copies
-    )
+    # All gradients, beside the activations of one block and then beside their own copies.
+    update: int
 
     @property
     def total(self) -> int:
         backward = self.gradients + self.gathered + self.activations + self.loss
         return self.weights + self.optimizer + max(backward, self.update)
 
+    def figures(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"total": self.total}
+
 
 def model_memory(
     model: Model,
     *,
     dtype: Dtype,
-    zero: Literal[0, 1, 2, 3] | int,
+    zero: int,
     ranks: int,
     micro_batch: int,
     loss_chunk: int,
@@ -73,140 +85,174 @@ def model_memory(
     ep: int = 1,
     sp: int = 1,
     accumulate: bool = True,
-    away: bool = False,
+    offload: bool = False,
 ) -> Memory:
-    """ZeRO shards the optimizer at 1, the gradients at 2, the weights at 3; below 3 what a rank holds is whole, but for
-    the experts, of which it holds one part in `ep`. Of a sequence's activations it holds one part in `sp`. A step of a
-    single micro-batch does not `accumulate`; an optimizer that is `away` holds and updates its states elsewhere."""
-    count, size = params(model), BYTES[dtype]
-    master = (
-        0 if dtype == "fp32" and zero == 0 else 4
-    )  # only unsharded fp32 updates the weights themselves
-    tokens = micro_batch * model.seq // sp
-    layers = [
-        _kept(model, layer) for layer in [*range(model.layers), *[model.layers - 1] * model.mtp]
-    ]
-    again = {
-        False: [0] * len(layers),
-        "selective": [ffn for _, ffn in layers],
-        True: [*map(sum, layers)],
-    }[recompute]
-    kept = (
-        sum(map(sum, layers))
-        - sum(again)
-        + (2 * model.width * len(layers) if recompute is True else 0)
-    )
-    once = max(again)
-    chunk = min(loss_chunk, tokens)
-    block = max(
-        each.attention + each.vectors + each.ffn + each.norm - each.experts + each.experts // ep
-        for each in (layer_params(model, layer) for layer in range(model.layers))
-    )
-
-    def held(sharded: bool, of: int) -> int:
-        """Of `of` bytes per parameter: what ZeRO shards lies on every rank once, the experts on every ep-th."""
-        own = (count.total - count.experts) * of // (ranks if sharded else 1)
-        return own + count.experts * of // (ranks if sharded else ep)
-
-    gradients, part = held(zero >= 2, size), held(zero >= 1, size)
-    gathered = (0, 0, 1, 3)[zero] * block * size if ranks > 1 else 0
-    first = gathered + tokens * max(map(sum, layers)) * size  # the last to be reached
-    # those of a group: in fp32, and for that ZeRO lays them in a row
-    copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
-    return Memory(
-        weights=held(zero >= 3, size),
-        gradients=gradients
-        if accumulate or zero == 3
-        else 0,  # ZeRO-3 has a place for them from the beginning
-        optimizer=0 if away else held(zero >= 1, master + 8),
-        gathered=gathered,
-        activations=tokens * (kept + once) * size,
-        loss=chunk * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
-        update=max(
-            gradients + first,
-            0 if away else max(gradients + (part if zero == 1 else 0), part + copies),
-        ),
-    )
-
-
-def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
-    """The most parameters that DeepSpeed 0.19.8 updates on a rank at once. Without ZeRO all of them, else those of one
-    group (optim/groups.py: matrices, the rest, experts that ranks share), in ZeRO-3 of its `sub_group_size` at most."""
+    """ZeRO shards the optimizer at stage 1, gradients at 2, weights at 3. Below that a rank holds
+    everything, except for experts, of which it holds one part in `ep`. Of a sequence's activations
+    it holds one part in `sp`. A step of one micro-batch does not `accumulate`. With `offload`, the
+    optimizer's states are held and updated elsewhere."""
     count = params(model)
-    if zero == 0:
-        return count.total - count.experts + count.experts // ep
-    rest, shared = count.embedding + count.position, count.experts if ep > 1 else 0
-    largest = max(count.total - shared - rest, rest, shared) // ranks
-    return min(largest, 10**9) if zero == 3 else largest
+    size = BYTES[dtype]
+    tokens = micro_batch * model.seq // sp
+
+    def held(bytes_per_param: int, *, sharded: bool) -> int:
+        shards = ranks if sharded else 1
+        shared = (count.total - count.experts) * bytes_per_param // shards
+        return shared + count.experts * bytes_per_param // (ranks if sharded else ep)
+
+    # Only unsharded fp32 training updates the weights in place; the rest has fp32 master weights.
+    master = 0 if dtype == "fp32" and zero == 0 else 4
+    gradients = held(size, sharded=zero >= 2)
+    part = held(size, sharded=zero >= 1)
+    gathered = (0, 0, 1, 3)[zero] * _largest_block(model, ep) * size if ranks > 1 else 0
+    kept, largest = _activations(model, recompute)
+    first_block = gathered + tokens * largest * size  # the last one that the backward pass reaches
+    # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
+    copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
+    update = 0
+    if not offload:
+        update = max(gradients + (part if zero == 1 else 0), part + copies)
+    return Memory(
+        weights=held(size, sharded=zero >= 3),
+        # ZeRO-3 allocates them at the start.
+        gradients=gradients if accumulate or zero == 3 else 0,
+        optimizer=0 if offload else held(master + 8, sharded=zero >= 1),
+        gathered=gathered,
+        activations=tokens * kept * size,
+        # Logits, their fp32 copy and gradient, and the head's fp32 gradient.
+        loss=min(loss_chunk, tokens) * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
+        update=max(gradients + first_block, update),
+    )
 
 
-def _kept(model: Model, layer: int) -> tuple[int, int]:
-    """Numbers that autograd keeps per token and block. Of the attention: norm inputs, a norm's output, q and k before
-    and after rotation, v, what comes of them. Of the feed-forward: a norm's output and its inner tensors, of a routed
-    one also the rows on their way to the experts."""
-    a, f = model.attention, model.ffn
+@lru_cache(maxsize=256)
+def _largest_block(model: Model, ep: int) -> int:
+    layers = (layer_params(model, layer) for layer in range(model.layers))
+    return max(each.total - each.experts + each.experts // ep for each in layers)
+
+
+@lru_cache(maxsize=256)
+def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
+    """Numbers kept per token: of all blocks, and of the largest block."""
+    blocks = [_kept(model, model.routed(layer)) for layer in block_layers(model)]
+    whole = [attention + ffn for attention, ffn in blocks]
+    match recompute:
+        case False:
+            return sum(whole), max(whole)
+        case "selective":
+            ffns = [ffn for _, ffn in blocks]
+            return sum(whole) - sum(ffns) + max(ffns), max(whole)
+        case True:  # the stream at each block's start, and one block at a time
+            return 2 * model.width * len(blocks) + max(whole), max(whole)
+
+
+def _kept(model: Model, routed: bool) -> tuple[int, int]:
+    """Numbers that autograd keeps per token in the attention and in the feed-forward of a block.
+    Attention: norm inputs, a norm's output, q and k before and after rotation, v and the result.
+    Feed-forward: a norm's output and inner tensors; if routed, also the rows sent to experts."""
+    a = model.attention
     match a:
         case GQA():
             inner = 3 * (a.heads + a.kv_heads) * a.head_dim
         case MLA():
-            inner = 2 * ((a.q_rank or 0) + a.kv_rank) + a.heads * (
-                2 * a.score_dim + a.nope_dim + 3 * a.v_dim
-            )
+            heads = a.heads * (2 * a.score_dim + a.nope_dim + 3 * a.v_dim)
+            inner = 2 * ((a.q_rank or 0) + a.kv_rank) + heads
         case _:
             assert_never(a)
+    f = model.ffn
     per_hidden = 3 if f.gated else 2
-    if not model.routed(layer):
-        ffn = per_hidden * (f.hidden if isinstance(f, FFN) else f.dense_hidden)
-    else:
+    if routed:
         assert isinstance(f, MoE)
         ffn = (f.top_k + f.shared) * per_hidden * f.hidden + 2 * f.top_k * model.width
+    else:
+        ffn = per_hidden * (f.hidden if isinstance(f, FFN) else f.dense_hidden)
     return 3 * model.width + inner, model.width + ffn
 
 
+def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
+    """The most parameters that DeepSpeed 0.19.8 updates on a rank at once. Without ZeRO all of them;
+    otherwise one group (optim/groups.py: matrices, the rest, experts that ranks share), and with
+    ZeRO-3 at most its `sub_group_size`."""
+    count = params(model)
+    if zero == 0:
+        return count.total - count.experts + count.experts // ep
+    rest = count.embedding + count.position
+    shared = count.experts if ep > 1 else 0
+    largest = max(count.total - shared - rest, rest, shared) // ranks
+    return min(largest, 10**9) if zero == 3 else largest
+
+
+def memory(config: RunConfig, layout: Layout) -> Memory:
+    """Of one rank of a run in a layout."""
+    offload = config.parallel.offload
+    held = model_memory(
+        config.model,
+        dtype=config.train.dtype,
+        zero=layout.zero,
+        ranks=layout.ranks,
+        micro_batch=layout.micro_batch,
+        loss_chunk=config.train.loss_chunk,
+        recompute=layout.recompute,
+        ep=layout.ep,
+        sp=layout.sp,
+        accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
+        offload=offload.optimizer is not None,
+    )
+    return replace(held, weights=0) if offload.params else held
+
+
+def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
+    """Bytes that all ranks together hold there instead of on their GPUs."""
+    offload = config.parallel.offload
+    held = memory(changed(config, {"parallel.offload": Offload()}), layout)
+    optimizer = held.optimizer if offload.optimizer == to else 0
+    weights = held.weights if offload.params == to else 0
+    return layout.ranks * (optimizer + weights)
+
+
 def checkpoint_bytes(model: Model) -> int:
-    """The numbers of one checkpoint, all ranks together: fp32 masters and two moments."""
+    """The numbers of one checkpoint, all ranks together: fp32 master weights and two moments."""
     return params(model).total * 12
 
 
 def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
-    """Upper bound of one checkpoint on disk: its numbers and what surrounds them.
-
-    A manifest entry and padding take at most 256 bytes per run of numbers. The masters and moments
-    of a tensor are one run each: on every rank at ZeRO-0 and 3, else cut where two ranks meet.
-    Each rank adds its random state and a partly filled block.
-    """
+    """Upper bound of one checkpoint on disk: its numbers and what surrounds them. A manifest entry and
+    padding take at most 256 bytes per run of numbers. Master weights and moments of a tensor are one
+    run each: on every rank with ZeRO-0 and 3, else cut where two ranks meet. Each rank adds its
+    random state and a partly filled block."""
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = model.layers + model.mtp
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
     return checkpoint_bytes(model) + 3 * 256 * runs + 16384 * ranks
 
 
-def memory(config: RunConfig, layout: Layout) -> Memory:
-    """Of one rank, of a resolved config."""
-    train = config.train
-    assert train.dtype != "auto" and train.loss_chunk != "auto", "resolve the recipe first"
-    held = model_memory(
-        config.model,
-        dtype=train.dtype,
-        zero=layout.zero,
-        ranks=layout.ranks,
-        micro_batch=layout.micro_batch,
-        loss_chunk=train.loss_chunk,
-        recompute=layout.recompute,
-        ep=layout.ep,
-        sp=layout.sp,
-        accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
-        away=config.parallel.offload.optimizer is not None,
-    )
-    return replace(held, weights=0) if config.parallel.offload.params else held
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device has for its ranks: one GPU for each, or the memory of a CPU for all."""
 
+    memory_bytes: int | None  # None: not known here
+    device: str = "GPU"
+    shared: bool = False
 
-def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
-    """What lies there instead, of all ranks together."""
-    away, held = (
-        config.parallel.offload,
-        memory(changed(config, {"parallel.offload": Offload()}), layout),
-    )
-    return layout.ranks * (
-        held.optimizer * (away.optimizer == to) + held.weights * (away.params == to)
-    )
+    @property
+    def usable(self) -> float:
+        if self.memory_bytes is None:
+            return math.inf
+        return self.memory_bytes if self.shared else self.memory_bytes * USABLE
+
+    def need(self, config: RunConfig, layout: Layout) -> int:
+        """Bytes of one rank, or of all that share the memory. On a CPU, offloaded states and the
+        copy that a checkpoint is written from count too, unless the copy is on nvme."""
+        each = memory(config, layout).total
+        if not self.shared:
+            return each
+        copy = 0 if config.parallel.offload.nvme else checkpoint_bytes(config.model)
+        return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
+
+    def fits(self, config: RunConfig, layout: Layout) -> bool:
+        """With auto_batch, whether a layout may fit: a trial decides. Not in a shared memory, where
+        too large a trial may kill another process."""
+        need = self.need(config, layout)
+        if not config.train.auto_batch or self.shared:
+            return need <= self.usable
+        return need * (1 - MEMORY_ERROR) <= (self.memory_bytes or math.inf)

@@ -218,7 +218,6 @@ def facts(
     config: RunConfig, *, tokenizer: str, bytes_per_token: float, peak_flops: float | None
 ) -> dict[str, Any]:
     """Return run.json: what fits and pages need, so that they do not have to recompute it."""
-    assert config.train.steps is not None and config.train.batch_tokens != "auto"
     count = account.params(config.model)
     flops_per_token = account.flops_per_token(config.model).model
     tokens = config.train.steps * config.train.batch_tokens

@@ -15,8 +15,9 @@ from pipeline.config.dump import differences
 from pipeline.config.layers import load, load_cluster, reload
 from pipeline.config.schema import Cluster
 from pipeline.errors import ConfigError
+from pipeline.planner.check import resolve
 from pipeline.planner.count import flops_per_token, params
-from pipeline.planner.recipe import resolve, rule
+from pipeline.planner.recipe import rule
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling.frontier import at, flops_per_parameter_token
@@ -189,7 +190,7 @@ def _own_recipe(file: Path) -> dict[str, Any]:
 
 
 def recipe_of(
-    size: str, arch: str, tokens: float | None, ladder: Ladder, sets: Sequence[str]
+    size: str, arch: str | None, tokens: float | None, ladder: Ladder, sets: Sequence[str]
 ) -> Recipe:
     """A size trained as the ladder was, with exact N and FLOPs, and the command that does it."""
     # A `kind` comes first: setting it later would reset the settings of its table.
@@ -201,7 +202,6 @@ def recipe_of(
     config = resolve(loaded, ranks=1, gpu=True)
     train = config.train
     lr = config.optim.lr
-    assert train.steps and train.batch_tokens != "auto" and lr != "auto"
     # Like a sweep's commands: the recipe must not depend on where the run is started.
     spelled = {
         "optim.lr": lr,
@@ -211,7 +211,8 @@ def recipe_of(
     every = {text.partition("=")[0]: text for text in (*given, *sets)}
     every |= {key: f"{key}={_text(value)}" for key, value in spelled.items()}
     every.pop("train.tokens_per_param", None)  # --steps says it
-    words = ["launch", "pretrain", "--size", size, "--arch", arch, "--data", ladder.data or "DATA"]
+    words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
+    words += ["--data", ladder.data or "DATA"]
     words += ["--steps", str(train.steps)]
     words += [word for text in every.values() for word in ("--set", text)]
     D = float(train.steps * train.batch_tokens)

@@ -69,7 +69,6 @@ class Allocation:
 def usable(here: Allocation, config: RunConfig) -> Allocation:
     """Use as many of the allocated nodes as divide the global batch, which a run never changes."""
     micro = config.train.micro_batch
-    assert isinstance(micro, int)
     ep = config.parallel.ep
     sp = config.parallel.sp
     for nodes in range(here.nodes, 0, -1):

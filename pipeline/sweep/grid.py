@@ -12,13 +12,13 @@ from pydantic import Field
 
 from pipeline.config.layers import CONFIGS, load, names, nearest, read_toml, validate
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import WSD, RunConfig
+from pipeline.config.schema import RunSpec, WSDSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start
 from pipeline.planner import count as account
+from pipeline.planner.check import resolve
 from pipeline.planner.memory import Layout, memory
-from pipeline.planner.recipe import resolve
 from pipeline.planner.speed import estimate
 from pipeline.units import count, power
 
@@ -107,7 +107,7 @@ def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> li
 @lru_cache(4)  # planning within limits plans the same sizes many times
 def _configs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
-) -> dict[str, RunConfig]:
+) -> dict[str, RunSpec]:
     # The vocabulary is that of the data, as in `launch pretrain`.
     layer = {"model": {"vocab": Corpus.open(Path(data)).padded_vocab}} if data else None
     return {
@@ -116,7 +116,7 @@ def _configs(
     }
 
 
-def _ladder(sweep: Sweep, configs: dict[str, RunConfig], mfu: float | None) -> list[Planned]:
+def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> list[Planned]:
     if not sweep.sizes:
         raise ConfigError("sizes=[] in a ladder; name them, such as sizes = ['tiny', '1m', '3m']")
     runs = []
@@ -130,13 +130,13 @@ def _ladder(sweep: Sweep, configs: dict[str, RunConfig], mfu: float | None) -> l
     return runs
 
 
-def _branched(sweep: Sweep, configs: dict[str, RunConfig], runs: list[Planned]) -> list[Planned]:
+def _branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> list[Planned]:
     """Let shorter runs of a size branch off its longest, with that one's rate and warmup."""
     placed = {run.name: run for run in runs}
     for name, config in configs.items():
         schedule = config.optim.schedule
         left = sorted((run for run in runs if run.size == name), key=lambda run: -run.steps)
-        while sweep.trunk and isinstance(schedule, WSD) and left:
+        while sweep.trunk and isinstance(schedule, WSDSpec) and left:
             longest, *others = left
             left = []
             for run in others:
@@ -158,7 +158,7 @@ def _branched(sweep: Sweep, configs: dict[str, RunConfig], runs: list[Planned]) 
 
 
 def _valley(
-    sweep: Sweep, configs: dict[str, RunConfig], C: float, best: Best | None, mfu: float | None
+    sweep: Sweep, configs: dict[str, RunSpec], C: float, best: Best | None, mfu: float | None
 ) -> list[Planned]:
     """The sizes around N* at one compute; refused where too few lie on either side."""
     sizes = {name: account.params(config.model).scaling for name, config in configs.items()}
@@ -181,7 +181,7 @@ def _valley(
     return runs
 
 
-def _guess(configs: dict[str, RunConfig], C: float, ratio: float) -> float:
+def _guess(configs: dict[str, RunSpec], C: float, ratio: float) -> float:
     """The N at which C buys `ratio` tokens per parameter, interpolated in logs between sizes."""
     models = [config.model for config in configs.values()]
     pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
@@ -190,9 +190,7 @@ def _guess(configs: dict[str, RunConfig], C: float, ratio: float) -> float:
     return float(np.exp(np.interp(np.log(C), costs, sizes)))
 
 
-def _planned(
-    sweep: Sweep, config: RunConfig, name: str, tokens: float, mfu: float | None
-) -> Planned:
+def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float | None) -> Planned:
     length = {"tokens": max(1, int(tokens)), "steps": None, "flops": None}
     train = config.train.model_copy(update=length)
     asked = config.model_copy(update={"train": train})
@@ -200,8 +198,6 @@ def _planned(
     train = run.train
     lr = run.optim.lr
     warmup = run.optim.schedule.warmup_steps
-    assert train.steps and train.batch_tokens != "auto" and train.micro_batch != "auto"
-    assert lr != "auto" and warmup != "auto"
     D = float(train.steps * train.batch_tokens)
     C = D * account.flops_per_token(run.model).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)

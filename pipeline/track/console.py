@@ -95,7 +95,6 @@ def header(
     model = config.model
     train = config.train
     optim = config.optim
-    assert train.steps is not None and train.batch_tokens != "auto"
     sizes = params(model)
     tokens = train.steps * train.batch_tokens
     active = f", {count(sizes.active)} active" if sizes.active != sizes.total else ""
@@ -127,7 +126,6 @@ def header(
 def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) -> Iterator[str]:
     """Yield a line for data that is too small for the run, or for measuring its loss."""
     train = config.train
-    assert train.steps is not None and train.batch_tokens != "auto"
     epochs = train.steps * train.batch_tokens / train_tokens
     if epochs > MAX_EPOCHS:
         yield (

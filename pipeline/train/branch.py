@@ -40,7 +40,6 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
     if changed:
         what = ", ".join(changed[:3])
         raise RunError(f"{flag} is another run: {what}; make them equal, or train without --branch")
-    assert config.train.steps is not None and whole.train.steps is not None
     step = decay_start(schedule, config.train.steps)
     last = decay_start(whole.optim.schedule, whole.train.steps)
     if step > last:

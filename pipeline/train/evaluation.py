@@ -68,7 +68,6 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
 def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
     """This rank's rows as micro-batches on its device; the copy does not wait for the device."""
     micro = config.train.micro_batch
-    assert micro != "auto", "resolve the recipe first"
     given = (batch.tokens_BS, batch.targets_BS, batch.documents_BS)
     rows = [t.to(world.device, non_blocking=True) for t in given if t is not None]
     return [Micro(*part) for part in zip(*(torch.split(t, micro) for t in rows), strict=True)]

@@ -42,7 +42,6 @@ class Loop:
         guard: Guard,
         saver: Saver,
     ) -> None:
-        assert isinstance(config.train.batch_tokens, int) and config.train.steps is not None
         self.config = config
         self.run = run
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Before the first process starts: settle the config of a run and refuse what cannot work, in one line."""
+"""Before the first process starts: plan a run, and refuse in one line what cannot work."""
 
 import json
 import os
@@ -13,21 +13,18 @@ import psutil
 
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, reload
-from pipeline.config.schema import Cluster, RunConfig
+from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, RunError
-from pipeline.planner.check import DeviceMemory, Resized, check_one_micro_batch, fit_to_devices
-from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded
+from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
+from pipeline.planner.memory import DeviceMemory, Layout, checkpoint_bytes, disk_bytes, offloaded
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.train.branch import begin, meeting
 
-_OF_THE_WEIGHTS = (
-    "tied",
-    "parametrization",
-    "scaled_embedding",
-)  # what they were drawn and trained as
+# Settings that the weights of --init were drawn and trained with.
+_OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
-_FP8 = "train.fp8=true without model.scaled_embedding=true: a wide model may stay 2% above bf16 (docs/TRAINING.md)"
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +32,37 @@ class Devices:
     """What a node trains on."""
 
     gpus: int
-    memory_bytes: (
-        int | None
-    )  # of one GPU, or of the host when there is none; None: unknown from here
+    memory_bytes: int | None  # of one GPU, or of the host without any; None: not known here
     name: str
-    host_bytes: int | None = None  # beside GPUs; None: unknown from here
+    host_bytes: int | None = None  # beside GPUs; None: not known here
 
     @classmethod
     def here(cls) -> "Devices":
         host = psutil.virtual_memory().available
-        if any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
-            import torch  # seconds that a node with no GPU driver need not wait
+        if any(Path(driver).exists() for driver in _DRIVERS):
+            import torch  # takes seconds, which a node without a GPU need not spend
 
             if torch.cuda.is_available():
-                properties = torch.cuda.get_device_properties(0)
-                return cls(
-                    torch.cuda.device_count(), properties.total_memory, properties.name, host
-                )
+                gpu = torch.cuda.get_device_properties(0)
+                return cls(torch.cuda.device_count(), gpu.total_memory, gpu.name, host)
         return cls(0, host, "CPU")
 
     @classmethod
     def of(cls, cluster: Cluster, gpus: int) -> "Devices":
-        """Of a cluster's node, seen from its login node."""
+        """A cluster's node, seen from its login node."""
         return cls(gpus, cluster.memory_bytes if gpus else None, cluster.device or "GPU")
+
+    @property
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.memory_bytes, self.name, shared=not self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for; None leaves it to the config."""
+    """What the user asked for. None leaves it to the config."""
 
     size: str | None
-    arch: str
+    arch: str | None
     data: Path | None
     out: Path | None
     nproc: int
@@ -74,10 +71,16 @@ class Request:
     sets: Sequence[str] = ()
     over: dict[str, Any] | None = None
     resume: bool = False
-    fresh: bool = False  # without an `out`: a directory of its own, beside those there are
-    fewest: int | None = None  # processes, of a job that may start with fewer than nproc
-    branch: Path | None = None  # a run whose plateau this one begins in
-    init: Path | None = None  # a run whose model and weights this one begins with
+    fresh: bool = False  # without an `out`, create a new directory beside existing ones
+    fewest: int | None = None  # processes of a job that may start with fewer than nproc
+    branch: Path | None = None  # a run in whose plateau this one starts
+    init: Path | None = None  # a run with whose model and weights this one starts
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The layers that the user gave, as the config functions name them."""
+        names = ("cluster", "file", "sets", "over")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,81 +91,72 @@ class PlannedRun:
     config: RunConfig
     facts: dict[str, Any] | None  # None: the run exists
     fresh: bool = False
-    note: str = ""  # for the user: how train.auto_batch chose, what a setting lacks
+    note: str = ""  # for the user: how the layout was chosen, what a setting lacks
 
     def commit(self) -> "PlannedRun":
-        """Hold the run directory for this launcher, and create it or find it fit to continue."""
-        settled = self
-        while not settled._taken_over():
-            settled = self._beside()
-        return settled
+        """Lock the run directory for this launcher, then create it or check that it can go on."""
+        planned = self
+        while not planned._claim():
+            planned = self._next_directory()
+        return planned
 
-    def _taken_over(self) -> bool:
-        """False: it is another's, and the next one will do."""
+    def _claim(self) -> bool:
+        """False if another process has the directory and a new one may be used instead."""
         try:
             self.run.claim()
             if self.facts is not None and self.run.exists:
-                raise _taken(self.run)
+                raise _exists(self.run)
         except RunError:
             if self.fresh and self.run.path.exists():
                 return False
             raise
         if self.facts is None:
             self.run.continue_with(self.config)
-        else:
-            if branch := self.facts.get("branch"):
-                begin(self.run, RunDir(Path(branch["of"])), branch["step"])
-            self.run.create(self.config, {**self.facts, "name": self.config.name})
+            return True
+        branch = self.facts.get("branch")
+        if branch:
+            begin(self.run, RunDir(Path(branch["of"])), branch["step"])
+        self.run.create(self.config, {**self.facts, "name": self.config.name})
         return True
 
-    def _beside(self) -> "PlannedRun":
-        """The same run in the next directory that is not there: 1b, 1b-2, 1b-3 …"""
-        parent, stem, number = self.run.path.parent, self.config.name[:58], 2
+    def _next_directory(self) -> "PlannedRun":
+        """The same run in the first free directory of 1b-2, 1b-3 and so on."""
+        parent = self.run.path.parent
+        stem = self.config.name[:58]  # a name has at most 64 characters
+        number = 2
         while (parent / f"{stem}-{number}").exists():
             number += 1
         name = f"{stem}-{number}"
-        return replace(
-            self, run=RunDir(parent / name), config=self.config.model_copy(update={"name": name})
-        )
+        config = self.config.model_copy(update={"name": name})
+        return replace(self, run=RunDir(parent / name), config=config)
 
 
 def plan_run(request: Request, devices: Devices) -> PlannedRun:
-    """Everything that can be refused is refused here, before anything is written."""
+    """Refuse everything that can be refused before anything is written."""
+    if request.out is not None:
+        _check_path(request.out)
     if request.size is not None and request.init is not None:
-        raise ConfigError(
-            f"--size {request.size} and --init {request.init} both give a model; take one of them away"
-        )
+        both = f"--size {request.size} and --init {request.init}"
+        raise ConfigError(f"{both} both give a model; remove one of them")
     if request.size is None and request.init is None:
-        return _again(request, devices)
+        return _continue(request, devices)
     if request.data is None:
-        raise ConfigError(
-            "--data is missing; make shards with `launch data prepare --source python --out data/python`"
-        )
-    corpus = _corpus(request.data)
-    config = _config(request, corpus)
-    run = RunDir(request.out or Path("runs") / config.experiment / config.name)
+        example = "launch data prepare --source python --out data/python"
+        raise ConfigError(f"--data is missing; make shards with `{example}`")
+    corpus = _open_corpus(request.data)
+    spec = _load(request, corpus)
+    run = RunDir(request.out or Path("runs") / spec.experiment / spec.name)
     before = reload(run.config) if run.exists and request.resume else None
-    other = (
-        None
-        if before or request.init
-        else lambda size: _config(replace(request, size=size), corpus)
-    )
-    config, note = _fit(config, before, request, devices, other)
-    drawn, model = not (before or request.init or request.branch), config.model
-    if (
-        config.train.fp8
-        and drawn
-        and not model.tied
-        and model.embedding_scale * model.multipliers.embedding == 1
-    ):
-        note = f"{note}\n{_FP8}".lstrip()
+    resized = None if before or request.init else _resized(request, corpus, spec)
+    config, note = _fit(spec, before, request, devices, resized)
     fresh = request.fresh and request.out is None
-    if run.exists and not fresh:
-        if not request.resume:
-            raise _taken(run)
-        _check_disk(config, run.path, request.nproc)
-        return PlannedRun(run, config, None, note=note)
+    if run.exists and not fresh and not request.resume:
+        raise _exists(run)
     _check_disk(config, run.path, request.nproc)
+    if run.exists and not fresh:
+        return PlannedRun(run, config, None, note=note)
+    if not request.init and not request.branch:
+        note = "\n".join(filter(None, (note, _fp8_warning(config))))
     train = corpus.manifest.splits["train"]
     about = facts(
         config,
@@ -171,182 +165,199 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
         peak_flops=config.cluster.peak_flops if config.cluster.has(devices.name) else None,
     ) | {"world": request.nproc}
     if request.branch is not None and not run.exists:
-        about["branch"] = {
-            "of": str(request.branch),
-            "step": meeting(config, RunDir(request.branch)),
-        }
+        step = meeting(config, RunDir(request.branch))
+        about["branch"] = {"of": str(request.branch), "step": step}
     return PlannedRun(run, config, about, fresh, note)
 
 
-def _taken(run: RunDir) -> RunError:
-    return RunError(
-        f"--out {run.path} holds a run already; add --resume to continue it or give another --out"
+def _check_path(out: Path) -> None:
+    """A name that is too long or a parent that may not be read shows only when it is used."""
+    try:
+        out.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        name = str(out) if len(str(out)) <= 100 else f"{str(out)[:100]}…"
+        raise RunError(f"--out {name}: {error.strerror}; choose another directory") from None
+
+
+def _exists(run: RunDir) -> RunError:
+    remedy = "add --resume to continue it or give another --out"
+    return RunError(f"--out {run.path} already contains a run; {remedy}")
+
+
+def _fp8_warning(config: RunConfig) -> str:
+    model = config.model
+    scaled = model.tied or model.embedding_scale * model.multipliers.embedding != 1
+    if scaled or not config.train.fp8:
+        return ""
+    return (
+        "train.fp8=true without model.scaled_embedding=true: the loss of a wide model may stay 2% "
+        "above bf16 (docs/TRAINING.md)"
     )
 
 
-def _again(request: Request, devices: Devices) -> PlannedRun:
-    """A run as its directory has it; what is set besides must be what a resumed run may change."""
+def _resized(request: Request, corpus: Corpus, spec: RunSpec) -> Resized:
+    def other(size: str) -> RunSpec:
+        found = _load(replace(request, size=size), corpus)
+        if found.model.arch != spec.model.arch:  # a published size brings its own
+            raise ConfigError(f"size={size} has another architecture")
+        return found
+
+    return other
+
+
+def _continue(request: Request, devices: Devices) -> PlannedRun:
+    """A run as its directory has it, with those changes that a resumed run may make."""
     if not request.resume:
-        raise ConfigError("--size is missing; `launch show --sizes` lists the ladder")
+        raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
-        raise RunError(
-            f"--resume without --size needs the --out of an existing run, got {request.out}"
-        )
+        needed = "--resume without --size needs the --out of an existing run"
+        raise RunError(f"{needed}, got {request.out}")
     run = RunDir(request.out)
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
-    config = reload(
-        run.config,
-        [moved],
-        cluster=request.cluster,
-        file=request.file,
-        sets=request.sets,
-        over=request.over,
-    )
-    config, note = _fit(config, reload(run.config), request, devices)
+    asked = reload(run.config, [moved], **request.layers)
+    config, note = _fit(asked, reload(run.config), request, devices, None)
     if not run.finished:
         _check_disk(config, run.path, request.nproc)
     if not run.finished or request.data is not None:
-        same_data(config, _corpus(Path(config.data.dir or ".")))
+        same_data(config, _open_corpus(Path(config.data.dir or ".")))
     return PlannedRun(run, config, None, note=note)
 
 
 def same_data(config: RunConfig, corpus: Corpus) -> None:
-    if config.data.hash != corpus.manifest.hash:
+    found = corpus.manifest.hash
+    if config.data.hash != found:
         raise RunError(
-            f"data.dir={config.data.dir} holds other data ({corpus.manifest.hash}) than the run began on "
-            f"({config.data.hash}); restore it or start anew with another --out"
+            f"data.dir={config.data.dir} contains other data ({found}) than the run started with "
+            f"({config.data.hash}); restore the data or start a new run with another --out"
         )
 
 
-def _corpus(path: Path) -> Corpus:
-    """Opened with its checksums held, unless reading it all would take minutes: `launch data inspect` does it then."""
+def _open_corpus(path: Path) -> Corpus:
+    """Check the checksums too, unless that takes minutes; `launch data inspect` always does."""
     corpus = Corpus.open(path)
     size = sum(file.stat().st_size for file in path.rglob("*.bin"))
     return Corpus.open(path, verify=True) if size < _VERIFY_BYTES else corpus
 
 
-def _config(request: Request, corpus: Corpus) -> RunConfig:
-    assert request.data is not None
+def _load(request: Request, corpus: Corpus) -> RunSpec:
     name = request.out or request.init
-    layer: dict[str, Any] = {
-        "name": re.sub(r"[^\w.-]", "-", name.resolve().name)[:64] if name else request.size,
-        "data": {"dir": str(request.data), "hash": corpus.manifest.hash},
-    }
+    data = {"dir": str(request.data), "hash": corpus.manifest.hash}
+    layer: dict[str, Any] = {"data": data, "name": request.size}
+    if name is not None:
+        layer["name"] = re.sub(r"[^\w.-]", "-", name.resolve().name)[:64]
     model = None
     if request.init is None:
         layer["model"] = {"vocab": corpus.padded_vocab}
     else:
-        # Imports torch, which takes seconds that other requests need not wait.
+        # Imports torch, which takes seconds.
         from pipeline.checkpoint.format import CONFIG
         from pipeline.checkpoint.restore import newest
 
-        remedy = "prepare the data with --tokenizer, the .model of that run"
-        same_tokenizer(
-            request.init, corpus.manifest.tokenizer.fingerprint, f"--data {request.data}", remedy
-        )
-        began = newest(request.init).path
-        model, layer["init"] = (
-            reload(began / CONFIG).model.model_dump(exclude_none=True),
-            str(began.resolve()),
-        )
-    config = load(
-        size=request.size,
-        arch=request.arch,
-        model=model,
-        data=layer,
-        cluster=request.cluster,
-        file=request.file,
-        sets=request.sets,
-        over=request.over,
-    )
-    corpus.check(config.model.vocab, config.model.seq, "train", "valid")
-    if model is not None:
-        for key in _OF_THE_WEIGHTS:
-            asked, was = json.dumps(getattr(config.model, key)), json.dumps(model[key])
-            if asked != was:
-                of = f"the weights of --init {request.init} are of {was}"
-                raise ConfigError(f"model.{key}={asked}: {of}; leave it out")
-    return config
+        remedy = "prepare the data with --tokenizer, the .model file of that run"
+        found = corpus.manifest.tokenizer.fingerprint
+        same_tokenizer(request.init, found, f"--data {request.data}", remedy)
+        start = newest(request.init).path
+        model = reload(start / CONFIG).model.model_dump(exclude_none=True)
+        layer["init"] = str(start.resolve())
+    spec = load(size=request.size, arch=request.arch, model=model, data=layer, **request.layers)
+    for key, value in data.items():
+        other = getattr(spec.data, key)
+        if other != value:
+            raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
+    corpus.check(spec.model.vocab, spec.model.seq, "train", "valid")
+    for key in _OF_THE_WEIGHTS if model is not None else ():
+        asked = json.dumps(getattr(spec.model, key))
+        was = json.dumps((model or {})[key])
+        if asked != was:
+            text = f"the weights of --init {request.init} were trained with {was}"
+            raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
+    return spec
 
 
 def _fit(
-    config: RunConfig,
+    spec: RunSpec,
     before: RunConfig | None,
     request: Request,
     devices: Devices,
-    resized: Resized | None = None,
+    resized: Resized | None,
 ) -> tuple[RunConfig, str]:
-    """Every number settled for this world. A run that goes on keeps its global batch; how it is cut may change."""
-    if before is None:
-        check_one_micro_batch(config)
-    else:
-        train, was = config.train, before.train
-        assert was.batch_tokens != "auto" and was.micro_batch != "auto"
-        check_one_micro_batch(config, was.micro_batch)
-        batch = was.batch_tokens if train.batch_tokens == "auto" else train.batch_tokens
-        micro = "auto" if train.micro_batch == was.micro_batch else train.micro_batch
-        config = changed(config, {"train.batch_tokens": batch, "train.micro_batch": micro})
-        cuts = config.rows * config.parallel.sp % (request.nproc * was.micro_batch) == 0
-        if micro == "auto" and cuts and (was.auto_batch or not train.auto_batch):  # as before
-            config = changed(config, {"train.micro_batch": was.micro_batch})
-    room = DeviceMemory(devices.memory_bytes, devices.name, not devices.gpus)
+    """Every number for this many processes, and how the layout was chosen."""
+    check_one_micro_batch(spec, before.train.micro_batch if before else None)
+    if before is not None:
+        spec = _as_before(spec, before, request.nproc)
     config, note = fit_to_devices(
-        config, request.nproc, room, keep=before is not None, resized=resized
+        spec,
+        request.nproc,
+        devices.memory,
+        keep=before is not None,
+        resized=resized,
+        fewest=request.fewest,
     )
-    if request.fewest:
-        fit_to_devices(config, request.fewest, room)
-    else:  # of a job's nodes nothing is seen from here
+    if request.fewest:  # of a job, whose nodes cannot be inspected from here
+        fit_to_devices(config, request.fewest, devices.memory)
+    else:
         _check_offload(config, request.nproc, devices.host_bytes)
     return config, note
 
 
+def _as_before(spec: RunSpec, before: RunConfig, ranks: int) -> RunSpec:
+    """A run that continues keeps its global batch. How the ranks divide it may change."""
+    asked = spec.train
+    was = before.train
+    batch = was.batch_tokens if asked.batch_tokens == "auto" else asked.batch_tokens
+    micro = asked.micro_batch
+    if micro in ("auto", was.micro_batch):
+        divides = batch // spec.model.seq * spec.parallel.sp % (ranks * was.micro_batch) == 0
+        # With --auto-batch now and not before, the search starts here.
+        found = was.auto_batch or not asked.auto_batch
+        micro = was.micro_batch if divides and found else "auto"
+    change: dict[str, object] = {"train.batch_tokens": batch, "train.micro_batch": micro}
+    if asked.recompute == "auto":
+        change["train.recompute"] = was.recompute
+    if spec.parallel.zero == "auto":
+        change["zero"] = before.parallel.zero
+    if spec.parallel.ep == "auto" and ranks % before.parallel.ep == 0:
+        change["ep"] = before.parallel.ep
+    return changed(RunSpec.model_validate(spec.model_dump()), change)
+
+
 def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None:
-    """DeviceMemory for what does not lie on the devices, and for the copy that a checkpoint is written from."""
-    away, layout, copy = (
-        config.parallel.offload,
-        Layout.of(config, ranks),
-        checkpoint_bytes(config.model),
-    )
-    if away.path is not None and away.nvme:
-        key, folder, need = (
-            f"parallel.offload.path={away.path}",
-            Path(away.path),
-            offloaded(config, layout, "nvme"),
-        )
+    """Check for enough space for offloaded states and for the copy behind each checkpoint."""
+    offload = config.parallel.offload
+    layout = Layout.of(config, ranks)
+    copy = checkpoint_bytes(config.model)
+    if offload.path is not None and offload.nvme:
+        key = f"parallel.offload.path={offload.path}"
+        folder = Path(offload.path)
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(
-                f"{key} is not a directory that can be written; give one on a local disk"
-            )
-        if need + copy > (free := shutil.disk_usage(folder).free):
-            raise RunError(
-                f"{key} has {_size(free)} free, the run needs {_size(need + copy)} there; give another disk"
-            )
+            raise ConfigError(f"{key} is not a writable directory; give one on a local disk")
+        need = offloaded(config, layout, "nvme") + copy
+        free = shutil.disk_usage(folder).free
+        if need > free:
+            space = f"{_size(free)} free, the run needs {_size(need)} there"
+            raise RunError(f"{key} has {space}; use another disk")
         copy = 0
-    if (
-        host_bytes is not None
-        and (held := offloaded(config, layout, "cpu"))
-        and held + copy > host_bytes
-    ):
+    held = offloaded(config, layout, "cpu")
+    if held and host_bytes is not None and held + copy > host_bytes:
         raise ConfigError(
-            f"parallel.offload to the CPU needs about {_size(held + copy)} there and {_size(host_bytes)} are free; "
-            "offload to nvme (docs/TRAINING.md), or take a smaller --size"
+            f"parallel.offload to the CPU needs about {_size(held + copy)} of memory and "
+            f"{_size(host_bytes)} are free; offload to nvme (docs/TRAINING.md), or use a smaller --size"
         )
 
 
 def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    # one more than is kept: the next is whole before the oldest goes. A run that goes on has some already
-    more = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
-    each, free = (
-        disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero),
-        shutil.disk_usage(there).free,
-    )
-    need = more * each
+    # One more than is kept: the next is complete before the oldest is deleted. A run that continues
+    # has some already.
+    count = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
+    need = count * disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero)
+    free = shutil.disk_usage(there).free
     if need > free:
-        raise RunError(
-            f"--out {path}: {more} checkpoint{'s' if more > 1 else ''} need{'' if more > 1 else 's'} {_size(need)} and "
-            f"{_size(free)} are free; make room, choose another disk, or --set train.keep_last=1"
-        )
+        space = f"{count} checkpoints need {_size(need)} and {_size(free)} are free"
+        remedy = "free some space, choose another disk, or --set train.keep_last=1"
+        raise RunError(f"--out {path}: {space}; {remedy}")
 
 
 def _size(count: int) -> str:

@@ -121,7 +121,6 @@ def _tracker(
     """Cut the log back to the step of the checkpoint, and record how the run starts there."""
     if not world.first:
         return Tracker()
-    assert config.train.steps is not None
     before = list(read(directory.log))
     fault = faults.unlogged(directory, before)
     log = Log(directory.log)

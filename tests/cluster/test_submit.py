@@ -13,7 +13,7 @@ import pytest
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.layers import load, validate
 from pipeline.config.schema import RunConfig
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.runs.directory import RunDir
 from pipeline.runs.faults import line
 from pipeline.slurm.job import Allocation, Ending, decide, ending, usable

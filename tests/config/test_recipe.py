@@ -1,7 +1,8 @@
-"""Numbers that follow from the size, held against the published rule."""
+"""Numbers that follow from the size, and refusals whose remedies work."""
 
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -9,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.layers import load, names
+from pipeline.config.dump import flags
+from pipeline.config.layers import load, load_cluster, names
 from pipeline.config.schema import RunConfig
+from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, UserError
-from pipeline.planner.check import DeviceMemory, fit_to_devices
+from pipeline.planner.check import fit_to_devices, resolve
 from pipeline.planner.count import flops_per_token, params
-from pipeline.planner.recipe import resolve
+from pipeline.planner.memory import DeviceMemory, Layout
 from pipeline.train.request import Devices, Request, plan_run
 
 
@@ -60,8 +63,8 @@ def test_any_world_gets_a_batch_that_cuts(ranks):
     ],
 )
 def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro):
-    wish = load(size=size, arch=arch, sets=["model.vocab=32768", "model.seq=2048"])
-    assert resolve(wish, ranks=1, gpu=gpu).train.micro_batch == micro
+    spec = load(size=size, arch=arch, sets=["model.vocab=32768", "model.seq=2048"])
+    assert resolve(spec, ranks=1, gpu=gpu).train.micro_batch == micro
 
 
 @pytest.mark.parametrize("length", ["train.steps=17", "train.tokens=1000000", "train.flops=1e15"])
@@ -83,12 +86,11 @@ def test_length_in_steps_tokens_or_flops(length):
     memory=st.none() | st.floats(25, 38).map(lambda power: int(2**power)),
     gpu=st.booleans(),
     keep=st.booleans(),
+    cluster=st.sampled_from([None, "h100"]),
     parallel=st.fixed_dictionaries(
-        {
-            "zero": st.integers(0, 3),
-            "engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"]),
-        },
+        {"engine": st.sampled_from(["deepspeed", "deepspeed", "accelerate"])},
         optional={
+            "zero": st.integers(0, 3),
             "ep": st.integers(1, 20),
             "sp": st.integers(1, 12),
             "offload.optimizer": st.just("cpu"),
@@ -107,53 +109,44 @@ def test_length_in_steps_tokens_or_flops(length):
 )
 @settings(deadline=None, max_examples=200)
 def test_what_a_refusal_names_is_accepted_at_once(
-    corpus, size, arch, ranks, memory, gpu, keep, parallel, train
+    corpus, size, arch, ranks, memory, gpu, keep, cluster, parallel, train
 ):
-    """Whatever stands against a layout, and however much of it: the settings named in the one line work, all of them
-    and as they are, in the memory there is."""
-    asked = {
-        "size": size,
-        "nproc": ranks,
-        **{f"parallel.{key}": value for key, value in parallel.items()},
-    }
+    """Whatever is wrong with a layout: the settings named in the one line work, all of them, as they
+    are and in the memory there is."""
+    asked = {"size": size, "nproc": ranks}
+    asked |= {f"parallel.{key}": value for key, value in parallel.items()}
     if not memory or "micro_batch" in train:
         train.pop("auto_batch", None)
     asked |= {f"train.{key}": value for key, value in train.items()}
-    if keep:  # of a run that goes on
+    if keep:  # of a run that continues
         asked["train.batch_tokens"] = 256 * (1 + int(asked.get("train.batch_tokens", 0)) // 1000)
 
-    def settled(asked: dict[str, Any]) -> RunConfig:
+    def planned(asked: dict[str, Any]) -> RunConfig:
         sets = ["model.seq=256", *(f"{key}={value}" for key, value in asked.items() if "." in key)]
+        nproc = int(asked["nproc"])
         if keep:
-            config = load(size=asked["size"], arch=arch, sets=sets)
-            return fit_to_devices(
-                config, int(asked["nproc"]), DeviceMemory(memory, shared=not gpu), keep=True
-            )[0]
-        request = Request(
-            asked["size"], arch, corpus, corpus / "none", int(asked["nproc"]), sets=sets
-        )
+            spec = load(size=asked["size"], arch=arch, cluster=cluster, sets=sets)
+            device = DeviceMemory(memory, shared=not gpu)
+            return fit_to_devices(spec, nproc, device, keep=True)[0]
+        out = corpus / "none"
+        request = Request(asked["size"], arch, corpus, out, nproc, cluster=cluster, sets=sets)
         with patch("shutil.disk_usage", return_value=Mock(free=2**60)):
             return plan_run(request, Devices(8 * gpu, memory, "device")).config
 
     try:
-        settled(asked)
+        planned(asked)
         return
     except ConfigError as error:
         line = str(error)
     assert "\n" not in line
-    remedy, _, more = re.split("; (?:try|take) ", line)[-1].partition(", or ")
+    remedy, _, more = re.split("; (?:try|use) ", line)[-1].partition(", or ")
     if "nothing smaller fits" in line:
         assert memory and (keep or memory < 2**30)
         return
     if more:
-        settled({**asked, "nproc": more.removesuffix(" ranks")})
-    remedy = re.sub(r"^(\d+) of them with", r"--nproc \1", remedy)
-    for key, value in re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", remedy):
-        table = {"dtype": "train.", "size": "", "nproc": ""}.get(
-            key, "" if "." in key else "parallel."
-        )
-        asked[table + key] = value
-    config = settled(asked)
+        planned({**asked, "nproc": more.removesuffix(" ranks")})
+    asked |= settings_in(remedy)
+    config = planned(asked)
     readers = int(asked["nproc"]) // config.parallel.sp
     assert config.train.batch_tokens % (256 * readers * config.train.micro_batch) == 0
     assert not keep or config.train.batch_tokens == asked["train.batch_tokens"]
@@ -161,57 +154,75 @@ def test_what_a_refusal_names_is_accepted_at_once(
         assert params(config.model).total < params(load(size=size, arch=arch).model).total
 
 
+def settings_in(remedy: str) -> dict[str, str]:
+    """The settings that a refusal names, by their keys in a config."""
+    remedy = re.sub(r"^(\d+) of them with", r"--nproc \1", remedy)
+    tables = {"dtype": "train.", "size": "", "nproc": ""}
+    found = re.findall(r"--(?:set )?([\w.]+)[ =](\S+)", remedy)
+    return {tables.get(k, "" if "." in k else "parallel.") + k: value for k, value in found}
+
+
 @pytest.mark.parametrize(
-    ("to", "host", "free", "said"),
+    ("to", "host", "free", "key"),
     [
-        (
-            "cpu",
-            2**28,
-            2**40,
-            r"offload to the CPU needs about .* 256.0 MiB are free; offload to nvme",
-        ),
-        (
-            "nvme",
-            2**28,
-            2**28,
-            r"offload.path=.* has 256.0 MiB free, the run needs .* there; give another disk",
-        ),
+        ("cpu", 2**28, 2**40, "parallel.offload"),
+        ("nvme", 2**28, 2**28, "parallel.offload.path="),
         ("nvme", 2**28, 2**40, None),
         ("cpu", 2**36, 2**28, None),
-        ("cpu", None, 2**28, None),  # a host that is not known
+        ("cpu", None, 2**28, None),  # a host whose memory is not known
     ],
 )
-def test_what_leaves_a_gpu_needs_room_elsewhere(corpus, tmp_path, to, host, free, said):
-    (disk := tmp_path / "disk").mkdir()
+def test_offloaded_states_need_space_elsewhere(corpus, tmp_path, to, host, free, key):
+    disk = tmp_path / "disk"
+    disk.mkdir()
     sets = ["parallel.zero=3", f"parallel.offload.optimizer={to}", f"parallel.offload.path={disk}"]
-    wish = Request("125m", "dense", corpus, tmp_path / "run", 2, sets=sets)
-    with patch(
-        "shutil.disk_usage", side_effect=lambda at: Mock(free=free if at == disk else 2**60)
-    ):
-        if said is None:
-            plan_run(wish, Devices(2, 2**36, "GPU", host))
-            plan_run(
-                replace(wish, sets=[*sets, "parallel.offload.path=/nowhere"], fewest=2),
-                Devices(2, 2**36, "GPU"),
-            )
-        else:
-            with pytest.raises(UserError, match=said):
-                plan_run(wish, Devices(2, 2**36, "GPU", host))
+    request = Request("125m", "dense", corpus, tmp_path / "run", 2, sets=sets)
+
+    def usage(path):
+        return Mock(free=free if path == disk else 2**60)
+
+    with patch("shutil.disk_usage", side_effect=usage):
+        if key is not None:
+            with pytest.raises(UserError, match=key):
+                plan_run(request, Devices(2, 2**36, "GPU", host))
+            return
+        plan_run(request, Devices(2, 2**36, "GPU", host))
+        sets.append("parallel.offload.path=/nowhere")  # of a job: it is on another machine
+        plan_run(replace(request, fewest=2), Devices(2, 2**36, "GPU"))
 
 
 @pytest.mark.parametrize(
-    ("arch", "ranks", "sets", "said"),
+    ("arch", "ranks", "sets", "remedy"),
     [
-        ("dense", 2, ["train.batch_tokens=3000"], r"batch_tokens=3,000 .* 512 .*; try --set train.batch_tokens=3072$"),
-        ("dense", 2, ["train.micro_batch=5"], r"micro_batch=5 .*; try --set train.micro_batch=4$"),
-        ("moe", 6, ["parallel.ep=4", "train.batch_tokens=3000"],
-         r"ep=4 .*; try --set parallel.ep=2 --set train.batch_tokens=3072$"),
-        ("moe", 2, ["parallel.engine=accelerate", "parallel.ep=2"],
-         r"DDP.*ep=2; try --set parallel.zero=0 --set train.dtype=fp32 --set parallel.ep=1$"),
-        ("dense", 2, ["parallel.zero=4"], r"^parallel.zero=4: must be 0, 1, 2 or 3$"),
-        ("dense", 2, ["parallel.ep=0"], r"^parallel.ep=0: must be greater than 0$"),
+        ("dense", 2, ["train.batch_tokens=3000"], {"train.batch_tokens": "3072"}),
+        ("dense", 2, ["train.micro_batch=5"], {"train.micro_batch": "4"}),
+        ("moe", 6, ["parallel.ep=4", "train.batch_tokens=3000"], {"parallel.ep": "2", "train.batch_tokens": "3072"}),
+        ("moe", 2, ["parallel.engine=accelerate", "parallel.zero=1", "parallel.ep=2"],
+         {"parallel.zero": "0", "train.dtype": "fp32", "parallel.ep": "1"}),
     ],
 )  # fmt: skip
-def test_all_causes_are_told_at_once(arch, ranks, sets, said):
-    with pytest.raises(ConfigError, match=said):
-        resolve(load(size="tiny", arch=arch, sets=["model.seq=256", *sets]), ranks=ranks, gpu=False)
+def test_all_causes_are_named_at_once(arch, ranks, sets, remedy):
+    spec = load(size="tiny", arch=arch, sets=["model.seq=256", *sets])
+    with pytest.raises(ConfigError) as error:
+        resolve(spec, ranks=ranks, gpu=False)
+    message = str(error.value)
+    assert all(each.split("=")[0].rpartition(".")[2] in message for each in sets)
+    assert settings_in(message.rpartition("; try ")[2].partition(", or ")[0]) == remedy
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "given"),
+    [("1b", 8, ()), ("7b", 8, ()), ("7b", 16, ("parallel.zero=3",)), ("16b", 16, ()),
+     ("1b", 8, ("train.micro_batch=2", "train.recompute=true"))],
+)  # fmt: skip
+def test_pretrain_uses_the_layout_that_show_recommends(corpus, tmp_path, inside, size, gpus, given):
+    vocab = f"model.vocab={Corpus.open(corpus).padded_vocab}"
+    sets = [part for each in (vocab, *given) for part in ("--set", each)]
+    shown = inside("show", "--size", size, "--gpus", gpus, "--cluster", "h100", "--json", *sets)
+    cluster = load_cluster("h100")
+    request = Request(size, None, corpus, tmp_path / "run", gpus, cluster="h100", sets=given)
+    with patch("shutil.disk_usage", return_value=Mock(free=2**60)):
+        planned = plan_run(request, Devices.of(cluster, 8))
+    layout = Layout.of(planned.config, gpus)
+    assert asdict(layout) == json.loads(shown)["recommended"]["layout"]
+    assert flags(layout.change()) in planned.note

@@ -6,7 +6,7 @@ from pipeline.config.dump import flat, to_toml
 from pipeline.config.layers import load, reload
 from pipeline.config.schema import MASK
 from pipeline.errors import ConfigError
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.slurm.submit import Nodes, train
 from pipeline.train.request import Devices, Request, plan_run
 

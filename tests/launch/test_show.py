@@ -17,7 +17,7 @@ def test_show_counts_the_1b_shape():
     totals = [figures["memory_bytes"][f"zero{stage}"]["total"] for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
     text = launch("show", "--size", "1b", "--cluster", "h100").stdout
-    assert "1.11B total" in text and "ZeRO" in text and "✓" in text and "take --zero 1" in text
+    assert "1.11B total" in text and "ZeRO" in text and "✓" in text and "--zero 1" in text
 
 
 def test_show_lays_out_a_routed_model_over_nodes():

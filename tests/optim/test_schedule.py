@@ -10,7 +10,7 @@ from pipeline.hub.families import choose_family
 from pipeline.model.build import build_model, init_weights
 from pipeline.optim.groups import adamw, parameter_groups, set_learning_rate
 from pipeline.optim.schedule import learning_rate
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 
 
 def test_wsd_warms_up_stays_and_decays():

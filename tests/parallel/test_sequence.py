@@ -9,7 +9,7 @@ from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.parallel.sequence import share_sequences
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 
 SMALL = [
     "model.seq=32",

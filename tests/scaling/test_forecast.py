@@ -11,7 +11,7 @@ from pipeline.config.dump import to_toml
 from pipeline.config.layers import load
 from pipeline.dashboard.law_view import line
 from pipeline.errors import ConfigError, RunError, UserError
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.layers import load
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.track.console import Console, data_warnings, format_record, header
 
 ROOT = Path(__file__).parents[2]

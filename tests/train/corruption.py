@@ -24,7 +24,7 @@ from pipeline.objective.batch import Batch
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard

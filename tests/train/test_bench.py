@@ -16,7 +16,7 @@ from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.parallel.build_engine import prepare_model
 from pipeline.parallel.world import World
-from pipeline.planner.recipe import resolve
+from pipeline.planner.check import resolve
 from pipeline.runs.faults import out_of_memory
 from pipeline.train.device_clock import peak_flops
 from pipeline.train.request import Devices, Request, plan_run

@@ -50,7 +50,6 @@ class HuggingFace:
 
     def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         adam = config.optim.optimizer
-        assert config.optim.lr != "auto" and adam.beta2 != "auto", "resolve the recipe first"
         bf16 = config.train.dtype == "bf16"
         table = describe(config)
         with world.device:
