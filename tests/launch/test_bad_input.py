@@ -111,7 +111,7 @@ def test_a_size_too_large_for_the_machine(corpus, out):
     line = refused(
         "pretrain", "--size", "175b", "--data", corpus, "--out", out, "--nproc", 2, out=out
     )
-    assert "size=175b" in line and "GiB" in line and "; take --size " in line
+    assert "size=175b" in line and "GiB" in line and "; try --size " in line
 
 
 def test_an_unknown_size_names_the_nearest(corpus, out):
@@ -135,12 +135,22 @@ def test_a_share_of_experts_that_does_not_divide_the_ranks(corpus, out):
 
 def test_an_engine_that_cannot(corpus, out):
     assert "--zero 0" in refused(
-        "pretrain", *TINY, "--data", corpus, "--engine", "accelerate", "--out", out, out=out
+        "pretrain",
+        *TINY,
+        "--data",
+        corpus,
+        "--engine",
+        "accelerate",
+        "--zero",
+        1,
+        "--out",
+        out,
+        out=out,
     )
 
 
 def test_a_length_without_end(corpus, out):
-    assert "no end" in refused(
+    assert "--flops" in refused(
         "pretrain", *TINY, "--data", corpus, "--flops", "1e308", "--out", out, out=out
     )
 
@@ -161,9 +171,7 @@ def test_a_disk_to_offload_to_that_is_none(corpus, out, tmp_path, inside, place)
     said = inside(
         "pretrain", *TINY, *options, "--set", f"parallel.offload.path={tmp_path / place}", code=2
     )
-    assert (
-        f"parallel.offload.path={tmp_path / place} is not a directory that can be written" in said
-    )
+    assert f"parallel.offload.path={tmp_path / place}" in said
     assert not out.exists()
 
 
@@ -181,7 +189,7 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     """A run that exists, another config, another version, other data, another world: each is refused as itself."""
     before = {p: p.read_bytes() for p in begun.rglob("*") if p.is_file()}
     again = ("pretrain", *TINY, "--steps", 2, "--data", corpus, "--out", begun)
-    assert "holds a run already" in refused(*again)
+    assert "--resume" in refused(*again)
     line = refused(*again, "--resume", "--set", "optim.clip=0.5", "--seed", 9)
     assert "optim.clip was 1.0, now 0.5" in line and "seed was 1234, now 9" in line
     assert {p: p.read_bytes() for p in begun.rglob("*") if p.is_file()} == before
@@ -210,7 +218,7 @@ def test_continuing_something_else(begun, corpus, tmp_path):
     launch("data", "prepare", "--source", "synthetic", "--out", other, "--tokenizer", corpus / "tokenizer.model",
            "--seed", 2, "--limit-bytes", 300_000, "--valid-share", 0.2, "--quiet")  # fmt: skip
     config.write_text(before[config].decode().replace(str(corpus), str(other)))
-    assert "holds other data" in refused(
+    assert "other data" in refused(
         "pretrain", "--resume", "--out", begun, "--nproc", 2, "--no-track"
     )
     assert "--out of an existing run" in refused(
