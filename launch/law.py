@@ -71,6 +71,7 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
 
     if (runs is None) == (experiment is None):
         raise ConfigError("give one of --runs DIR or --experiment NAME")
+    # A local directory wins over the MLflow store: it is never behind.
     local = runs or Path("runs") / str(experiment)
     if experiment is not None and not local.is_dir():
         return read_experiment(experiment)
@@ -154,6 +155,7 @@ def forecast(
         place: Callable[[Study], Points] = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
         place = _place(size, tokens, params, flops, targets)
+    # Everything the user gave is valid by now; only the fit itself takes long.
     done = study(rows.drop_highest(drop_highest), law, tested=True)
     places = place(done)
     made = predict.forecast(done, places)

@@ -71,7 +71,7 @@ def plan(
     mfu: Mfu = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every run's N, D, FLOPs, learning rate, batch, steps, time and memory, and the total."""
+    """Print every run's N, D, FLOPs, learning rate, batch, steps, time and memory."""
     from pipeline.sweep.grid import TIMING
 
     sweep, runs = lay_out(file, budget, hours, points, data, mfu)
@@ -193,7 +193,7 @@ def _submit(
     todo = [member for member in todo if job_of(member.out) not in queued]
     if not todo:
         raise RunError(
-            f"every run of {root} has finished or is in the queue; `launch status {root}` shows them"
+            f"every run of {root} has finished or is in the queue; see `launch status {root}`"
         )
     missing = {member.name for member in todo}
     branches = [member for member in todo if member.after in missing]
@@ -201,9 +201,10 @@ def _submit(
     wanted = [as_job([*member.argv[1:], "--gpus-per-node", str(gpus)]) for member in first]
     nodes = wanted[0][1]
     site = wanted[0][0].config.cluster.slurm
+    # A new file for each submission: an earlier array may still be reading its own.
     members = root.absolute() / f"members-{secrets.token_hex(4)}.txt"
     job = array(members, len(wanted), jobs, tidy(sweep.experiment), site, nodes, track=track)
-    job.test()
+    job.test()  # before any run directory is created
     runs = [planned.commit().run.path.absolute() for planned, _ in wanted]
     members.write_text("".join(f"{run}\0" for run in runs))
     number = job.submit()
@@ -232,6 +233,7 @@ def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
     from pipeline.slurm.submit import command, tidy
 
     site = load_cluster(sweep.cluster, sets=sweep.set).slurm
+    # Planned again by that job: the vocabulary of data that is not there yet is not known now.
     again = sys.argv[1:]
     for at, word in enumerate(again):
         if word.partition("=")[0] == "--after":
@@ -242,7 +244,7 @@ def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
 
 
 def show_all(root: Path, *, track: bool = True) -> str | None:
-    """Write a sweep's results beside its runs and to MLflow; return a line to print if that failed."""
+    """Write a sweep's results beside its runs and to MLflow; return why that failed, if it did."""
     from pipeline.atomic import replace
     from pipeline.dashboard.live import Watcher
     from pipeline.dashboard.server import static_page
@@ -250,7 +252,7 @@ def show_all(root: Path, *, track: bool = True) -> str | None:
     from pipeline.sweep.execute import publish, write
 
     watcher = Watcher(open_source(root, None))
-    watcher.refresh(strict=True)
+    watcher.refresh(strict=True)  # a run that cannot be read is an error here
     page = root / "dashboard.html"
     replace(page, static_page(watcher.everything()))
     files = [*write(root), page]

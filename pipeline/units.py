@@ -9,7 +9,7 @@ _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 def count(x: float) -> str:
     """Parameters and tokens: 210k, 1.3M, 26B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(x) >= 0.9995 * size:
+        if abs(x) >= 0.9995 * size:  # 999,600 rounds to 1M, not to 1e+03k
             return f"{float(f'{x / size:.3g}'):g}{unit}"
     return f"{x:.3g}"
 

@@ -67,6 +67,7 @@ def run_path(points: Points, C: Array) -> Points:
     x = np.log([float(run.C[0]) for run in best])
     n = np.log([float(run.N[0]) for run in best])
     each = np.log([float(run.C[0] / (run.N[0] * run.D[0])) for run in best])
+    # Half of each decade beyond the runs goes to N and half to D.
     beyond = np.log(C) - np.clip(np.log(C), x[0], x[-1])
     N = np.exp(np.interp(np.log(C), x, n) + beyond / 2)
     D = C / (N * np.exp(np.interp(np.log(C), x, each)))
@@ -87,7 +88,8 @@ def in_words(done: Study, points: Points) -> str:
     loss, low, high = done.interval(run_path(points, np.array([top / 10, top, top * 10])))
     text = (
         f"Up to the largest run ({power(top)} FLOPs) each tenfold of compute lowers the held-out "
-        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give {loss[2]:.3f}"
+        f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "
+        f"{loss[2]:.3f}"
     )
     if not math.isfinite(high[2]):
         return text + "; these runs do not show how far off that may be."
@@ -129,6 +131,7 @@ def grid(done: Study) -> dict[str, Any]:
     """
     top = math.log10(float(done.fit.points.C.max()))
     stops = np.arange(top - DECADES_BELOW, top + DECADES_ABOVE, 1 / STOPS_PER_DECADE)
+    # Round to whole stops, so that the sliders of two ladders stop at the same places.
     C = 10.0 ** (np.round(stops * STOPS_PER_DECADE) / STOPS_PER_DECADE)
     best = done.optimum(C)
     found: dict[str, Any] = {"C": C.tolist(), "sizes": None}

@@ -83,7 +83,7 @@ def fit(
     full_grid: bool = False,
     show: Show = silent,
 ) -> Fit:
-    """The best of many descents, from Hoffmann's 4500 starts with `full_grid`, else screened ones."""
+    """The best of many descents: from screened starts, or Hoffmann's 4500 with `full_grid`."""
     x = Inputs.of(points)
     if full_grid and type(law) is Chinchilla:
         starts = hoffmann_grid(x)
@@ -175,7 +175,7 @@ def minimize(
     patience: int = 8,
     iterations: int = 400,
 ) -> tuple[Array, Array]:
-    """BFGS with backtracking from every row of `start`; `metric` gives first Hessians, (R, P, P)."""
+    """BFGS with backtracking from every row of `start`; `metric` gives Hessians, (R, P, P)."""
     theta = start.copy()
     best, gradient = objective(theta, rows)
     inverse = _inverse(metric(theta, rows))
@@ -310,7 +310,7 @@ def _raw_starts(points: Points, law: Law, x: Inputs) -> Array:
 
 
 def _two_terms(points: Points, x: Inputs) -> Array:
-    """Starts of Chinchilla's law: every pair of exponents, with its coefficients solved linearly."""
+    """Starts of Chinchilla's law: pairs of exponents, with their coefficients solved linearly."""
     exponents = np.array(list(itertools.product(EXPONENTS, EXPONENTS)))
     linear = _project(np.exp(-exponents[:, :, None] * np.stack([x.n, x.d])), points.loss)
     return np.column_stack([linear[:, :2], exponents[:, 0], linear[:, 2], exponents[:, 1]])

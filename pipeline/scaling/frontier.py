@@ -1,7 +1,7 @@
 """The compute-optimal N and D: from a law, from isoFLOP valleys, or from training curves."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,28 +29,11 @@ def flops_per_parameter_token(points: Points) -> float:
     return float(np.median(points.C / (points.N * points.D)))
 
 
-def at(
-    points: Points,
-    C: Array,
-    N: Array,
-    D: Array,
-    *,
-    run: tuple[str, ...] | None = None,
-    experts: Array | None = None,
-    unique: Array | None = None,
-) -> Points:
-    """Places without a loss, in the convention of these points."""
-    return replace(
-        points,
-        C=C,
-        N=N,
-        D=D,
-        loss=np.full_like(C, np.nan),
-        run=run or ("",) * len(C),
-        experts=experts,
-        unique=unique,
-        dropped=(),
-    )
+def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
+    """Places without a loss, in the convention of these points; `columns`: run, experts, unique."""
+    loss = np.full_like(C, np.nan)
+    given = {"run": ("",) * len(C), "experts": None, "unique": None, **columns}
+    return replace(points, C=C, N=N, D=D, loss=loss, dropped=(), **given)
 
 
 def exponents(fit: Fit) -> tuple[float, float] | None:
@@ -69,6 +52,7 @@ def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
         terms = [fit.law.terms(fit.values, float(m)) for m in many]
     if any(term is None for term in terms):
         return None
+    # Minimize A·N^−α + B·D^−β with N·D fixed: αA·N^−α = βB·D^−β, solved for log N.
     a, alpha, b, beta = np.array(terms, dtype=float).reshape(-1, 4).T
     unit = np.log(C / flops_per_parameter_token(fit.points))
     with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
@@ -129,6 +113,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
         if isinstance(found, str):
             notes.append(f"C = {C:.3g}: {found}")
             continue
+        # D from this budget's own C / (N·D), which varies with size where attention is counted.
         N = float(np.exp(found[0]))
         rows.append(Minimum(N, C / (N * flops_per_parameter_token(group)), C, found[1]))
     if len(rows) < 3:
@@ -151,10 +136,12 @@ def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | s
     from scipy.interpolate import Akima1DInterpolator
 
     x, y = valley(log_n, loss)
+    # A parabola has three coefficients. Akima's spline needs a neighbor on each side of two.
     need = 3 if method == "parabola" else 4
     if len(x) < need:
         return f"{len(x)} sizes, and a valley needs {need}"
     if method == "parabola":
+        # Centered, because log N of billions makes the squares nearly collinear.
         curve, slope, level = np.polyfit(x - x.mean(), y, 2)
         if curve <= 0:
             return "the losses curve downward: no valley"

@@ -25,6 +25,7 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
     weights = draws.astype(float)[:, cluster] * (1.0 if fit.weights is None else fit.weights)
     if isinstance(fit.law, Projected):
         return refit_vpnls(fit, weights)
+    # Every refit starts from the optimum of all runs: a resample's own optimum is near it.
     starts = np.repeat(fit.theta[None], resamples, axis=0)
     prior = fit.weights is not None
     return descend(
@@ -57,7 +58,7 @@ class Scatter:
 
     def standard_errors(self) -> Array:
         """Standard errors of the natural parameters, by the delta method."""
-        step = 1e-5
+        step = 1e-5  # in logarithms; central differences are then exact to about 1e-10
         unit = np.eye(len(self.fit.theta))
         nudged = self.fit.theta + step * np.concatenate([unit, -unit])
         up, down = np.split(self.fit.law.natural(nudged, self.fit.inputs), 2)
@@ -86,6 +87,7 @@ def scatter(fit: Fit) -> Scatter:
     scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
     outer = np.outer(scale, scale)
     inverse = np.linalg.pinv(normal / outer, rcond=1e-14, hermitian=True) / outer
+    # The sandwich of weighted least squares, with Huber's variance for this scatter.
     meat = (jacobian * weights**2) @ jacobian.T
     square, inside = _huber_moments(DELTA / max(sigma, 1e-12))
     covariance = square / inside**2 * sigma**2 * inverse @ meat @ inverse
@@ -124,6 +126,7 @@ def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
     """
     if "E" not in fit.law.parameters or spread.freedom <= 0 or fit.objective < 1e-12:
         return None
+    # E cannot exceed the lowest loss; near it, the other terms have nothing left to explain.
     best = float(np.exp(fit.theta[0]))
     level = fit.objective + spread.rise
     grid = np.linspace(0.02, 0.9995, values) * float(fit.points.loss.min())

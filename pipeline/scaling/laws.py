@@ -1,8 +1,9 @@
 """The scaling laws: each maps centered logarithms to log loss, with its analytic gradient.
 
 A law is evaluated for R parameter vectors at n points in one call. Every law is a log-sum-exp of
-terms, so nothing overflows. The logarithms are centered, which makes a coefficient and its exponent
-nearly independent: uncentered, Hoffmann's objective converges from 7% of starts; centered, from 37%.
+terms, so nothing overflows. The logarithms are centered, which makes a coefficient nearly
+independent of its exponent: uncentered, Hoffmann's objective converges from 7% of starts;
+centered, from 37%.
 """
 
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ class Chinchilla(Law):
 
 
 class Gamma(Chinchilla):
-    """Chinchilla's law with both terms under one exponent: with γ < 1 one shortage hides the other."""
+    """Chinchilla's law with its terms under one exponent: γ < 1 lets one shortage hide another."""
 
     name = "gamma"
     formula = "L = E + (A·N^−α + B·D^−β)^γ"
@@ -126,6 +127,7 @@ class Gamma(Chinchilla):
         e, a, alpha, b, beta, log_gamma = (column[:, None] for column in theta.T)
         gamma = np.exp(log_gamma)
         inner, part = log_sum_exp(a - alpha * x.n, b - beta * x.d)
+        # The chain rule: from the sum with E, through the power γ, to each of the two terms.
         value, share = log_sum_exp(e, gamma * inner)
         outer = share[1] * gamma
         first = outer * part[0]
@@ -219,6 +221,7 @@ class Routed(Law):
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = theta.T
         n0, d0, _, m0 = x.centre
+        # Uncentering log M moves part of δ and γ into A and α, and of ω and ζ into B and β.
         log_a = a - delta * m0 + alpha * n0 - gamma * m0 * n0
         log_b = b - omega * m0 + beta * d0 - zeta * m0 * d0
         of_n = [np.exp(log_a), alpha - gamma * m0, delta + gamma * n0, gamma]
@@ -244,6 +247,7 @@ class Kaplan(Law):
     parameters = ("Nc", "alpha_N", "Dc", "alpha_D")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        # Fitted as the γ-law without E and with β = 1: γ is αD, `ratio` is αN/αD.
         a, ratio, b, log_gamma = (column[:, None] for column in theta.T)
         gamma = np.exp(log_gamma)
         inner, part = log_sum_exp(a - ratio * x.n, b - x.d)

@@ -26,7 +26,7 @@ MIXED_COUNTS = 10.0
 
 @dataclass(frozen=True)
 class Points:
-    """Columns of equal length: parameters N, tokens D, FLOPs C and held-out loss (nats per token)."""
+    """Columns of equal length: parameters N, tokens D, FLOPs C, held-out loss (nats per token)."""
 
     N: Array
     D: Array
@@ -72,6 +72,7 @@ def clean(points: Points) -> Points:
     dropped: list[str] = []
     seen: set[tuple[float, ...]] = set()
     for i, name in enumerate(points.run):
+        # NaN fails the comparison, so an empty cell or a loss that was not finite is dropped too.
         row = {key: float(values[i]) for key, values in points.columns.items()}
         wrong = [f"{key}={value:g}" for key, value in row.items() if not 0 < value < np.inf]
         if wrong:
@@ -118,6 +119,7 @@ def read_csv(path: Path) -> Points:
 def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a CSV file as text; its columns are checked, its cells are not."""
     try:
+        # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with path.open(newline="", encoding="utf-8-sig") as file:
             names = [name.strip() for name in next(csv.reader(file), [])]
             rows = [

@@ -33,9 +33,11 @@ def register(
                 f"forecast {one.loss:.4g} has no interval to score: too few runs; add a size and "
                 f"fit again"
             )
+        # The name is the target: a second forecast of the same run meets the first one's file.
         path = folder / f"N{count(one.N)}-D{count(one.D)}.json"
         if path in contents:
             raise RunError(f"targets: two are {path.stem}, which is one run; leave one of them out")
+        # The whole fit goes along, so that a score can be traced to its points and law.
         content = {"version": VERSION, "time": now, "forecast": vars(one), "fit": study}
         contents[path] = json.dumps({**content, "sha256": _digest(content)}, indent=1)
     written: list[Path] = []
@@ -112,6 +114,7 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
             if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
                 continue
             measured = float(run.evals[-1]["loss"])
+            # Only a forecast that is older than its run counts.
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
             landed = {
                 "run": run.name,

@@ -1,10 +1,11 @@
 """From points to a law: which law they can determine, its uncertainty, and its doubts.
 
-One law is printed, drawn and used for forecasts: `Study.fit`. With `auto` it is fitted to forecast:
-the runs nearest the largest compute count most (backtest.focus), and exponents much steeper than
-any known law cost something (laws.steepness). A law asked for by name is fitted as in its paper, all
-runs alike. N* and D* always come from a fit of all runs alike, `Study.split`, or from measured
-valleys: badly split runs determine them, and those hardly count in a fit made to forecast.
+One law is printed, drawn and used for forecasts: `Study.fit`. With `auto` it is fitted to
+forecast: the runs nearest the largest compute count most (backtest.focus), and exponents much
+steeper than any known law cost something (laws.steepness). A law asked for by name is fitted as in
+its paper, all runs alike. N* and D* always come from a fit of all runs alike, `Study.split`, or
+from measured valleys: badly split runs determine them, and those hardly count in a fit made to
+forecast.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Study:
 
     @quiet
     def optimum(self, C: Array, experts: Array | None = None) -> Optimum | None:
-        """The compute-optimal N and D, and the law's loss there; None for a law of compute alone."""
+        """The compute-optimal N and D with the law's loss; None for a law of compute alone."""
         if self.minima is not None:
             N, D = self.minima.path(C)
         else:
@@ -61,7 +62,7 @@ class Study:
 
     @quiet
     def interval(self, places: Points) -> tuple[Array, Array, Array]:
-        """The law's loss and its 95% interval: as wide as backtests show, and at least the scatter."""
+        """The law's loss and its 95% interval: what backtests show, and at least the scatter."""
         loss = self.fit.predict(places)
         half = self.scatter.half_width(places)
         if self.backtest is not None:
@@ -79,7 +80,7 @@ class Study:
 
     @quiet
     def parameters(self) -> dict[str, dict[str, float]]:
-        """Value, standard error and 95% interval: from the bootstrap if it ran, else the scatter."""
+        """Value, standard error, 95% interval: from the bootstrap if it ran, else the scatter."""
         values = self.fit.values
         if self.draws is not None:
             errors = self.draws.std(axis=0, ddof=1)
@@ -223,6 +224,7 @@ def _valleys_instead(split: Fit) -> tuple[Minima | None, list[str]]:
         found = isoflop(split.points)
     except DataError:
         return None, []
+    # Two independent readings of N*: one from the law, one from each budget by itself.
     law = optimum(split, found.points.C)
     if law is None or len(found.points) < 4:
         return None, []
@@ -251,6 +253,7 @@ def check(points: Points) -> None:
             f"compute spans only {points.C.max() / points.C.min():.2f}×; add runs with at least 4× "
             f"more FLOPs (such as {power(4 * points.C.max())})"
         )
+    # The best of the largest third must beat the best of the smallest: noise alone may swap two.
     order = np.argsort(points.C)
     third = max(1, len(order) // 3)
     early = points.loss[order[:third]].min()
@@ -327,8 +330,8 @@ def choose(points: Points) -> Choice:
         note = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more}"
         return Choice(law, backtest(points, law, focused=True), [note, *notes])
     note = (
-        f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so it "
-        f"is too optimistic far beyond the last run: use it within the measured range. {more}"
+        f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so "
+        f"it is too optimistic far beyond the last run: use it within the measured range. {more}"
     )
     return Choice(LAWS["power"], None, [note, *notes])
 
@@ -351,6 +354,7 @@ def _by_backtest(points: Points) -> Choice:
     elif _repeats(points):
         names = ["chinchilla", "data-constrained"]
     tests = [backtest(points, LAWS[name], focused=True) for name in names]
+    # EXACT makes laws equal that are both right to the last digits: then the first, simplest wins.
     best = min(
         (test for test in tests if test is not None),
         key=lambda test: max(test.score, EXACT),

@@ -73,6 +73,7 @@ def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:
             f"optim.schedule.warmup_steps={run.warmup_steps}",
             f"train.batch_tokens={run.batch_tokens}",
         ]
+        # The trunk keeps a checkpoint at each step where a shorter run branches off.
         branches = sorted(other.begins for other in runs if other.trunk == run.name)
         if branches:
             sets.append(f"train.keep_at={branches}")
@@ -170,6 +171,7 @@ def _next(state: Progress, known: set[str]) -> Member | None:
         if member.after in state.failed:
             state.waiting.remove(member)
             state.failed[member.name] = f"branches off {member.after}, which failed"
+        # A trunk that is not in this call finished in an earlier one.
         elif member.after is None or member.after in state.finished or member.after not in known:
             state.waiting.remove(member)
             return member
@@ -178,6 +180,7 @@ def _next(state: Progress, known: set[str]) -> Member | None:
 
 def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
+    # Several runs share this machine's cores; torch would take all of them for each.
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
     argv = [*member.argv, "--quiet"]
     if not track:
@@ -195,10 +198,11 @@ def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
 
 
 def _end(state: Progress, member: Member, process: subprocess.Popen[str]) -> None:
+    # The last line that a command prints before it fails is its reason, in one line.
     printed = [line for line in process.communicate()[1].splitlines() if line.strip()]
     if process.returncode == 0 and member.finished:
         state.finished.append(member.name)
-    elif state.stopping:
+    elif state.stopping:  # saved as asked; the next call continues it
         state.waiting.insert(0, member)
     else:
         reason = f"exit code {process.returncode} without a reason; see {member.out}/logs"
@@ -214,7 +218,7 @@ def write(root: Path) -> list[Path]:
     """Write points.csv and fit.json."""
     runs = read_runs(root)
     try:
-        fitted = study(points_of(runs), resamples=1000).to_json()
+        fitted = study(points_of(runs), resamples=1000).to_json()  # as `launch fit` prints it
     except DataError as error:
         fitted = {"law": None, "warnings": [f"No law yet: {error}"]}
     text = json.dumps(finite(fitted), indent=1, ensure_ascii=False)

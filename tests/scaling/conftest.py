@@ -36,12 +36,13 @@ def public() -> Path:
 
 @pytest.fixture
 def launch():
-    """Run a command; a user's error is what the command line would print before exit code 2."""
+    """Run a command, whose arguments may hold several words; raise a user's error as it is."""
     app = typer.Typer()
     law.register(app)
 
     def call(*arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(a) for a in arguments])
+        words = [word for argument in arguments for word in str(argument).split()]
+        result = CliRunner().invoke(app, words)
         if isinstance(result.exception, UserError):
             raise result.exception
         assert result.exit_code == 0, result.output + repr(result.exception)

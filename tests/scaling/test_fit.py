@@ -14,10 +14,8 @@ from tests.scaling.made_runs import LAW, make_ladder, true_loss
 
 
 def grid(noise: float = 0.0, count: int = 7, seed: int = 0) -> Points:
-    N, D = (
-        a.ravel()
-        for a in np.meshgrid(np.geomspace(1e6, 1e9, count), np.geomspace(1e8, 1e11, count))
-    )
+    axes = np.meshgrid(np.geomspace(1e6, 1e9, count), np.geomspace(1e8, 1e11, count))
+    N, D = (axis.ravel() for axis in axes)
     loss = true_loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, 1, N.size) * noise)
     return Points(N, D, 6 * N * D, loss, tuple(map(str, range(N.size))), "made")
 
@@ -48,11 +46,8 @@ def test_many_rows_descend_as_one_would() -> None:
     points = grid(0.01)
     law, x = LAWS["chinchilla"], Inputs.of(points)
     starts = screened(points, law, x, 5)
-    weights = (
-        np.random.default_rng(0)
-        .multinomial(len(points), np.full(len(points), 1 / len(points)), 5)
-        .astype(float)
-    )
+    even = np.full(len(points), 1 / len(points))
+    weights = np.random.default_rng(0).multinomial(len(points), even, 5).astype(float)
     together, _ = descend(points, law, x, starts, weights)
     for i in range(5):
         alone, _ = descend(points, law, x, starts[i : i + 1], weights[i : i + 1])
@@ -60,7 +55,7 @@ def test_many_rows_descend_as_one_would() -> None:
 
 
 def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
-    data = json.loads(launch("fit", "--runs", ladder, "--json"))
+    data = json.loads(launch("fit --json --runs", ladder))
     assert data["law"] == "power"
     assert data["points"]["used"] == 3
     assert data["exponents"] is None
@@ -86,10 +81,8 @@ def test_a_grid_gives_the_whole_law_without_complaint() -> None:
     done = study(grid(0.001))
     assert done.fit.law.name == "chinchilla"
     assert done.warnings == ()
-    data = done.to_json()
-    assert data["exponents"]["a"] == pytest.approx(
-        LAW["beta"] / (LAW["alpha"] + LAW["beta"]), abs=0.02
-    )
+    a = LAW["beta"] / (LAW["alpha"] + LAW["beta"])
+    assert done.to_json()["exponents"]["a"] == pytest.approx(a, abs=0.02)
 
 
 def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
@@ -105,9 +98,8 @@ def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
 
 def test_n_and_d_in_step_are_told() -> None:
     N = np.geomspace(1e6, 1e9, 12)
-    points = Points(
-        N, 20 * N, 120 * N * N, true_loss(N, 20 * N), tuple(map(str, range(12))), "made"
-    )
+    loss = true_loss(N, 20 * N)
+    points = Points(N, 20 * N, 120 * N * N, loss, tuple(map(str, range(12))), "made")
     done = study(points)
     assert done.fit.law.name == "compute"
     assert "cannot be told apart" in done.warnings[0]
@@ -115,7 +107,8 @@ def test_n_and_d_in_step_are_told() -> None:
 
 def test_the_scatter_interval_covers() -> None:
     """95% nominal, 5 runs on a line in log space: Student's t with three degrees of freedom."""
-    rng, inside = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    inside = 0
     C = np.geomspace(1e13, 1e15, 6)
     for _ in range(200):
         loss = 30 * C**-0.07 * np.exp(rng.normal(0, 0.01, 6))
@@ -125,55 +118,43 @@ def test_the_scatter_interval_covers() -> None:
     assert 0.90 <= inside / 200 <= 0.99
 
 
-def bad(loss: list[float], C: list[float]) -> Points:
-    c = np.array(C)
-    return Points(c, c, c, np.array(loss), tuple("abcdefgh"[: len(c)]), "made")
-
-
-def test_runs_of_one_length_are_told() -> None:
-    N = np.geomspace(1e6, 1e7, 4)
-    D = np.full(4, 1e9)
-    done = study(Points(N, D, 6 * N * D, true_loss(N, D), tuple("abcd"), "made"))
-    assert any("same 1B tokens" in warning for warning in done.warnings)
-
-
-def test_one_size_only() -> None:
+def test_runs_that_do_not_vary() -> None:
+    """Of one size, of one length, or too few: a warning with `auto`, an error for a named law."""
     D = np.geomspace(1e8, 1e11, 12)
     N = np.full_like(D, 1e7)
-    points = Points(N, D, 6 * N * D, true_loss(N, D), tuple(map(str, range(12))), "made")
-    assert "effect of N" in study(points).warnings[0]
-    with pytest.raises(DataError, match=r"all runs have N = 10M; train for C ≈ .* N = 20M on"):
-        study(points, "chinchilla")
-    other = replace(points, N=points.D, D=points.N)
-    assert "effect of D" in study(other).warnings[0]
-    with pytest.raises(DataError, match=r"all runs have D = 10M; train for C ≈ .* on 20M tokens"):
-        study(other, "chinchilla")
+    size = Points(N, D, 6 * N * D, true_loss(N, D), tuple(map(str, range(12))), "made")
+    assert "effect of N" in study(size).warnings[0]
+    with pytest.raises(DataError, match="N = 10M"):
+        study(size, "chinchilla")
+    length = replace(size, N=size.D, D=size.N)
+    assert "effect of D" in study(length).warnings[0]
+    with pytest.raises(DataError, match="D = 10M"):
+        study(length, "chinchilla")
+    assert any("same 10M tokens" in said for said in study(length.take(D < 1e9)).warnings)
+    with pytest.raises(DataError, match="law=chinchilla has 5 parameters"):
+        study(size.take(D < 3e8), "chinchilla")
+    with pytest.raises(ConfigError, match="law='chinchila'"):
+        study(size, "chinchila")
 
 
 @pytest.mark.parametrize(
-    ("points", "words"),
+    ("loss", "C", "words"),
     [
-        (bad([3.0], [1e12]), "at least two finished runs"),
-        (bad([3.0, 2.9], [1e12, 1.1e12]), "spans only"),
-        (bad([2.5, 2.7, 2.9], [1e12, 1e13, 1e14]), "rises with compute"),
+        ([3.0], [1e12], "points=1"),
+        ([3.0, 2.9], [1e12, 1.1e12], "spans only"),
+        ([2.5, 2.7, 2.9], [1e12, 1e13, 1e14], "rises with compute"),
     ],
 )
-def test_what_no_law_can_be_drawn_through(points: Points, words: str) -> None:
+def test_what_no_law_can_be_drawn_through(loss: list[float], C: list[float], words: str) -> None:
+    c = np.array(C)
     with pytest.raises(DataError, match=words):
-        study(points)
-
-
-def test_a_law_asked_for_by_name_needs_its_points() -> None:
-    with pytest.raises(DataError, match="5 parameters and there are 3 points; train 2 more"):
-        study(bad([3, 2.9, 2.8], [1e12, 1e13, 1e14]), "chinchilla")
-    with pytest.raises(ConfigError, match="chinchila"):
-        study(bad([3, 2.9, 2.8], [1e12, 1e13, 1e14]), "chinchila")
+        study(Points(c, c, c, np.array(loss), tuple("abc"[: len(c)]), "made"))
 
 
 def test_one_source_at_a_time(launch, ladder: Path) -> None:
-    with pytest.raises(ConfigError, match="give one of"):
-        launch("fit", "--runs", ladder, "--points", "x.csv")
-    assert "power: L = K·C^−g" in launch("fit", "--runs", ladder)
+    with pytest.raises(ConfigError, match="--runs"):
+        launch("fit --points x.csv --runs", ladder)
+    assert "power: L = K·C^−g" in launch("fit --runs", ladder)
 
 
 def test_the_ladder_of_the_docs() -> None:

@@ -1,3 +1,5 @@
+"""Forecasts: what they are worth, that they follow the printed law, and their register."""
+
 import json
 import shlex
 import stat
@@ -34,10 +36,12 @@ def write(path: Path, points: Points) -> Path:
 
 
 def test_the_interval_covers_what_comes_next() -> None:
-    inside, widths = [], []
-    for seed in range(5):
+    inside = []
+    widths = []
+    for seed in range(3):
         points = drawn(0.003, seed)
-        smaller, larger = points.take(points.C < 1e20), points.take(points.C > 1e20)
+        smaller = points.take(points.C < 1e20)
+        larger = points.take(points.C > 1e20)
         loss, low, high = study(smaller).interval(larger)
         inside.append((low <= larger.loss) & (larger.loss <= high))
         widths.append(np.median(high / loss - 1))
@@ -45,26 +49,18 @@ def test_the_interval_covers_what_comes_next() -> None:
     assert np.mean(widths) < 0.05  # and is of some use
 
 
-def test_the_interval_widens_with_the_reach() -> None:
-    done = study(drawn(0.003, 0))
-    loss, _, high = done.interval(done.frontier(np.array([1e21, 1e22, 1e23, 1e24])))
-    assert (np.diff(high / loss) > 0).all()
-
-
 def test_backtests_never_see_what_they_predict() -> None:
     points = drawn(0.003, 0)
     test = backtest(points, LAWS["chinchilla"], focused=True)
     spoiled = points.loss.copy()
-    last = points.C.max() == points.C
-    spoiled[last] *= 1.5  # only errors at the last budget may change
+    spoiled[points.C.max() == points.C] *= 1.5  # only errors at the last budget may change
     again = backtest(replace(points, loss=spoiled), LAWS["chinchilla"], focused=True)
     assert test is not None and again is not None
     earlier = ~np.isclose(test.cut * test.ratio, points.C.max())
     assert earlier.any()
     np.testing.assert_allclose(test.errors[earlier], again.errors[earlier], atol=1e-4)
-    np.testing.assert_allclose(
-        again.errors[~earlier] - test.errors[~earlier], np.log(1.5), atol=1e-2
-    )
+    moved = again.errors[~earlier] - test.errors[~earlier]
+    np.testing.assert_allclose(moved, np.log(1.5), atol=1e-2)
 
 
 def test_focus_keeps_enough_points() -> None:
@@ -75,168 +71,15 @@ def test_focus_keeps_enough_points() -> None:
         assert weights[points.C.max() == points.C].max() == weights.max()
 
 
-def test_targets_from_a_file(tmp_path: Path, launch) -> None:
-    points = drawn(0.001, 0)
-    small = write(tmp_path / "small.csv", points.take(points.C < 1e20))
-    large = write(tmp_path / "large.csv", points.take(points.C > 1e20))
-    data = json.loads(launch("forecast", "--points", small, "--targets", large, "--json"))
-    losses = np.array([one["loss"] for one in data["forecasts"]])
-    np.testing.assert_allclose(losses, points.loss[points.C > 1e20], rtol=0.01)
-    one = data["forecasts"][-1]
-    assert one["low"] < one["loss"] < one["high"]
-    assert one["extrapolation"] == pytest.approx(
-        points.C.max() / points.C[points.C < 1e20].max(), rel=1e-6
-    )
-    assert one["optimum"]["N"] * one["optimum"]["D"] * 6 == pytest.approx(one["C"])
-    assert one["optimum"]["loss"] <= one["loss"] * 1.001
-
-
-def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
-    file = write(tmp_path / "p.csv", drawn(0.001, 0))
-    by_size = json.loads(
-        launch("forecast", "--points", file, "--size", "1b", "--cluster", "h100", "--json")
-    )
-    assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
-    assert by_size["recipe"]["lr"] > 0
-    assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / 0.4 / 3600)
-    assert by_size["cost"]["usd"] == pytest.approx(3.99 * by_size["cost"]["gpu_hours"])
-    by_flops = json.loads(launch("forecast", "--points", file, "--flops", "1e22", "--json"))
-    assert by_flops["N"] == pytest.approx(by_flops["optimum"]["N"])
-    by_numbers = json.loads(
-        launch(
-            "forecast",
-            "--points",
-            file,
-            "--params",
-            by_flops["N"],
-            "--tokens",
-            by_flops["D"],
-            "--json",
-        )
-    )
-    assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
-    with pytest.raises(ConfigError, match="give one of --size"):
-        launch("forecast", "--points", file)
-    with pytest.raises(ConfigError, match="give one of --size"):
-        launch("forecast", "--points", file, "--flops", "1e22", "--tokens", "1e9")
-    file.with_name("t.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
-    with pytest.raises(ConfigError, match="C="):
-        launch("forecast", "--points", file, "--targets", file.with_name("t.csv"))
-    with pytest.raises(ConfigError, match=r"flops=-1\.0 must be"):
-        launch("forecast", "--points", file, "--flops", "-1")
-    assert "forecast by" in launch("forecast", "--points", file, "--flops", "1e22")
-
-
-def test_a_target_off_the_ladder_is_told(ladder: Path, launch) -> None:
-    data = json.loads(
-        launch("forecast", "--runs", ladder, "--params", "5e6", "--tokens", "1e10", "--json")
-    )
-    assert any("off that line" in warning for warning in data["warnings"])
-    assert data["optimum"] is None
-
-
-def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
-    call = (
-        "forecast",
-        "--runs",
-        ladder,
-        "--params",
-        "7e6",
-        "--tokens",
-        "1.4e8",
-        "--register",
-        "--json",
-    )
-    path = Path(json.loads(launch(*call))["registered"][0])
-    assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
-    with pytest.raises(RunError, match="already registered"):
-        launch(*call)
-    before = json.loads(launch("score", "--runs", ladder, "--json"))
-    assert before["calibration"] | {"landed": 0, "counted": 0} == before["calibration"]
-
-    late = make_run(
-        ladder, "base-20x", 7e6, 1.4e8, size="base"
-    )  # its log begins in 1970: before the forecast
-    after = json.loads(launch("score", "--runs", ladder, "--json"))
-    assert after["scores"][0]["run"] == "base-20x"
-    assert after["scores"][0]["counts"] is False
-
-    log = late / "log.jsonl"
-    log.write_text(
-        log.read_text().replace('"time": ', '"time": 1e11, "was": ')
-    )  # as if trained afterwards
-    after = json.loads(launch("score", "--runs", ladder, "--json"))
-    one = after["scores"][0]
-    assert one["counts"] is True
-    assert one["inside"] == (one["low"] <= one["measured"] <= one["high"])
-    assert one["error"] == pytest.approx(one["measured"] / one["forecast"] - 1)
-    assert after["calibration"]["counted"] == 1
-    assert "1 of 1 inside" in launch("score", "--runs", ladder)
-
-    path.chmod(0o644)
-    path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
-    with pytest.raises(RunError, match="was changed after it was registered"):
-        launch("score", "--runs", ladder)
-
-
-def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
-    call = ("forecast", "--runs", ladder, "--targets", ladder.with_name("t.csv"), "--register")
-    ladder.with_name("t.csv").write_text("N,D\n7e6,1.4e8\n2e7,4e8\n3e7,6e8\n")
-    folder = ladder / "forecasts"
-    folder.mkdir()
-    (folder / "N20M-D400M.json").write_text("{}")  # the second of three
-    with pytest.raises(RunError, match=r"N20M-D400M\.json is already registered"):
-        launch(*call)
-    assert [path.name for path in folder.iterdir()] == ["N20M-D400M.json"]
-    (folder / "N20M-D400M.json").unlink()
-    launch(*call)
-    assert len(list(folder.iterdir())) == 3
-    ladder.with_name("t.csv").write_text("N,D\n5e6,1e8\n5e6,1e8\n")
-    with pytest.raises(RunError, match=r"two are N5M-D100M"):
-        launch(*call)
-    (folder / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
-        launch(
-            *call[:3],
-            "--params",
-            "5e6",
-            "--tokens",
-            "1e8",
-            "--register",
-            "--forecasts",
-            folder / "file",
-        )
-    assert len(list(folder.iterdir())) == 4
-
-
-def test_arguments_are_checked_before_anything_is_fitted(
-    tmp_path: Path, launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path / "p.csv", drawn(0.001, 0))
-    (tmp_path / "t.csv").write_text("N,D\n1e9,no\n")
-    monkeypatch.setattr("pipeline.scaling.study.study", None)  # a fit would be a TypeError
-    for wrong in (
-        ("--flops", "-1"), ("--size", "1c"), ("--targets", tmp_path / "t.csv"), ("--params", "1e9"),
-        ("--flops", "1e22", "--cluster", "nowhere"),
-    ):  # fmt: skip
-        with pytest.raises(UserError):
-            launch("forecast", "--points", file, *wrong)
-
-
-def test_no_forecasts_to_score(ladder: Path, launch) -> None:
-    with pytest.raises(ConfigError, match="forecasts="):
-        launch("score", "--runs", ladder)
-
-
 @pytest.mark.parametrize("law", ["auto", "gamma"])
 def test_the_forecast_is_the_printed_law(law: str, tmp_path: Path, launch) -> None:
     """On a ladder whose exponents are steep: a second, hidden law would show here."""
-    source = ("--points", Path(__file__).with_name("synthetic.csv"), "--law", law, "--json")
-    printed = json.loads(launch("fit", *source, "--bootstrap", "0"))
+    source = f"--points {Path(__file__).with_name('synthetic.csv')} --law {law} --json"
+    printed = json.loads(launch("fit --bootstrap 0", source))
     p = {name: figures["value"] for name, figures in printed["parameters"].items()}
     places = tmp_path / "places.csv"
     places.write_text("N,D\n15e3,262144\n108e3,2e6\n1e9,2e10\n")
-    made = json.loads(launch("forecast", *source, "--targets", places))["forecasts"]
+    made = json.loads(launch("forecast", source, "--targets", places))["forecasts"]
     for one in made:
         terms = p["A"] * one["N"] ** -p["alpha"] + p["B"] * one["D"] ** -p["beta"]
         assert one["loss"] == pytest.approx(p["E"] + terms ** p.get("gamma", 1.0), rel=1e-9)
@@ -257,7 +100,7 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch) -> None:
         size = {"mini": "500k", "small": "1m"}.get(size, size)
         config = load(size=size, sets=own, over={"model": {"vocab": 4096}})
         (run / "config.toml").write_text(to_toml(resolve(config, ranks=1, gpu=False)))
-    made = json.loads(launch("forecast", "--runs", ladder, "--size", "3m", "--json"))
+    made = json.loads(launch("forecast --size 3m --json --runs", ladder))
     assert made["recipe"]["lr"] == 2e-3 and made["recipe"]["batch_tokens"] == 1024
     words = shlex.split(made["recipe"]["command"])
     assert words[:4] == ["launch", "pretrain", "--size", "3m"]
@@ -272,13 +115,15 @@ def test_the_page_draws_the_law_at_the_runs_own_n_and_d() -> None:
     points = drawn(0.001, 0)
     ladder = points.take(np.arange(0, len(points), 6))  # the smallest size of each budget
     done = study(points)
-    drawn_line = line(done, ladder)
-    at_runs = np.isin(drawn_line["C"], ladder.C)
+    shown = line(done, ladder)
+    at_runs = np.isin(shown["C"], ladder.C)
     assert at_runs.sum() == len(ladder)
-    np.testing.assert_allclose(np.array(drawn_line["loss"])[at_runs], done.fit.predict(ladder))
+    np.testing.assert_allclose(np.array(shown["loss"])[at_runs], done.fit.predict(ladder))
     best = done.optimum(ladder.C)
     assert best is not None and (done.fit.predict(ladder) > 1.002 * best.loss).all()
-    assert (np.diff(drawn_line["loss"]) < 0).all()  # no cliff
+    assert (np.diff(shown["loss"]) < 0).all()  # no cliff
+    loss, _, high = done.interval(done.frontier(np.array([1e21, 1e22, 1e23, 1e24])))
+    assert (np.diff(high / loss) > 0).all()  # the interval widens with the reach
 
 
 @pytest.mark.parametrize("text", ["N,D,loss\n,,\n", "N,D,loss\n1e6,,3\n,1e8,2.9\n"])
@@ -286,7 +131,120 @@ def test_empty_cells_are_one_line(text: str, tmp_path: Path, launch) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text(text)
     with pytest.raises(UserError, match="points=0"):
-        launch("fit", "--points", empty)
+        launch("fit --points", empty)
     full = write(tmp_path / "p.csv", drawn(0.001, 0))
-    with pytest.raises(ConfigError, match=r"empty\.csv:\d: [ND]=an empty cell"):
-        launch("forecast", "--points", full, "--targets", empty)
+    with pytest.raises(ConfigError, match=r"empty\.csv:\d: [ND]="):
+        launch("forecast --points", full, "--targets", empty)
+
+
+def test_targets_from_a_file(tmp_path: Path, launch) -> None:
+    points = drawn(0.001, 0)
+    small = write(tmp_path / "small.csv", points.take(points.C < 1e20))
+    large = write(tmp_path / "large.csv", points.take(points.C > 1e20))
+    made = json.loads(launch("forecast --json --points", small, "--targets", large))["forecasts"]
+    losses = [one["loss"] for one in made]
+    np.testing.assert_allclose(losses, points.loss[points.C > 1e20], rtol=0.01)
+    one = made[-1]
+    assert one["low"] < one["loss"] < one["high"]
+    reach = points.C.max() / points.C[points.C < 1e20].max()
+    assert one["extrapolation"] == pytest.approx(reach, rel=1e-6)
+    assert one["optimum"]["N"] * one["optimum"]["D"] * 6 == pytest.approx(one["C"])
+    assert one["optimum"]["loss"] <= one["loss"] * 1.001
+
+
+def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
+    source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
+    by_size = json.loads(launch(source, "--size 1b --cluster h100 --json"))
+    assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
+    assert by_size["recipe"]["lr"] > 0
+    assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / 0.4 / 3600)
+    assert by_size["cost"]["usd"] == pytest.approx(3.99 * by_size["cost"]["gpu_hours"])
+    by_flops = json.loads(launch(source, "--flops 1e22 --json"))
+    assert by_flops["N"] == pytest.approx(by_flops["optimum"]["N"])
+    place = f"--params {by_flops['N']} --tokens {by_flops['D']}"
+    by_numbers = json.loads(launch(source, place, "--json"))
+    assert by_numbers["loss"] == pytest.approx(by_flops["loss"])
+    assert "forecast by" in launch(source, "--flops 1e22")
+
+
+def test_arguments_are_checked_before_anything_is_fitted(
+    tmp_path: Path, launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"forecast --points {write(tmp_path / 'p.csv', drawn(0.001, 0))}"
+    (tmp_path / "text.csv").write_text("N,D\n1e9,no\n")
+    (tmp_path / "gap.csv").write_text("N,D,C\n1e9,2e10,\n1e9,2e10,1e20\n")
+    monkeypatch.setattr("pipeline.scaling.study.study", None)  # a fit would be a TypeError
+    for wrong, key in {
+        "": "--size",
+        "--params 1e9": "--size",
+        "--flops 1e22 --tokens 1e9": "--size",
+        "--flops -1": "flops=",
+        "--size 1c": "size=",
+        f"--targets {tmp_path}/text.csv": "D=",
+        f"--targets {tmp_path}/gap.csv": "C=",
+        "--flops 1e22 --cluster nowhere": "cluster=",
+    }.items():
+        with pytest.raises(UserError, match=key):
+            launch(source, wrong)
+
+
+def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
+    made = json.loads(launch("forecast --params 5e6 --tokens 1e10 --json --runs", ladder))
+    assert any("off that line" in warning for warning in made["warnings"])
+    assert made["optimum"] is None
+
+
+def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
+    call = ("forecast --params 7e6 --tokens 1.4e8 --register --json --runs", ladder)
+    score = ("score --json --runs", ladder)
+    with pytest.raises(ConfigError, match="forecasts="):
+        launch(*score)
+    path = Path(json.loads(launch(*call))["registered"][0])
+    assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
+    with pytest.raises(RunError, match=path.name):
+        launch(*call)
+    before = json.loads(launch(*score))["calibration"]
+    assert before["landed"] == before["counted"] == 0
+
+    late = make_run(ladder, "base-20x", 7e6, 1.4e8, size="base")  # its log begins in 1970
+    after = json.loads(launch(*score))
+    assert after["scores"][0]["run"] == "base-20x"
+    assert after["scores"][0]["counts"] is False
+
+    log = late / "log.jsonl"  # now as if it had been trained after the forecast
+    log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))
+    after = json.loads(launch(*score))
+    one = after["scores"][0]
+    assert one["counts"] is True
+    assert one["inside"] == (one["low"] <= one["measured"] <= one["high"])
+    assert one["error"] == pytest.approx(one["measured"] / one["forecast"] - 1)
+    assert after["calibration"]["counted"] == 1
+    assert "1 of 1 inside" in launch("score --runs", ladder)
+
+    path.chmod(0o644)
+    path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
+    with pytest.raises(RunError, match=path.name):
+        launch(*score)
+
+
+def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
+    targets = ladder.with_name("t.csv")
+    call = ("forecast --register --runs", ladder)
+    targets.write_text("N,D\n7e6,1.4e8\n2e7,4e8\n3e7,6e8\n")
+    folder = ladder / "forecasts"
+    folder.mkdir()
+    taken = folder / "N20M-D400M.json"  # the second of three
+    taken.write_text("{}")
+    with pytest.raises(RunError, match=taken.name):
+        launch(*call, "--targets", targets)
+    assert list(folder.iterdir()) == [taken]
+    taken.unlink()
+    launch(*call, "--targets", targets)
+    assert len(list(folder.iterdir())) == 3
+    targets.write_text("N,D\n5e6,1e8\n5e6,1e8\n")
+    with pytest.raises(RunError, match="N5M-D100M"):
+        launch(*call, "--targets", targets)
+    (folder / "file").write_text("")
+    with pytest.raises(RunError, match="forecasts="):
+        launch(*call, "--params 5e6 --tokens 1e8 --forecasts", folder / "file")
+    assert len(list(folder.iterdir())) == 4
