@@ -11,10 +11,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import xxhash
-from filelock import BaseFileLock, FileLock, Timeout
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 # Suffix of unfinished files. Only a killed process leaves one behind, and nothing reads it.
 TEMPORARY = ".part"
@@ -113,12 +115,14 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
+def lock(path: Path, wait_s: float = 0.0) -> "BaseFileLock | None":
     """Lock a file and return the lock, or None if another process holds it for longer than `wait_s`.
 
     Keep the returned object: the lock ends with its `release()`, with the object, or with the
     process, however it dies.
     """
+    from filelock import FileLock, Timeout  # 30 ms, which `launch show` need not wait for
+
     held = FileLock(path, timeout=wait_s, thread_local=False, poll_interval=0.1)
     try:
         held.acquire()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from pipeline.atomic import read_regular
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
@@ -140,7 +141,7 @@ def _named(kind: str, name: str) -> Path:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except RecursionError:

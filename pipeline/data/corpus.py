@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pipeline.atomic import TEMPORARY, digest, locked
+from pipeline.atomic import TEMPORARY, digest, locked, read_regular
 from pipeline.data.shards import (
     HEADER,
     MANIFEST,
@@ -198,7 +198,7 @@ def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
     except OSError as error:
         raise write_error(error, out) from error
     try:
-        before = json.loads((out / RECIPE).read_text())
+        before = json.loads(read_regular(out / RECIPE))
         old = dict(before["recipe"])
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{out / RECIPE}: damaged; {remedy}") from None

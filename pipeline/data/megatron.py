@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.atomic import open_regular
 from pipeline.data.piece import DOCUMENT_BYTES, MB, Malformed, Piece
 from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest, TokenizerInfo
 from pipeline.errors import DataError
@@ -31,7 +32,7 @@ class Index:
         self.path = path
         self.data = path.with_suffix(".BIN" if path.suffix.isupper() else ".bin")
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 raw = file.read(HEADER.size)
             index_stat = path.stat()
             data_stat = self.data.stat()

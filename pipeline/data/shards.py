@@ -19,6 +19,7 @@ import xxhash
 from pydantic import ValidationError
 
 from pipeline import atomic
+from pipeline.atomic import read_regular
 from pipeline.config.parts import Frozen
 from pipeline.errors import DataError
 
@@ -124,7 +125,7 @@ class Manifest(Frozen):
     def load(cls, directory: Path) -> "Manifest":
         path = directory / MANIFEST
         try:
-            raw = path.read_bytes()
+            raw = read_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"{directory}: no {MANIFEST} there; give a directory made by "

@@ -19,6 +19,7 @@ import sentencepiece
 import xxhash
 from sentencepiece import sentencepiece_model_pb2 as proto
 
+from pipeline.atomic import read_regular
 from pipeline.data.clean import normalize
 from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.piece import MB, Malformed, Task
@@ -80,7 +81,7 @@ class Tokenizer:
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
         try:
-            return cls(path.read_bytes(), str(path))
+            return cls(read_regular(path), str(path))
         except OSError as error:
             raise DataError(
                 f"tokenizer={path}: cannot be read ({error.strerror}); check the path"

@@ -1,6 +1,7 @@
 """The points that a law is fitted to: one finished run each, with how N and C were counted."""
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.atomic import read_regular
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.runs.log import Record
@@ -120,7 +122,7 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a CSV file as text; its columns are checked, its cells are not."""
     try:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
             names = [name.strip() for name in next(csv.reader(file), [])]
             rows = [
                 {key: (text or "").strip() for key, text in row.items() if key is not None}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs.history import Run
 from pipeline.scaling.predict import Forecast
@@ -73,9 +74,9 @@ def registered(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(path))
             claimed = content.pop("sha256")
-        except (ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, AttributeError, RecursionError):
             raise RunError(
                 f"{path} is not a registered forecast; move it out of {folder}"
             ) from None

@@ -71,7 +71,7 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def foretold() -> Callable[..., dict[str, Any]]:
+def forecast_json() -> Callable[..., dict[str, Any]]:
     """`launch forecast … --json`."""
     from launch import law
 

@@ -105,17 +105,17 @@ def axe(page: Any) -> list[Any]:
 
 def told_numbers(page: Any) -> dict[str, str]:
     """The forecast's tiles, label to figure."""
-    return dict(page.eval_on_selector_all("#told .tile", PAIRS))
+    return dict(page.eval_on_selector_all("#forecast-tiles .tile", PAIRS))
 
 
-def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
+def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
     """What stands under the mouse and beside the sliders is what `launch forecast --json` says."""
     page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
     C, x, y = page.evaluate(UNDER_THE_LAW)
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
     page.wait_for_selector("#chart .hoverlayer .hovertext")
-    loss = foretold("--runs", runs, "--flops", C)["loss"]
+    loss = forecast_json("--runs", runs, "--flops", C)["loss"]
     assert f"{loss:.4f}" in page.locator("#chart .hoverlayer").text_content()
 
     # the sliders say what the command says, at the optimum and off it
@@ -125,10 +125,10 @@ def the_command_agrees(page: Any, runs: Path, foretold: Any) -> None:
         slide(page, "#split", split)
         C, N, D = page.evaluate(STOP, [compute, split])
         target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
-        made = foretold("--runs", runs, *target, "--cluster", "h200", "--gpus", 8)
+        made = forecast_json("--runs", runs, *target, "--cluster", "h200", "--gpus", 8)
         shown = told_numbers(page)
         assert shown["held-out loss"] == f"{made['loss']:.4f}"
-        assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#told")
+        assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#forecast-tiles")
         for label, expected in (("parameters N", made["N"]), ("tokens D", made["D"]),
                                 ("GPU-hours at 40% MFU", made["cost"]["gpu_hours"])):  # fmt: skip
             unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -192,7 +192,7 @@ def the_parts_are_there(page: Any, rows: int) -> None:
     assert page.locator("#parameters tbody tr").count() == 5 and "10 times" not in text(
         page, "#plain"
     )
-    for chart in ("valleys", "path", "residuals", "backtest", "profile", "told-chart"):
+    for chart in ("valleys", "path", "residuals", "backtest", "profile", "forecast-chart"):
         page.locator(f"#{chart}").scroll_into_view_if_needed()
         page.wait_for_selector(f"#{chart} .trace", state="attached")
     assert page.evaluate(FORECASTS) == ["diamond-open"]
@@ -202,7 +202,7 @@ def the_parts_are_there(page: Any, rows: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["light", "phone, dark"])
 def test_one_file_opens_from_disk_with_the_network_off(
-    opened, file: str, grid: Path, foretold, options
+    opened, file: str, grid: Path, forecast_json, options
 ) -> None:
     page = opened(file, offline=True, **options)
     page.wait_for_selector("#chart .scatterlayer .trace")
@@ -212,7 +212,7 @@ def test_one_file_opens_from_disk_with_the_network_off(
         page.emulate_media(color_scheme="dark")
         assert axe(page) == []
         page.emulate_media(color_scheme="light")
-        the_command_agrees(page, grid / "dense", foretold)
+        the_command_agrees(page, grid / "dense", forecast_json)
         the_axes_switch(
             page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')")
         )
@@ -266,11 +266,11 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
 
 
 def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
-    opened, served, foretold, tmp_path: Path
+    opened, served, forecast_json, tmp_path: Path
 ) -> None:
     """Records go through the real tracker while the page is open; nothing reloads it."""
     root = make_ladder(tmp_path / "live", 5)
-    foretold("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")
+    forecast_json("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")
     run = make_run(root, "growing", 3e5, 6e6, steps=400, arch="moe", finish=False)
     tracker = Tracker(Log(run / "log.jsonl"))
     last = 266

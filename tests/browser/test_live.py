@@ -46,7 +46,7 @@ def test_runs_appear_train_and_become_a_law(
     board: "subprocess.Popen[str]",
     corpus: Path,
     tmp_path: Path,
-    foretold,
+    forecast_json,
     monkeypatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
@@ -96,8 +96,8 @@ def test_runs_appear_train_and_become_a_law(
     assert row["link"].startswith(f"{server.uri}/#/experiments/") and row["hours"] > 0
     C = page.evaluate("iso.law().grid.C[+document.getElementById('compute').value]")
     monkeypatch.chdir(tmp_path)
-    told = foretold("--experiment", "live", "--flops", C)
-    assert page.locator("#told dd").first.inner_text() == f"{told['loss']:.4f}"
+    told = forecast_json("--experiment", "live", "--flops", C)
+    assert page.locator("#forecast-tiles dd").first.inner_text() == f"{told['loss']:.4f}"
 
     page.locator("#table tbody a.name").first.click()  # a run's own page, from MLflow's metrics
     for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "wait_s"):

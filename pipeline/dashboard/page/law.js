@@ -1,131 +1,405 @@
-// IsoFLOP valleys, the law with its doubts, and forecasts read off the grid that the server computed.
+// IsoFLOP valleys, the law and how far to trust it, and forecasts from the grid that the server
+// computed.
 (() => {
   "use strict";
-  const { $, el, put, say, plain, short, power, fixed, number, duration, typeset, tile, table, ranked, fade, theme, dark, plot, lossAxis, padded, span } = iso;
+  const {
+    $, el, fill, setText, escapeHtml, short, power, fixed, number, duration, typeset, tile, table,
+    rankColor, fade, theme, dark, plot, lossAxis, padded,
+  } = iso;
   const GREEK = { alpha: "α", beta: "β", gamma: "γ", alpha_N: "α of N", alpha_D: "α of D" };
+  const COMPUTE_AXIS = { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 };
+  const MAX_DROPPED = 12;
 
-  function valleys() {
-    const fit = iso.law(), budgets = fit.isoflop ?? [], law = theme("--law");
-    const deep = budgets.filter((b) => b.minimum?.N);
-    $("isoflop-charts").hidden = $("minima").parentElement.hidden = !budgets.length;
-    put($("isoflop-words"), ...typeset(!budgets.length
-      ? "No two finished runs share a budget yet. `launch sweep plan configs/scaling/isoflop.toml` lays out a grid of them."
-      : `${deep.length} of ${budgets.length} budgets show a minimum inside their sizes.`));
-    if (!budgets.length) return;
-    const order = budgets.map((b) => b.budget), shown = [];
-    for (const b of budgets) {
-      const c = ranked(order, b.budget);
-      const line = b.valley ?? { N: [...b.N].sort((p, q) => p - q), loss: b.loss.map((l, i) => [b.N[i], l]).sort((p, q) => p[0] - q[0]).map((p) => p[1]) };
-      shown.push({ x: line.N, y: line.loss, mode: "lines", line: { color: fade(c, 0.6), width: 1.6 }, hoverinfo: "skip" });
-      shown.push({ x: b.N, y: b.loss, text: b.run.map(plain), mode: "markers", marker: { color: c, size: 7 }, hovertemplate: `<b>%{text}</b><br>N %{x:.3s} · loss %{y:.4f}<br>${power(b.budget)} FLOPs<extra></extra>` });
-      if (b.minimum?.N) shown.push({ x: [b.minimum.N], y: [b.minimum.loss], mode: "markers", marker: { symbol: "star", size: 13, color: law }, hovertemplate: `N* %{x:.3s} at ${power(b.budget)} FLOPs<br>loss %{y:.4f}<extra></extra>` });
+  // ── IsoFLOP ────────────────────────────────────────────────────────────────────────────────────
+
+  // A budget's interpolated valley, or the straight lines between its runs.
+  function valleyLine(budget) {
+    if (budget.valley) return budget.valley;
+    const points = budget.N.map((N, i) => [N, budget.loss[i]]).sort((p, q) => p[0] - q[0]);
+    return { N: points.map((p) => p[0]), loss: points.map((p) => p[1]) };
+  }
+
+  function drawValleys(budgets) {
+    const order = budgets.map((budget) => budget.budget);
+    const traces = [];
+    for (const budget of budgets) {
+      const color = rankColor(order, budget.budget);
+      const line = valleyLine(budget);
+      const at = `${power(budget.budget)} FLOPs`;
+      traces.push({
+        x: line.N,
+        y: line.loss,
+        mode: "lines",
+        line: { color: fade(color, 0.6), width: 1.6 },
+        hoverinfo: "skip",
+      });
+      traces.push({
+        x: budget.N,
+        y: budget.loss,
+        text: budget.run.map(escapeHtml),
+        mode: "markers",
+        marker: { color, size: 7 },
+        hovertemplate: `<b>%{text}</b><br>N %{x:.3s} · loss %{y:.4f}<br>${at}<extra></extra>`,
+      });
+      if (budget.minimum?.N) traces.push({
+        x: [budget.minimum.N],
+        y: [budget.minimum.loss],
+        mode: "markers",
+        marker: { symbol: "star", size: 13, color: theme("--law") },
+        hovertemplate: `N* %{x:.3s} at ${at}<br>loss %{y:.4f}<extra></extra>`,
+      });
     }
-    plot("valleys", shown, { xaxis: { type: "log", title: { text: "parameters N" }, dtick: 1 }, yaxis: lossAxis(padded(budgets.flatMap((b) => b.loss), 0.06), "loss (nats per token)") });
-    const [inside, from, to] = [fit.grid.N ?? [], Math.min(...order) / 2, Math.max(...order) * 10];
-    const at = fit.grid.C.map((C, i) => [C, inside[i], fit.grid.D?.[i]]).filter(([C, N]) => N && C >= from && C <= to);
-    const two = [["N*", "N", 1, "#0072b2", "#56b4e9"], ["D*", "D", 2, "#b25000", "#e69f00"]].flatMap(([name, key, column, light, night]) => {
-      const c = dark.matches ? night : light;
+    const losses = budgets.flatMap((budget) => budget.loss);
+    plot("valleys", traces, {
+      xaxis: { type: "log", title: { text: "parameters N" }, dtick: 1 },
+      yaxis: lossAxis(padded(losses, 0.06), "loss (nats per token)"),
+    });
+  }
+
+  // N*(C) and D*(C): the law's lines and the measured minima.
+  function drawPath(fit, budgets, withMinimum) {
+    const computes = budgets.map((budget) => budget.budget);
+    const [from, to] = [Math.min(...computes) / 2, Math.max(...computes) * 10];
+    const inRange = fit.grid.C.map((C, i) => ({ C, N: fit.grid.N?.[i], D: fit.grid.D?.[i] }))
+      .filter((point) => point.N && point.C >= from && point.C <= to);
+    const pair = (key, color) => [
+      {
+        x: inRange.map((point) => point.C),
+        y: inRange.map((point) => point[key]),
+        mode: "lines",
+        line: { color, width: 2, dash: "dash" },
+        text: inRange.map((point) => power(point.C)),
+        hovertemplate: `${key}* %{y:.3s} at %{text} FLOPs<extra></extra>`,
+      },
+      {
+        x: withMinimum.map((budget) => budget.budget),
+        y: withMinimum.map((budget) => budget.minimum[key]),
+        mode: "markers+text",
+        text: withMinimum.map((_, i) => (i + 1 === withMinimum.length ? `${key}* ` : "")),
+        textposition: "top left",
+        textfont: { color },
+        marker: { symbol: "star", size: 11, color },
+        customdata: withMinimum.map((budget) => power(budget.budget)),
+        hovertemplate: `measured ${key}* %{y:.3s} at %{customdata} FLOPs<extra></extra>`,
+      },
+    ];
+    const traces = [
+      ...pair("N", dark.matches ? "#56b4e9" : "#0072b2"),
+      ...pair("D", dark.matches ? "#e69f00" : "#b25000"),
+    ];
+    const yaxis = { type: "log", title: { text: "best N and D" }, dtick: 1 };
+    plot("path", traces, { xaxis: COMPUTE_AXIS, yaxis });
+  }
+
+  function drawMinima(budgets) {
+    const heads = [
+      "Budget (FLOPs)", "Runs", "N* measured", "D* measured", "Loss there", "N* of the law",
+      "D* of the law",
+    ];
+    const rows = budgets.map((budget) => {
+      const measured = budget.minimum?.N ? budget.minimum : null;
       return [
-        { x: at.map((p) => p[0]), y: at.map((p) => p[column]), mode: "lines", line: { color: c, width: 2, dash: "dash" }, text: at.map((p) => power(p[0])), hovertemplate: `${name} %{y:.3s} at %{text} FLOPs<extra></extra>` },
-        { x: deep.map((b) => b.budget), y: deep.map((b) => b.minimum[key]), mode: "markers+text", text: deep.map((b, i) => (i + 1 === deep.length ? `${name} ` : "")), textposition: "top left", textfont: { color: c }, marker: { symbol: "star", size: 11, color: c }, customdata: deep.map((b) => power(b.budget)), hovertemplate: `measured ${name} %{y:.3s} at %{customdata} FLOPs<extra></extra>` },
+        power(budget.budget),
+        budget.run.length,
+        measured ? short(measured.N) : budget.minimum, // otherwise the reason
+        measured ? short(measured.D) : "–",
+        measured ? fixed(measured.loss, 4) : "–",
+        budget.law ? short(budget.law.N) : "–",
+        budget.law ? short(budget.law.D) : "–",
       ];
     });
-    plot("path", two, { xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 }, yaxis: { type: "log", title: { text: "best N and D" }, dtick: 1 } });
-    table($("minima"), ["Budget (FLOPs)", "Runs", "N* measured", "D* measured", "Loss there", "N* of the law", "D* of the law"], budgets.map((b) => {
-      const m = b.minimum?.N ? b.minimum : null;
-      return [power(b.budget), b.run.length, m ? short(m.N) : b.minimum, m ? short(m.D) : "–", m ? fixed(m.loss, 4) : "–", b.law ? short(b.law.N) : "–", b.law ? short(b.law.D) : "–"];
-    }));
+    table($("minima"), heads, rows);
   }
 
-  // The law with its figures in place: L = 1.69 + 482·N^−0.348 + … where the formula is a sum of powers.
-  const numbers = (fit) => {
-    const p = Object.fromEntries(Object.entries(fit.parameters).map(([k, v]) => [k, String(+v.value.toPrecision(3)).replace("-", "−")]));
+  function drawIsoflop() {
+    const fit = iso.law();
+    const budgets = fit.isoflop ?? [];
+    const withMinimum = budgets.filter((budget) => budget.minimum?.N);
+    $("isoflop-charts").hidden = !budgets.length;
+    $("minima").parentElement.hidden = !budgets.length;
+    const words = budgets.length
+      ? `${withMinimum.length} of ${budgets.length} budgets have a minimum between their sizes.`
+      : "No two finished runs have the same budget yet. " +
+        "`launch sweep plan configs/scaling/isoflop.toml` plans a grid of them.";
+    fill($("isoflop-words"), ...typeset(words));
+    if (!budgets.length) return;
+    drawValleys(budgets);
+    drawPath(fit, budgets, withMinimum);
+    drawMinima(budgets);
+  }
+
+  // ── the law ────────────────────────────────────────────────────────────────────────────────────
+
+  // The formula with its numbers: L = 1.69 + 482 · N^−0.348 + …
+  const formula = (fit) => {
+    const p = Object.fromEntries(Object.entries(fit.parameters).map(([name, { value }]) =>
+      [name, String(+value.toPrecision(3)).replace("-", "−")]));
     switch (fit.formula) {
-      case "L = K·C^−g": return `L = ${p.K} · C^−${p.g}`;
-      case "L = E + K·C^−g": return `L = ${p.E} + ${p.K} · C^−${p.g}`;
-      case "L = E + A·N^−α + B·D^−β": return `L = ${p.E} + ${p.A} · N^−${p.alpha} + ${p.B} · D^−${p.beta}`;
-      default: return "";
+      case "L = K·C^−g":
+        return `L = ${p.K} · C^−${p.g}`;
+      case "L = E + K·C^−g":
+        return `L = ${p.E} + ${p.K} · C^−${p.g}`;
+      case "L = E + A·N^−α + B·D^−β":
+        return `L = ${p.E} + ${p.A} · N^−${p.alpha} + ${p.B} · D^−${p.beta}`;
+      default:
+        return "";
     }
   };
-  function law() {
-    const fit = iso.law(), ink = theme("--law"), zero = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 0, y1: 0, line: { color: theme("--quiet"), width: 1, dash: "dot" } };
-    put($("warnings"), ...(fit.warnings ?? []).map((w) => el("li", {}, ...typeset(w))));
-    put($("formula"), ...(fit.law ? [...typeset(numbers(fit)), el("span", { className: "quiet" }, " ", ...typeset(fit.formula))] : []));
-    $("plain").textContent = fit.plain ?? "";
-    $("law-charts").hidden = $("parameters").parentElement.hidden = !fit.law;
-    $("dropped").textContent = fit.points?.dropped.length ? `Not in the law: ${fit.points.dropped.slice(0, 12).join("; ")}${fit.points.dropped.length > 12 ? `; and ${fit.points.dropped.length - 12} more` : ""}.` : "";
-    if (!fit.law) return;
-    table($("parameters"), ["Parameter", "Value", "Standard error", "95% interval"], Object.entries(fit.parameters).map(([name, p]) =>
-      [GREEK[name] ?? name, number(p.value), number(p.se), p.low == null ? "not known" : `${number(p.low)} … ${number(p.high)}`]));
-    const used = fit.points_used, sizes = [...new Set(used.N)].sort((a, b) => a - b);
-    plot("residuals", [{ x: used.C, y: used.residual.map((r) => 100 * r), text: used.run.map(plain), mode: "markers", marker: { size: 8, color: used.N.map((n) => ranked(sizes, n)) }, hovertemplate: "<b>%{text}</b><br>%{y:+.2f}% off the law<extra></extra>" }],
-      { xaxis: { type: "log", title: { text: "FLOPs" }, dtick: 1 }, yaxis: { title: { text: "% of loss" } }, shapes: [zero] });
-    const back = fit.backtest_errors;
-    $("backtest").parentElement.hidden = !back;
-    if (back) {
-      $("backtest-words").textContent = `Backtest: larger runs foretold from smaller ones, ${(100 * fit.backtest.mean_absolute_error).toFixed(2)}% off on average`;
-      plot("backtest", [{ x: back.ratio, y: back.error.map((e) => 100 * e), mode: "markers", marker: { size: 7, color: fade(iso.viridis(0.4), 0.75) }, hovertemplate: "%{x:.3g}× beyond: %{y:+.2f}%<extra></extra>" }],
-        { xaxis: { type: "log", title: { text: "compute beyond the fitted runs (×)" } }, yaxis: { title: { text: "error, %" } }, shapes: [zero] });
-    }
-    const of_e = fit.profile;
-    $("profile").parentElement.hidden = !of_e;
-    if (of_e) {
-      $("profile-words").textContent = `Profile of E: the floor lies ${of_e.low === of_e.high ? "at" : `between ${number(of_e.low)} and`} ${number(of_e.high)}`;
-      plot("profile", [{ x: of_e.E, y: of_e.objective, mode: "lines", line: { color: ink, width: 2 }, hovertemplate: "E %{x:.3f}: objective %{y:.3g}<extra></extra>" }],
-        { xaxis: { title: { text: "E held at" } }, yaxis: { type: "log", title: { text: "objective" }, dtick: 1 }, shapes: [{ type: "rect", yref: "paper", y0: 0, y1: 1, x0: of_e.low, x1: of_e.high, fillcolor: ink, opacity: 0.12, line: { width: 0 } }] });
-    }
+
+  const zeroLine = () => ({
+    type: "line", xref: "paper", x0: 0, x1: 1, y0: 0, y1: 0,
+    line: { color: theme("--quiet"), width: 1, dash: "dot" },
+  });
+
+  function drawResiduals(used) {
+    const sizes = [...new Set(used.N)].sort((a, b) => a - b);
+    const trace = {
+      x: used.C,
+      y: used.residual.map((r) => 100 * r),
+      text: used.run.map(escapeHtml),
+      mode: "markers",
+      marker: { size: 8, color: used.N.map((N) => rankColor(sizes, N)) },
+      hovertemplate: "<b>%{text}</b><br>%{y:+.2f}% from the law<extra></extra>",
+    };
+    plot("residuals", [trace], {
+      xaxis: { type: "log", title: { text: "FLOPs" }, dtick: 1 },
+      yaxis: { title: { text: "% of loss" } },
+      shapes: [zeroLine()],
+    });
   }
 
-  let at = null; // the sliders stay where they are while the law is refitted
-  function forecast() {
-    const fit = iso.law(), grid = fit.grid;
-    $("forecast-body").hidden = !grid;
-    put($("forecast-words"), ...typeset(!grid ? "A forecast needs a law, and a law two finished runs of different compute."
-      : grid.sizes ? "Move compute, and how it is split between size and tokens; every stop was computed by the functions behind `launch forecast`."
-        : "This law knows compute alone: runs whose N and D do not grow in step would tell how to split it."));
-    if (!grid) return;
-    const cluster = $("cluster"), names = iso.head.clusters.map((c) => c.name);
-    if ([...cluster.options].map((o) => o.value).join() !== names.join()) {
-      put(cluster, ...names.map((n) => el("option", { textContent: n, value: n })));
-      cluster.value = names.includes("h100") ? "h100" : names[0];
-      price();
+  function drawBacktest(fit) {
+    const errors = fit.backtest_errors;
+    $("backtest").parentElement.hidden = !errors;
+    if (!errors) return;
+    const mean = (100 * fit.backtest.mean_absolute_error).toFixed(2);
+    setText($("backtest-words"), `Backtest: larger runs predicted from smaller ones, ${mean}% off on average`);
+    const trace = {
+      x: errors.ratio,
+      y: errors.error.map((e) => 100 * e),
+      mode: "markers",
+      marker: { size: 7, color: fade(iso.viridis(0.4), 0.75) },
+      hovertemplate: "%{x:.3g}× beyond: %{y:+.2f}%<extra></extra>",
+    };
+    plot("backtest", [trace], {
+      xaxis: { type: "log", title: { text: "compute beyond the fitted runs (×)" } },
+      yaxis: { title: { text: "error, %" } },
+      shapes: [zeroLine()],
+    });
+  }
+
+  function drawProfile(profile) {
+    $("profile").parentElement.hidden = !profile;
+    if (!profile) return;
+    const { low, high } = profile;
+    const range = low === high ? `at ${number(high)}` : `between ${number(low)} and ${number(high)}`;
+    setText($("profile-words"), `Profile of E: the floor is ${range}`);
+    const color = theme("--law");
+    const trace = {
+      x: profile.E,
+      y: profile.objective,
+      mode: "lines",
+      line: { color, width: 2 },
+      hovertemplate: "E %{x:.3f}: objective %{y:.3g}<extra></extra>",
+    };
+    const interval = {
+      type: "rect", yref: "paper", y0: 0, y1: 1, x0: low, x1: high, fillcolor: color, opacity: 0.12,
+      line: { width: 0 },
+    };
+    plot("profile", [trace], {
+      xaxis: { title: { text: "E fixed at" } },
+      yaxis: { type: "log", title: { text: "objective" }, dtick: 1 },
+      shapes: [interval],
+    });
+  }
+
+  function droppedText(dropped) {
+    if (!dropped?.length) return "";
+    const more = dropped.length - MAX_DROPPED;
+    const names = dropped.slice(0, MAX_DROPPED).join("; ");
+    return `Not in the law: ${names}${more > 0 ? `; and ${more} more` : ""}.`;
+  }
+
+  function drawFit() {
+    const fit = iso.law();
+    fill($("warnings"), ...(fit.warnings ?? []).map((text) => el("li", {}, ...typeset(text))));
+    setText($("plain"), fit.plain ?? "");
+    setText($("dropped"), droppedText(fit.points?.dropped));
+    $("law-charts").hidden = !fit.law;
+    $("parameters").parentElement.hidden = !fit.law;
+    if (!fit.law) {
+      fill($("formula"));
+      return;
     }
+    const symbols = el("span", { className: "quiet" }, " ", ...typeset(fit.formula));
+    fill($("formula"), ...typeset(formula(fit)), symbols);
+    const rows = Object.entries(fit.parameters).map(([name, p]) => [
+      GREEK[name] ?? name,
+      number(p.value),
+      number(p.se),
+      p.low == null ? "unknown" : `${number(p.low)} … ${number(p.high)}`,
+    ]);
+    table($("parameters"), ["Parameter", "Value", "Standard error", "95% interval"], rows);
+    drawResiduals(fit.points_used);
+    drawBacktest(fit);
+    drawProfile(fit.profile);
+  }
+
+  // ── forecast ───────────────────────────────────────────────────────────────────────────────────
+
+  let chosenStop = null; // the compute slider stays where it is while the law is refitted
+
+  const cluster = () => iso.head.clusters.find((each) => each.name === $("cluster").value);
+  const setPrice = () => { $("price").value = cluster()?.usd_per_gpu_hour ?? ""; };
+
+  function fillClusters() {
+    const names = iso.head.clusters.map((each) => each.name);
+    const shown = [...$("cluster").options].map((option) => option.value);
+    if (shown.join() === names.join()) return;
+    fill($("cluster"), ...names.map((name) => el("option", { textContent: name, value: name })));
+    $("cluster").value = names.includes("h100") ? "h100" : names[0];
+    setPrice();
+  }
+
+  function drawForecast() {
+    const fit = iso.law();
+    const { grid } = fit;
+    $("forecast-body").hidden = !grid;
+    let words = "A forecast needs a law, and a law needs two finished runs of different compute.";
+    if (grid?.sizes) {
+      words = "Choose the compute and how to split it between parameters and tokens. " +
+        "Every value was computed by the functions behind `launch forecast`.";
+    } else if (grid) {
+      words = "This law depends on compute alone. To learn how to split it, train runs with other " +
+        "ratios of tokens to parameters.";
+    }
+    fill($("forecast-words"), ...typeset(words));
+    if (!grid) return;
+    fillClusters();
     $("compute").max = grid.C.length - 1;
-    if (at === null) {
-      const largest = Math.max(...fit.points_used.C) * 10;
-      $("compute").value = at = Math.max(0, grid.C.findIndex((C) => C >= largest));
-      if (grid.sizes) { $("split").max = grid.sizes.length - 1; $("split").value = grid.sizes.findIndex((s) => s >= 1); }
+    if (chosenStop === null) {
+      const start = Math.max(...fit.points_used.C) * 10;
+      chosenStop = Math.max(0, grid.C.findIndex((C) => C >= start));
+      $("compute").value = chosenStop;
+      if (grid.sizes) {
+        $("split").max = grid.sizes.length - 1;
+        $("split").value = grid.sizes.findIndex((size) => size >= 1);
+      }
     }
     $("split-label").hidden = !grid.sizes;
-    tell();
+    drawStop();
   }
-  const price = () => { $("price").value = iso.head.clusters.find((c) => c.name === $("cluster").value)?.usd_per_gpu_hour ?? ""; };
-  function tell() {
-    const fit = iso.law(), grid = fit.grid, i = +$("compute").value, C = grid.C[i], width = grid.sizes?.length ?? 1, j = grid.sizes ? +$("split").value : 0;
-    const k = i * width + j, share = grid.sizes?.[j] ?? 1, N = grid.N?.[i] * share, D = grid.sizes ? C / grid.each / N : null;
-    const chosen = iso.head.clusters.find((c) => c.name === $("cluster").value), gpus = Math.max(1, +$("gpus").value || 1), usd = +$("price").value;
-    const hours = chosen ? C / (chosen.peak_flops * chosen.mfu) / 3600 : null, beyond = C / Math.max(...fit.points_used.C);
-    say($("compute-out"), `${power(C)} FLOPs`);
-    $("compute").setAttribute("aria-valuetext", `${C.toExponential(2)} FLOPs`);
-    say($("split-out"), share === 1 ? "N* exactly" : `${number(share)} × N*`);
+
+  // What the sliders point at: compute C, N and D, and the index of the loss in the grid.
+  function currentStop(grid) {
+    const i = +$("compute").value;
+    const C = grid.C[i];
+    if (!grid.sizes) return { i, C, share: 1, N: null, D: null, index: i };
+    const j = +$("split").value;
+    const share = grid.sizes[j]; // of N*
+    const N = grid.N[i] * share;
+    return { i, C, share, N, D: C / grid.each / N, index: i * grid.sizes.length + j };
+  }
+
+  function cost(usd) {
+    if (usd < 0.01) return "< $0.01";
+    return usd < 1000 ? `$${usd.toFixed(2)}` : `$${short(usd)}`;
+  }
+
+  function drawForecastTiles(fit, stop, chosen, gpus) {
+    const { grid } = fit;
+    const { i, C, share, N, D, index } = stop;
+    const best = share === 1;
+    const hours = C / (chosen.peak_flops * chosen.mfu) / 3600;
+    const price = +$("price").value;
+    const interval = grid.high[index] == null
+      ? "interval unknown"
+      : `${fixed(grid.low[index], 4)} … ${fixed(grid.high[index], 4)}`;
+    const tiles = [tile("held-out loss", fixed(grid.loss[index], 4), interval)];
+    if (grid.sizes) {
+      tiles.push(tile("parameters N", short(N, 4), best ? "N*" : `N* ${short(grid.N[i])}`));
+      tiles.push(tile("tokens D", short(D, 4), best ? "D*" : `D* ${short(grid.D[i])}`));
+      tiles.push(tile("tokens per parameter", number(D / N)));
+    }
+    tiles.push(tile("beyond the largest run", `${number(C / Math.max(...fit.points_used.C))}×`));
+    const time = `${duration((hours / gpus) * 3600)} on ${gpus}`;
+    const shownHours = hours < 0.001 ? "< 0.001" : short(hours);
+    tiles.push(tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, shownHours, time));
+    if (price > 0) tiles.push(tile(`cost at $${price} per GPU-hour`, cost(hours * price)));
+    fill($("forecast-tiles"), ...tiles);
+  }
+
+  function forecastCommand(fit, stop, chosen, gpus) {
+    // Groups that share their options cannot be told apart on the command line.
+    const ambiguous = iso.laws.some((law) => law !== fit && law.options === fit.options);
+    const target = stop.share === 1
+      ? `--flops ${stop.C.toPrecision(6)}`
+      : `--params ${stop.N.toPrecision(6)} --tokens ${stop.D.toPrecision(6)}`;
+    const source = ambiguous ? "…" : fit.options;
+    return `launch forecast ${source} ${target} --cluster ${chosen.name} --gpus ${gpus}`;
+  }
+
+  // Loss against size at the chosen compute, or against compute if the law knows no sizes.
+  function drawForecastChart(grid, stop) {
+    const color = theme("--law");
+    const bySize = Boolean(grid.sizes);
+    const xs = bySize ? grid.sizes.map((size) => size * grid.N[stop.i]) : grid.C;
+    const first = bySize ? stop.i * grid.sizes.length : 0;
+    const part = (list) => list.slice(first, first + xs.length);
+    const edge = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
+    const fillcolor = color + (dark.matches ? "26" : "1a");
+    const hasBand = grid.high[stop.index] != null;
+    const band = hasBand
+      ? [{ ...edge, y: part(grid.low) }, { ...edge, y: part(grid.high), fill: "tonexty", fillcolor }]
+      : [];
+    const line = {
+      x: xs,
+      y: part(grid.loss),
+      mode: "lines",
+      line: { color, width: 2 },
+      text: xs.map((x) => (bySize ? `N ${short(x)}` : power(x))),
+      hovertemplate: "%{text}: %{y:.4f}<extra></extra>",
+    };
+    const marker = {
+      x: [bySize ? stop.N : stop.C],
+      y: [grid.loss[stop.index]],
+      mode: "markers",
+      marker: { size: 13, color, line: { color: theme("--card"), width: 2 } },
+      hoverinfo: "skip",
+    };
+    const bounds = [...part(grid.low), ...part(grid.high)];
+    const near = bounds.filter((value) => value < 3 * grid.loss[stop.index]);
+    const title = bySize ? "parameters N at this compute" : COMPUTE_AXIS.title.text;
+    plot("forecast-chart", [...band, line, marker], {
+      key: String(stop.i),
+      xaxis: { type: "log", title: { text: title }, dtick: 1 },
+      yaxis: lossAxis(padded(hasBand && bySize ? near : part(grid.loss), 0.04), "loss (nats per token)"),
+    });
+  }
+
+  function drawStop() {
+    const fit = iso.law();
+    const stop = currentStop(fit.grid);
+    const gpus = Math.max(1, +$("gpus").value || 1);
+    const chosen = cluster();
+    setText($("compute-out"), `${power(stop.C)} FLOPs`);
+    $("compute").setAttribute("aria-valuetext", `${stop.C.toExponential(2)} FLOPs`);
+    setText($("split-out"), stop.share === 1 ? "N* exactly" : `${number(stop.share)} × N*`);
     $("split").setAttribute("aria-valuetext", $("split-out").textContent);
-    const interval = grid.high[k] == null ? "interval not known" : `${fixed(grid.low[k], 4)} … ${fixed(grid.high[k], 4)}`;
-    put($("told"), tile("held-out loss", fixed(grid.loss[k], 4), interval),
-      ...(grid.sizes ? [tile("parameters N", short(N, 4), share === 1 ? "N*" : `N* ${short(grid.N[i])}`), tile("tokens D", short(D, 4), share === 1 ? "D*" : `D* ${short(grid.D[i])}`), tile("tokens per parameter", number(D / N))] : []),
-      tile("beyond the largest run", `${number(beyond)}×`),
-      tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, hours < 0.001 ? "< 0.001" : short(hours), `${duration(hours / gpus * 3600)} on ${gpus}`),
-      ...(usd > 0 ? [tile(`cost at $${usd} per GPU-hour`, hours * usd < 0.01 ? "< $0.01" : hours * usd < 1000 ? `$${(hours * usd).toFixed(2)}` : `$${short(hours * usd)}`)] : []));
-    const what = share === 1 || !grid.sizes ? `--flops ${C.toPrecision(6)}` : `--params ${N.toPrecision(6)} --tokens ${D.toPrecision(6)}`;
-    say($("told-command"), `launch forecast ${iso.laws.some((l) => l !== fit && l.options === fit.options) ? "…" : fit.options} ${what} --cluster ${chosen.name} --gpus ${gpus}`);
-    const ink = theme("--law"), xs = grid.sizes ? grid.sizes.map((s) => s * grid.N[i]) : grid.C, first = grid.sizes ? i * width : 0;
-    const part = (list) => list.slice(first, first + xs.length), edge = { x: xs, mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
-    const band = grid.high[k] == null ? [] : [{ ...edge, y: part(grid.low) }, { ...edge, y: part(grid.high), fill: "tonexty", fillcolor: ink + (dark.matches ? "26" : "1a") }];
-    plot("told-chart", [...band, { x: xs, y: part(grid.loss), mode: "lines", line: { color: ink, width: 2 }, text: xs.map((x) => (grid.sizes ? `N ${short(x)}` : power(x))), hovertemplate: "%{text}: %{y:.4f}<extra></extra>" },
-      { x: [grid.sizes ? N : C], y: [grid.loss[k]], mode: "markers", marker: { size: 13, color: ink, line: { color: theme("--card"), width: 2 } }, hoverinfo: "skip" }],
-    { key: String(i), xaxis: { type: "log", title: { text: grid.sizes ? "parameters N at this compute" : "training compute (FLOPs)" }, dtick: 1 }, yaxis: lossAxis(padded(band.length && grid.sizes ? [...part(grid.low), ...part(grid.high)].filter((v) => v < 3 * grid.loss[k]) : part(grid.loss), 0.04), "loss (nats per token)") });
+    drawForecastTiles(fit, stop, chosen, gpus);
+    setText($("forecast-command"), forecastCommand(fit, stop, chosen, gpus));
+    drawForecastChart(fit.grid, stop);
   }
-  $("compute").addEventListener("input", () => { at = $("compute").value; tell(); });
-  $("cluster").addEventListener("input", price);
-  for (const id of ["split", "gpus", "price", "cluster"]) $(id).addEventListener("input", tell);
-  iso.drawLaw = () => { valleys(); law(); forecast(); };
+
+  $("compute").addEventListener("input", () => {
+    chosenStop = $("compute").value;
+    drawStop();
+  });
+  $("cluster").addEventListener("input", setPrice);
+  for (const id of ["split", "gpus", "price", "cluster"]) $(id).addEventListener("input", drawStop);
+  iso.drawLaw = () => {
+    drawIsoflop();
+    drawFit();
+    drawForecast();
+  };
 })();
