@@ -1,5 +1,7 @@
-"""`python -m tests.checkpoint.killed ROOT TIMES SEED`: a process that saves without pause is killed and started again,
-and after each death what it left is read. The deaths are forks, so that imports are paid once.
+"""`python -m tests.checkpoint.killed ROOT TIMES SEED`: kill a process that saves, and read what is left.
+
+The process saves without pause and is started again after each kill. It is forked, so that
+imports happen once.
 """
 
 import json
@@ -24,6 +26,7 @@ SHAPES = [(300, 200), (100_000,), (7,)]
 
 
 def save_on(root: Path, config, ready: int) -> None:
+    """Continue from the newest checkpoint and save without pause; write a byte before each save."""
     engine = Plain(SHAPES)
     found, damaged = find(root, ALONE)
     assert not damaged, damaged
@@ -40,30 +43,41 @@ def save_on(root: Path, config, ready: int) -> None:
         saver.save(step)
 
 
+def start(root: Path, config) -> tuple[int, int]:
+    """Fork a saving process; return its id and the end of its pipe."""
+    listen, ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            save_on(root, config, ready)
+        finally:
+            os._exit(1)
+    os.close(ready)
+    return child, listen
+
+
 def main(root: Path, times: int, seed: int) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     config = settings(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
-    dice, last, during, engine, pace_s = random.Random(seed), 0, 0, Plain(SHAPES), 0.05
+    dice = random.Random(seed)
+    engine = Plain(SHAPES)
+    last = 0
+    killed_while_saving = 0
+    pace_s = 0.05
     for _ in range(times):
-        hear, ready = os.pipe()
-        if (child := os.fork()) == 0:
-            try:
-                save_on(root, config, ready)
-            finally:
-                os._exit(1)
-        os.close(ready)
+        child, listen = start(root, config)
         for save in range(
             dice.choice((1, 2, 3, 3))
-        ):  # the third begins when the first is committed
+        ):  # the third starts when the first is committed
             began = time.monotonic()
-            assert os.read(hear, 1) == b"!", "it could not go on from what was left"
+            assert os.read(listen, 1) == b"!", "it could not continue from what was left"
             if save:
                 pace_s = time.monotonic() - began
-        os.close(hear)
+        os.close(listen)
         time.sleep(dice.uniform(0, pace_s))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        during += bool(list(root.glob(".step-*")))
+        killed_while_saving += bool(list(root.glob(".step-*")))
         try:
             latest = newest(root)
         except RunError:
@@ -72,7 +86,7 @@ def main(root: Path, times: int, seed: int) -> None:
         load(engine, latest, ALONE)
         assert engine.step() == latest.step >= last
         last = latest.step
-    print(json.dumps({"during": during, "last": last}))
+    print(json.dumps({"during": killed_while_saving, "last": last}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The least engine there is: a few tensors under torch's AdamW, whose every number tells the step it belongs to."""
+"""The smallest engine: a few tensors under torch's AdamW. Every number identifies its step."""
 
 import torch
 from torch import nn
@@ -23,13 +23,14 @@ class Plain:
         pass
 
     def stamp(self, step: int) -> None:
-        self.optimizer.step()  # without gradients it changes nothing; a save under way holds it until it has its copy
+        # Without gradients this changes nothing, but waits for a save that copies the state.
+        self.optimizer.step()
         for fragment in self.state():
             fragment.data.fill_(step + KINDS[fragment.key.split("/")[0]])
         fragments.set_steps(self.optimizer, step)
 
     def step(self) -> int:
-        """The step that all of it is of."""
+        """Return the step that all numbers belong to."""
         values = [fragment.data - KINDS[fragment.key.split("/")[0]] for fragment in self.state()]
         (step,) = torch.cat(values).unique().tolist()
         assert step == fragments.steps(self.optimizer)

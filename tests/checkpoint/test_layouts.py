@@ -1,4 +1,4 @@
-"""A checkpoint of one layout in another: the same numbers, the same run."""
+"""A checkpoint of one layout loads in another: the same numbers, the same run."""
 
 import json
 import tempfile
@@ -37,11 +37,14 @@ RESUMED = {
 
 
 def settings(every: int, steps: int) -> list[str]:
+    train = f"steps={steps} batch_tokens=192 save_every={every} keep_last=9 eval_every={steps}"
+    optim = "lr=0.001 clip=0.3 schedule.warmup_steps=1"
     return [
-        f"train.steps={steps}", "model.seq=16", "train.batch_tokens=192", f"train.save_every={every}",
-        "train.keep_last=9", f"train.eval_every={steps}", "train.eval_batches=1", "optim.lr=0.001", "optim.clip=0.3",
-        "optim.schedule.warmup_steps=1", "name='run'",
-    ]  # fmt: skip
+        "name='run'",
+        "model.seq=16",
+        *(f"train.{key}" for key in f"{train} eval_batches=1".split()),
+        *(f"optim.{key}" for key in optim.split()),
+    ]
 
 
 def losses(run: Path) -> list[float]:
@@ -59,46 +62,45 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return whole
 
 
-def counted(*roots: Path) -> None:
-    """No checkpoint takes more of a disk than is looked for before a run, and that is not far more."""
+def check_sizes(*roots: Path) -> None:
+    """The planner's bound of a checkpoint on disk holds, and is not far above it."""
     for root in roots:
         for path in list_checkpoints(root).values():
-            ranks, config = read_manifest(path).manifest.world, reload(path / CONFIG)
-            held = sum(file.stat().st_size for file in path.iterdir())
-            assert (
-                held < disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero) < 2 * held
-            ), path
+            ranks = read_manifest(path).manifest.world
+            config = reload(path / CONFIG)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            bound = disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero)
+            assert size < bound < 2 * size, path
 
 
 def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
-    """A model with experts and routers' counters: 4 ranks at ZeRO-2 with 2 experts each, then 2 at ZeRO-1 with 4 each,
-    1, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence, each from the one before; beside the run
-    that never moved. And other layouts, loaded and saved at once, give back the very numbers."""
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    """A model with experts and router counters, compared with the run that never moved.
+
+    4 ranks at ZeRO-2 with 2 experts each, then each from the one before: 2 at ZeRO-1 with 4 each,
+    1 rank, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence. And other
+    layouts that load a checkpoint and save it at once write the same numbers.
+    """
+    whole = tmp_path / "whole"
+    moved = tmp_path / "moved"
     small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2, "ep": 4}}
     start = {"out": whole, "nproc": 4, "over": small, "arch": "mla-moe", "sets": settings(1, STEPS)}
     jobs = [{"do": "train", "data": corpus, **start}, {"do": "copy", "src": whole, "dst": moved}]
     for nproc, zero, ep, sp, step in CHAIN:
         over = {"parallel": {"zero": zero, "ep": ep, "sp": sp}}
-        jobs += [
-            {"do": "cut", "out": moved, "step": step},
-            {"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus},
-        ]
+        jobs.append({"do": "cut", "out": moved, "step": step})
+        jobs.append({"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus})
     for layout, (nproc, over) in CONVERTED.items():
-        jobs.append(
-            {"do": "convert", "out": moved, "to": tmp_path / layout, "nproc": nproc, "over": over}
-        )
+        to = tmp_path / layout
+        jobs.append({"do": "convert", "out": moved, "to": to, "nproc": nproc, "over": over})
     worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
-    assert losses(moved) != losses(
-        whole
-    )  # it did run elsewhere: another order of adding leaves its trace
+    # It did run elsewhere: sums in another order round differently.
+    assert losses(moved) != losses(whole)
     want = tensors(newest(moved))
     assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
-    assert any("experts" in key and key.endswith(".7") for key in want) and any(
-        k.endswith("steps") for k in want
-    )
+    assert any("experts" in key and key.endswith(".7") for key in want)
+    assert any(key.endswith("steps") for key in want)
     model, config = load_model(moved, dtype=torch.bfloat16)
     assert config.model.ffn.experts == 8 and not any(p.is_meta for p in model.parameters())
     up = model.get_parameter("blocks.1.ffn.experts.up")
@@ -106,46 +108,38 @@ def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
     assert torch.equal(model.embedding.weight.flatten(), want["model/embedding.weight"].bfloat16())
     for layout in CONVERTED:
         there = newest(tmp_path / layout)
+        found = tensors(there)
         assert there.manifest.adam_steps == STEPS
-        got = tensors(there)
-        assert got.keys() == want.keys() and all(
-            torch.equal(got[key], want[key]) for key in want
-        ), layout
-    files = (
-        (tmp_path / "zero 3, on a disk" / "maps").read_text().count(f"{tempfile.gettempdir()}/tmp")
-    )
-    assert files >= 5  # weights, masters, two moments and the copy to be saved
-    counted(
-        whole / "checkpoints", moved / "checkpoints", *(tmp_path / layout for layout in CONVERTED)
-    )
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[key], want[key]) for key in want), layout
+    maps = (tmp_path / "zero 3, on a disk" / "maps").read_text()
+    # Weights, masters, two moments and the copy to save are mapped files.
+    assert maps.count(f"{tempfile.gettempdir()}/tmp") >= 5
+    check_sizes(*(run / "checkpoints" for run in (whole, moved)))
+    check_sizes(*(tmp_path / layout for layout in CONVERTED))
 
 
-def test_the_same_layout_goes_on_bit_for_bit(corpus, tmp_path):
-    """Every file of the last checkpoint is the same, masters, moments and random state included."""
+def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
+    """Every file of the last checkpoint is the same: masters, moments and random state."""
     jobs: list[dict] = []
     for layout, (nproc, over) in RESUMED.items():
-        whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
-        start = {
-            "out": whole,
-            "nproc": nproc,
-            "over": over,
-            "arch": "dense",
-            "sets": settings(2, 4),
-        }
+        whole = tmp_path / layout
+        resumed = tmp_path / f"{layout} resumed"
+        train = {"do": "train", "nproc": nproc, "over": over, "data": corpus}
         jobs += [
-            {"do": "train", "data": corpus, **start},
+            {**train, "out": whole, "arch": "dense", "sets": settings(2, 4)},
             {"do": "copy", "src": whole, "dst": resumed},
             {"do": "cut", "out": resumed, "step": 2},
-            {"do": "train", "out": resumed, "nproc": nproc, "over": over, "data": corpus},
+            {**train, "out": resumed},
         ]
     worlds(jobs, tmp_path)
-    counted(*(tmp_path / layout / "checkpoints" for layout in RESUMED))
+    check_sizes(*(tmp_path / layout / "checkpoints" for layout in RESUMED))
     for layout in RESUMED:
-        whole, resumed = tmp_path / layout, tmp_path / f"{layout} resumed"
+        whole = tmp_path / layout
+        resumed = tmp_path / f"{layout} resumed"
         assert losses(resumed) == losses(whole), layout
         assert newest(resumed).manifest == newest(whole).manifest, layout
-        assert newest(whole).manifest.adam_steps == 4  # and DeepSpeed took none of its own
-        alike = "bf16, zero 1" if layout.startswith("bf16") else "zero 0"
-        assert losses(whole) == pytest.approx(
-            losses(tmp_path / alike), abs=1e-3 if "bf16" in layout else 1e-6
-        ), layout
+        assert newest(whole).manifest.adam_steps == 4  # DeepSpeed added no step of its own
+        bf16 = layout.startswith("bf16")
+        alike = losses(tmp_path / ("bf16, zero 1" if bf16 else "zero 0"))
+        assert losses(whole) == pytest.approx(alike, abs=1e-3 if bf16 else 1e-6), layout

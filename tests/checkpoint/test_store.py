@@ -285,6 +285,7 @@ def test_which_checkpoints_are_kept(tmp_path, last, every, kept):
     assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
 
 
+@pytest.mark.slow
 def test_killed_a_hundred_times_while_saving(tmp_path):
     command = [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path), "100", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment())
