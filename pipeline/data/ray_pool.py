@@ -56,8 +56,6 @@ def _set_environment(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Leave CUDA_VISIBLE_DEVICES alone, without a warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Seconds. On a busy machine Ray's default of 30 is too short.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     if address:
         # A wrong token fills the screen otherwise.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
