@@ -73,22 +73,16 @@ def read_table(path: Path) -> dict[str, Any]:
     return found
 
 
-def masked(value: Any) -> Any:
-    """Hide the values of environment tables, such as tokens in `[cluster.slurm.env]`.
-
-    The same values may come as settings in a list: "cluster.slurm.env.HF_TOKEN=secret".
-    """
+def masked(value: Any, key: str = "") -> Any:
+    """Hide the values of environment tables, such as tokens in `[cluster.slurm.env]`."""
     match value:
+        case dict() if key == "env":
+            return dict.fromkeys(value, MASK)
         case dict():
-            return {
-                key: dict.fromkeys(item, MASK)
-                if key == "env" and isinstance(item, dict)
-                else masked(item)
-                for key, item in value.items()
-            }
+            return {name: masked(item, name) for name, item in value.items()}
         case list():
             return [masked(item) for item in value]
-        case str():
+        case str():  # the same as a setting of a sweep: "cluster.slurm.env.HF_TOKEN=secret"
             return _ENVIRONMENT_SETTING.sub(rf"\1{MASK}", value)
         case _:
             return value
@@ -286,7 +280,7 @@ def record_of(run: Any) -> Record | None:
             place[last] = float(text) if last in NUMBERS else text
         except (ValueError, TypeError):
             raise RunError(
-                f"run_id={run.info.run_id}: param run.{key}={text!r} is not a number; delete the run"
+                f"run_id={run.info.run_id}: run.{key}={text!r} is not a number; delete the run"
             ) from None
     record["name"] = run.info.run_name
     record["steps"] = int(record.get("steps", 0))

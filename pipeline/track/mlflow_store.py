@@ -162,9 +162,6 @@ class Store:
             self.client.delete_run(run_id)
         return first
 
-    def adopt(self, run_id: str, parent: str) -> None:
-        self.client.set_tag(run_id, "mlflow.parentRunId", parent)  # MLflow's pages nest runs by it
-
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 

@@ -146,7 +146,8 @@ class Feeder:
             opened = store.open(state.experiment, name, state.id, began_ms)
             state.run_id, state.sending = opened
         if mlflow_runs.read_sweep(self.run_dir.resolve().parent):
-            store.adopt(state.run_id, store.parent(state.experiment))
+            parent = store.parent(state.experiment)
+            store.client.set_tag(state.run_id, "mlflow.parentRunId", parent)  # pages nest by it
         if state.sending:
             for kind, keys in ALWAYS_THERE.items():
                 step = store.highest_step(state.run_id, keys)

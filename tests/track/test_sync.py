@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from conftest import SECRET
 from mlflow import MlflowClient
 from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
@@ -56,20 +57,13 @@ def test_a_sweep_comes_back_with_its_forecasts(
 ) -> None:
     """Made and registered with no server in sight; then all of it from the directories alone."""
     root = make_ladder(tmp_path / "rebuilt")
-    (root / "sweep.json").write_text(json.dumps({"experiment": root.name, "kind": "ladder"}))
+    about = {"experiment": root.name, "kind": "ladder"}
+    secret = f"cluster.slurm.env.HF_TOKEN={SECRET}"
+    (root / "sweep.json").write_text(json.dumps({**about, "set": ["seed=3", secret]}))
     law.register(app)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    call = [
-        "forecast",
-        "--runs",
-        str(root),
-        "--params",
-        "7e6",
-        "--tokens",
-        "1.4e8",
-        "--register",
-        "--json",
-    ]
+    call = ["forecast", "--runs", str(root), "--params", "7e6", "--tokens", "1.4e8"]
+    call += ["--register", "--json"]
     said = json.loads(CliRunner().invoke(app, call).stdout)
     assert "MLflow has no copy" in said["warnings"][-1]
 
@@ -85,9 +79,11 @@ def test_a_sweep_comes_back_with_its_forecasts(
         Path(client.download_artifacts(parent, kept.path)).read_bytes()
         == Path(said["registered"][0]).read_bytes()
     )
-    assert {"fit.json", "points.csv", "dashboard.html"} <= {
-        file.path for file in client.list_artifacts(parent)
-    }
+    files = {file.path for file in client.list_artifacts(parent)}
+    assert {"fit.json", "points.csv", "dashboard.html"} <= files
+    params = client.get_run(parent).data.params
+    assert "seed=3" in params["sweep.set"] and SECRET not in params["sweep.set"]
+    assert SECRET not in Path(client.download_artifacts(parent, "sweep.json")).read_text()
 
 
 def test_not_a_run(app: typer.Typer, tmp_path: Path) -> None:
