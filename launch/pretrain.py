@@ -12,6 +12,7 @@ from launch.options import Arch, AsJson, Cluster, ConfigFile, Quiet, Settings, e
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices, PlannedRun
 
@@ -119,13 +120,13 @@ def pretrain(
     fewest = job.worlds[0] if job else None
     request = Request(*asked, slurm and not resume, fewest, branch, init)
     planned = plan_run(request, devices)
-    if not quiet:
-        header = not (job or as_json or planned.run.finished)
-        _announce(planned, ranks, devices.name, track=track, header=header)
+    if planned.note and not quiet:
+        typer.echo(planned.note, err=True)
     if job is None:
-        _train(planned, ranks, devices.gpus > 0, track=track, as_json=as_json, quiet=quiet)
+        _train(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
     elif not (dry_run and quiet):
         submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
+        _announce(planned.config, ranks, devices.name, track=track, header=False)
     return planned, job
 
 
@@ -148,14 +149,11 @@ def _given(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
-def _announce(planned: "PlannedRun", ranks: int, device: str, *, track: bool, header: bool) -> None:
+def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
     """Print what the run is about to do, and warn of data that is too small for it."""
     from pipeline.data.corpus import Corpus
     from pipeline.track import console, mlflow_store
 
-    if planned.note:
-        typer.echo(planned.note, err=True)
-    config = planned.config
     corpus = Corpus.open(Path(config.data.dir or "."))
     tokens = corpus.split("train").tokens
     if header:
@@ -165,11 +163,17 @@ def _announce(planned: "PlannedRun", ranks: int, device: str, *, track: bool, he
         for line in lines:
             print(line, flush=True)
     for line in console.data_warnings(config, tokens, corpus.split("valid").tokens):
-        typer.echo(line, err=True)
+        typer.echo(line, err=not header)
 
 
 def _train(
-    planned: "PlannedRun", ranks: int, gpu: bool, *, track: bool, as_json: bool, quiet: bool
+    planned: "PlannedRun",
+    ranks: int,
+    devices: "Devices",
+    *,
+    track: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Train here, to the end or to a stop request."""
     from pipeline.process import STOPPED
@@ -180,10 +184,12 @@ def _train(
     config = planned.config.train
     signalled = None
     if not run.finished:
+        if not quiet:
+            _announce(planned.config, ranks, devices.name, track=track, header=not as_json)
         silent = quiet or as_json
         restarts = config.max_restarts
         note, signalled = start(
-            run, nproc=ranks, gpu=gpu, max_restarts=restarts, quiet=silent, track=track
+            run, nproc=ranks, gpu=devices.gpus > 0, max_restarts=restarts, quiet=silent, track=track
         )
         if note:
             typer.echo(note, err=True)
