@@ -99,7 +99,7 @@ def measure_step(
     waited_s = yield from _timed_steps(config, batches, ours, theirs, steps, progress)
     yield from _speed(config, world, ours, waited_s, ceiling)
     if theirs is not None:
-        yield from _ratios(ours, theirs, config.rows * config.model.seq)
+        yield from _ratios(ours, theirs, config.train.batch_tokens)
     progress("further steps")
     if parts:
         yield from _parts(engine, batches, config, world, steps)
@@ -140,7 +140,6 @@ def _timed_steps(
     progress: Callable[[str], object],
 ) -> Generator[tuple[str, Any], None, float]:
     """Run the steps in turn; yield mean losses of tenths, return the median wait for a batch."""
-    assert isinstance(config.optim.lr, float)
     waited_s = []
     tenth = -(-steps // 10)
     show_losses = theirs is not None or tenth > 1
@@ -175,7 +174,7 @@ def _speed(
 ) -> Figures:
     flops = account.flops_per_token(config.model).model
     step_s = statistics.median(ours.seconds)
-    speed = config.rows * config.model.seq / step_s / world.size
+    speed = config.train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)
     yield "data wait ms", round(waited_s * 1e3, 3)
     yield "tokens/s per device", round(speed)
