@@ -278,7 +278,8 @@ def _join_malformed(job: Job, encoded: Sequence[Encoded]) -> list[str]:
         return []
     with replacing(job.work / MALFORMED) as whole:
         for part in parts:
-            whole.write(part.read_bytes())
+            with part.open("rb") as lines:
+                shutil.copyfileobj(lines, whole)
     return [MALFORMED]
 
 

@@ -65,7 +65,6 @@ def plan(
                     "name it once"
                 )
             owner[real] = source
-    # Whole megabytes, so that a long .txt file is cut into the same documents.
     total = sum(piece.bytes for found in pieces.values() for piece in found)
     task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB
     return [task for found in pieces.values() for task in _group(found, task_bytes)]
