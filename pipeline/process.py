@@ -1,4 +1,4 @@
-"""Processes: how children start and find each other, how they are asked to stop, where they print."""
+"""Processes: how they start, find each other, are asked to stop, and print."""
 
 import contextlib
 import ctypes

@@ -91,7 +91,8 @@ def inside(
         out = capsys.readouterr()
         assert done.value.code == code, out.err
         if code:
-            assert len(out.err.splitlines()) == 1 and out.err.startswith("error: "), out.err
+            errors = [line for line in out.err.splitlines() if not line.startswith("warning: ")]
+            assert len(errors) == 1 and errors[0].startswith("error: "), out.err
         return out.err if code else out.out
 
     return call

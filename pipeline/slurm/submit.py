@@ -126,7 +126,7 @@ class Submission:
     def _call(self, *first: str) -> "subprocess.CompletedProcess[str]":
         if shutil.which("sbatch") is None:
             raise ConfigError(
-                "--slurm needs sbatch, which is not here; submit from a login node, or use --dry-run"
+                "--slurm needs sbatch, which is not here; submit on a login node, or use --dry-run"
             )
         # the variables of a job that we may be in ourselves do not belong to the new one
         env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:6] != "SLURM_"}
@@ -155,7 +155,7 @@ def pattern(path: Path) -> str:
 
 
 def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> list[str]:
-    """The srun command of the batch step: a task per rank, or one per node that starts its ranks."""
+    """The srun command: a task per rank, or one task per node, which starts its ranks."""
     per_node = site.launcher == "torchrun"
     each = 1 if per_node else tasks
     log = "agent" if per_node else "rank"

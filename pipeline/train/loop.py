@@ -178,7 +178,7 @@ class Loop:
         self.saved(self.saver.save(done))
 
     def saved(self, saved: Saved | None) -> None:
-        """Log a save after its commit, under the step it belongs to, so that a rollback keeps it."""
+        """Log a save after its commit, under its own step, so that a rollback keeps it."""
         if saved is None:
             return
         times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}

@@ -60,14 +60,8 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
         ("--nodes 2 --time soon", ("cluster.slurm.time='soon'",)),
         ("--nodes 2 --time 0-0:06", ("time=0-0:06 (360 s)", "grace_s=300", "grace_s=150")),
         ("--nodes 1 --set 'name=a\ntouch pwned'", ("name='a\\ntouch pwned'",)),
-        (
-            """--nodes 1 --set 'cluster.slurm.account="a\\nb"'""",
-            ("cluster.slurm.account='a\\nb'",),
-        ),
-        (
-            "--nodes 1 --size 7b --cluster a100 --gpus-per-node 1",
-            ("size=7b", "this A100"),
-        ),
+        ("""--nodes 1 --set 'cluster.slurm.account="a\\nb"'""", ("cluster.slurm.account='a\\nb'",)),
+        ("--nodes 1 --size 7b --cluster a100 --gpus-per-node 1", ("size=7b", "this A100")),
     ],
 )
 def test_refused_in_one_line(slurm, corpus, tmp_path, monkeypatch, inside, arguments, words):
