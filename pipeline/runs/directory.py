@@ -89,7 +89,7 @@ class RunDir:
                 f"--resume {self.path} with another config: {what}{more}; "
                 "use the old values or give a new --out"
             )
-        if changed:
+        if changed:  # otherwise keep the file as it is, with its time
             replace(self.config, to_toml(config).encode())
 
     @property
@@ -100,6 +100,7 @@ class RunDir:
     def world(self) -> int | None:
         """The number of processes that trained it last, or that it was created for."""
         world = self.fact("world")
+        # Each start of the run logs its number of processes: a resume may use another one.
         for record in read(self.log):
             world = record.get("world", world)
         if not isinstance(world, int | None):
@@ -110,6 +111,7 @@ class RunDir:
     def tokenizer(self) -> str | None:
         """Fingerprint of the tokenizer of its data, or of an import; None if unknown."""
         imported = self.path / "tokenizer.model"
+        # An imported model has no run.json, but the tokenizer file that came with it.
         known = self.fact("tokenizer")
         if known is None and imported.exists() and not (self.path / RUN_FILE).exists():
             return digest(imported)
@@ -152,6 +154,7 @@ class RunDir:
             "user": isinstance(error, UserError),
         }
         try:
+            # "x" fails if the file exists, also when two ranks fail at the same moment.
             with (self.path / "error.json").open("x", encoding="utf-8") as file:
                 json.dump(fault, file)
         except OSError:
@@ -206,6 +209,7 @@ def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tok
 def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
     """Refuse a tokenizer other than that of the run, or of the run that a checkpoint belongs to."""
     folder = run.absolute()
+    # RUN, RUN/checkpoints and RUN/checkpoints/step-00000100 all belong to RUN.
     for place in (folder, folder.parent):
         if place.name == "checkpoints":
             folder = place.parent

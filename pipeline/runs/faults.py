@@ -27,6 +27,7 @@ def note(run: RunDir, code: int, said: str = "", ranks: int | None = None) -> Re
     If memory ran out and a smaller micro-batch is possible, the run's config gets that one.
     """
     unknown = f"it ended with code {code}: {said or 'no reason was given'}"
+    # A process that was killed leaves no reason; `said` is what its launcher knows.
     reason = run.fault() or {"kind": "exit", "message": unknown, "user": False}
     steps = (record["step"] for record in read(run.log) if record["kind"] == "step")
     fault = {
@@ -66,9 +67,10 @@ def verdict(faults: Sequence[Record], max_restarts: int) -> str | None:
     """Return why the run should not be restarted, or None. A new checkpoint resets the count."""
     last = faults[-1]
     if last.get("lowered"):
-        return None
-    if last["user"]:
+        return None  # the next attempt is not like this one
+    if last["user"]:  # only a person can fix it
         return str(last["message"])
+    # The same fault at the same step again: another attempt would end there as well.
     same_place = [(fault["kind"], fault["step"]) for fault in faults[-2:]]
     if max_restarts and len(same_place) == 2 and same_place[0] == same_place[1]:
         return f"failed twice at step {last['step']}: {line(last)}"

@@ -32,8 +32,8 @@ def status_of(records: Sequence[Record], now: float) -> str:
 
     This is the only rule for the status of a run. `records` may be the last part of a log.
     """
-    status = "running"
-    newest = 0.0
+    status = "running"  # also when the event is older than the part of the log we have
+    newest = 0.0  # seconds since the epoch
     for record in records:
         status = PHASES.get(record.get("event", ""), status)
         newest = max(newest, record.get("time") or 0.0)
@@ -71,11 +71,12 @@ class Run:
         return max(logged, key=lambda record: int(record["step"]), default=nothing)
 
     def status(self, now: float) -> str:
+        # Order does not matter: only events decide, and of the others only the newest time.
         return status_of([*self.steps[-1:], *self.evals[-1:], *self.events], now)
 
     @property
     def finished(self) -> bool:
-        return self.status(now=0.0) == "finished"
+        return self.status(now=0.0) == "finished"  # time only tells running from stale
 
 
 def read_json(path: Path) -> Record:
@@ -156,6 +157,7 @@ def find_runs(root: Path, depth: int = SEARCH_DEPTH) -> list[Path]:
     except OSError:
         return []
     found = [root] if any(entry.name == RUN_FILE for entry in entries) else []
+    # os.path.isdir follows links: a run directory may be a link to another disk.
     for entry in entries if depth else ():
         if entry.name not in ("checkpoints", "logs") and os.path.isdir(entry):  # noqa: PTH112
             found += find_runs(root / entry.name, depth - 1)
@@ -208,12 +210,13 @@ def goodput(records: Iterable[Record]) -> dict[str, float]:
     The time between a requested stop and the resume does not count.
     """
     wall_s = 0.0
-    last = 0.0
+    last = 0.0  # up to when time is accounted for
     lost = dict.fromkeys(("start_s", "replay_s", "checkpoint_s", "wait_s", "skipped_s"), 0.0)
     for record in records:
         event = record.get("event")
         until = _accounted_until(last, record)
         if event in ("start", "resume", "restart", "rollback"):
+            # The pause before a beginning counts only as far as the attempt cost it.
             for key in ("start_s", "replay_s"):
                 lost[key] += record.get(key) or 0.0
                 wall_s += record.get(key) or 0.0

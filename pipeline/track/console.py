@@ -35,7 +35,7 @@ class Console:
         if kind == "moe":
             self._imbalance = record.get("worst_imbalance")
         if self.quiet or kind == "moe":
-            return
+            return  # a mixture logs this at every step: too much for a line of its own
         step = record.get("step")
         if kind == "step" and isinstance(step, int):
             if self._times and step <= self._times[-1][0]:
@@ -207,7 +207,7 @@ def _number(value: object, width: int) -> str:
         return f"{'nan':>{width}}"
     if abs(value) >= 10**width:
         return f"{value:>{width}.0e}"
-    whole = len(f"{value:.0f}")
+    whole = len(f"{value:.0f}")  # digits before the point, with a sign
     return f"{value:>{width}.{max(0, width - whole - 1)}f}"[:width]
 
 

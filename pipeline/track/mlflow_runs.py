@@ -49,11 +49,12 @@ IN_CONFIG = {
     "batch_tokens": "train.batch_tokens",
     "steps": "train.steps",
 }
+# Params are text in MLflow. These keys of run.json are read back as numbers.
 NUMBERS = {
     *("total", "active", "non_embedding", "scaling", "steps", "bytes_per_token"),
     *("flops_per_token", "version", "batch_tokens"),
 }
-MASK = "***"
+MASK = "***"  # stands for every value of an environment table
 _ENVIRONMENT_SETTING = re.compile(r"^([\w.]*\benv(?:\.\w+)*\s*=).*", re.DOTALL)
 
 
@@ -69,7 +70,7 @@ def read_table(path: Path) -> dict[str, Any]:
             table = read_json(path)
     except (OSError, ValueError, RecursionError, RunError):
         return {}  # a run that died early still has a curve
-    found: dict[str, Any] = masked(table)
+    found: dict[str, Any] = masked(table)  # run directories of earlier releases have secrets
     return found
 
 
@@ -114,6 +115,7 @@ def params(run_dir: Path) -> dict[str, str]:
     config = flat(read_table(run_dir / CONFIG_FILE))
     about = flat({"run": read_table(run_dir / RUN_FILE)})
     for key, other in IN_CONFIG.items():
+        # A value that differs is not a copy, and stays.
         if other in config and about.get(f"run.{key}") == config[other]:
             del about[f"run.{key}"]
     return config | about
@@ -185,6 +187,7 @@ def event_tag(record: Record) -> tuple[str, str]:
 
 def name(key: str) -> str:
     """Return a valid name. MLflow treats names as paths and refuses most punctuation."""
+    # `..` and `//` would resolve to another name.
     clean = re.sub(r"[^\w\-. :/]", "_", key, flags=re.ASCII)[:MAX_NAME]
     return posixpath.normpath(clean).lstrip("/.") or "_"
 
@@ -206,7 +209,7 @@ def keep(
     try:
         store = Store(uri)
         run_id = store.parent(experiment)
-        if about:
+        if about:  # of a sweep: what was asked for
             store.describe(run_id, flat(masked(about)), {})
             store.set_status(run_id, "FINISHED", None)
         for path in paths:
@@ -266,6 +269,7 @@ def search(client: Any, uri: str, experiment: str | None) -> Iterator[tuple[str,
 def record_of(run: Any) -> Record | None:
     """Return what run.json has, from the params; None for a run that another program logged."""
     given = run.data.params
+    # Earlier releases sent every key of run.json under `run.`, also those of the config.
     found = {key.removeprefix("run."): text for key, text in given.items() if key[:4] == "run."}
     for key, other in IN_CONFIG.items():
         if other in given:
@@ -319,6 +323,7 @@ def _events(client: Any, run: Any) -> tuple[Record, ...]:
         if event not in (key, "world") and PHASES.get(event, "running") == "running":
             for metric in client.get_metric_history(run.info.run_id, key):
                 add(event, metric.step, metric.timestamp)
+    # The store returns metrics by name. An end comes last, whatever the clock said.
     found.sort(key=lambda record: float(record["time"]))
     if not found:
         add("start", 0, run.info.start_time)
@@ -335,4 +340,5 @@ def _history(client: Any, run: Any, prefix: str) -> tuple[Record, ...]:
                 start = {"step": metric.step, "time": metric.timestamp / 1000}
                 row = rows.setdefault(metric.step, start)
                 row[key.removeprefix(f"{prefix}/")] = metric.value
+    # Every record of ours has both. Another program may log metrics of these names to the run.
     return tuple(rows[step] for step in sorted(rows) if {"tokens", "flops"} <= rows[step].keys())

@@ -69,7 +69,7 @@ def public(uri: str) -> str:
 
 def reason(error: Exception) -> str:
     """Describe an exception in one line. MLflow's quote the whole address, with the password."""
-    line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))
+    line = re.sub(r"//[^/\s@]*@", "//", " ".join(str(error).split()))  # user:password@
     silent = re.match(r"API request to (\S+?)/api/\S* failed with exception", line)
     return f"{silent[1]} does not answer" if silent else f"{type(error).__name__}: {line}"[:240]
 
@@ -193,6 +193,7 @@ class Store:
         """Set params and tags. MLflow never changes a param: those it has stay as they are."""
         from mlflow.entities import Param
 
+        # Sending another value for a known param is an error, and a resume may have changed some.
         known = self.client.get_run(run_id).data.params
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(new), MAX_PARAMS):
@@ -224,7 +225,7 @@ class Store:
         self.client.log_text(run_id, text, name)
 
     def set_status(self, run_id: str, status: str, time_ms: int | None) -> None:
-        if status == "RUNNING":
+        if status == "RUNNING":  # set_terminated would set an end time
             self.client.update_run(run_id, status=status)
         else:
             self.client.set_terminated(run_id, status, end_time=time_ms)
