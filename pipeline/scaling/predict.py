@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.config.dump import differences
 from pipeline.config.layers import load, load_cluster, reload
-from pipeline.config.schema import Cluster
+from pipeline.config.schema import Cluster, RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import flops_per_token, params
@@ -150,37 +150,36 @@ class Recipe:
 
 def ladder_of(runs: Sequence[Run]) -> Ladder:
     """The settings that all these runs share and the default recipe does not have."""
-    vocab = runs[0].record.get("vocab")
-    files = [run.path / "config.toml" for run in runs]
-    if not all(file.is_file() for file in files):  # runs from MLflow have no config here
-        seq = runs[0].record.get("seq")
-        settings = {"model.seq": int(seq)} if seq else {}
-        return Ladder(settings, int(vocab) if vocab else None)
-    shared: dict[str, Any] | None = None
-    for file in files:
-        own = _own_recipe(file)
-        if shared is None:
-            shared = own
-        shared = {key: value for key, value in shared.items() if own.get(key) == value}
-    places = {reload(file).data.dir for file in files}
-    data = places.pop() if len(places) == 1 else None
-    return Ladder(shared or {}, int(vocab) if vocab else None, data)
+    record = runs[0].record
+    vocab = int(record["vocab"]) if record.get("vocab") else None
+    try:
+        configs = [reload(run.path / "config.toml") for run in runs]
+    except ConfigError:  # runs from MLflow have no config.toml here
+        return Ladder({"model.seq": int(record["seq"])} if record.get("seq") else {}, vocab)
+    first, *others = [_own_recipe(config) for config in configs]
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key) == value for other in others)
+    }
+    places = {config.data.dir for config in configs}
+    return Ladder(shared, vocab, places.pop() if len(places) == 1 else None)
 
 
-def _own_recipe(file: Path) -> dict[str, Any]:
+def _own_recipe(config: RunConfig) -> dict[str, Any]:
     """The settings of a run that the recipe for its size, vocabulary and length does not give."""
-    config = reload(file)
     model = config.model
     over = {
         "model": {"vocab": model.vocab, "seq": model.seq},
-        "train": {"tokens": int(config.train.steps or 1) * int(config.train.batch_tokens)},
+        "train": {"tokens": config.train.steps * config.train.batch_tokens},
     }
     try:
+        usual = load(size=model.size, arch=model.arch)
         default = resolve(load(size=model.size, arch=model.arch, over=over), ranks=1, gpu=False)
     except ConfigError:  # an imported model has no size of ours
         return {}
     changed = {key: new for key, (_, new) in differences(default, config).items()}
-    if model.seq != load(size=model.size, arch=model.arch).model.seq:
+    if model.seq != usual.model.seq:
         changed["model.seq"] = model.seq
     return {
         key: value
