@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from pipeline.data import ray_guard
 from pipeline.errors import DataError
 
 Result = TypeVar("Result")
@@ -36,19 +37,13 @@ def cluster(workers: int | None) -> Iterator[None]:
         yield
         return
     session = _connect(address, workers)
-    if address:
+    with nullcontext() if address else _killed_with_driver(session):
         try:
             yield
         finally:
             ray.shutdown()
-        return
-    with _killed_with_driver(session):
-        try:
-            yield
-        finally:
-            ray.shutdown()
-    # Only after success: the logs of a session that failed stay.
-    _remove_session(session)
+    if not address:
+        _remove_session(session)  # only after success: the logs of a session that failed stay
 
 
 def _set_environment(address: str | None) -> None:
@@ -104,43 +99,20 @@ def _connect(address: str | None, workers: int | None) -> Path:
     return Path(context.address_info["session_dir"])
 
 
-# Ray's servers die with the driver, but its agents first try to reach them for a minute. This
-# program blocks on its stdin, whose other end only the driver holds. Then it kills the processes
-# that Ray renamed to ray::… and that have a file of the session open, such as their log.
-_GUARD = """
-import os, signal, sys
-session = sys.argv[1]
-sys.stdin.read()
-for pid in filter(str.isdigit, os.listdir("/proc")):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            renamed = file.read(5) == b"ray::"
-        if renamed:
-            handles = os.listdir(f"/proc/{pid}/fd")
-            files = [os.readlink(f"/proc/{pid}/fd/{handle}") for handle in handles]
-            if any(file.startswith(session) for file in files):
-                os.kill(int(pid), signal.SIGKILL)
-    except OSError:
-        pass
-"""
-
-
 @contextmanager
 def _killed_with_driver(session: Path) -> Iterator[None]:
     """Kill the processes of a private Ray session when this process ends, even by SIGKILL."""
-    # A session of its own, so that Ctrl-C in the terminal does not reach the guard.
-    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(session)]
     guard = subprocess.Popen(
-        command,
+        [sys.executable, "-I", "-S", Path(ray_guard.__file__), session],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C in the terminal must not reach it
     )
+    assert guard.stdin is not None
     try:
         yield
     finally:
-        assert guard.stdin is not None
         guard.stdin.close()
         guard.wait()  # it also kills what ray.shutdown() left
 
