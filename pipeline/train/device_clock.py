@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,34 +43,30 @@ class Speed(NamedTuple):
     mfu: float | None  # model FLOPs utilization; None if the peak of the device is unknown
 
 
+@dataclass
 class Meter:
     """Measures the speed of steps; evaluations and checkpoints are left out."""
 
-    def __init__(
-        self,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak_flops: float | None,  # of all ranks together
-        device: torch.device,
-    ) -> None:
-        self._tokens_per_step = tokens_per_step
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._device = device
-        self._last = DeviceTime(device)
+    tokens_per_step: int
+    flops_per_token: int
+    peak_flops: float | None  # of all ranks together
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.restart()
 
     def restart(self) -> None:
         """Leave out the time since the last step."""
-        self._last = DeviceTime(self._device)
+        self._last = DeviceTime(self.device)
 
     def step(self, began: DeviceTime, ended: DeviceTime) -> Speed:
         seconds = max(ended.since(self._last), 1e-9)
         idle_s = began.since(self._last)
         self._last = ended
-        tokens_per_s = self._tokens_per_step / seconds
+        tokens_per_s = self.tokens_per_step / seconds
         mfu = None
-        if self._peak_flops is not None:
-            mfu = tokens_per_s * self._flops_per_token / self._peak_flops
+        if self.peak_flops is not None:
+            mfu = tokens_per_s * self.flops_per_token / self.peak_flops
         return Speed(seconds, idle_s, tokens_per_s, mfu)
 
 

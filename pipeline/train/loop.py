@@ -6,6 +6,7 @@ It does not know whether the model is dense or sparse, on one CPU or on many nod
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint.save import Saved, Saver
@@ -29,35 +30,28 @@ from pipeline.train.replicas import Replicas
 from pipeline.train.watchdog import Watchdog
 
 
+@dataclass
 class Loop:
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunDir,
-        engine: Engine,
-        world: World,
-        tracker: Tracker,
-        stop: StopRequest,
-        watch: Watchdog,
-        guard: Guard,
-        saver: Saver,
-    ) -> None:
-        self.config = config
-        self.run = run
-        self.engine = engine
-        self.world = world
-        self.tracker = tracker
-        self.stop = stop
-        self.watch = watch
-        self.guard = guard
-        self.saver = saver
+    config: RunConfig
+    run: RunDir
+    engine: Engine
+    world: World
+    tracker: Tracker
+    stop: StopRequest
+    watch: Watchdog
+    guard: Guard
+    saver: Saver
+
+    def __post_init__(self) -> None:
+        config = self.config
+        world = self.world
         self.steps = config.train.steps
         self.batch_tokens = config.train.batch_tokens
         self.flops_per_token = flops_per_token(config.model).model
         peak = peak_flops(config.cluster, world.device)
         all_ranks = None if peak is None else peak * world.size
         self.meter = Meter(self.batch_tokens, self.flops_per_token, all_ranks, world.device)
-        self.replicas = Replicas(engine, world, config.parallel.ep)
+        self.replicas = Replicas(self.engine, world, config.parallel.ep)
         self.stopping = False  # some rank has a stop request
         self._routing_every = max(1, self.steps // 100)  # as many columns as a heat map can show
         self._pending: PendingStep | None = None
@@ -65,7 +59,6 @@ class Loop:
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """Train from step `start`; return whether the last step was reached, not a stop request."""
         train = self.config.train
-        assert isinstance(train.eval_every, int) and isinstance(train.save_every, int)
         self.replicas.remember()
         self.meter.restart()
         self.watch.enter("first step", start + 1)  # which may compile
@@ -108,7 +101,6 @@ class Loop:
             self._record("event", done, event="omit", reason="the run went back past this batch")
             return
         began = DeviceTime(self.world.device)
-        assert isinstance(self.config.optim.lr, float)
         lr = learning_rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
         compare = done % self.config.train.check_every == 0
         check = StepCheck(

@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from pipeline.checkpoint.restore import begin, find, load
 from pipeline.checkpoint.save import Saver
@@ -22,7 +21,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.errors import RunError, UserError
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
-from pipeline.parallel.world import World
+from pipeline.parallel.world import World, leave
 from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_parent
 from pipeline.runs import faults
 from pipeline.runs.directory import RunDir
@@ -169,8 +168,7 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         RunDir(path).fail(error)
         return 1
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
     return 0 if finished else STOPPED
 
 

@@ -145,7 +145,7 @@ def processes(pattern: str) -> list[int]:
     return [int(pid) for pid in found.split()]
 
 
-def until(state: Callable[[], object], timeout_s: float = 300) -> None:
+def until(state: Callable[[], object], timeout_s: float = 800) -> None:
     end_s = time.monotonic() + timeout_s
     while not state():
         assert time.monotonic() < end_s, "this state was never reached"
