@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -95,8 +96,10 @@ def logs(
 def _log_files(folder: Path, rank: int | None) -> list[Path]:
     files = [folder / "job.log"] if rank is None else []
     files.append(folder / f"rank-{rank or 0}.log")
-    # Until November 2026 torchrun wrote the logs of local runs, in a directory per start.
-    return files + sorted(folder.glob(f"*/attempt_*/{rank or 0}/std*.log"))
+    with suppress(FileNotFoundError):  # the run is being deleted
+        # Until November 2026 torchrun wrote the logs of local runs, in a directory per start.
+        files += sorted(folder.glob(f"*/attempt_*/{rank or 0}/std*.log"))
+    return files
 
 
 def _read_from(path: Path, start: int) -> bytes | None:

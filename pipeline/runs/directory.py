@@ -8,6 +8,7 @@ faults.jsonl   why earlier attempts failed
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -179,10 +180,11 @@ def checkpoint_path(root: Path, step: int) -> Path:
 def list_checkpoints(root: Path) -> dict[int, Path]:
     """Return the complete checkpoints by step, oldest first; unfinished ones have other names."""
     found = {}
-    for path in root.glob("step-*"):
-        name = _CHECKPOINT_NAME.fullmatch(path.name)
-        if name and path.is_dir():
-            found[int(name[1])] = path
+    with suppress(FileNotFoundError, NotADirectoryError):  # or it is being deleted
+        for path in root.iterdir():
+            name = _CHECKPOINT_NAME.fullmatch(path.name)
+            if name and path.is_dir():
+                found[int(name[1])] = path
     return dict(sorted(found.items()))
 
 

@@ -147,6 +147,11 @@ def _by_step(records: dict[int, Record]) -> tuple[Record, ...]:
     return tuple(records[step] for step in sorted(records))
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory has a run.json, readable or not."""
+    return os.path.lexists(path / RUN_FILE)
+
+
 def find_runs(root: Path, depth: int = SEARCH_DEPTH) -> list[Path]:
     """Return every run directory in `root`, `root` included, in order.
 
@@ -175,7 +180,7 @@ def read_runs(root: Path) -> list[Run]:
         try:
             runs.append(read_run(path))
         except RunError:
-            if path.exists():  # otherwise it was deleted after it was found
+            if is_run(path):  # otherwise it was deleted after it was found
                 raise
     if not runs:
         raise RunError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.errors import RunError, UserError
 from pipeline.runs.directory import RunDir
-from pipeline.runs.history import find_runs, status_of
+from pipeline.runs.history import find_runs, is_run, status_of
 from pipeline.runs.log import Record, last_records, printable, read
 from pipeline.slurm.submit import job_of
 
@@ -121,7 +121,7 @@ def statuses(paths: Iterable[Path]) -> list[Status]:
             status = _status(path, job, queue.get(job or ""), silence if job else "")
         except UserError as error:
             status = Status(printable(path), job, "DAMAGED", note=str(error))
-        if path.exists():  # otherwise it was deleted after it was found
+        if is_run(path) or RunDir(path).exists:  # otherwise it was deleted after it was found
             found.append(status)
     return found
 
