@@ -59,7 +59,7 @@ test: install check  ## lint, types, layers and every test that needs no GPU
 	$(PYTEST) --no-loadscope-reorder -m 'not gpu'
 
 gpu-test: install  ## tests that need a GPU
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/gpu
 
 attack: install  ## bad command lines, hostile files, damaged directories, open ports, signals
 	$(PYTEST) tests/attack tests/train/test_supervisor.py
