@@ -159,7 +159,7 @@ def run_config(dtype: str):
     for package in ("deepspeed", "accelerate", "filelock", "psutil", "tomli_w", "xxhash"):
         pytest.importorskip(package)
     from pipeline.config.layers import load
-    from pipeline.planner.recipe import resolve
+    from pipeline.planner.check import resolve
 
     sets = ["model.seq=64", "model.vocab=512", "train.batch_tokens=512", "train.micro_batch=2",
             f"train.dtype={dtype}", "train.steps=100", "optim.lr=0.001", "optim.clip=0.3",
