@@ -46,6 +46,7 @@ def mount() -> None:
     """Add the commands of every module to the app."""
     for name in MODULES:
         module = import_module(f"launch.{name}")
+        # A group of commands, such as `launch data prepare`, has its own app.
         if name in ("data", "bench"):
             app.add_typer(module.app, name=name)
         else:
@@ -54,7 +55,7 @@ def mount() -> None:
 
 def describe(error: Exception) -> tuple[str, int]:
     """Return an error as one line, and the exit code."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError):  # its message already names key, value and remedy
         return str(error), 2
     if isinstance(error, OSError) and error.filename is not None:
         # The system refuses a path: it is missing, not permitted, too long, on a full disk, …

@@ -32,6 +32,7 @@ def dashboard(
     as_json: AsJson = False,
 ) -> None:
     """Serve the page: loss against compute, the law, forecasts and every run, live."""
+    # Imported here: scipy and the web server take seconds, and --help needs none of them.
     from pipeline.dashboard.live import Watcher
     from pipeline.dashboard.source import open_source
     from pipeline.scaling.study import NAMES
@@ -51,15 +52,17 @@ def write(watcher: "Watcher", target: Path, as_json: bool) -> None:
     from pipeline.dashboard.live import encode
     from pipeline.dashboard.server import static_page
 
+    # strict: a page about nothing is of no use, so an unreadable source is an error here.
     watcher.refresh(strict=True)
     page = static_page(watcher.everything())
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace(target, page)
+        replace(target, page)  # a browser may have the old page open
     except OSError as error:
         raise ConfigError(
             f"static={target} cannot be written ({error.strerror}); choose another file"
         ) from None
+    # Runs that are left out; stdout may be JSON for another program.
     for note in watcher.snapshot.notes:
         typer.echo(note, err=True)
     count = len(watcher.snapshot.runs)
@@ -76,14 +79,16 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
 
     token = None
     if host not in LOOPBACK:
+        # A fixed token survives a restart; a random one needs no setup.
         token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     try:
+        # Open the port before printing the address, so that the address works at once.
         listening = listen(host, port)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host={host} port={port} cannot be opened ({error}); try --port 0 or another --host"
         ) from None
-    name = f"[{host}]" if ":" in host else host
+    name = f"[{host}]" if ":" in host else host  # IPv6
     url = f"http://{name}:{listening.getsockname()[1]}/"
     if token is not None:
         url += f"?token={token}"

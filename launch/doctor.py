@@ -21,6 +21,9 @@ PACKAGES = (
     "torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "gigatoken", "ray", "mlflow",
 )  # fmt: skip
 GIB = 2**30
+# With less than this the demo may run out of memory, or checkpoints out of disk space.
+LOW_MEMORY_BYTES = 4 * GIB
+LOW_DISK_BYTES = 10 * GIB
 LIST_GPUS = (
     "import torch\nprint([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
 )
@@ -40,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Check Python, packages, GPUs, tracking, SLURM, disk and memory; exit 1 if training cannot work."""
+    """Check Python, packages, GPUs, tracking, SLURM, memory and disk; exit 1 if one is broken."""
     findings = []
     for finding in _findings():
         findings.append(finding)
@@ -59,6 +62,7 @@ def _findings() -> Iterator[Finding]:
         ".".join(map(str, sys.version_info[:3])),
         "install Python 3.11 or newer",
     )
+    # Imports take seconds each, so they run side by side, and each is shown when it is done.
     with ThreadPoolExecutor() as pool:
         checks = [pool.submit(_package, name) for name in PACKAGES]
         for done in as_completed(checks):
@@ -91,12 +95,14 @@ def _package(name: str) -> Finding:
         DS_ACCELERATOR=accelerator, MLFLOW_DISABLE_TELEMETRY="true",
     )  # fmt: skip
     if probe.returncode:
+        # The last line of a traceback is the exception.
         reason = (probe.stderr.strip().splitlines() or ["import failed"])[-1]
         return Finding(name, "broken", f"{version}: {reason}", f"{remedy} --force-reinstall")
     return Finding(name, "ok", version)
 
 
 def _gpus() -> Finding:
+    # In its own process, because CUDA takes hundreds of MB of memory.
     probe = _run(sys.executable, "-P", "-c", LIST_GPUS)
     names = probe.stdout.strip()
     if probe.returncode or names == "[]":
@@ -110,6 +116,7 @@ def _gpus() -> Finding:
 def _tracking() -> Finding:
     from pipeline.track.mlflow_store import public
 
+    # Only `public(uri)` is printed: the address may contain a password.
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         return Finding("tracking", "ok", "local store mlflow.db")
@@ -126,6 +133,7 @@ def _tracking() -> Finding:
 def _slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("slurm", "note", "no sbatch here", "only needed for cluster jobs")
+    # A controller that does not answer would keep sinfo waiting for minutes.
     probe = _run("timeout", "20", "sinfo", "--noheader", "-o", "%P %a %D")
     if probe.returncode:
         found = "sbatch is here, but the controller does not answer"
@@ -138,7 +146,7 @@ def _memory() -> Finding:
 
     memory = psutil.virtual_memory()
     found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB available"
-    if memory.available < 4 * GIB:
+    if memory.available < LOW_MEMORY_BYTES:
         return Finding("memory", "note", found, "close other programs: the demo needs 8 GiB")
     return Finding("memory", "ok", found)
 
@@ -146,7 +154,7 @@ def _memory() -> Finding:
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
     found = f"{free / GIB:.0f} GiB free here"
-    if free < 10 * GIB:
+    if free < LOW_DISK_BYTES:
         return Finding("disk", "note", found, "free disk space for checkpoints")
     return Finding("disk", "ok", found)
 

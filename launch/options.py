@@ -69,5 +69,6 @@ def parse_path(text: str) -> Path:
 
 
 def examples(*lines: str) -> str:
-    """Return an epilog with one example per line; typer joins lines that no blank line separates."""
+    """Return an epilog with one example per line."""
+    # typer joins lines that no blank line separates.
     return "Examples:\n\n" + "\n\n".join(lines)

@@ -42,6 +42,7 @@ def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as file:
             yield file
+            # The bytes must be on disk before the name is, or a power cut leaves an empty file.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -71,7 +72,7 @@ def directory(path: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         if path.exists():
-            path.rmdir()
+            path.rmdir()  # fails if someone has filled it meanwhile
         temporary.rename(path)
         sync_directory(path.parent)
     finally:
@@ -88,7 +89,7 @@ def sync_directory(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; refuse FIFOs, devices and directories instead of blocking on them."""
+    """Open a file for reading; refuse FIFOs, devices and directories, which could block."""
     # O_NONBLOCK: a plain open() of a FIFO waits for a writer. It has no effect on regular files.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -100,7 +101,7 @@ def open_regular(path: Path) -> BinaryIO:
 def read_regular(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
     """Read a whole file that must be regular and at most `max_bytes` long."""
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
+        content = file.read(max_bytes + 1)  # one more, to notice that it is too long
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
@@ -110,19 +111,21 @@ def digest(path: Path) -> str:
     """Return the xxh3-128 checksum of a file."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
+        # 4 MiB at a time: checkpoints do not fit in memory twice.
         while block := file.read(1 << 22):
             hasher.update(block)
     return hasher.hexdigest()
 
 
 def lock(path: Path, wait_s: float = 0.0) -> "BaseFileLock | None":
-    """Lock a file and return the lock, or None if another process holds it for longer than `wait_s`.
+    """Lock a file and return the lock, or None if another process still holds it after `wait_s`.
 
     Keep the returned object: the lock ends with its `release()`, with the object, or with the
     process, however it dies.
     """
     from filelock import FileLock, Timeout  # 30 ms, which `launch show` need not wait for
 
+    # Not thread-local: the thread that releases the lock may not be the one that took it.
     held = FileLock(path, timeout=wait_s, thread_local=False, poll_interval=0.1)
     try:
         held.acquire()
@@ -133,7 +136,7 @@ def lock(path: Path, wait_s: float = 0.0) -> "BaseFileLock | None":
 
 @contextmanager
 def locked(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
-    """Hold a lock for the block; yield False if another process holds it for longer than `wait_s`."""
+    """Hold a lock for the block; yield False if another process still has it after `wait_s`."""
     held = lock(path, wait_s)
     try:
         yield held is not None

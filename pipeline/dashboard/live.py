@@ -56,7 +56,7 @@ class Watcher:
         self.boot = hashlib.sha256(str(time.time_ns()).encode()).hexdigest()[:8]
         self.snapshot = Snapshot(reading=(0, 0))
         self._views: dict[str, tuple[Hashable, RunView]] = {}  # run id → stamp, view
-        self._encoded: dict[str, tuple[Hashable, bytes]] = {}  # run id → what it was made of, JSON
+        self._encoded: dict[str, tuple[Hashable, bytes]] = {}  # run id → its origin, JSON
         self._laws: dict[str, tuple[str, dict[str, Any]]] = {}  # group → what was fitted, law
         self._count = 0  # runs in the source
         self._stop = threading.Event()

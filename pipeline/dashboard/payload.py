@@ -27,9 +27,9 @@ SLACK = 4  # rows may grow to this multiple of their limit before they are thinn
 SPIKE_WINDOW_STEPS = 128  # a spike as OLMo 3 defines it: 6σ above the 128 steps before it
 SPIKE_SIGMAS = 6.0
 MAX_EVENTS = 500
-MAX_LOADS = 64
+MAX_LOADS = 64  # columns of the heat map of expert loads
 MAX_HASHES = 512
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 200  # of any text: a name of a megabyte would stop the browser
 RECENT_STEPS = 20  # the current speed is the median of this many records
 ROUTINE_EVENTS = {"start", "save", "finish"}  # not worth a mark in the charts
 
@@ -59,14 +59,15 @@ def short(value: float) -> float:
 
 
 def thin(x: Array, keep: Sequence[Array], buckets: int) -> list[int]:
-    """Choose rows that draw the same: per bucket of sorted x the extremes of each column in `keep`."""
+    """Choose rows that draw the same: the extremes of each `keep` column per bucket of sorted x."""
     edges = np.linspace(x[0], x[-1], buckets + 1)
     bucket = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, buckets - 1)
     starts = np.flatnonzero(np.diff(bucket, prepend=-1))
-    kept = {0, len(x) - 1}
+    kept = {0, len(x) - 1}  # a curve keeps its ends
     for begin, end in itertools.pairwise([*map(int, starts), len(x)]):
         for y in keep:
             part = y[begin:end]
+            # nanargmin raises an error if there is nothing but NaN.
             if np.isfinite(part).any():
                 kept |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
     return sorted(kept)
@@ -77,7 +78,7 @@ class Series:
 
     def __init__(self, keys: tuple[str, ...], limit: int | None) -> None:
         self.keys = (*AXES, *keys)
-        self.limit = limit
+        self.limit = limit  # rows after thinning; None keeps all of them
         self.rows: list[tuple[float, ...]] = []
 
     def rewind(self, step: float) -> None:
@@ -119,7 +120,9 @@ class Series:
     def _thinned(self, limit: int, *, log: bool) -> list[int]:
         x = self.column("step")
         extremes = [self.column(key) for key in ("loss", "grad_norm") if key in self.keys]
+        # Each bucket keeps a minimum and a maximum of every column.
         buckets = max(1, limit // (2 * len(extremes)))
+        # The overview has a log axis: there, early steps need as many points as late ones.
         return thin(np.log(np.maximum(x, 1)) if log else x, extremes, buckets)
 
 
@@ -159,6 +162,7 @@ class RunLog:
         _, tokens, _, hours = self.steps.rows[-1][: len(AXES)] if self.steps.rows else (0.0,) * 4
         trained_tokens = number(record.get("tokens")) - tokens
         speed = number(record.get("tokens_per_s"))
+        # tokens_per_s counts all ranks, so the time is the same on each of them.
         spent = trained_tokens / speed / 3600 * self.world if speed > 0 else 0.0
         self.hours = hours + (spent if 0 < spent < math.inf else 0.0)
         self.steps.add(record, self.hours)
@@ -175,6 +179,7 @@ class RunLog:
             return  # another shape than before: not the same model
         self.loads.append((step, even))
         if len(self.loads) > 2 * MAX_LOADS:
+            # Every other one, and the newest.
             self.loads = [*self.loads[:-1:2], self.loads[-1]]
 
     def _add_event(self, step: float, record: Record) -> None:
@@ -240,7 +245,7 @@ class RunView:
     def row(self, key: str, now: float) -> dict[str, Any]:
         """Return the run's row of the table; unknown values are None."""
         run = self.run
-        if not 1 <= run.N < math.inf:
+        if not 1 <= run.N < math.inf:  # N divides below, and the page takes its logarithm
             raise RunError(f"params.scaling={run.N} in run.json is not a number of parameters")
         status = run.status(now)
         step = run.last["step"]
@@ -250,6 +255,7 @@ class RunView:
         steps = known(self.record.get("steps"))
         eta_s = None
         if status == "running" and steps and step and speed:
+            # Tokens per step are taken from the run so far: the batch may have grown.
             eta_s = (steps - step) * tokens / step / speed
         happened = [event["event"] for event in self.log.events]
         return {

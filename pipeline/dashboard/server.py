@@ -52,7 +52,7 @@ def part(name: str) -> str:
 
 @cache
 def served_page() -> bytes:
-    """Return the page with links to its parts by digest, so that a browser can cache them forever."""
+    """Return the page with links to its parts by digest, so that a browser can keep them."""
 
     def address(name: str) -> str:
         return f"page/{name}?v={hashlib.sha256(part(name).encode()).hexdigest()[:12]}"
@@ -103,7 +103,7 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     f"frame-ancestors 'none'; style-src 'self' {PLOTLY_STYLE}; {COMMON_POLICY}",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "no-referrer",  # links to MLflow do not reveal this address
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
@@ -209,6 +209,7 @@ class Guard:
             home = RedirectResponse("/", 303)
             home.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return home
+        # The page sends the cookie, and scripts send the header.
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
         if self._matches(bearer) or self._matches(cookie):
@@ -216,6 +217,7 @@ class Guard:
         return PlainTextResponse("401: open the address that `launch dashboard` printed", 401)
 
     def _matches(self, given: str) -> bool:
+        # compare_digest takes the same time wherever the first difference is.
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
@@ -237,7 +239,7 @@ class LimitedProtocol(H11Protocol):
         self.began = time.monotonic()
         self.late = False
         self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
-        # Beyond the limit the oldest connection without a request goes, so that new ones are served.
+        # Beyond the limit the oldest connection without a request goes, to serve new ones.
         connections = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         still_open = [each for each in connections if not each.transport.is_closing()]
         idle = [each for each in still_open if not each.answering]
@@ -269,6 +271,7 @@ class LimitedProtocol(H11Protocol):
 def web_server(watcher: Watcher, token: str | None = None) -> uvicorn.Server:
     """Build the server; run it with `run(sockets=[...])`."""
     app = application(watcher, token)
+    # Without server_header no answer names the program and its version.
     config = uvicorn.Config(app, http=LimitedProtocol, log_level="warning", server_header=False)
     return uvicorn.Server(config)
 

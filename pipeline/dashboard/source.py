@@ -53,6 +53,7 @@ class Directories:
         """Read one run that `scan` found: enough for the overview, or every record."""
         path = self._paths[key]
         record = read_record(path)
+        # A running run continues where the last look ended; a whole read starts at the top.
         fresh = (Tail(path / FILE), RunLog(None if whole else KEPT_ROWS))
         tail, log = fresh if whole else self._following.pop(key, fresh)
         try:
@@ -62,13 +63,14 @@ class Directories:
                 for entry in records:
                     log.add(entry)
             view = RunView(record, log, self._link(path))
+            # An ended run is rarely read again.
             running = not whole and view.run.status(time.time()) == "running"
         except BaseException:
             tail.close()
             raise
         if running:
             self._following[key] = (tail, log)
-        else:  # an ended run is rarely read again: keep neither its file nor spare rows
+        else:  # keep neither its file open nor spare rows in memory
             tail.close()
             log.steps.reduce()
             log.evals.reduce()
@@ -99,6 +101,7 @@ class Store:
     def __init__(self, uri: str, experiment: str | None) -> None:
         self.uri = uri
         self.experiment = experiment
+        # public: an address may contain a password.
         self.title = experiment or store.public(uri).rpartition("/")[2]
         self._runs: dict[str, tuple[str, Any]] = {}  # run id → experiment name, MLflow's run
         self._sweeps: dict[str, str] = {}  # experiment → id of the run that represents its sweep
@@ -127,6 +130,7 @@ class Store:
         assert run is not None, "scan keeps only our runs"
         logged = [{**record, "kind": "step"} for record in run.steps]
         logged += [{**record, "kind": "eval"} for record in run.evals]
+        # An evaluation comes after the step that it belongs to.
         logged.sort(key=lambda record: (record["step"], record["kind"] == "eval"))
         log = RunLog(None if whole else KEPT_ROWS)
         for entry in (*run.events, *logged, *loads):
@@ -149,6 +153,7 @@ class Store:
             tempfile.TemporaryDirectory() as folder,
         ):
             names = tuple(sorted(file.path for file in client.list_artifacts(sweep, FORECASTS)))
+            # A registered forecast never changes, so a new name is all there is to look for.
             if self._forecasts.get(sweep, ((), []))[0] != names:
                 for name in names:
                     client.download_artifacts(sweep, name, folder)
