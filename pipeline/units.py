@@ -1,6 +1,7 @@
-"""Numbers as people write them: 320k tokens, 5.2×10¹³ FLOPs."""
+"""Numbers as people write them: 320k tokens, 5.2×10¹³ FLOPs, 5.2 GiB, 3h12."""
 
 import math
+import re
 from typing import Any
 
 _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
@@ -12,6 +13,17 @@ def count(x: float) -> str:
         if abs(x) >= 0.9995 * size:  # 999,600 rounds to 1M, not to 1e+03k
             return f"{float(f'{x / size:.3g}'):g}{unit}"
     return f"{x:.3g}"
+
+
+def parse_count(text: str) -> float:
+    """The number that `count` would write so, such as 1.3e9 for 1.3b; 0 for any other text."""
+    found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", text.lower())
+    return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
+
+
+def byte_size(count: int) -> str:
+    """Memory and disk space: 5.2 GiB, 310.0 MiB."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def power(x: float) -> str:

@@ -1,7 +1,6 @@
 """Layers of TOML become one config: base < size × architecture < data < cluster < file < --set."""
 
 import math
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
 from pipeline.errors import ConfigError
+from pipeline.units import parse_count
 
 T = TypeVar("T", bound=Frozen)
 Table = Mapping[str, Any]
@@ -121,15 +121,12 @@ def _named_model(name: str, arch: str | None) -> dict[str, Any]:
 
 def _nearest_size(name: str, known: Iterable[str]) -> str:
     """The size with the nearest number: by spelling, 2b would be nearest to 236b."""
-    asked = _number(name)
+    asked = parse_count(name)
     if not asked:
         return name
-    return min((k for k in known if _number(k)), key=lambda k: abs(math.log(_number(k) / asked)))
-
-
-def _number(size: str) -> float:
-    found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", size.lower())
-    return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
+    return min(
+        (k for k in known if parse_count(k)), key=lambda k: abs(math.log(parse_count(k) / asked))
+    )
 
 
 def _named(kind: str, name: str) -> Path:

@@ -20,6 +20,7 @@ from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_device
 from pipeline.planner.memory import DeviceMemory, Layout, checkpoint_bytes, disk_bytes, offloaded
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.train.branch import begin, meeting
+from pipeline.units import byte_size
 
 # Settings that the weights of --init were drawn and trained with.
 _OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
@@ -336,14 +337,15 @@ def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> Non
         need = offloaded(config, layout, "nvme") + copy
         free = shutil.disk_usage(folder).free
         if need > free:
-            space = f"{_size(free)} free, the run needs {_size(need)} there"
+            space = f"{byte_size(free)} free, the run needs {byte_size(need)} there"
             raise RunError(f"{key} has {space}; use another disk")
         copy = 0
     held = offloaded(config, layout, "cpu")
     if held and host_bytes is not None and held + copy > host_bytes:
         raise ConfigError(
-            f"parallel.offload to the CPU needs about {_size(held + copy)} of memory and "
-            f"{_size(host_bytes)} are free; offload to nvme (docs/TRAINING.md), or use a smaller --size"
+            f"parallel.offload to the CPU needs about {byte_size(held + copy)} of memory and "
+            f"{byte_size(host_bytes)} are free; offload to nvme (docs/TRAINING.md), or use a "
+            f"smaller --size"
         )
 
 
@@ -355,10 +357,6 @@ def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     need = count * disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero)
     free = shutil.disk_usage(there).free
     if need > free:
-        space = f"{count} checkpoints need {_size(need)} and {_size(free)} are free"
+        space = f"{count} checkpoints need {byte_size(need)} and {byte_size(free)} are free"
         remedy = "free some space, choose another disk, or --set train.keep_last=1"
         raise RunError(f"--out {path}: {space}; {remedy}")
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
