@@ -38,6 +38,9 @@ def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
     When writing many files into one directory, pass `flush_name=False` and call
     `sync_directory` once at the end.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # A rename would replace the device itself: as root, /dev/null would become a file.
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:

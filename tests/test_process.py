@@ -1,4 +1,4 @@
-"""Output that never blocks, and stop requests."""
+"""Output that never blocks, stop requests, and files that are not to be replaced."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from pipeline.atomic import replace
 from pipeline.process import PatientOutput, StopRequest
 
 
@@ -50,3 +51,12 @@ def test_only_a_later_second_signal_means_at_once(monkeypatch, first_only):
         assert stop.reason == "SIGUSR1" and stop.at_once is not first_only
     finally:
         stop.close()
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    """As root, `--static /dev/null` would otherwise turn the device into a regular file."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(OSError, match="not a regular file"):
+        replace(fifo, b"text")
+    assert fifo.is_fifo() and list(tmp_path.iterdir()) == [fifo]
