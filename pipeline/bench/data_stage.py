@@ -51,6 +51,7 @@ class Setup:
         recipe = load_recipe(config, given | {"tokenizer": tokenizer.fingerprint})
         with tempfile.TemporaryDirectory(dir=self.folder) as out:
             began = time.perf_counter()
+            # Two workers, like every program that it is compared with.
             prepare(recipe, Path(out), model=tokenizer.model, workers=2)
             return time.perf_counter() - began
 
@@ -71,6 +72,7 @@ def measure_data_stage(
         texts = [text for text in documents if not isinstance(text, Malformed)]
         size_mb = sum(len(text.encode()) for text in texts) / 1e6
         yield "text, MB", round(size_mb, 1)
+        # The python corpus may be smaller than asked for; repeat it in other word orders.
         times = max(1, round(megabytes / size_mb))
         yield "text in the comparisons of pipelines, MB", round(times * size_mb, 1)
         model = folder / "t.model"
@@ -126,6 +128,7 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
     for number in range(ROUNDS):
         plain.append(_measured(lambda: float(setup.peer("plain_pool", "plain"))))
         ours.append(_measured(lambda: setup.prepare(setup.paths)))
+        # datasets.map caches its result, so it runs once, in the middle.
         if number == ROUNDS // 2:
             to_file_s, to_arrow_s = setup.peer("datasets_map", "cache")
     wall_s, cpu_s = np.median(ours, axis=0)
@@ -206,11 +209,12 @@ def measure_loader(corpus: Corpus, rows: int = 8, seq: int = 2048, step_s: float
 def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
     rows = ours.rows
     seq = ours.seq
-    steps = min(ours.steps_per_epoch, 2000)
+    steps = min(ours.steps_per_epoch, 2000)  # a few seconds
     order = Permutation(ours.windows, 0)(np.arange(steps * rows))
 
     def gather(step: int) -> None:
         starts = order[step * rows : (step + 1) * rows] * seq
+        # int64, as the embedding needs it.
         np.stack([stream[start : start + seq + 1] for start in starts]).astype(np.int64)
 
     own_s = []
@@ -229,7 +233,7 @@ def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
 def _waiting(ours: Loader, step_s: float, steps: int = 40) -> Figures:
     waited = 0.0
     batches = prefetch(ours, 0, steps + 1, 0, 1)
-    next(batches)
+    next(batches)  # the first batch starts the thread
     for _ in range(steps):
         time.sleep(step_s)  # in place of a training step
         began = time.perf_counter()

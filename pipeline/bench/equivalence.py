@@ -67,6 +67,7 @@ def list_layouts(config: RunConfig, nproc: int) -> list[Layout]:
     sps = config.model.sequence_degrees(nproc)
     least = config.parallel.offload.least_zero
     found = [Layout(zero, ep, sp) for sp in sps for ep in eps for zero in range(least, 4)]
+    # Accelerate's DDP neither offloads nor keeps fp32 masters of bf16 weights.
     if config.train.dtype == "fp32" and not least:
         found = [*(Layout(0, 1, sp, "accelerate") for sp in sps), *found]
     return [*found, Layout(max(1, least), eps[-1], control=True)]
@@ -120,6 +121,7 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
     )
     init_weights(model, config.model, config.seed)
     model.to(device, dtype)
+    # Like every engine, step in fp32 and cast the result: bf16 alone would lose small updates.
     masters = deepcopy(model).float()
     optimizer = adamw(masters, config)
     pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
@@ -207,6 +209,7 @@ def train_layout(
         update = engine.update(cut(batch, config, world), config.optim.lr, check)
         run.losses.append(world.sum([], first=update.nll).item() / world.size)
         run.norms.append(float(update.grad_norm))
+        # Ranks that share sequences read the same rows, so each hash counts `sp` times.
         hashes = sum(world.gather(batch.hash))
         same_tokens &= (hashes - expected[0].hashes[step] * layout.sp) % 2**64 == 0
     if layout == REFERENCE:
@@ -244,13 +247,15 @@ def _differences(
     largest: dict[str, float] = {}
     for name, gradient in gradients.items():
         whole = want[name]
-        if name in shared:  # this rank has some of the experts
+        # This rank may have some of the experts; the expected run has all of them.
+        if name in shared:
             local = len(gradient.view(-1, *whole.shape[1:]))
             whole = whole[shared[name] : shared[name] + local]
         group = _group(name)
         off = (gradient.float().view_as(whole) - whole.float()).abs().max().item()
         difference[group] = _worst(difference.get(group, 0.0), off)
         largest[group] = max(largest.get(group, 0.0), want[name].abs().max().item())
+    # A group may have no gradients at all, such as experts that got no token.
     return {group: difference[group] / max(largest[group], 1e-12) for group in difference}
 
 
@@ -323,7 +328,7 @@ def _run_rank(
 ) -> None:
     end_with_parent()
     redirect_output(output)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the ranks share the cores
     os.environ |= environments[rank]
     world = World.from_environment(os.environ)
     expected = [train_plain(config, world.device)]

@@ -209,6 +209,7 @@ def measure_overheads(
         yield "host reads in a step", count_host_reads(timer.launch, world.device)
         loop.settle()
         step_s = yield from _part_costs(timer, config, steps)
+        # The loader hashes in its own thread: this is its time, not a delay of the step.
         hash_s = _hash_s(next(batches))
         share = round(100 * hash_s / step_s, 3)
         yield "cost of token hashes, in the loader's thread, % of the step", share
@@ -238,7 +239,7 @@ class _LoopTimer:
         seconds = time.perf_counter() - began
         if self.loop.stopping:
             raise KeyboardInterrupt
-        for name, value in before.items():
+        for name, value in before.items():  # on again
             setattr(self.loop, name, value)
         return seconds
 
@@ -256,6 +257,7 @@ def _part_costs(
         "comparing replicas": {"config": config.model_copy(update={"train": never})},
         "log": {"tracker": Tracker()},
     }
+    # Each pair of steps is measured together, so that slow drifts cancel.
     whole_s: list[float] = []
     costs_s: dict[str, list[float]] = {name: [] for name in switches}
     for _ in range(steps):

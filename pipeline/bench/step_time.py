@@ -90,6 +90,7 @@ def measure_step(
     engine = build_engine(config, world)
     ours = _Side("ours", partial(_step, engine, config, world), first, before)
     theirs = None
+    # The peer is built after our first step, so that the memory of each is known.
     if peer is not None:
         before = _allocated_bytes()
         other = peer(config, world)
@@ -141,7 +142,7 @@ def _timed_steps(
 ) -> Generator[tuple[str, Any], None, float]:
     """Run the steps in turn; yield mean losses of tenths, return the median wait for a batch."""
     waited_s = []
-    tenth = -(-steps // 10)
+    tenth = -(-steps // 10)  # rounded up
     show_losses = theirs is not None or tenth > 1
     for step in range(steps):
         progress(f"step {step + 1} of {steps}")
@@ -149,6 +150,7 @@ def _timed_steps(
         batch = next(batches)
         lr = learning_rate(config.optim.schedule, config.optim.lr, step, steps)
         waited_s.append(time.perf_counter() - began)
+        # The wait is part of our step. The peer gets the same batch from memory.
         ours.step(batch, lr, waited_s[-1])
         if theirs is not None:
             theirs.step(batch, lr)
@@ -172,6 +174,7 @@ def _losses(what: str, ours: _Side, theirs: _Side | None, last: int) -> tuple[st
 def _speed(
     config: RunConfig, world: World, ours: _Side, waited_s: float, ceiling: float
 ) -> Figures:
+    # MFU counts the FLOPs of the model, without those that recomputation adds.
     flops = account.flops_per_token(config.model).model
     step_s = statistics.median(ours.seconds)
     speed = config.train.batch_tokens / step_s / world.size
@@ -222,6 +225,7 @@ def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator
         for _, batch in prefetch(shards, 0, sys.maxsize, reader, readers, pin=pin):
             yield batch
     for step in itertools.count():
+        # A seed for each step and reader: every rank draws other rows.
         generator = torch.Generator().manual_seed(step * readers + reader)
         shape = (config.rows // readers, config.model.seq + 1)
         tokens = torch.randint(config.model.vocab, shape, generator=generator)
@@ -260,6 +264,7 @@ def _parts(
 def _matmul_flops(device: torch.device) -> float:
     """Best rate of a few large matmuls, which a model of nothing but matmuls could reach here."""
     on_gpu = device.type == "cuda"
+    # Large enough to fill an H200; on a CPU core 1024 takes some milliseconds.
     n = 8192 if on_gpu else 1024
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -270,7 +275,7 @@ def _matmul_flops(device: torch.device) -> float:
         a @ b
         _wait_for(device)
         best_s = min(best_s, time.perf_counter() - began)
-    return 2 * n**3 / best_s
+    return 2 * n**3 / best_s  # a multiplication and an addition per term
 
 
 def _wait_for(device: torch.device) -> None:

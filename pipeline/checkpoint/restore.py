@@ -38,6 +38,7 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             shutil.rmtree(leftover, ignore_errors=True)
     world.barrier()
     damaged: list[str] = []
+    # The ranks check some files each. All of them must then agree, so faults are gathered.
     for path in reversed(list_checkpoints(root).values()):
         checkpoint = None
         fault = ""
@@ -79,7 +80,7 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
     """Load a checkpoint into an engine, new or already trained; every rank calls it."""
     manifest = checkpoint.manifest
     reader = Reader(checkpoint)
-    reader.fill(engine.state())
+    reader.fill(engine.state())  # views: this writes masters and moments in place
     fragments.set_steps(engine.optimizer, manifest.adam_steps)
     engine.sync_weights()
     # The random state of a rank means nothing in a world of another size.
@@ -89,7 +90,7 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
         set_random_state(random)
 
 
-def begin(engine: Engine, path: Path) -> None:
+def load_initial_weights(engine: Engine, path: Path) -> None:
     """Load the weights of another run, and not its optimizer state; every rank calls it."""
     weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/")]
     Reader(newest(path)).fill(weights)

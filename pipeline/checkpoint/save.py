@@ -25,6 +25,7 @@ from pipeline.checkpoint.format import (
     CONFIG,
     MANIFEST,
     Manifest,
+    Stored,
     merge_tensors,
     seal,
     write_numbers,
@@ -141,9 +142,10 @@ class Saver:
         temporary = _temporary(self._root, step)
         adam_steps, copies = self._copy(live)
         try:
+            # Both steps end on all ranks before the next begins: the gathering is a barrier.
             self._on_all_ranks(lambda: self._prepare(temporary))
             path = temporary / f"rank-{self._world.rank:05d}.bin"
-            parts = self._on_all_ranks(lambda: (path.name, *write_numbers(path, copies)))
+            parts = self._on_all_ranks(lambda: _write(path, copies))
             if self._world.first:
                 manifest = Manifest(
                     step=step,
@@ -171,6 +173,7 @@ class Saver:
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run an action on every rank; return all results, or raise on every rank if one failed."""
+        # An error is sent like a result: a rank that left would let the others wait.
         mine: T | OSError
         try:
             mine = action()
@@ -194,6 +197,12 @@ class Saver:
             f"saving step {step} to {self._root} failed: {what}{error.strerror}; {last}; "
             "make the disk usable again and --resume"
         )
+
+
+def _write(path: Path, copies: list[Fragment]) -> tuple[str, dict[str, Stored], str]:
+    # On every rank: a network file system may be late to show what rank 0 created.
+    path.parent.mkdir(exist_ok=True)
+    return path.name, *write_numbers(path, copies)
 
 
 def _host_memory(live: list[Fragment], disk: str | None, *, pinned: bool) -> list[Tensor]:

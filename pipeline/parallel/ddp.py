@@ -73,6 +73,7 @@ class DDPEngine:
 
     def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
         set_learning_rate(self._optimizer, lr)
+        # DDP has averaged the gradients: every rank computes the same norm without a collective.
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
         apply = accept(passed.nll, norm)
         gate_step(self.optimizer, apply)

@@ -54,6 +54,7 @@ class AllToAll:
         load_E = choice.load_E.long()
         load_PE = torch.empty_like(load_E)  # rows that each rank sends to each expert of ours
         dist.all_to_all_single(load_PE, load_E, group=self._group)
+        # The one wait: sizes must be known on the host before rows can be exchanged.
         load_PE = load_PE.view(self._ranks, -1)
         sent, arriving = torch.stack((load_E.view(self._ranks, -1).sum(1), load_PE.sum(1))).tolist()
         rows_MW, wait = _exchange(rows_NW, arriving, sent, self._group)
@@ -120,6 +121,7 @@ class _Exchange:
         self._group = group
 
     def begin(self, x: Tensor) -> Tensor:
+        # Kept until `end`: the exchange reads and writes them in the background.
         self._rows = x.contiguous()
         self._out = x.new_empty(sum(self._arriving), x.shape[1])
         self._work = dist.all_to_all_single(

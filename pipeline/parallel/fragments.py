@@ -84,7 +84,7 @@ def split(
         if len(run):
             yield Fragment(key, shape, offset, run)
         return
-    unit = math.prod(shape[1:])
+    unit = math.prod(shape[1:])  # numbers of one expert
     end = offset + len(run)
     for local in range(offset // unit, -(-end // unit)):
         low = max(offset, local * unit)
@@ -94,6 +94,7 @@ def split(
 
 
 def _share(numel: int, replica: tuple[int, int]) -> tuple[int, int]:
+    # Copies of a run divide the saving among them, so that no rank writes more than others.
     index, count = replica
     return numel * index // count, numel * (index + 1) // count
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint.restore import begin, find, load
+from pipeline.checkpoint.restore import find, load, load_initial_weights
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
@@ -103,7 +103,7 @@ def _resume(
             "or start again with another --out"
         )
     if init is not None:
-        begin(worker, Path(init))
+        load_initial_weights(worker, Path(init))
     return 0, notes
 
 

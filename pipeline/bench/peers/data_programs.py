@@ -76,6 +76,7 @@ def datasets_map(model: str, cache: str, *paths: str) -> tuple[float, float]:
     mapped_s = time.perf_counter() - began
     parts = min(1024, len(data))
     position = 0
+    # Written in parts, because all tokens may not fit into memory.
     tokens = np.memmap(f"{cache}.bin", np.uint16, "w+", shape=(sum(data["length"]),))
     for part in range(parts):
         shard = data.shard(parts, part, contiguous=True).with_format("numpy")
@@ -123,6 +124,7 @@ def datatrove(model: str, out: str, *paths: str) -> tuple[float, float]:
     text = JsonlReader(str(Path(paths[0]).parent), glob_pattern="*.jsonl")
     run(text, tokens("plain"))
     plain = time.perf_counter()
+    # The arguments are the limits of configs/data/code.toml, in Gopher's order.
     rules = GopherQualityFilter(
         10, 100_000, 1, 40, 1.0, max_non_alpha_words_ratio=0.4, min_stop_words=0
     )
