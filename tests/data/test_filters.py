@@ -132,7 +132,7 @@ def test_a_score_function_of_the_user() -> None:
         ("filters.repetition.top_ngrams={0=0.1}", "filters.repetition.top_ngrams.0"),
         ("filters.quality.words=[100,5]", "filters.quality.words=[100, 5]"),
         ("filters.quality.mean_word_length=[9,2]", "filters.quality.mean_word_length=[9, 2]"),
-        ("dedup.near=true", "dedup.near={}"),
+        ("dedup.near=true", "dedup.near=True"),
         ("decontaminate.against='a.txt'", "decontaminate.against=['a.txt']"),
     ],
 )

@@ -111,9 +111,6 @@ def test_an_index_is_read_in_stretches(
         np.asarray(ids).tolist() for p in cut for ids in megatron.documents(p, tokenizer.info(""))
     ]
     assert found == [[*(i for s in d for i in s), tokenizer.eod] for d in given if d]
-    monkeypatch.setattr(megatron, "SEQUENCES", 2)
-    with refused("theirs.idx"):
-        list(megatron.pieces("s", source))
 
 
 def test_a_long_index_is_never_read_whole(
