@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ EXAMPLES = examples(
     "launch pretrain --size 1b --data data/web --slurm --nodes 4 --dry-run",
 )
 
+# The options of this command; those that others share are in launch/options.py.
 Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
 _SHARDS = "Shards made by `launch data prepare`."
@@ -34,6 +36,7 @@ _OUT = "Run directory.  [default: runs/EXPERIMENT/SIZE]"
 Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
 _NPROC = "Processes per node.  [default: one per GPU; with --resume as before]"
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
+# With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
 _LAYOUT = "[default: the fastest layout if --cluster has rates, else {}]"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3.  {_LAYOUT.format(1)}")]
 Ep = Annotated[int | None, Option(help=f"Ranks that share the experts.  {_LAYOUT.format(1)}")]
@@ -97,28 +100,24 @@ def pretrain(
     dry_run: DryRun = False,
 ) -> tuple[Any, Any]:  # PlannedRun and Nodes | None; typer evaluates annotations, so no names here
     """Train a size on prepared shards, by default on 20 tokens per parameter."""
-    from pipeline.train.request import Devices, Request, plan_run
+    from pipeline.train.request import Request, plan_run
 
-    job: Nodes | None = None
-    if slurm:
-        before = out if resume else None
-        job, devices = _job(nodes or "1", nproc, gpus_per_node, cluster, config, sets or (), before)
-    else:
-        _refuse_job_options(nodes, gpus_per_node, time, dry_run)
-        devices = Devices.here()
-    ranks = job.worlds[-1] if job else nproc or _last_world(resume, out) or max(1, devices.gpus)
+    _refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
+    before = out if resume else None
+    machine = (cluster, config, sets or (), before)
+    job, devices = _where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
+    ranks = job.worlds[-1] if job else nproc or _last_world(before) or max(1, devices.gpus)
     length = {"steps": steps, "tokens": tokens, "flops": flops}
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
-    over: dict[str, Any] = {
-        "train": train,
-        "parallel": layout,
-        "cluster": {"slurm": {"time": time}},
-    }
-    over |= {"experiment": experiment, "seed": seed}
-    asked = (size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume)
-    fewest = job.worlds[0] if job else None
-    request = Request(*asked, slurm and not resume, fewest, branch, init)
+    over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
+    over |= {"parallel": layout, "cluster": {"slurm": {"time": time}}}
+    request = Request(
+        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume
+    )
+    request = replace(request, branch=branch, init=init)
+    if job:
+        request = replace(request, fresh=not resume, fewest=job.worlds[0])
     planned = plan_run(request, devices)
     if planned.note and not quiet:
         typer.echo(planned.note, err=True)
@@ -130,17 +129,17 @@ def pretrain(
     return planned, job
 
 
-def _refuse_job_options(*values: Any) -> None:
+def _refuse_job_options(slurm: bool, *values: Any) -> None:
     options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
     for option, value in zip(options, values, strict=True):
-        if value not in (None, False):
+        if value not in (None, False) and not slurm:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
 
 
-def _last_world(resume: bool, out: Path | None) -> int | None:
+def _last_world(run: Path | None) -> int | None:
     from pipeline.runs.directory import RunDir
 
-    return RunDir(out).world if resume and out is not None else None
+    return None if run is None else RunDir(run).world
 
 
 def _given(table: dict[str, Any]) -> dict[str, Any]:
@@ -205,28 +204,31 @@ def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     """What `launch pretrain` with these arguments would submit, with the same refusals."""
     alone = typer.Typer(pretty_exceptions_enable=False)
     register(alone)
+    # --dry-run with --quiet plans the job and neither prints nor submits it.
     words = [*arguments, "--slurm", "--dry-run", "--quiet"]
     planned, nodes = typer.main.get_command(alone).main(words, standalone_mode=False)
     return planned, nodes
 
 
-def _job(
-    nodes: str,
+def _where(
+    nodes: str | None,
     nproc: int | None,
     gpus: int | None,
-    name: str | None,
+    cluster_name: str | None,
     file: Path | None,
     sets: Sequence[str],
     run: Path | None,
-) -> "tuple[Nodes, Devices]":
-    """The nodes that the job asks for, and the devices of one of them."""
+) -> "tuple[Nodes | None, Devices]":
+    """The nodes of a job and the devices of one of them, or the devices of this machine."""
     from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
 
+    if nodes is None:
+        return None, Devices.here()
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
-    cluster = load_cluster(name, run=before, file=file, sets=sets)
+    cluster = load_cluster(cluster_name, run=before, file=file, sets=sets)
     gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
     return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(cluster, gpus)
 
@@ -261,7 +263,7 @@ def submit(
     run = planned.run.path.absolute()
     number = train(run, planned.config.name, site, nodes, track=track).submit()
     remember(run, number, nodes)
-    if as_json:
+    if as_json:  # one line, for scripts
         print(json.dumps({"job": number, "run": str(run)}))
     else:
         print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}")

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.planner.check import enough_gpus, resolve
 from pipeline.planner.count import CONVENTION, flops_per_token, params
 from pipeline.planner.memory import DeviceMemory, Layout, checkpoint_bytes, memory
-from pipeline.planner.speed import plan_for, recommend
+from pipeline.planner.speed import plan, recommend
 from pipeline.units import count
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def show(
     sizes: Annotated[bool, typer.Option("--sizes", help="List all sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print parameters, FLOPs, recipe and memory of a size. With --cluster also the step time of each
-    layout and the recommended one, which `launch pretrain` uses by default."""
+    """Print parameters, FLOPs, recipe and memory of a size; with --cluster, times of layouts."""
 
     def loaded(name: str) -> RunSpec:
         return load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())
@@ -70,7 +69,7 @@ def _shape(config: RunSpec) -> dict[str, Any]:
         "layers": model.layers,
         "width": model.width,
         "heads": model.attention.heads,
-        "kv_heads": getattr(model.attention, "kv_heads", None),
+        "kv_heads": getattr(model.attention, "kv_heads", None),  # latent attention has none
         "ffn": model.ffn.hidden,
         "params": counted.total,
         "active": counted.active,
@@ -85,6 +84,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     counted = params(model)
     flops = flops_per_token(model, recompute=train.recompute)
     layout = Layout.of(config, ranks)
+    # Weights, gradients and optimizer shrink with the stage; activations stay.
     stages = {f"zero{zero}": memory(config, replace(layout, zero=zero)) for zero in range(4)}
     tokens = train.steps * train.batch_tokens
     return {
@@ -121,12 +121,12 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
 
 def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     """One row per ZeRO stage and ep. One of them is recommended, or none fits."""
-    estimates = plan_for(spec, config, ranks)
+    estimates = plan(config, ranks, spec)
     chosen = recommend(spec, estimates)
     rows = [estimate.figures() for estimate in estimates]
     found: dict[str, Any] = {"layouts": rows, "recommended": None}
     if chosen is not None:
-        found["recommended"] = rows[estimates.index(chosen)]
+        found["recommended"] = rows[estimates.index(chosen)]  # the same object, to mark its row
     elif config.cluster.memory_bytes:
         more = enough_gpus(config, ranks, DeviceMemory(config.cluster.memory_bytes))
         found["enough_gpus"] = next((layout.ranks for layout in more), None)

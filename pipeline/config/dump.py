@@ -9,8 +9,7 @@ from pipeline.config.parts import Frozen
 from pipeline.config.schema import RunSpec
 
 Run = TypeVar("Run", bound=RunSpec)
-# Settings by dotted key. The keys below have an option of their own, and so have nproc and size,
-# which are not settings of a config.
+# Settings by dotted key, or by option: those below, and nproc and size, which are not in a config.
 Change = dict[str, int | str | bool]
 _OPTIONS = {
     "zero": "parallel",
@@ -22,7 +21,7 @@ _OPTIONS = {
 
 
 def to_toml(config: RunSpec) -> str:
-    """Write every setting as TOML. TOML has no null: None is left out and is those keys' default."""
+    """Every setting as TOML, which has no null: None is left out and is the default there."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
@@ -57,8 +56,7 @@ def changed(config: Run, change: Mapping[str, object]) -> Run:
 
 
 def flags(change: Change, *, short: bool = True) -> str:
-    """The change as options of `launch pretrain`; with `short=False` as --set, which every command
-    has."""
+    """The change as options of `launch pretrain`, or as --set, which every command has."""
     words = []
     for key, value in change.items():
         if not short and key in _OPTIONS:

@@ -36,9 +36,8 @@ def load(
     sets: Iterable[str] = (),
     over: Table | None = None,
 ) -> RunSpec:
-    """Layer the shipped files, the user's file and the command line. The model is a size crossed
-    with an architecture, or the table `model`. `over` is applied last."""
-    if model is None:
+    """Layer the shipped files, the user's file and the command line; `over` is applied last."""
+    if model is None:  # else that of --init
         assert size is not None
         model = _named_model(size, arch)
     layers = [{"model": model}, data or {}]
@@ -83,8 +82,8 @@ class _Machine(Frozen):
 def load_cluster(
     name: str | None, *, run: Path | None = None, file: Path | None = None, sets: Iterable[str] = ()
 ) -> Cluster:
-    """The cluster alone, before a run is planned on it. `run` is the config.toml of a run that is
-    continued."""
+    """The cluster alone, before a run is planned; `run` is the config.toml of a run to continue."""
+    # A cluster file replaces the cluster whole, as in `reload`.
     table = read_toml(run or CONFIGS / "base.toml") | (cluster_layer(name) if name else {})
     for layer in _own_layers(file, sets):
         table = merge(table, {"cluster": layer.get("cluster", {})})
@@ -171,6 +170,7 @@ def parse_set(text: str) -> dict[str, Any]:
         parsed = value
     except RecursionError:
         raise ConfigError(f"--set {key}=...: the value is nested too deeply") from None
+    # From the inside out: {"a": {"b": value}}.
     for part in reversed(key.split(".")):
         parsed = {part.strip(): parsed}
     return parsed  # type: ignore[no-any-return]
@@ -197,6 +197,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    # Pydantic's words for these two do not say what to write instead.
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] == "model_type" and inner:
@@ -208,8 +209,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
 
 
 def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The path of an error as the user writes it, and the fields found there. Pydantic's path also
-    names the arms of unions."""
+    """The path of an error as the user writes it, and the fields found there."""
     path: list[str] = []
     models: list[type[BaseModel]] = [kind]
     is_dict = False  # whether the keys here are the user's own
@@ -219,7 +219,7 @@ def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[
             path.append(part)
             is_dict = any(get_origin(f) is dict for f in found)
             models = [model for f in found for model in _models(f)]
-        else:
+        else:  # an arm of a union, which pydantic names by its kind
             tagged = [m for m in models if "kind" in m.model_fields]
             arms = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)]
             models = arms or models
@@ -235,6 +235,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause that suggests the closest known name, or lists all of them if none is close."""
     known = list(known)
+    # 0.5: a name of four letters with two wrong still counts as close.
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"

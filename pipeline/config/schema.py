@@ -30,9 +30,6 @@ from pipeline.errors import ConfigError
 VERSION: Literal[1] = 1
 
 
-# ── Optimizer ─────────────────────────────────────────────────────────────────────────────────────
-
-
 class AdamWSpec(Frozen):
     kind: Literal["adamw"] = "adamw"
     beta1: Share
@@ -83,9 +80,6 @@ class Optim(OptimSpec):
     lr: Rate
     optimizer: AdamW
     schedule: Schedule
-
-
-# ── Training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class TrainSpec(Frozen):
@@ -186,8 +180,6 @@ class Data(Frozen):
     hash: str | None = None  # of the data manifest; a resumed run refuses other data
 
 
-# ── Cluster ───────────────────────────────────────────────────────────────────────────────────────
-
 _Efficiency = Annotated[float, Field(gt=0, le=1)]
 # An argument on its own, which sbatch, srun or apptainer must not read as an option.
 Operand = Annotated[str, Field(pattern=r"^[^-\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
@@ -252,8 +244,7 @@ class Slurm(Frozen):
 
     @model_validator(mode="after")
     def _time_to_train(self) -> Self:
-        """SLURM may send the signal a minute early. A job that got it at once would save and requeue
-        itself forever."""
+        """SLURM may send the signal a minute early. A job that got it at once would never train."""
         if self.time is not None:
             seconds = _seconds(self.time)
             text = f"time={self.time} ({seconds} s) is not above grace_s={self.grace_s} by a minute"
@@ -263,8 +254,8 @@ class Slurm(Frozen):
         return self
 
     def environment(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """The variables with their values. A run directory has only the names; then the values come
-        from the environment of the submitting process."""
+        """The variables with their values. Values that a run directory masks come from `outer`, the
+        environment of the submitting process."""
         values = {name: secret.get_secret_value() for name, secret in self.env.items()}
         for name in [name for name, value in values.items() if value == MASK]:
             if name not in outer:
@@ -307,9 +298,6 @@ class Cluster(Frozen):
     def has(self, device: str) -> bool:
         """Whether a device, by torch's name, is of this cluster. True if the cluster names none."""
         return self.device is None or self.device in device
-
-
-# ── Run ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _inside(path: str) -> str:

@@ -9,35 +9,8 @@ from typing import Annotated, Any, Literal, Self, assert_never
 
 from pydantic import Field, model_validator
 
-from pipeline.config.parts import (
-    MLA,
-    NTK,
-    ALiBi,
-    ArchAttention,
-    ArchFeed,
-    ArchFFN,
-    ArchGQA,
-    ArchMLA,
-    ArchMoE,
-    Attention,
-    Feed,
-    FFNKind,
-    Frozen,
-    GQAKind,
-    MoE,
-    MoEKind,
-    Norm,
-    Position,
-    Positive,
-    Rate,
-    RelativeBias,
-    RoPE,
-    Scores,
-    Sinusoidal,
-    Weight,
-    YaRN,
-    require,
-)
+from pipeline.config import parts
+from pipeline.config.parts import Frozen, Positive, Rate, Weight, require
 from pipeline.errors import ConfigError
 
 # Every count is a loop over the layers. The deepest published model has 1,000 (arXiv 2203.00555).
@@ -74,10 +47,10 @@ class MuP(Frozen):
 class Design(Frozen):
     """Settings that an architecture gives to every size."""
 
-    norm: Norm
+    norm: parts.Norm
     placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     parallel_block: bool = False  # attention and feed-forward read the same normed input
-    position: Position
+    position: parts.Position
     nope_every: Positive | None = None  # every n-th layer has no position
     tied: bool  # the head is the input embedding
     mtp: Annotated[int, Field(ge=0, le=100)] = (
@@ -108,8 +81,8 @@ class Design(Frozen):
 class Arch(Design):
     """Kinds and ratios, never widths."""
 
-    attention: ArchAttention
-    ffn: ArchFeed
+    attention: parts.ArchAttention
+    ffn: parts.ArchFeed
 
 
 class Model(Design):
@@ -119,17 +92,17 @@ class Model(Design):
     seq: Positive
     width: Positive
     layers: Layers
-    attention: Attention
-    ffn: Feed
+    attention: parts.Attention
+    ffn: parts.Feed
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         self._check_position()
         a = self.attention
-        if isinstance(a, MLA):
+        if isinstance(a, parts.MLA):
             for key, rank in (("q_rank", a.q_rank or 0), ("kv_rank", a.kv_rank)):
                 require(rank <= self.width, f"attention.{key}={rank} is above width={self.width}")
-        if isinstance(self.ffn, MoE):
+        if isinstance(self.ffn, parts.MoE):
             skipped = f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every}"
             text = f"{skipped} leave none of layers={self.layers} routed"
             require(any(map(self.routed, range(self.layers))), text)
@@ -138,31 +111,31 @@ class Model(Design):
 
     def _check_position(self) -> None:
         a = self.attention
-        if isinstance(self.position, RoPE):
-            key = "rope_dim" if isinstance(a, MLA) else "head_dim"
+        if isinstance(self.position, parts.RoPE):
+            key = "rope_dim" if isinstance(a, parts.MLA) else "head_dim"
             text = f"attention.{key}={a.rotary_dim} is odd; rotary positions rotate channel pairs"
             require(a.rotary_dim % 2 == 0, text)
             # NTK scaling leaves the fastest pair as it is, so a single pair would not be scaled.
-            single = isinstance(self.position.scaling, NTK) and a.rotary_dim == 2
+            single = isinstance(self.position.scaling, parts.NTK) and a.rotary_dim == 2
             text = f'position.scaling.kind="ntk" needs attention.{key} above 2'
             require(not single, text)
         if self.nope_every is not None:
-            by_layer = isinstance(self.position, RoPE | RelativeBias | ALiBi)
+            by_layer = isinstance(self.position, parts.RoPE | parts.RelativeBias | parts.ALiBi)
             text = f'nope_every={self.nope_every} with position.kind="{self.position.kind}"'
             require(by_layer, f"{text}: not a position by layer; use rope, relative or alibi")
-        if isinstance(self.position, Sinusoidal):
+        if isinstance(self.position, parts.Sinusoidal):
             require(self.width % 2 == 0, f"width={self.width} is odd; sinusoidal needs pairs")
 
     def routed(self, layer: int) -> bool:
         """Whether the feed-forward of a layer is routed."""
         f = self.ffn
-        if not isinstance(f, MoE) or layer < f.dense_layers:
+        if not isinstance(f, parts.MoE) or layer < f.dense_layers:
             return False
         return (layer - f.dense_layers) % f.every == f.every - 1
 
     def expert_degrees(self, ranks: int) -> list[int]:
         """Possible degrees of expert parallelism: divisors of experts and ranks."""
-        return divisors(math.gcd(self.ffn.experts if isinstance(self.ffn, MoE) else 1, ranks))
+        return divisors(math.gcd(self.ffn.experts if isinstance(self.ffn, parts.MoE) else 1, ranks))
 
     def sequence_degrees(self, ranks: int) -> list[int]:
         """Possible degrees of sequence parallelism: divisors of heads, sequence and ranks."""
@@ -183,7 +156,7 @@ class Model(Design):
         if self.mup is None or name.startswith(("embedding.", "position.", "head.")):
             return 1.0
         a = self.attention
-        if isinstance(a, MLA):
+        if isinstance(a, parts.MLA):
             latents = ("kv_up.weight",) if a.q_rank is None else ("kv_up.weight", "q_up.weight")
             if name.endswith(latents):
                 return self.mup.base_head_dim / a.head_dim
@@ -200,8 +173,8 @@ class Model(Design):
     @property
     def score_scale(self) -> float:
         """Factor of q·k: 1/√d, and proportional to 1/d under muP."""
-        scaling = self.position.scaling if isinstance(self.position, RoPE) else None
-        factor = scaling.scores if isinstance(scaling, YaRN) else 1.0
+        scaling = self.position.scaling if isinstance(self.position, parts.RoPE) else None
+        factor = scaling.scores if isinstance(scaling, parts.YaRN) else 1.0
         a = self.attention
         widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
         return factor / math.sqrt(a.score_dim * widened)
@@ -234,23 +207,23 @@ def cross(size: Size, arch: Arch) -> dict[str, Any]:
     }
 
 
-def _attention(size: Size, arch: ArchGQA | ArchMLA) -> dict[str, Any]:
+def _attention(size: Size, arch: parts.ArchGQA | parts.ArchMLA) -> dict[str, Any]:
     if size.head_dim is None and size.width % size.heads:
         text = f"width={size.width} is not a multiple of heads={size.heads}"
         raise ConfigError(f"{text}; set head_dim in the size's row")
     head_dim = size.head_dim or size.width // size.heads
     match arch:
-        case ArchGQA():
+        case parts.ArchGQA():
             kv_heads = size.kv_heads or size.heads
             if arch.group is not None:
                 kv_heads = max(1, size.heads // arch.group)
-            table = arch.model_dump(include=set(GQAKind.model_fields))
+            table = arch.model_dump(include=set(parts.GQAKind.model_fields))
             return {**table, "heads": size.heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        case ArchMLA():
+        case parts.ArchMLA():
             most = size.width // 2
             q_rank = None if arch.q_ratio is None else min(round(arch.q_ratio * head_dim), most)
             return {
-                **arch.model_dump(include={"kind", *Scores.model_fields}),
+                **arch.model_dump(include={"kind", *parts.Scores.model_fields}),
                 "heads": size.heads,
                 "q_rank": q_rank,
                 "kv_rank": min(round(arch.kv_ratio * head_dim), most),
@@ -262,17 +235,17 @@ def _attention(size: Size, arch: ArchGQA | ArchMLA) -> dict[str, Any]:
             assert_never(arch)
 
 
-def _ffn(size: Size, arch: ArchFFN | ArchMoE) -> dict[str, Any]:
+def _ffn(size: Size, arch: parts.ArchFFN | parts.ArchMoE) -> dict[str, Any]:
     hidden = size.ffn if arch.ratio is None else round(arch.ratio * size.width)
     match arch:
-        case ArchFFN():
-            return {**arch.model_dump(include=set(FFNKind.model_fields)), "hidden": hidden}
-        case ArchMoE():
+        case parts.ArchFFN():
+            return {**arch.model_dump(include=set(parts.FFNKind.model_fields)), "hidden": hidden}
+        case parts.ArchMoE():
             expert = hidden
             if arch.expert_share != 1:  # multiples of 16: what a GPU's grouped matmul needs
                 expert = max(16, round(arch.expert_share * hidden / 16) * 16)
             return {
-                **arch.model_dump(include=set(MoEKind.model_fields)),
+                **arch.model_dump(include=set(parts.MoEKind.model_fields)),
                 "hidden": size.expert_ffn or expert,
                 "dense_hidden": hidden,
                 # A shallow size still routes its last layer.

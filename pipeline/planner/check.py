@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.planner.count import params
 from pipeline.planner.memory import MEMORY_ERROR, PROCESS_BYTES, USABLE, DeviceMemory, Layout
 from pipeline.planner.recipe import batch_tokens, choose_dtype, compiles, fill
-from pipeline.planner.speed import Estimate, micro_batches, plan_for, recommend
+from pipeline.planner.speed import Estimate, micro_batches, plan, recommend
 
 Resized = Callable[[str], RunSpec]  # the same run in another size
 _GIB = 2**30
@@ -44,7 +44,7 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     least = here.offload.least_zero
     dtype = choose_dtype(spec, gpu=gpu)
     ddp = here.engine == "accelerate"
-    if ddp and least:
+    if ddp and least:  # DDP keeps whole copies
         found.append("engine accelerate has no shards for parallel.offload to move")
         ddp = False
         change["engine"] = "deepspeed"
@@ -187,6 +187,7 @@ class _Search:
     def attempt(self, spec: RunSpec, ranks: int) -> _Attempt:
         gpu = not self.device.shared
         found, change = faults(spec, ranks, gpu=gpu)
+        # A run that continues cannot change its batch, so fewer ranks have to divide it.
         fewer = ranks
         while self.keep and fewer > 1 and "train.batch_tokens" in change:
             fewer -= 1
@@ -228,6 +229,7 @@ class _Search:
 
     def within(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
         yield from self.nearest_layouts(spec, ranks)
+        # The powers of two below: they divide most batches.
         fewer = 1 << max(0, (ranks - 1).bit_length() - 1)
         while self.device.shared and 0 < fewer < ranks:
             if fewer * PROCESS_BYTES < self.device.usable:
@@ -241,6 +243,7 @@ class _Search:
         tried = self.attempt(spec, ranks)
         config = tried.config
         now = tried.layout
+        # Sorting every option takes seconds; stop here if not even the smallest fits.
         smallest = [o for o in _options(config, now, self.device) if o.micro_batch == 1]
         if not any(self.device.fits(config, o) for o in smallest if o.recompute is True):
             return
@@ -278,6 +281,7 @@ def enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator
     for more in (ranks << k for k in range(1, 11)):
         if config.rows * at.sp % more:
             continue
+        # ZeRO-3 holds least; DDP has no stages.
         stages: list[tuple[int, int]] = [(3, ep) for ep in config.model.expert_degrees(more)]
         if at.engine == "accelerate":
             stages = [(at.zero, at.ep)]
@@ -345,7 +349,8 @@ def _plan_layout(
     if not known or faults(spec, ranks, gpu=True)[0]:
         return None
     config = fill(spec, ranks, gpu=True)
+    # The device that is here may have less than that of the cluster file.
     have = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
     if have < math.inf:
         config = changed(config, {"cluster.memory_bytes": have})
-    return recommend(spec, plan_for(spec, config, fewest or ranks, ranks))
+    return recommend(spec, plan(config, fewest or ranks, spec, ranks))

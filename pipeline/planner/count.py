@@ -26,9 +26,8 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """`active` are the parameters that one token uses at inference. `scaling` is the N of every fit:
-    active, with head, without input embedding; this keeps small sizes on the same line as large ones
-    (arXiv 2406.19146)."""
+    """`active` are those that one token uses at inference. `scaling` is the N of every fit: active,
+    with head, without input embedding, which keeps all sizes on one line (arXiv 2406.19146)."""
 
     embedding: int
     position: int  # learned

@@ -170,16 +170,15 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
 
 
 def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
-    """The most parameters that DeepSpeed 0.19.8 updates on a rank at once. Without ZeRO all of them;
-    otherwise one group (optim/groups.py: matrices, the rest, experts that ranks share), and with
-    ZeRO-3 at most its `sub_group_size`."""
+    """The most parameters that DeepSpeed 0.19.8 updates at once on a rank: without ZeRO all, or one
+    group (optim/groups.py: matrices, the rest, experts that ranks share)."""
     count = params(model)
     if zero == 0:
         return count.total - count.experts + count.experts // ep
     rest = count.embedding + count.position
     shared = count.experts if ep > 1 else 0
     largest = max(count.total - shared - rest, rest, shared) // ranks
-    return min(largest, 10**9) if zero == 3 else largest
+    return min(largest, 10**9) if zero == 3 else largest  # of ZeRO-3, its sub_group_size
 
 
 def memory(config: RunConfig, layout: Layout) -> Memory:
@@ -216,13 +215,13 @@ def checkpoint_bytes(model: Model) -> int:
 
 
 def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
-    """Upper bound of one checkpoint on disk: its numbers and what surrounds them. A manifest entry and
-    padding take at most 256 bytes per run of numbers. Master weights and moments of a tensor are one
-    run each: on every rank with ZeRO-0 and 3, else cut where two ranks meet. Each rank adds its
-    random state and a partly filled block."""
+    """Upper bound of one checkpoint on disk: its numbers and what surrounds them."""
+    # Master weights and moments of a tensor are one run of numbers each: on every rank with ZeRO-0
+    # and 3, else cut where two ranks meet.
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = model.layers + model.mtp
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
+    # 256 bytes of manifest and padding per run; a random state and a file block per rank.
     return checkpoint_bytes(model) + 3 * 256 * runs + 16384 * ranks
 
 

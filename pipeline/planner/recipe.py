@@ -49,6 +49,7 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
         "parallel": {"zero": choose_zero(spec), "ep": 1},
     }
     given = spec.model_dump()
+    # The length is in steps from here on.
     length = {"steps": steps, "tokens": None, "flops": None}
     table = merge(merge(given, _where_auto(given, numbers)), {"train": length})
     return validate(RunConfig, table)
@@ -84,11 +85,10 @@ def compiles(spec: RunSpec, dtype: Dtype) -> bool:
 
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
-    """Each chunk adds to the head's whole gradient. A GPU gets few chunks, with logits below 3 GB. A
-    CPU gets logits of 8 MB, which stay in its cache and which malloc reuses: new pages would cost
-    more than the arithmetic."""
-    if gpu:
+    """Tokens whose logits exist at the same time."""
+    if gpu:  # few chunks, since each adds to the head's whole gradient; logits below 3 GB
         return max(1024, min(8192, 2**28 // vocab))
+    # 8 MB of logits stay in the cache, and malloc reuses them: new pages cost more than arithmetic.
     return max(64, min(2048, 2**21 // vocab))
 
 
@@ -123,6 +123,7 @@ def _rows(n: float, seq: int) -> int:
     """The nearest 2^k or 3·2^k, at least 8. Such a batch divides evenly over most world sizes, so
     they all train the same one."""
     rows = 2048 * 160 * (n / _N0) ** (2 / 3) / seq
+    # 24 doublings are 400 million sequences.
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
     return min(steps, key=lambda s: abs(math.log(s / rows)))
 

@@ -1,11 +1,10 @@
-"""Predicted step time of a layout: the bytes that travel, the seconds they cost, the fastest layout.
+"""Predicted step time of a layout: bytes that travel, seconds they cost, the fastest layout.
 
 Compute has five parts, each at a rate of configs/cluster: matmuls, routed matmuls and attention by
-their FLOPs, the work between them by the bytes that autograd keeps, the update by the bytes of the
-optimizer's states. Communication is counted exactly, as bytes that one rank sends in a step. A ring
-leaves a node over all its links at once, an all-to-all of experts over each GPU's own link. ZeRO's
-collectives overlap with compute; those of experts do not. There is no tensor or pipeline
-parallelism. docs/SCALE.md compares the predictions with published runs.
+their FLOPs, the work between them by the bytes that autograd keeps, the update by those of the
+optimizer. Communication is the bytes that one rank sends in a step. A ring leaves a node over
+all its links at once, an all-to-all of experts over each GPU's own. ZeRO's collectives overlap with
+compute, those of experts do not. docs/SCALE.md compares the predictions with published runs.
 """
 
 import math
@@ -198,14 +197,19 @@ def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) ->
 
 
 def plan(
-    config: RunConfig,
-    ranks: int,
-    micros: Sequence[int] | None = None,
-    ways: Sequence[Recompute] = (False, "selective", True),
+    config: RunConfig, ranks: int, spec: RunSpec | None = None, most_ranks: int | None = None
 ) -> list[Estimate]:
-    """For every ZeRO stage and every possible ep, the best micro-batch and recomputation."""
+    """For every ZeRO stage and every possible ep, the best micro-batch and recomputation, or those
+    that the spec gives. A job may also run on `most_ranks`."""
     sp = config.parallel.sp
-    micros = micros or micro_batches(config, ranks, sp)
+    ways: tuple[Recompute, ...] = (False, "selective", True)
+    micros = micro_batches(config, ranks, sp)
+    if most_ranks is not None:
+        micros = [m for m in micros if m in micro_batches(config, most_ranks, sp)]
+    if spec is not None and spec.train.micro_batch != "auto":
+        micros = [spec.train.micro_batch]
+    if spec is not None and spec.train.recompute != "auto":
+        ways = (spec.train.recompute,)
     return [
         best(
             [estimate(config, Layout(ranks, zero, ep, m, way, sp)) for way in ways for m in micros]
@@ -216,29 +220,13 @@ def plan(
 
 
 def best(estimates: Sequence[Estimate]) -> Estimate:
-    """The smallest of those within 1% of the fastest that fits; if none fits, the smallest of all."""
+    """The smallest of those within 1% of the fastest that fits; if none fits, the smallest."""
     fitting = [e for e in estimates if e.fits]
     if not fitting:
         return min(estimates, key=lambda e: e.memory.total)
     fastest = min(e.step_s for e in fitting)
     near = [e for e in fitting if e.step_s <= 1.01 * fastest]
     return min(near, key=lambda e: e.memory.total)
-
-
-def plan_for(
-    spec: RunSpec, config: RunConfig, ranks: int, most_ranks: int | None = None
-) -> list[Estimate]:
-    """The plan with the settings that the spec gives. A job may also run on `most_ranks`."""
-    train = spec.train
-    micros = micro_batches(config, ranks, config.parallel.sp)
-    if most_ranks is not None:
-        larger = micro_batches(config, most_ranks, config.parallel.sp)
-        micros = [m for m in micros if m in larger]
-    if train.micro_batch != "auto":
-        micros = [train.micro_batch]
-    if train.recompute != "auto":
-        return plan(config, ranks, micros, (train.recompute,))
-    return plan(config, ranks, micros)
 
 
 def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:

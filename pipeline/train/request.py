@@ -201,7 +201,8 @@ def _fp8_warning(config: RunConfig) -> str:
 def _resized(request: Request, corpus: Corpus, spec: RunSpec) -> Resized:
     def other(size: str) -> RunSpec:
         found = _load(replace(request, size=size), corpus)
-        if found.model.arch != spec.model.arch:  # a published size brings its own
+        # Another architecture is no smaller form of this run.
+        if found.model.arch != spec.model.arch:
             raise ConfigError(f"size={size} has another architecture")
         return found
 
@@ -216,6 +217,7 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
         needed = "--resume without --size needs the --out of an existing run"
         raise RunError(f"{needed}, got {request.out}")
     run = RunDir(request.out)
+    # The shards may be at another path now; the hash of their manifest must be the same.
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}
     asked = reload(run.config, [moved], **request.layers)
     config, note = _fit(asked, reload(run.config), request, devices, None)
@@ -243,6 +245,7 @@ def _open_corpus(path: Path) -> Corpus:
 
 
 def _load(request: Request, corpus: Corpus) -> RunSpec:
+    # The run is named after its directory; without one, after its size.
     name = request.out or request.init
     data = {"dir": str(request.data), "hash": corpus.manifest.hash}
     layer: dict[str, Any] = {"data": data, "name": request.size}
@@ -263,6 +266,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         model = reload(start / CONFIG).model.model_dump(exclude_none=True)
         layer["init"] = str(start.resolve())
     spec = load(size=request.size, arch=request.arch, model=model, data=layer, **request.layers)
+    # A --config or --set may name other data than --data, which the run would fail to open.
     for key, value in data.items():
         other = getattr(spec.data, key)
         if other != value:
