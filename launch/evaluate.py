@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import examples
+from launch.options import AsJson, RunPath, examples
 
 EXAMPLES = examples(
     "launch evaluate --run runs/1b",
@@ -20,17 +20,17 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
+    run: RunPath,
     data: Annotated[
-        Path | None, typer.Option(help="Prepared shards; left out, those the run was trained on.")
+        Path | None, typer.Option(help="Prepared data; by default the data of the run.")
     ] = None,
     batches: Annotated[
         int | None,
-        typer.Option(min=1, help="Of held-out text; left out, as many as while training."),
+        typer.Option(min=1, help="Held-out batches; by default as many as in training."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Nats per token and bits per byte on held-out text, on one device."""
+    """Print nats per token and bits per byte on held-out text, computed on one device."""
     import torch
 
     from pipeline.checkpoint.restore import load_model
@@ -51,19 +51,16 @@ def evaluate(
     same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
     if corpus.padded_vocab != config.model.vocab:
         raise ConfigError(
-            f"--data {where}: {corpus.padded_vocab:,} pieces, but the run was trained on {config.model.vocab:,}; "
-            f"{remedy}"
+            f"--data {where} has {corpus.padded_vocab:,} pieces, but the run was trained on "
+            f"{config.model.vocab:,}; {remedy}"
         )
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
-        figures = {
-            "run": str(run),
-            "data": str(where),
-            **evaluator(lambda micro: model(*micro).nll),
-        }
+        figures = evaluator(lambda micro: model(*micro).nll)
     if as_json:
-        print(json.dumps(figures))
-    else:
-        print(
-            f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte on {where}"
-        )
+        print(json.dumps({"run": str(run), "data": str(where), **figures}))
+        return
+    print(
+        f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte "
+        f"on {where}"
+    )

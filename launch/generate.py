@@ -1,4 +1,4 @@
-"""`launch generate`: what a run would write."""
+"""`launch generate`: text from a trained model."""
 
 import json
 from collections.abc import Iterator
@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.options import examples
+from launch.options import RunPath, TokenizerFile, examples
+from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
+    from pipeline.model.decode import Sampling
+    from pipeline.model.stack import Decoder
 
 EXAMPLES = examples(
     'launch generate --run runs/1b --prompt "Once upon a time" --stream',
-    'launch generate --run runs/1b --prompt "def f(" --prompt "class A" --temperature 0.8 --top-p 0.95 --seed 1 --json',
+    'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
+    "--temperature 0.8 --top-p 0.95 --seed 1 --json",
     "launch generate --run runs/1b --file prompts.txt --beam 4",
 )
 
@@ -24,98 +28,108 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    run: Annotated[Path, typer.Option(help="A run directory, or one checkpoint of it.")],
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="What to continue; may be given several times.")
+    run: RunPath,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeatable.")] = None,
+    file: Annotated[Path | None, typer.Option(help="File with one prompt per line.")] = None,
+    max_new: Annotated[int, typer.Option(help="Maximum number of new tokens.", min=1)] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 chooses the likeliest token.", min=0)
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Sample from the k likeliest tokens.", min=1)
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line.")] = None,
-    max_new: Annotated[int, typer.Option(help="Tokens at most.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.", min=1)] = None,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the likeliest that make up this share.", min=0, max=1)
+        float,
+        typer.Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1),
     ] = 1.0,
-    beam: Annotated[int | None, typer.Option(help="Beam search: how many are kept.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    beam: Annotated[int | None, typer.Option(help="Beam search of this width.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Sampling seed.", min=0)] = 0,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Print as it is written; one prompt.")
+        bool, typer.Option("--stream", help="Print tokens as they come; one prompt only.")
     ] = False,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A SentencePiece model, if the run's data is gone.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
+    tokenizer: TokenizerFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
-    from pipeline.errors import ConfigError
-
     prompts = [*(prompt or ()), *(_lines(file) if file else ())]
-    if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
-    if stream and (len(prompts) > 1 or beam or as_json):
-        raise ConfigError(
-            "--stream writes one prompt as it comes; take away --beam, --json and all prompts but one"
-        )
-    if beam and (temperature or top_k or top_p < 1):
-        raise ConfigError(
-            "--beam searches and does not draw; take away --temperature, --top-k and --top-p"
-        )
-    if (top_k or top_p < 1) and not temperature:
-        raise ConfigError(
-            "--top-k and --top-p shape a draw, but --temperature 0 draws nothing; give --temperature 1"
-        )
+    samples = bool(temperature or top_k or top_p < 1)
+    _check(prompts, beam, samples, alone=not (beam or as_json), stream=stream)
+    if samples and not temperature:
+        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
     import torch
 
     from pipeline.checkpoint.restore import load_model
-    from pipeline.model import decode
+    from pipeline.model.decode import Sampling, beam_search
+    from pipeline.model.decode import generate as continuations
     from pipeline.runs.directory import tokenizer_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, config = load_model(
-        run, dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device
-    )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model, config = load_model(run, dtype=dtype, device=device)
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
-    # an empty prompt begins as a document does: after the end of another
+    # an empty prompt starts as a document does: after the end of another
     ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
-    sampling = decode.Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed)
     if stream:
-        print(prompts[0], end="", flush=True)
-        tokens = (step[0] for step in decode.stream(model, ids, max_new, pieces.eod, sampling))
-        for text in _text(pieces, (token for token in tokens if token is not None)):
-            print(text, end="", flush=True)
-        print()
-        return
-    if beam:
-        found = [decode.beam_search(model, one, max_new, pieces.eod, beam)[0] for one in ids]
-        new, scores = (
-            [list(best.tokens) for best in found],
-            [{"log_likelihood": best.score} for best in found],
-        )
+        _print_stream(model, prompts[0], ids, max_new, pieces, sampling)
+    elif beam:
+        for text, one in zip(prompts, ids, strict=True):
+            best = beam_search(model, one, max_new, pieces.eod, beam)[0]
+            _print(text, list(best.tokens), pieces, as_json, log_likelihood=best.score)
     else:
-        new, scores = decode.generate(model, ids, max_new, pieces.eod, sampling), [{} for _ in ids]
-    for text, tail, score in zip(prompts, new, scores, strict=True):
-        body = tail[:-1] if tail[-1:] == [pieces.eod] else tail
-        out = {
-            "prompt": text,
-            "text": pieces.decode(body),
-            "tokens": tail,
-            "ended": tail != body,
-            **score,
-        }
-        print(json.dumps(out, ensure_ascii=False) if as_json else f"{text}{out['text']}")
+        found = continuations(model, ids, max_new, pieces.eod, sampling)
+        for text, tokens in zip(prompts, found, strict=True):
+            _print(text, tokens, pieces, as_json)
+
+
+def _check(
+    prompts: list[str], beam: int | None, samples: bool, *, alone: bool, stream: bool
+) -> None:
+    """Refuse options that contradict each other, before the model is loaded."""
+    if not prompts:
+        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
+    if stream and (len(prompts) > 1 or not alone):
+        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
+    if beam and samples:
+        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
 
 
 def _lines(file: Path) -> list[str]:
-    from pipeline.errors import DataError
-
     try:
         return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--file {file} cannot be read: {error}") from None
 
 
+def _print(
+    prompt: str, tokens: list[int], pieces: "Tokenizer", as_json: bool, **more: float
+) -> None:
+    ended = tokens[-1:] == [pieces.eod]
+    text = pieces.decode(tokens[:-1] if ended else tokens)
+    row = {"prompt": prompt, "text": text, "tokens": tokens, "ended": ended, **more}
+    print(json.dumps(row, ensure_ascii=False) if as_json else f"{prompt}{text}")
+
+
+def _print_stream(
+    model: "Decoder",
+    prompt: str,
+    ids: list[list[int]],
+    max_new: int,
+    pieces: "Tokenizer",
+    sampling: "Sampling",
+) -> None:
+    from pipeline.model.decode import stream
+
+    print(prompt, end="", flush=True)
+    tokens = (step[0] for step in stream(model, ids, max_new, pieces.eod, sampling))
+    for text in _text(pieces, (token for token in tokens if token is not None)):
+        print(text, end="", flush=True)
+    print()
+
+
 def _text(pieces: "Tokenizer", tokens: Iterator[int]) -> Iterator[str]:
-    """What each token adds; the bytes of a character wait for the last of them."""
+    """What each token adds to the text; an incomplete character waits for its last byte."""
     ids: list[int] = []
     shown = ""
     for token in tokens:

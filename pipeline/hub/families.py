@@ -1,7 +1,7 @@
 """Our model settings as Hugging Face's config.json, and back: one row per family of transformers.
 
-Most settings are renamed (`Family.keys`); a `Converter` handles the rest. A setting that does not survive
-the round trip to config.json and back has no counterpart in that family.
+Most settings are renamed (`Family.keys`); a `Converter` handles the rest. A setting that does not
+survive the round trip to config.json and back has no counterpart in that family.
 """
 
 import math

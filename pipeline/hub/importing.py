@@ -249,7 +249,11 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
 
 def check_logits(model: Decoder, directory: Path, what: str) -> float:
     """The difference between our logits and transformers'; more than rounding is an error."""
-    difference = logit_difference(model, directory)
+    try:
+        difference = logit_difference(model, directory)
+    except Exception as error:  # transformers raises any class for files it dislikes
+        reason = _first_line(error)
+        raise RunError(f"{what}: transformers cannot run the model: {reason}") from error
     if not difference <= _TOLERANCE:  # NaN fails the comparison
         raise RunError(
             f"{what}: our logits and those of transformers differ by {difference:.2g} of the "

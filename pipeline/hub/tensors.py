@@ -1,7 +1,7 @@
 """Our tensors under Hugging Face's names: one table per family, read in both directions.
 
-Where we fuse (queries, keys and values; gate and up) the row names the parts in order. Names are those of the files on
-the Hub, which transformers itself may fuse differently once they are loaded.
+Where we fuse tensors (queries, keys and values; gate and up) a row names the parts in order. The
+names are those of the files on the Hub; transformers may fuse them differently after loading.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +14,15 @@ from pipeline.config.parts import GQA, MLA, MoE
 from pipeline.config.shape import Model
 from pipeline.errors import DataError
 
-Names = dict[str, str]  # of ours → of theirs, several where they cut in rows what we fuse
+Names = dict[str, str]  # our name → their names, several where they split what we fuse
 
 
 def _each(at: str, *parts: str) -> str:
     return " ".join(at.format(part) for part in parts)
 
 
-_QKV, _MLP = ("q", "k", "v"), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_QKV = ("q", "k", "v")
+_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _LLAMA: Names = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.gain": "model.norm.weight",
@@ -97,12 +98,12 @@ TENSORS: dict[str, Names] = {
         "ahead.norm.gain": "shared_head.norm.weight",
     },
 }
-# how a tensor of ours is rearranged before it is cut; all others are as they are
+# How a tensor of ours is rearranged before it is split; all others are unchanged.
 _CHANGES = {
-    "ffn.experts.up": "turned",
-    "ffn.experts.out": "turned",
-    "attention.q_up.weight": "paired",
-    "attention.kv_down.weight": "paired",
+    "ffn.experts.up": "transposed",
+    "ffn.experts.out": "transposed",
+    "attention.q_up.weight": "interleaved",
+    "attention.kv_down.weight": "interleaved",
     "ahead.join.weight": "swapped",
     "ffn.router.steps": "bias",
 }
@@ -110,50 +111,48 @@ _CHANGES = {
 
 class Row(NamedTuple):
     ours: str
-    expert: int | None  # which of ours, where we stack them
+    expert: int | None  # index in our stack of experts
     theirs: list[str]
     change: str
 
 
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
     """Where each of our tensors goes."""
-    table, stack = TENSORS[family], "transformer.h" if family == "gpt2" else "model.layers"
+    table = TENSORS[family]
+    stack = "transformer.h" if family == "gpt2" else "model.layers"
     for name, tensor in ours.items():
-        head, *rest = name.split(".", 2)
-        at, leaf = "", name
-        if head == "blocks":
-            at, leaf = f"{stack}.{rest[0]}.", rest[1]
-        elif head == "ahead":
-            if "ahead.join.weight" not in table:  # only training uses them
+        prefix = ""
+        leaf = name
+        if name.startswith("blocks."):
+            _, layer, leaf = name.split(".", 2)
+            prefix = f"{stack}.{layer}."
+        elif name.startswith("ahead."):
+            if "ahead.join.weight" not in table:  # only training uses these layers
                 continue
-            at = f"{stack}.{model.layers + int(rest[0])}."  # they follow the others
-            leaf = (
-                rest[1].removeprefix("block.")
-                if rest[1].startswith("block.")
-                else f"ahead.{rest[1]}"
-            )
-        names = [at + each for each in table[leaf].split()]
-        if (
-            leaf == "attention.q_up.weight"
-            and isinstance(model.attention, MLA)
-            and model.attention.q_rank is None
-        ):
-            names = [f"{at}self_attn.q_proj.weight"]
-        turned = family == "gpt2" and at and tensor.ndim == 2  # its matrices are (in, out)
+            _, depth, leaf = name.split(".", 2)
+            prefix = f"{stack}.{model.layers + int(depth)}."  # they follow the others
+            inner = leaf.startswith("block.")
+            leaf = leaf.removeprefix("block.") if inner else f"ahead.{leaf}"
+        names = table[leaf].split()
+        if leaf == "attention.q_up.weight" and getattr(model.attention, "q_rank", 0) is None:
+            names = ["self_attn.q_proj.weight"]
+        change = _CHANGES.get(leaf, "")
+        if family == "gpt2" and prefix and tensor.ndim == 2:  # its matrices are (in, out)
+            change = "transposed"
         for expert in range(len(tensor)) if "EXPERT" in table[leaf] else (None,):
-            theirs = [each.replace("EXPERT", str(expert)) for each in names]
-            yield Row(name, expert, theirs, "turned" if turned else _CHANGES.get(leaf, ""))
+            theirs = [prefix + each.replace("EXPERT", str(expert)) for each in names]
+            yield Row(name, expert, theirs, change)
 
 
 def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
-    """Ours → theirs."""
+    """The tensors of a row, from ours."""
     if row.expert is not None:
         tensor = tensor[row.expert]
     match row.change:
-        case "turned":
+        case "transposed":
             tensor = tensor.T
-        case "paired":
-            tensor = tensor[_pairs(model, row.ours)]
+        case "interleaved":
+            tensor = tensor[_interleaved(model, row.ours)]
         case "swapped":
             tensor = tensor.roll(model.width, 1)
         case "bias":
@@ -163,13 +162,13 @@ def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
 
 
 def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
-    """Theirs → ours."""
+    """Our tensor, or one expert of it, from those of a row."""
     tensor = torch.cat(parts)
     match row.change:
-        case "turned":
+        case "transposed":
             return tensor.T
-        case "paired":
-            return tensor[_pairs(model, row.ours).argsort()]
+        case "interleaved":
+            return tensor[_interleaved(model, row.ours).argsort()]
         case "swapped":
             return tensor.roll(model.width, 1)
         case "bias":
@@ -187,23 +186,22 @@ def _sizes(model: Model, parts: int, length: int) -> list[int]:
     return [length // parts] * parts
 
 
-def _pairs(model: Model, name: str) -> Tensor:
-    """DeepSeek turns neighbouring channels, we turn channel i with i + half: where each of its rows is in ours."""
+def _interleaved(model: Model, name: str) -> Tensor:
+    """Where DeepSeek's rows are in ours: it rotates neighbors, we rotate i with i + half."""
     a = model.attention
     assert isinstance(a, MLA)
-    heads, kept = (a.heads, a.nope_dim) if name.endswith("q_up.weight") else (1, a.kv_rank)
-    turned = kept + torch.arange(a.rope_dim).view(2, -1).T.flatten()
-    one = torch.cat((torch.arange(kept), turned))
+    queries = name.endswith("q_up.weight")
+    heads = a.heads if queries else 1
+    fixed = a.nope_dim if queries else a.kv_rank  # rows that are not rotated
+    rotated = fixed + torch.arange(a.rope_dim).view(2, -1).T.flatten()
+    one = torch.cat((torch.arange(fixed), rotated))
     return (torch.arange(heads)[:, None] * len(one) + one).flatten()
 
 
-Read = Callable[[str], Tensor]
-
-
 def gather(
-    model: Model, family: str, ours: Mapping[str, Tensor], read: Read
+    model: Model, family: str, ours: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All of ours from theirs; `ours` gives names and shapes alone."""
+    """All of our tensors, from theirs; of `ours` only names and shapes are used."""
     stacks: dict[str, list[Tensor]] = {}
     for row in rows(model, family, ours):
         tensor = from_hub_tensors(model, row, [read(name) for name in row.theirs])
@@ -213,9 +211,10 @@ def gather(
             if len(stack) < len(ours[row.ours]):
                 continue
             tensor = torch.stack(stacks.pop(row.ours))
-        if tensor.shape != ours[row.ours].shape:
+        expected = tuple(ours[row.ours].shape)
+        if tensor.shape != expected:
             raise DataError(
-                f"{row.theirs[0]} has shape {tuple(tensor.shape)} for {row.ours}, but config.json makes it "
-                f"{tuple(ours[row.ours].shape)}; the files do not belong together"
+                f"{row.theirs[0]} has shape {tuple(tensor.shape)} for {row.ours}, but config.json "
+                f"makes it {expected}; the files do not belong together"
             )
         yield row.ours, tensor

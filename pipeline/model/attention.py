@@ -171,7 +171,7 @@ def _flex(
 
 
 class LayerCache:
-    """What one layer keeps of the tokens it has seen: keys and values, or MLA's latent; (B, S, …)."""
+    """What one layer keeps of past tokens, (B, S, …): keys and values, or MLA's latent."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

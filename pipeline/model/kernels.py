@@ -379,5 +379,6 @@ def norm_and_rotate(
 
     The compiler makes four passes, and a fifth that lays the three gradients side by side."""
     given = (*(gains or (None, None)), *(table or (None, None)))
-    q, k, v = _Rotate.apply(qkv_BSAD.contiguous(), *given, heads, eps)  # type: ignore[no-untyped-call]
+    x = qkv_BSAD.contiguous()
+    q, k, v = _Rotate.apply(x, *given, heads, eps)  # type: ignore[no-untyped-call]
     return q, k, v

@@ -225,7 +225,7 @@ class Router(nn.Module):
         return slots, torch.where(place_BN < per_sequence, slots_BN, experts * slots)
 
     def _loss(self, logits_BSE: Tensor, chance_BSE: Tensor, load_BE: Tensor) -> Tensor:
-        """Switch's balance loss, 1 if balanced, per micro-batch and per sequence, and the z loss."""
+        """Switch's balance loss, 1 if balanced, per micro-batch and sequence, and the z loss."""
         c = self.cfg
         loss = logits_BSE.new_zeros(())
         share_BE = load_BE * (c.experts / (logits_BSE.shape[1] * self.sequence.parts * c.top_k))

@@ -44,7 +44,7 @@ def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, flo
             return frequencies / scaling.factor, 1.0
         case NTK():  # the slowest pair turns as under linear scaling, the fastest as without
             return (cfg.theta * scaling.factor ** (dim / (dim - 2))) ** -exponents, 1.0
-        case Llama3():  # pairs with many turns in the original length stay, those with few slow down
+        case Llama3():  # pairs with many turns in the original length stay, others slow down
             turns = scaling.original_seq * frequencies / (2 * math.pi)
             keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
             return frequencies * (keep + (1 - keep) / scaling.factor), 1.0

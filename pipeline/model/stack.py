@@ -111,7 +111,7 @@ class Head(nn.Module):
 
 
 class Ahead(nn.Module):
-    """Predicts one token further from the hidden state and the next token (arXiv 2412.19437, §2.2)."""
+    """Predicts one token further, from hidden state and next token (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head the embedding, if the config says so: again after parameters are replaced."""
+        """Make the head the embedding, if configured; call it again after replacing parameters."""
         if self.cfg.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 def terms(
     logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's part of the mean loss and of the mean squared log-sum-exp, and the gradient of both.
+    """A chunk's part of the mean loss and of the mean squared log-sum-exp, and their gradient.
 
     `share_T` is the weight of each token in the mean."""
     if logits_TV.is_cuda:
@@ -99,7 +99,7 @@ def next_token_loss(
     z_loss: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The loss to minimize, with the z term, and the mean negative log likelihood in nats to report.
+    """The loss to minimize, with the z term, and the mean negative log likelihood in nats.
 
     `count` divides the sums, if these targets are only part of what the mean is over."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count

@@ -38,7 +38,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
         if embedding:
             scale = model.embedding_scale
         expert_group = getattr(parameter, "group_name", "")
-        # AdamW subtracts rate × decay: dividing makes it the same at every width, as muP's authors do
+        # AdamW subtracts rate × decay; divided, it is the same at every width, as in muP's code
         weight_decay = 0.0 if no_decay else decay / scale
         group = {"params": [], "weight_decay": weight_decay, "lr_scale": scale}
         if expert_group:

@@ -7,7 +7,7 @@ from pipeline.config.schema import WSD, Cosine, Schedule, WSDSpec
 
 
 def decay_start(cfg: WSDSpec, steps: int) -> int:
-    """The step at which a run of `steps` leaves its plateau; before it, runs of all lengths agree."""
+    """The step at which the plateau ends; before it, runs of all lengths are the same."""
     return steps - round(cfg.decay_share * steps)
 
 

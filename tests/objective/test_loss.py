@@ -24,10 +24,7 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored):
     targets[3 : 3 + ignored] = -100
     ours, theirs = (
         (h.clone().requires_grad_(), weight.clone().requires_grad_()),
-        (
-            h.double().requires_grad_(),
-            weight.double().requires_grad_(),
-        ),
+        (h.double().requires_grad_(), weight.double().requires_grad_()),
     )
     total, nll = next_token_loss(*ours, targets, z_loss=z_loss, chunk=chunk)
     want_total, want_nll = plain(*theirs, targets, z_loss)

@@ -75,9 +75,7 @@ def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width()
 
 
 def test_a_scaled_embedding_is_not_the_head():
-    with pytest.raises(
-        ConfigError, match="scaled_embedding=true with tied=true would scale the head too"
-    ):
+    with pytest.raises(ConfigError, match="scaled_embedding"):
         load(size="tiny", sets=["model.scaled_embedding=true", "model.tied=true"])
     assert (
         choose_family(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"
