@@ -122,15 +122,11 @@ class Corpus:
             raise DataError(f"{path}: shard file is missing; {_RESTORE}")
         found_size = path.stat().st_size
         if found_size != size:
-            raise DataError(
-                f"{path}: shard file has {found_size:,} bytes instead of {size:,}; {_RESTORE}"
-            )
+            raise DataError(f"{path}: {found_size:,} bytes instead of {size:,}; {_RESTORE}")
         if verify:
             found = digest(path)
             if found != checksum:
-                raise DataError(
-                    f"{path}: damaged: xxh3={found}, in the manifest {checksum}; {_RESTORE}"
-                )
+                raise DataError(f"{path}: damaged: xxh3={found}, not {checksum}; {_RESTORE}")
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -206,9 +202,7 @@ def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
     # The tokenizer first: vocab_size follows from it.
     for key in sorted(new, key=lambda key: key != "tokenizer"):
         if old.get(key) != new[key]:
-            raise DataError(
-                f"out={out}: made with {key}={old.get(key)!r}, now {new[key]!r}; {remedy}"
-            )
+            raise DataError(f"out={out}: has {key}={old.get(key)!r}, not {new[key]!r}; {remedy}")
     if before.get("inputs") != arguments["inputs"]:
         raise DataError(f"out={out}: its input files have changed since; {remedy}")
     return True
@@ -225,16 +219,12 @@ def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterato
             raise DataError(f"out={out}: a file, but shards need a directory; choose another --out")
         is_new = not out.exists()
         if not is_new and not work.exists() and any(out.iterdir()):
-            raise DataError(
-                f"out={out}: not empty and not made by `launch data prepare`; choose another --out"
-            )
+            raise DataError(f"out={out}: contains other files; choose another --out")
         # From here on the directory is ours: other calls recognize it by .work.
         work.mkdir(parents=True, exist_ok=True)
         with locked(work / "lock") as is_mine:
             if not is_mine:
-                raise DataError(
-                    f"out={out}: another `launch data prepare` is writing there; wait for it"
-                )
+                raise DataError(f"out={out}: another process is writing there; wait for it")
             mine = work / fingerprint
             mine.mkdir(exist_ok=True)
             for other in work.iterdir():

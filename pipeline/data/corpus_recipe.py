@@ -113,9 +113,7 @@ def _is_control(piece: str) -> str:
     # SentencePiece's BPE looks up a lone character of any kind, and reads U+2581 as a space, so
     # text could produce such a piece.
     if len(piece) < 2 or not piece.isprintable() or "\u2581" in piece:
-        raise ValueError(
-            "a control piece has two or more printable characters, none of them U+2581; try <name>"
-        )
+        raise ValueError("needs two or more printable characters, none of them U+2581; try <name>")
     return piece
 
 
@@ -161,9 +159,7 @@ def load_recipe(
     table = {} if config is None else _read_config(config)
     chosen = {text: parse_set(text) for text in sets}
     if any("tokenizer" in layer for layer in (table, *chosen.values())):
-        raise ConfigError(
-            "tokenizer is an option, not a setting of a recipe; give --tokenizer FILE.model"
-        )
+        raise ConfigError("tokenizer is not a setting of a recipe; give --tokenizer FILE.model")
     for text, layer in chosen.items():
         if settings.get("tokenizer") and layer.keys() & {"train", "vocab_size"}:
             raise ConfigError(
@@ -187,6 +183,6 @@ def _read_config(config: str) -> dict[str, Any]:
         raise ConfigError(f"config={config!r}: {error.strerror}; check the path") from error
     if not found:
         raise ConfigError(
-            f"config={config!r}: neither a file nor in configs/data{nearest(config, known)}"
+            f"config={config!r}: no file, nor in configs/data{nearest(config, known)}"
         )
     return read_toml(path)

@@ -89,9 +89,7 @@ class Index:
         if (lengths < 0).any() or (offsets < 0).any() or (offsets % self.dtype.itemsize).any():
             raise self._damaged()
         if (offsets > self.size - sizes).any():
-            raise DataError(
-                f"{self.data}: {self.size:,} bytes are fewer than its index requires; copy it again"
-            )
+            raise DataError(f"{self.data}: shorter than its index requires; copy it again")
         has_sequences = ends[1:] > ends[:-1]
         starts = ends[:-1][has_sequences] - first
         contiguous = np.ones(len(offsets), bool)

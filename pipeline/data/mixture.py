@@ -58,9 +58,7 @@ def check_mixture(mixture: Mixture | None, names: Sequence[str]) -> None:
             "give one weight per source"
         )
     if mixture.most_epochs is not None and mixture.tokens is None:
-        raise ConfigError(
-            f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens, the training budget"
-        )
+        raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens")
     least = sum(mixture.weights.values()) / BLOCK
     for name, weight in mixture.weights.items():
         if weight < least / 2:  # it would be rounded up by more than a factor of two

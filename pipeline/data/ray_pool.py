@@ -177,9 +177,7 @@ def run(
         raise error.cause from error  # with the worker's traceback
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"Ray gave up on a task: {reason}; run the same command again to finish"
-        ) from error
+        raise DataError(f"Ray gave up on a task: {reason}; run the command again") from error
     finally:
         if running:
             time.sleep(0.1)  # until the last call has reached its worker

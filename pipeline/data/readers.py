@@ -155,9 +155,7 @@ def _read_line(file: IO[bytes], piece: Piece) -> bytes:
     try:
         return file.readline(DOCUMENT_BYTES + 1)
     except OSError as error:
-        raise DataError(
-            f"{piece.path}: the compressed stream is broken ({error}); download the file again"
-        ) from error
+        raise DataError(f"{piece.path}: broken stream ({error}); download it again") from error
 
 
 def _skip_line(file: IO[bytes], most: int = 2**63) -> int:

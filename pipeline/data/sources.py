@@ -49,9 +49,7 @@ def plan(
     owner: dict[str, str] = {}  # real path → source, to find files that two sources contain
     for source in sources:
         if source in pieces:
-            raise DataError(
-                f"source={source!r} is given twice; name it once (a mixture weight repeats it)"
-            )
+            raise DataError(f"source={source!r} is given twice; name it once")
         try:
             pieces[source] = _source_pieces(source, limit_bytes, seed, out, warn)
             paths = _paths(source, pieces[source])
@@ -85,9 +83,7 @@ def _source_pieces(
 
         folder = columns.hub_folder(source)
         if out and folder.is_dir() and _is_below(out / MANIFEST, folder):
-            raise DataError(
-                f"out={out} is inside source={source!r}, which would read it; choose another --out"
-            )
+            raise DataError(f"out={out} is inside source={source!r}; choose another --out")
         return list(_limited(columns.hub_pieces(source), limit_bytes))
     files = _files(source, out, warn)
     every_piece = (piece for path in files for piece in _file_pieces(source, path))

@@ -68,9 +68,7 @@ class Tokenizer:
         self._unchecked_characters = 0  # encoded since the last look at the memory
         self._resident_bytes = 0  # of the process when gigatoken's cache was empty
         if self.eod < 0:
-            raise DataError(
-                f"{name}: eos_id=-1, but documents need an end; train the model with an eos piece"
-            )
+            raise DataError(f"{name}: eos_id=-1; train the model with an eos piece")
         for control in self.controls:
             if self._text_reaches(control):
                 raise DataError(
