@@ -167,6 +167,7 @@ def to_hub_config(model: Model, family: Family) -> Table:
     ours_flat = flat(model)
     table: Table = {"architectures": [family.architecture], "model_type": family.kind}
     table |= family.fixed
+    # Reversed, so that the first of several pairs with the same key of theirs wins.
     for theirs, ours in reversed(_pairs(family)):
         if ours in ours_flat:
             table[theirs] = ours_flat[ours]
@@ -188,6 +189,7 @@ def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
             raise ConfigError(
                 f"{key}={theirs[key]!r} in config.json has no counterpart here, only {value!r}"
             )
+    # Older files leave head_dim out.
     if theirs.get("head_dim") is None and "hidden_size" in theirs:
         theirs = {**theirs, "head_dim": theirs["hidden_size"] // theirs["num_attention_heads"]}
     return _read(theirs, family), family

@@ -71,6 +71,7 @@ def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
         return {"position": rope}
     longest = theirs["max_position_embeddings"]
     original = given.get("original_max_position_embeddings") or longest
+    # Defaults that transformers applies when it builds the rotation, not in the config.
     given["original_max_position_embeddings"] = original
     given["factor"] = factor = given.get("factor") or longest / original
     fields = _SCALINGS[kind].model_fields
@@ -101,6 +102,7 @@ def _read_windows(theirs: Mapping[str, Any]) -> Table:
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == len(kinds):
         return {}
+    # We have a window in all layers but every n-th.
     every = full[0] + 1 if full else None
     if every and full != list(range(every - 1, len(kinds), every)):
         raise ConfigError(
@@ -133,6 +135,7 @@ def _write_dense(model: Model) -> Table:
 
 
 def _read_dense(theirs: Mapping[str, Any]) -> Table:
+    # Our dense model with MLA is theirs with no routed layer.
     if theirs["first_k_dense_replace"] < theirs["num_hidden_layers"]:
         return {}
     return {"ffn": {"kind": "ffn", "activation": "swiglu", "hidden": theirs["intermediate_size"]}}

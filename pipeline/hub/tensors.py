@@ -157,6 +157,7 @@ def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
             tensor = tensor.roll(model.width, 1)
         case "bias":
             assert isinstance(model.ffn, MoE)
+            # We count steps; they store the bias itself, and only differences matter.
             tensor = model.ffn.bias_step * (tensor.float() - tensor.float().mean())
     return list(torch.split(tensor, _sizes(model, len(row.theirs), len(tensor))))
 
@@ -205,6 +206,7 @@ def gather(
     stacks: dict[str, list[Tensor]] = {}
     for row in rows(model, family, ours):
         tensor = from_hub_tensors(model, row, [read(name) for name in row.theirs])
+        # Experts come one by one and in order; we stack them.
         if row.expert is not None:
             stack = stacks.setdefault(row.ours, [])
             stack.append(tensor)

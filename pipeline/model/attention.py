@@ -47,6 +47,7 @@ def make_mask(
     flex: bool = False,
 ) -> Mask:
     """Which query sees which key; the last query is the last key. A query always sees itself."""
+    # A window as long as the sequence hides nothing, and plain causal attention is faster.
     if window is not None and window >= keys:
         window = None
     per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
@@ -54,6 +55,7 @@ def make_mask(
         return None
     past = keys - queries
 
+    # FlexAttention traces this function; it must not branch on the values of tensors.
     def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = k <= q + past
         if window is not None:
@@ -68,6 +70,7 @@ def make_mask(
     if flex:
         batch = rows if rows > 1 else None
         return create_block_mask(sees, batch, None, queries, keys, device=str(device))
+    # The same function over all indices at once gives the dense mask.
     b, q, k = (torch.arange(count, device=device) for count in (rows, queries, keys))
     head = torch.zeros((), dtype=torch.long, device=device)
     return sees(b[:, None, None, None], head, q[:, None], k).expand(rows, 1, queries, keys)
@@ -87,6 +90,7 @@ def attend(
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
     if scoring.softcap is not None or sinks_H is not None:
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+    # One query at the end of the cache sees every key: no mask, and not "causal" to SDPA.
     causal = False
     added = None
     if mask is None and bias_HQK is None:
@@ -279,6 +283,7 @@ class GroupedAttention(nn.Module):
         self.eps = model.norm.eps
         self.scoring = Scoring(model.score_scale, cfg.softcap)
         self.sequence = Sequence()
+        # One matmul instead of three.
         fused = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
         self.qkv = nn.Linear(model.width, fused, bias=cfg.bias)
         self.out = nn.Linear(cfg.heads * cfg.head_dim, model.width, bias=cfg.out_bias)
@@ -292,6 +297,7 @@ class GroupedAttention(nn.Module):
         q_BSHD, k_BSGD, v_BSGD = self._norm_and_rotate(qkv_BSAD, table)
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
+        # Heads before tokens: views, which every attention kernel accepts.
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
         y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
@@ -303,6 +309,7 @@ class GroupedAttention(nn.Module):
         """Queries and keys normed and rotated, values unchanged."""
         c = self.cfg
         q_norm, k_norm = self.q_norm, self.k_norm
+        # Triton's blocks have sizes that are powers of two.
         power_of_two = c.head_dim & (c.head_dim - 1) == 0
         if qkv_BSAD.is_cuda and power_of_two and not isinstance(q_norm, LayerNorm):
             # Triton exists only where torch was built for a GPU
@@ -352,6 +359,7 @@ class LatentAttention(nn.Module):
         if cache is None:
             kv_BSHE = self.kv_up(latent_BSR).unflatten(-1, (c.heads, c.nope_dim + c.v_dim))
             k_nope, v_BSHE = kv_BSHE.split((c.nope_dim, c.v_dim), dim=-1)
+            # All heads share the rotated part of the key.
             k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, c.heads, -1)), dim=-1)
             q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
             q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHE))
@@ -360,6 +368,7 @@ class LatentAttention(nn.Module):
             latent_BKR, k_rope = cache.append(latent_BSR, k_rope.squeeze(2))
             up_HER = self.kv_up.weight.view(c.heads, c.nope_dim + c.v_dim, c.kv_rank)
             key_HDR, value_HER = torch.split(up_HER, [c.nope_dim, c.v_dim], dim=1)
+            # Queries move into the latent space instead of keys and values out of it.
             q_BHSR = torch.einsum("bshd,hdr->bhsr", q_nope, key_HDR)
             q = torch.cat((q_BHSR, q_rope.transpose(1, 2)), dim=-1)
             k = torch.cat((latent_BKR, k_rope), dim=-1).unsqueeze(1)  # one key for all heads

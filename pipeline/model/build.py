@@ -94,6 +94,7 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
             key = f"{seed}/{name}"
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
+            # By global expert number, so that ranks which share experts draw the same ones.
             elif hasattr(parameter, "expert"):
                 stacked = enumerate(parameter, start=parameter.expert[0])
                 drawn += [
@@ -119,6 +120,7 @@ def _std(name: str, cfg: Model) -> float:
     scale = cfg.narrower(name)
     std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
     if cfg.placement == "deepnorm":
+        # arXiv 2203.00555, figure 2.
         shrunk = leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))
         return std * deepnorm_beta(cfg.layers) if shrunk else std
     return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
@@ -135,6 +137,7 @@ def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
 
 
 def _normal(out: Tensor, std: float, key: str) -> None:
+    # Python's own hash differs between processes. The seed must be positive: 63 bits.
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     with torch.no_grad():  # the switch is per thread

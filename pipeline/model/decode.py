@@ -74,6 +74,7 @@ def generate(
 
 def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """One token per row: the likeliest, or a draw from what top-k and then top-p leave."""
+    # On the CPU, whose generators give the same draws on every machine.
     logits_BV = logits_BV.float().cpu()
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
@@ -103,6 +104,7 @@ def beam_search(
     for _ in range(most):
         likely_BV = _last_logits(model, tokens_BS, cache).float().log_softmax(-1)
         total_BV = likely_BV + torch.tensor([beam.score for beam in live], device=device)[:, None]
+        # Twice the width: up to `width` of them may end here.
         best = total_BV.flatten().topk(min(2 * width, total_BV.numel()))
         old = live
         live = []

@@ -15,6 +15,7 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
         from pipeline.model.kernels import swiglu
 
         return swiglu(x)
+    # The gate comes first in the fused projection.
     if kind.endswith("glu"):
         gate, x = x.chunk(2, dim=-1)
     match kind:

@@ -21,6 +21,7 @@ def convert_to_fp8(module: nn.Module) -> int:
     linear = [layer for layer in module.modules() if type(layer) is nn.Linear]
     tiled = [layer for layer in linear if layer.in_features % 16 == 0 == layer.out_features % 16]
     for layer in tiled:
+        # The class alone changes: names, parameters and hooks stay.
         layer.__class__ = Float8Linear
     return len(tiled)
 
@@ -44,6 +45,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x_TI, weight_OI = ctx.saved_tensors
         grad = _round(grads[0], torch.float8_e5m2)
+        # Rounded again: the fp8 copies of the forward would take memory until now.
         x = _round(x_TI, torch.float8_e4m3fn)
         weight = _round(weight_OI, torch.float8_e4m3fn)
         dx_TI = _product(grad, _transposed(weight), x_TI.dtype)
@@ -52,6 +54,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _round(x: Tensor, dtype: torch.dtype) -> Scaled:
+    # The clamp keeps a tensor of zeros from dividing by zero.
     scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype), scale
 

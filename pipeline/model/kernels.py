@@ -27,6 +27,7 @@ def _swiglu_backward_kernel(x, g, dx, hidden, numel, BLOCK: tl.constexpr):
     gate = tl.load(x + gate_at, mask=inside).to(tl.float32)
     up = tl.load(x + gate_at + hidden, mask=inside).to(tl.float32)
     grad = tl.load(g + at, mask=inside).to(tl.float32)
+    # d silu(gate)/d gate = s + gate·s·(1 - s)
     s = tl.sigmoid(gate)
     silu = gate * s
     tl.store(dx + gate_at, grad * up * (s + silu * (1 - s)), mask=inside)
@@ -93,6 +94,7 @@ def _norm_backward_kernel(x, g, beside, dx, gain, d_gain, rows, width, per,
                           EPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     col = tl.arange(0, BLOCK)
     w = tl.load(gain + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    # A program sums the gain's gradient over its rows; a second pass adds those of all.
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     first = tl.program_id(0) * per
     for start in tl.range(first, first + per, ROWS, num_stages=STAGES):
@@ -105,7 +107,9 @@ def _norm_backward_kernel(x, g, beside, dx, gain, d_gain, rows, width, per,
         a *= scale
         sums += d * a
         d *= w
+        # The norm removes the part of the gradient along its own output.
         d = scale * (d - a * (tl.sum(d * a, 1) / width)[:, None])
+        # The gradient that reaches the sum without passing through the norm.
         if BESIDE:
             d += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d, mask=inside)
@@ -173,6 +177,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, gain)
         ctx.eps = eps
         ctx.alone = y is None
+        # Without it autograd would fill a missing gradient with zeros and read them again.
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -223,6 +228,7 @@ def _rotate_kernel(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,
     pair = tl.arange(0, HALF)[None, :]
     inside = (row < rows)[:, None] & (pair >= 0)
     at = (row.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
+    # The two channels of a pair lie half a head apart.
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if part < 2:
@@ -252,6 +258,7 @@ def _rotate_backward_kernel(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin,
     inside = (row < rows)[:, None] & (pair >= 0)
     batch = (row // seq).to(tl.int64)
     place = row % seq
+    # Attention returns gradients with heads before positions: read them by their strides.
     if part == 0:
         g = dq + (batch * qb + place * qs + head * qh)[:, None]
     elif part == 1:
@@ -266,6 +273,7 @@ def _rotate_backward_kernel(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin,
             angle = (row % places)[:, None] * HALF + pair
             c = tl.load(cos + angle, mask=inside, other=0.0)
             s = tl.load(sin + angle, mask=inside, other=0.0)
+            # The backward of a rotation is the rotation by the negative angle.
             da, db = da * c + db * s, db * c - da * s
         if NORM:
             gain = q_gain if part == 0 else k_gain

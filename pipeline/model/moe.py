@@ -155,8 +155,10 @@ class Router(nn.Module):
     def forward(self, x_BSW: Tensor) -> tuple[Choice, Routing]:
         c = self.cfg
         softmax = c.router == "softmax"
+        # In fp32: with bf16 logits, equal scores would be common and choices arbitrary.
         logits_BSE = F.linear(x_BSW.float(), self.weight.float())
         scores_BSE = logits_BSE.softmax(-1) if softmax else logits_BSE.sigmoid()
+        # The choice has no gradient; the weights below have.
         experts_BSK = _top_indices(self._ranking(scores_BSE.detach()), c.top_k)
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         if c.normalise:
@@ -213,6 +215,7 @@ class Router(nn.Module):
         device = experts_BN.device
         per_sequence = math.ceil(capacity * rows * self.sequence.parts / experts)
         sequence_B = torch.arange(batch, device=device)[:, None]
+        # Rows sorted by sequence and expert: a row's rank in its group is its place.
         key = (experts_BN + experts * sequence_B).flatten()
         order, home = sort_by_expert(key)
         load = load_BE.flatten()
@@ -269,6 +272,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(width, cfg)
         self.experts = Experts(width, cfg, experts.start, len(experts))
+        # Shared experts are one wider layer: the same result in fewer matmuls.
         hidden = cfg.shared * cfg.hidden
         self.shared = FeedForward(width, hidden, cfg.activation) if cfg.shared else None
         # parallel/expert.py replaces it by one that crosses ranks

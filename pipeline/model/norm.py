@@ -69,6 +69,7 @@ def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
 
 def add_and_norm(norm: nn.Module, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
     """The stream with what was pending added to it, and its norm."""
+    # Called as a module, so that ZeRO-3's hooks gather its gain.
     if isinstance(norm, StreamNorm):
         total, normed = norm(x, pending)
         return total, normed
@@ -110,6 +111,7 @@ class Residual(nn.Module):
         """The stream, and what is pending, after the layer returned y."""
         y = self.inside(y)
         y = y if self.output_scale == 1 else self.output_scale * y
+        # A norm after the sum needs the sum now; otherwise the next reader adds it.
         if isinstance(self.after, nn.Identity):
             return x, y
         x = x if self.stream_scale == 1 else self.stream_scale * x

@@ -27,6 +27,7 @@ def rotary(positions: Tensor, dim: int, cfg: RoPE) -> Rotary:
 def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
     if table is None:
         return x_BSHD
+    # In fp32: bf16 has 8 bits, too few for the product of two rotations.
     cos, sin = (part[..., None, :] for part in table)
     a, b = x_BSHD.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BSHD)
@@ -51,6 +52,7 @@ def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, flo
         case YaRN():
             low = max(math.floor(_yarn_pair(scaling.beta_fast, dim, cfg.theta, scaling)), 0)
             high = min(math.ceil(_yarn_pair(scaling.beta_slow, dim, cfg.theta, scaling)), dim - 1)
+            # Between the two pairs the scaling fades in linearly.
             ramp = (torch.arange(dim // 2, device=device) - low) / max(high - low, 0.001)
             keep = 1 - ramp.clamp(0, 1)
             factor = scaling.attention
@@ -75,6 +77,7 @@ def sinusoidal(positions: Tensor, width: int) -> Tensor:
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
     """How far each key lies before each query, (Q, K); the last query is the last key."""
+    # Negative in the future, which the mask hides.
     here = torch.arange(keys - queries, keys, device=device)[:, None]
     return here - torch.arange(keys, device=device)
 
@@ -102,6 +105,7 @@ class DistanceBias(nn.Module):
         buckets = self.cfg.buckets
         near = buckets // 2
         far = torch.log(distance_QK.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
+        # The last bucket holds everything beyond max_distance.
         bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
         bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
         return self.weight[bucket].permute(2, 0, 1)

@@ -60,6 +60,7 @@ class Block(nn.Module):
         context: Context,
         cache: LayerCache | None = None,
     ) -> Stream:
+        # The attention is never recomputed here: its kernels keep little and cost much to repeat.
         on = self.recompute and self.training
         x_BSW, normed_BSW = self.at_attention.read(x_BSW, pending)
         y_BSW = self.attention(normed_BSW, context, cache)
@@ -97,6 +98,7 @@ class Head(nn.Module):
     def forward(
         self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int
     ) -> Tensor | Losses:
+        # Scaling the hidden state is cheaper than scaling the logits, V/W times as many numbers.
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             return h_BSW @ self.weight.T
@@ -149,6 +151,7 @@ class Decoder(nn.Module):
         before = PLACEMENTS[cfg.placement].before
         self.norm = make_stream_norm(cfg.width, cfg.norm) if before else nn.Identity()
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
+        # Always a parameter of its own first; `tie` replaces it, also after others replaced them.
         self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
         self.tie()
 
@@ -180,6 +183,7 @@ class Decoder(nn.Module):
             layer_cache = None if cache is None else cache.layers[layer]
             x_BSW, pending, routing = recomputed(block, x_BSW, pending, context, layer_cache, on=on)
             routings.append(routing)
+        # Only the next token is asked for: a prompt's other logits would fill the memory.
         if cache is not None:
             x_BSW = x_BSW[:, -1:]
             pending = None if pending is None else pending[:, -1:]
@@ -249,12 +253,15 @@ class Decoder(nn.Module):
         if padding_B is not None:
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
+            # A position counts from the last start of a document at or before it.
             starts = torch.ones_like(documents_BS, dtype=torch.bool)
             starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
             places = places - torch.where(starts, places, 0).cummax(dim=1).values
+        # Cut last, so that positions are those in the whole row.
         places = self.sequence.cut(places, -1)
 
         def mask(window: int | None) -> Mask:
+            # FlexAttention skips blocks that are hidden as a whole, which a dense mask cannot.
             hides = documents_BS is not None or (window is not None and window < queries)
             special = hides or a.softcap is not None or a.sinks
             return make_mask(

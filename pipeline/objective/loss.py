@@ -62,10 +62,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
+        # Zero where nothing is predicted.
         share_T = (targets_T >= 0) / count
         targets_T = targets_T.clamp(min=0)
+        # Gradients are computed now, while the logits exist.
         train = h_TW.requires_grad or weight_VW.requires_grad
         grad_h = torch.empty_like(h_TW) if train else None
+        # In fp32, since it is a sum over all chunks.
         grad_w = torch.zeros_like(weight_VW, dtype=torch.float32) if train else None
         nll, z = h_TW.new_zeros((2,), dtype=torch.float32)
         for start in range(0, h_TW.shape[0], chunk):

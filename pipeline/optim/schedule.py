@@ -14,12 +14,14 @@ def decay_start(cfg: WSDSpec, steps: int) -> int:
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
     """The rate of update `step`, counted from 0; the last one is still above the final share."""
     warmup = cfg.warmup_steps
+    # Step 0 already learns, and step warmup - 1 reaches the peak.
     if step < warmup:
         return peak * (step + 1) / warmup
     match cfg:
         case WSD():
             start = decay_start(cfg, steps)
             done = max(0, step - start) / max(1, steps - start)
+            # 1 - sqrt does better than a linear decay (arXiv 2405.18392).
             shape = 1 - math.sqrt(done)
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)
