@@ -57,7 +57,10 @@ class Sidecar:
             with self._lock:
                 if self._ending.is_set():
                     return
-                self.process = self._start()
+                try:
+                    self.process = self._start()
+                except OSError:
+                    return  # a full disk or a deleted directory: training reports it
 
     def finish(self, wait_s: float = WAIT_S) -> str:
         """Let it send the rest; return a line to show if MLflow did not get everything."""
@@ -73,6 +76,8 @@ class Sidecar:
             fault = "the sidecar was killed"
         except subprocess.TimeoutExpired:
             fault = "MLflow is slow"
+        except OSError as error:
+            fault = str(error)
         self.process.kill()
         self.process.communicate()
         return _behind(self._run_dir, fault)
