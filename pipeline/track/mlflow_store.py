@@ -107,13 +107,15 @@ class Store:
                 f"MLflow is not installed ({error}); pip install mlflow, then replay"
             ) from None
         try:
-            self.client = MlflowClient(uri)
             if uri.startswith("sqlite:///"):
                 folder = _database(uri).parent
                 folder.mkdir(parents=True, exist_ok=True)
-                # The first query creates the tables. MLflow does not guard that against others.
+                # The first use creates the tables. MLflow does not guard that against others.
                 with locked(folder / ".mlflow.lock", wait_s=60):
+                    self.client = MlflowClient(uri)
                     self.client.search_experiments(max_results=1)
+            else:
+                self.client = MlflowClient(uri)
         except UnsupportedModelRegistryStoreURIException:
             raise UnusableError(_remedy(uri, "is of no kind that MLflow knows")) from None
 
