@@ -1,0 +1,115 @@
+"""Bad command lines: each ends in one line, in seconds, and leaves nothing behind."""
+
+import pytest
+
+from tests.attack.harness import LEGACY, expect_none, fault
+
+LONG = "a" * 300
+INTEGERS = ("abc", "-1", "0", "9" * 40, "1.5", "")
+NUMBERS = ("abc", "-1", "0", "nan", "inf", "1e400", "")
+WORDS = ("../../x", "", "💥", LONG, "--json")
+PATHS = ("/proc/nope/x", "/dev/null", "", LONG, "a\nb")
+
+# Each command with arguments that make it valid and fast, and options with values to try.
+BASES = {
+    "show --size tiny": {
+        "--size": WORDS, "--arch": WORDS, "--gpus": INTEGERS, "--cluster": WORDS, "--config": PATHS,
+        "--set": ("x", "=", "model.layers=", "model.layers=1000000000000", "model.layers=abc",
+                  "model.layers=-1", "model.d=0", "model.heads=0", "model.vocab=1e30", "x.y.z=1",
+                  "cluster.rates.matmul_share=0", "train.steps=nan", "[]=1", "model={}",
+                  "train.batch_tokens=-1", "model.seq=0", "parallel.zero=9", LONG + "=1"),
+    },
+    "pretrain --size tiny --no-track --slurm --dry-run --data DATA --out OUT": {
+        "--size": WORDS, "--arch": WORDS, "--data": PATHS, "--nproc": INTEGERS,
+        "--zero": INTEGERS, "--ep": INTEGERS, "--sp": INTEGERS, "--engine": WORDS,
+        "--steps": INTEGERS, "--tokens": NUMBERS, "--flops": NUMBERS, "--dtype": WORDS,
+        "--init": PATHS, "--branch": PATHS, "--experiment": WORDS, "--cluster": WORDS,
+        "--config": PATHS, "--seed": INTEGERS, "--nodes": INTEGERS, "--gpus-per-node": INTEGERS,
+        "--time": ("abc", "", "-1", "١٢:00:00", "99999999999:00:00", "00:00:00"),
+    },
+    "evaluate --run nowhere": {"--run": PATHS, "--data": PATHS, "--batches": INTEGERS},
+    "generate --run nowhere": {
+        "--run": PATHS, "--file": PATHS, "--max-new": INTEGERS, "--temperature": NUMBERS,
+        "--top-k": INTEGERS, "--top-p": NUMBERS, "--beam": INTEGERS, "--tokenizer": PATHS,
+    },
+    "export --run nowhere --to OUT": {"--run": PATHS, "--to": PATHS, "--dtype": WORDS},
+    "import --from nowhere --out OUT": {"--from": PATHS, "--out": PATHS},
+    "fit --runs .": {"--runs": PATHS, "--points": PATHS, "--law": WORDS, "--bootstrap": INTEGERS},
+    "forecast --runs .": {"--targets": PATHS, "--forecasts": PATHS, "--gpus": INTEGERS},
+    "forecast --runs . --size tiny": {"--tokens": NUMBERS, "--params": NUMBERS, "--set": WORDS},
+    "score --runs .": {"--forecasts": PATHS, "--experiment": WORDS},
+    "dashboard --runs . --static page.html": {
+        "--runs": PATHS, "--experiment": WORDS, "--static": PATHS, "--port": INTEGERS, "--law": WORDS,
+    },
+    "data tokenizer --source nowhere --out OUT": {
+        "--vocab-size": INTEGERS, "--kind": WORDS, "--weight": NUMBERS, "--sample-bytes": INTEGERS,
+    },
+    "data prepare --source nowhere --out OUT": {
+        "--config": PATHS, "--vocab-size": INTEGERS, "--tokenizer": PATHS, "--seed": INTEGERS,
+        "--valid-share": NUMBERS, "--limit-bytes": INTEGERS, "--malformed-share": NUMBERS,
+    },
+    "sweep plan demo": {"--budget": NUMBERS, "--hours": NUMBERS, "--points": PATHS, "--mfu": NUMBERS},
+    "bench loader nowhere": {"--rows": INTEGERS, "--seq": INTEGERS},
+    "logs nowhere": {"--rank": INTEGERS},
+    "sync nowhere": {"--wait": NUMBERS},
+}  # fmt: skip
+
+# These were accepted once, or failed after minutes.
+REFUSED = (
+    "",
+    "nonsense",
+    "show --sise tiny",
+    "show --size tiny extra",
+    "data",
+    "data nonsense",
+    "sweep plan",
+    "import",
+    "show --size tiny --set model.layers=1000000000000",
+    "show --size tiny --set cluster.rates.matmul_share=0",
+    "pretrain --size tiny --data DATA --out ''",
+    "pretrain --size tiny --data DATA --out OUT --steps 1000000000000000000000000000000",
+    "pretrain --size tiny --data DATA --out OUT --seed 1180591620717411303424",
+    "pretrain --size tiny --data DATA --out OUT --set data.dir=/nonexistent",
+    "pretrain --size tiny --data DATA --experiment ../../x",
+    f"pretrain --size tiny --data DATA --out {LONG}",
+    "pretrain --size tiny --data DATA --out OUT --slurm --dry-run --time ١٢:00:00",
+    "data prepare --source python --out OUT --vocab-size 0",
+    "sync nowhere",
+    "logs nowhere",
+    "cancel nowhere",
+    "evaluate --run nowhere",
+    "fit",
+    "forecast --runs .",
+    "dashboard --runs nowhere --static page.html",
+    "dashboard --host not.a.host.example --port 0",
+    "verify --layouts nonsense",
+    "bench train --size nonsense",
+)
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """Split a line into words, in an empty directory with a corpus at hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path.parent / 'attack.db'}")
+    places = {"DATA": LEGACY / "corpus", "OUT": tmp_path.parent / "attack-out", "''": ""}
+    return lambda line: [places.get(word, word) for word in line.split()]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_bad_values(base, words, tmp_path) -> None:
+    out = tmp_path.parent / "attack-out"
+    lines = [
+        [*words(base), option, value] for option, values in BASES[base].items() for value in values
+    ]
+    expect_none(fault(line, out=out) for line in lines)
+
+
+def test_refused_lines(words, tmp_path) -> None:
+    out = tmp_path.parent / "attack-out"
+    expect_none(fault(words(line), refuse=True, out=out) for line in REFUSED)
+
+
+def test_there_are_enough() -> None:
+    tried = sum(len(values) for options in BASES.values() for values in options.values())
+    assert tried + len(REFUSED) >= 250

@@ -1,0 +1,111 @@
+"""Hostile Hugging Face directories: `launch import` refuses each in one line and leaves nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.attack.harness import DEEP, LEGACY, NODES, expect_none, fault, run
+
+# Values of config.json's keys.
+VALUES = {
+    "hidden_size": (0, -1, "x", None, 10**9, 1.5, [], 10**400),
+    "num_attention_heads": (0, -1, 7, "x", None),
+    "num_key_value_heads": (0, 3, "x"),
+    "num_hidden_layers": (0, -1, 10**7, "x", 3),
+    "intermediate_size": (0, "x", 10**12),
+    "vocab_size": (0, 1, 10**12, "x"),
+    "max_position_embeddings": (0, "x"),
+    "rms_norm_eps": ("x", -1),
+    "model_type": ("nonsense", None, 3),
+    "quantization_config": ({"quant_method": "fp8"},),
+    "rope_parameters": ("x", {"rope_type": "nonsense"}),
+    "tie_word_embeddings": ("x",),
+}
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A model directory that imports well."""
+    to = tmp_path_factory.mktemp("hub") / "model"
+    tokenizer = LEGACY / "corpus" / "tokenizer.model"
+    code, printed = run(
+        "export", "--run", LEGACY / "runs" / "dense", "--to", to, "--tokenizer", tokenizer
+    )
+    assert code == 0, printed
+    return to
+
+
+@pytest.fixture
+def attack(exported, tmp_path, monkeypatch):
+    """Damage a copy of the model, then import it."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+    def call(damage, *, refuse: bool = True) -> str:
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(exported, copy)
+        damage(copy)
+        wrong = fault(
+            ["import", "--from", copy, "--out", tmp_path / "out"],
+            refuse=refuse,
+            out=tmp_path / "out",
+        )
+        return f"{damage.__doc__}: {wrong}" if wrong else ""
+
+    return call
+
+
+def edit(key: str, value: object):
+    def damage(model: Path) -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+
+    damage.__doc__ = f"{key}={str(value)[:40]}"
+    return damage
+
+
+def test_config_values(attack) -> None:
+    assert sum(map(len, VALUES.values())) + 2 * len(NODES) >= 40
+    expect_none(attack(edit(key, value)) for key, values in VALUES.items() for value in values)
+
+
+def test_special_files(attack) -> None:
+    def put(name: str, node: str):
+        def damage(model: Path) -> None:
+            (model / name).unlink()
+            NODES[node](model / name)
+
+        damage.__doc__ = f"{name} is {node}"
+        return damage
+
+    names = ("config.json", "model.safetensors")
+    expect_none(attack(put(name, node)) for name in names for node in NODES)
+
+
+def test_code_of_a_model_never_runs(attack, tmp_path) -> None:
+    def damage(model: Path) -> None:
+        """auto_map"""
+        (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        edit("auto_map", CODE)(model)
+        edit("model_type", "evil")(model)
+
+    expect_none([attack(damage)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_deep_config_and_links(attack, tmp_path) -> None:
+    def deep(model: Path) -> None:
+        """deeply nested config.json"""
+        (model / "config.json").write_text('{"a": ' + DEEP)
+
+    def link(model: Path) -> None:
+        """a tokenizer that links to another file"""
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+            file.symlink_to("/etc/passwd")
+
+    expect_none([attack(deep), attack(link)])

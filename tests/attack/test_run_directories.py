@@ -1,0 +1,111 @@
+"""Damaged run directories: a command names the fault in one line, the dashboard shows the rest."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pipeline.dashboard.live import Watcher
+from pipeline.dashboard.source import Directories
+from tests.attack.harness import DEEP, LEGACY, NODES, expect_none, fault
+from tests.scaling.made_runs import make_ladder
+
+HUGE = 10**400
+
+FILES = ("run.json", "log.jsonl", "mlflow.json", "config.toml")
+# Values of run.json's keys.
+VALUES = {
+    "version": (2, None, "1"),
+    "name": ([], None, "x" * 1_000_000, "\ud800"),
+    "params": ([], {}, {"scaling": 0}, {"scaling": "x"}, {"scaling": HUGE}, {"scaling": 1e308}),
+    "steps": ("x", 0, -5, HUGE),
+    "bytes_per_token": ("x", 0),
+    "convention": ([],),
+    "experiment": ({"a": {}},),
+}
+# Lines of log.jsonl after the good ones.
+LINES = (
+    '{"kind": "step"}', '{"kind": "step", "step": "x"}', f'{{"kind": "step", "step": {HUGE}}}',
+    '{"kind": "step", "step": -1, "time": 1}', '{"kind": "step", "step": 3, "time": "x"}',
+    '{"kind": "step", "step": 3, "loss": "low", "tokens": [], "time": 1}',
+    '{"kind": "step", "step": 3, "loss": 1e308, "tokens": 1e308, "flops": 1e308, "time": 1}',
+    '{"kind": "step", "step": 3, "tokens": 9e9, "tokens_per_s": 1e-308, "time": 1}',
+    '{"kind": "step", "step": 3, "tokens": 9e9, "tokens_per_s": 0, "time": 1}',
+    '{"kind": "eval", "step": 3, "loss": null, "time": 1}', '{"kind": "eval", "step": 3, "loss": 0, "time": 1}',
+    '{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": "abc"}',
+    f'{{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": {HUGE}}}',
+    '{"kind": "event", "step": 3, "time": 1, "event": ["x"]}', '{"kind": "event", "event": "finish"}',
+    '{"kind": "moe", "step": 3, "time": 1, "load": "x"}', '{"kind": "moe", "step": 3, "time": 1, "load": [[], [1]]}',
+    '{"kind": "moe", "step": 3, "time": 1, "load": [["a"], [1, 2]]}', '{"kind": 7, "step": 1}',
+    '{"step": 1, "nonfinite": 5}', '{"kind": "step", "step": 3, "nonfinite": {"loss": "abc"}}', "[]", '"text"',
+    DEEP, "\x00" * 4096, "x" * 20_000_000,
+)  # fmt: skip
+NAMES = (b"\xff\xfe", b"new\nline", b"n" * 250, b"<b>&amp;")
+
+
+def put(node: Callable[[Path], object], file: str, run: Path) -> None:
+    (run / file).unlink(missing_ok=True)
+    node(run / file)
+
+
+def edit(key: str, value: object, run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, key: value}))
+
+
+def append(line: str, run: Path) -> None:
+    with (run / "log.jsonl").open("a") as log:
+        log.write(line + "\n")
+
+
+DAMAGES: list[Callable[[Path], object]] = [
+    *(partial(put, node, file) for file in FILES for node in NODES.values()),
+    *(partial(edit, key, value) for key, values in VALUES.items() for value in values),
+    *(partial(append, line) for line in LINES),
+]
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> Path:
+    """Copies of one real run, each damaged in another way."""
+    root = tmp_path_factory.mktemp("damaged")
+    whole = LEGACY / "runs" / "dense"
+    for number, damage in enumerate(DAMAGES):
+        damage(shutil.copytree(whole, root / f"run{number}"))
+    for name in NAMES:
+        shutil.copytree(whole, os.fsdecode(os.fsencode(root) + b"/" + name))
+    return root
+
+
+def test_the_dashboard_shows_the_rest_and_names_the_bad_ones(damaged: Path) -> None:
+    good = make_ladder(damaged / "good", 3)
+    watcher = Watcher(Directories(damaged))
+    began = time.monotonic()
+    watcher.refresh()
+    assert time.monotonic() - began < 120
+    answer = json.loads(watcher.runs())
+    rows = [run["row"] for run in answer["runs"]]
+    assert {row["name"] for row in rows} >= {path.name for path in good.iterdir()}
+    for row in rows:
+        assert json.loads(watcher.page(row["id"]))["row"]["id"] == row["id"]
+        # The page calls number methods on these.
+        assert isinstance(row["hours"], float) and isinstance(row["tokens_per_parameter"], float)
+    found = len(watcher.source.scan())
+    assert len(DAMAGES) + len(NAMES) >= 70
+    assert found > 90 and len(rows) + len(watcher.snapshot.notes) == found
+    assert json.loads(watcher.snapshot.laws)
+
+
+@pytest.mark.parametrize("command", ["fit --runs", "status", "logs", "sync", "evaluate --run"])
+def test_commands_end_in_one_line(command, damaged, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlruns").mkdir()  # MLflow's own, where it keeps what was sent
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path.parent / 'attack.db'}")
+    more = {"evaluate --run": ("--data", LEGACY / "corpus", "--batches", 1), "sync": ("--wait", 1)}
+    runs = sorted(path for path in damaged.iterdir() if path.name != "good")
+    expect_none(fault([*command.split(), run, *more.get(command, ())]) for run in runs)
