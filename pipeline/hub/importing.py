@@ -6,7 +6,6 @@ transformers itself sees a temporary directory with a cleaned config.json and li
 
 import json
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from pipeline.atomic import TEMPORARY
+from pipeline.atomic import temporary_name
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, validate
 from pipeline.config.schema import RunSpec
@@ -78,7 +77,7 @@ def new_directory(directory: Path, option: str) -> Iterator[Path]:
     """A temporary directory that is renamed to `directory` when the block succeeds."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RunError(f"{option} {directory} is not empty; give another directory")
-    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary = temporary_name(directory)
     try:
         temporary.mkdir(parents=True)
         yield temporary
