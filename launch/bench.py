@@ -130,7 +130,7 @@ def train(
     overheads: Overheads = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time the training step with the real engine: tokens/s, MFU, parts, memory, share of the peak."""
+    """Time the training step with the real engine: tokens/s, MFU, parts and memory."""
     from rich.console import Console
 
     from pipeline.bench.step_time import measure_step

@@ -1,7 +1,7 @@
-"""The size and shape of the code, held by limits that only go down.
+"""The size and shape of the code: limits that only go down.
 
-Raise a limit only for a new capability, and state the budget in the commit. Lower it whenever the code gets smaller.
-`python -m tests.test_house` prints the current figures.
+Raise a limit only for a new capability, and state the budget in the commit. Lower a limit whenever
+the code gets smaller. `python -m tests.test_house` prints the current figures.
 """
 
 import ast
@@ -12,15 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 24_100
-FILES = 175
+LINES = 25_600  # the goal is 17,000
+FILES = 130  # the goal is 115
 LONGEST_FILE = 400
-LONGEST_FUNCTION = 163
-LONG_LINES = 900  # lines above 100 columns
-REPEATED_NAMES = 11
-PACKED_PER_1000_LINES = 16.0
-COMMENT_SHARE = 0.03
-TEST_LINES = 13_600
+LONGEST_FUNCTION = 60
+LONGEST_LINE = 100
+PACKED_PER_1000_LINES = 4.0
+COMMENT_SHARE = 0.059  # the goal is 0.07
+TEST_LINES = 14_600  # the goal is 9,000
 
 
 def sources(*folders: str) -> list[Path]:
@@ -65,7 +64,7 @@ def figures() -> dict[str, float]:
         "functions above 40": sum(
             length > 40 for tree in trees.values() for _, length in functions(tree)
         ),
-        "long lines": sum(len(line) > 100 for text in texts.values() for line in text.splitlines()),
+        "longest line": max(len(line) for text in texts.values() for line in text.splitlines()),
         "repeated names": sum(count > 1 for count in names.values()),
         "packed per 1000 lines": 1000 * sum(map(packed, trees.values())) / lines,
         "comment share": sum(map(commented_lines, texts.values())) / lines,
@@ -81,14 +80,14 @@ def test_size_stays_within_its_limits() -> None:
     assert now["lines"] <= LINES
     assert now["files"] <= FILES
     assert now["longest file"] <= LONGEST_FILE
-    assert now["long lines"] <= LONG_LINES
+    assert now["longest line"] <= LONGEST_LINE
     assert now["test lines"] <= TEST_LINES
 
 
 def test_code_stays_plain() -> None:
     now = figures()
     assert now["longest function"] <= LONGEST_FUNCTION
-    assert now["repeated names"] <= REPEATED_NAMES
+    assert now["repeated names"] == 0
     assert now["packed per 1000 lines"] <= PACKED_PER_1000_LINES
     assert now["comment share"] >= COMMENT_SHARE
 
