@@ -47,6 +47,7 @@ class Setup:
     def prepare(self, paths: Sequence[Path], config: str | None = None) -> float:
         """Return the seconds that our data stage takes for some files."""
         tokenizer = Tokenizer.open(self.model)
+        # A finished tokenizer: training one is not part of the measured time.
         given = {"sources": tuple(map(str, paths)), "vocab_size": tokenizer.vocab}
         recipe = load_recipe(config, given | {"tokenizer": tokenizer.fingerprint})
         with tempfile.TemporaryDirectory(dir=self.folder) as out:
@@ -77,6 +78,7 @@ def measure_data_stage(
         yield "text in the comparisons of pipelines, MB", round(times * size_mb, 1)
         model = folder / "t.model"
         model.write_bytes(train_on(tasks, recipe))
+        # A sample is enough: sentencepiece is 6 to 10 times slower than ours (docs/LOG.md).
         yield from _encoding(model, *_write(folder / "encode", texts[::files], 1))
         paths = _write(folder / "text", _shuffled(texts, 1, 1 + times), files)
         setup = Setup(folder, model, paths, times * size_mb)
@@ -107,6 +109,7 @@ def _shuffled(texts: list[str], first: int, end: int) -> Iterator[str]:
     """
     for step in range(first, end):
         for text in texts:
+            # Every step-th word from each offset: the same words and bytes, but other n-grams.
             words = text.split(" ")
             yield " ".join(word for begin in range(step) for word in words[begin::step])
 
@@ -139,6 +142,7 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
     yield "jsonl → shards: ours / plain processes, by CPU s", round(cpu_ratio, 2)
     yield "jsonl → shards: ours / datasets.map to a file of tokens", round(to_file_s / wall_s, 2)
     yield "jsonl → shards: ours / datasets.map that ends at Arrow", round(to_arrow_s / wall_s, 2)
+    # configs/data/code.toml adds quality filters and MinHash deduplication.
     full_s = setup.prepare(setup.paths, "code")
     speed = round(setup.size_mb / full_s, 2)
     yield "jsonl → shards, ours with filters and near-dedup, MB/s", speed
@@ -149,6 +153,7 @@ def _end_to_end(setup: Setup, datatrove: bool) -> Figures:
 
 
 def _tenfold(setup: Setup, often: list[Path]) -> Figures:
+    # A stage of linear time takes 10 times as long, or less because of its fixed start-up.
     for what, config in (("", None), (" with filters and near-dedup", "code")):
         once = [_measured(partial(setup.prepare, setup.paths, config)) for _ in range(3)]
         tenfold = np.array(_measured(partial(setup.prepare, often, config)))
@@ -174,6 +179,7 @@ def _processes() -> Iterator[psutil.Process]:
 
 def _cpu_s() -> float:
     """CPU seconds of all processes, including children that have ended."""
+    # User and system time, then the same of ended children. The fifth field, iowait, is not CPU.
     return sum(sum(process.cpu_times()[:4]) for process in _processes())
 
 
@@ -191,6 +197,7 @@ def _peer(name: str, *arguments: str | Path) -> Any:
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1]
         raise DataError(f"{name} failed: {last}; see --help for the packages it needs")
+    # Libraries print to stdout as well, so only the last line is the result.
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -223,6 +230,7 @@ def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
         own_s.append(_seconds(ours.batch, steps))
         plain_s.append(_seconds(gather, steps))
     tokens = steps * rows * seq / 1e6
+    # Speeds are from the fastest round, because other load only ever slows a round down.
     speed = round(tokens / min(own_s))
     yield f"loader {rows} × {seq}, shuffled, hashed, M tokens/s (best of 5)", speed
     yield "bare permuted memmap gather, M tokens/s (best of 5)", round(tokens / min(plain_s))
@@ -232,7 +240,7 @@ def _against_gather(ours: Loader, stream: npt.NDArray[np.integer]) -> Figures:
 
 def _waiting(ours: Loader, step_s: float, steps: int = 40) -> Figures:
     waited = 0.0
-    batches = prefetch(ours, 0, steps + 1, 0, 1)
+    batches = prefetch(ours, 0, steps + 1, 0, 1)  # rank 0 of 1
     next(batches)  # the first batch starts the thread
     for _ in range(steps):
         time.sleep(step_s)  # in place of a training step

@@ -35,7 +35,7 @@ from pipeline.train.evaluation import cut
 # Largest difference of a loss (absolute), of a gradient norm (relative) and of gradients (relative
 # to the largest of their group). bf16 rounds at 2^-9.
 BOUND = {"fp32": 1e-5, "bf16": 5e-2}
-STEPS = 3
+STEPS = 3  # the second has a special batch, see `_batch`
 # The deliberate error of the control: a factor on the gradients of the experts, or of the FFNs.
 _CONTROL = {"fp32": 1.01, "bf16": 1.1}
 
@@ -70,6 +70,7 @@ def list_layouts(config: RunConfig, nproc: int) -> list[Layout]:
     # Accelerate's DDP neither offloads nor keeps fp32 masters of bf16 weights.
     if config.train.dtype == "fp32" and not least:
         found = [*(Layout(0, 1, sp, "accelerate") for sp in sps), *found]
+    # The control has to differ, which shows that the comparison can fail at all.
     return [*found, Layout(max(1, least), eps[-1], control=True)]
 
 
@@ -80,7 +81,7 @@ class Outcome:
     layout: str
     loss: float  # the largest difference of any step
     grad_norm: float
-    # By group of parameters. In bf16 of the first step only: then the weights round differently.
+    # By group of parameters. In bf16 only of the first step: after it, weights differ by rounding.
     gradients: dict[str, float]
     tokens: bool  # every rank saw its rows of the same batches
     bound: float
@@ -214,6 +215,7 @@ def train_layout(
         same_tokens &= (hashes - expected[0].hashes[step] * layout.sp) % 2**64 == 0
     if layout == REFERENCE:
         run.gradients.extend(check.gradients)
+    # Each rank compares the gradients that it has; the worst of all ranks and steps counts.
     by_step = [step for steps in world.gather(check.differences) for step in steps]
     losses = []
     norms = []
@@ -260,6 +262,8 @@ def _differences(
 
 
 def _group(name: str) -> str:
+    # Gains and biases form a group of their own: beside the larger gradients of a matrix, an
+    # error in theirs would not show.
     for part in ("embedding", "head", "experts", "router", "shared", "ffn", "attention"):
         if f".{part}." in f".{name}" and not name.endswith((".gain", ".bias")):
             return part
@@ -298,7 +302,7 @@ def compare_layouts(
     import pipeline.parallel.ddp
     import pipeline.parallel.zero  # noqa: F401 imported once, before the fork
 
-    # It logs that it ends the other ranks when one fails; the error itself says more.
+    # torch logs that it ends the other ranks when one fails; the error itself is more useful.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     method = "spawn" if torch.cuda.is_available() else "fork"
     outcomes = get_context(method).SimpleQueue()
@@ -313,6 +317,8 @@ def compare_layouts(
         )
         done = False
         while not done:
+            # `join` raises the error of a rank that failed. The queue is emptied in between,
+            # because a rank blocks when the pipe behind it is full.
             done = ranks.join(0.2)
             while not outcomes.empty():
                 yield outcomes.get()

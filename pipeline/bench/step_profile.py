@@ -38,6 +38,7 @@ Figures = Iterator[tuple[str, Any]]
 def trace(step: Callable[[], object], device: torch.device) -> Any:
     """Run a step under torch's profiler and return the profile."""
     activity = torch.profiler.ProfilerActivity
+    # Recording the host's operations too would slow the host down and lengthen the pauses.
     recorded = activity.CUDA if device.type == "cuda" else activity.CPU
     with torch.profiler.profile(activities=[recorded]) as profile:
         step()
@@ -65,6 +66,7 @@ def _pauses(profile: Any) -> str:
         pause = event.time_range.start - latest.time_range.end
         if pause > 0:
             pauses.append((pause, f"{latest.name[:60]} → {event.name[:60]}"))
+        # Kernels of several streams overlap, so the last to start need not be the last to end.
         if event.time_range.end > latest.time_range.end:
             latest = event
     total_ms = sum(pause for pause, _ in pauses) / 1e3
@@ -119,6 +121,7 @@ def _warned_places(action: Callable[[], object]) -> list[str]:
             action()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    # torch's text is "called a synchronizing CUDA operation".
     waits = [warning for warning in caught if "synchroniz" in str(warning.message)]
     return [f"{Path(each.filename).name}:{each.lineno}" for each in waits]
 
@@ -157,6 +160,7 @@ def _deepspeed_waits(places: list[str]) -> Iterator[None]:
         yield
         return
     accelerator: Any = loaded.get_accelerator()
+    # An attribute of the instance hides the method; deleting it restores the method.
     accelerator.synchronize = lambda *_: places.append(_caller())
     try:
         yield
@@ -179,6 +183,7 @@ def _caller() -> str:
 
 class _NoGuard(Guard):
     def limits(self, step: int) -> list[float]:
+        # No statistics to compute, and no finite loss or norm is above these limits.
         return [sys.float_info.max] * 2
 
 
@@ -195,6 +200,7 @@ def measure_overheads(
     for part in ("logs", "checkpoints"):
         (directory / part).mkdir()
     with (
+        # In seconds. The first step may take longer, because it compiles.
         closing(Watchdog(run, world, 60.0, 600.0)) as watchdog,
         closing(Tracker(Log(run.log))) as tracker,
     ):
@@ -237,9 +243,10 @@ class _LoopTimer:
         self.loop.step(next(self._count), batch, 0.0)
         self.loop.settle()  # otherwise the next step would pay for reading this one
         seconds = time.perf_counter() - began
+        # The loop turns Ctrl-C into a stop request, which has to end the benchmark here.
         if self.loop.stopping:
             raise KeyboardInterrupt
-        for name, value in before.items():  # on again
+        for name, value in before.items():  # switch it on again
             setattr(self.loop, name, value)
         return seconds
 
@@ -284,6 +291,7 @@ def _save_costs(timer: _LoopTimer, saver: Saver, step_s: float) -> Figures:
         steps += 1
         saved = saved or saver.finished()
     assert saved is not None
+    # The files are written while steps go on: the cost is what these took beyond the usual.
     extra_s = time.perf_counter() - began - steps * step_s
     blocked = round(100 * saved.blocked_s / step_s, 3)
     yield "training blocked by one save, % of a step", blocked
@@ -295,5 +303,6 @@ def _hash_s(batch: Batch) -> float:
     rows = batch.tokens_BS.contiguous().numpy()
     began = time.perf_counter()
     for seed, row in enumerate(rows):
+        # The loader's own hash: the seed is the row, so that exchanged rows are noticed.
         xxhash.xxh3_64_intdigest(row.data, seed)
     return time.perf_counter() - began

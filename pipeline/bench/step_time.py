@@ -56,6 +56,7 @@ class _Side:
         self.peak_bytes = peak_memory_bytes()
 
     def step(self, batch: Batch, lr: float, waited_s: float = 0.0) -> None:
+        # Both sides are in the memory of one GPU, so subtract what the other one keeps there.
         others_bytes = _allocated_bytes() - self._own_bytes
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -81,6 +82,7 @@ def measure_step(
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Figures:
     """Yield figures as they are measured. Without a corpus, tokens are random."""
+    # In the same call, because cards of one kind differ by up to 3% (docs/BENCHMARKS.md).
     ceiling = _matmul_flops(world.device)
     yield from _description(config, world)
     progress("engine and first step")
@@ -142,6 +144,7 @@ def _timed_steps(
 ) -> Generator[tuple[str, Any], None, float]:
     """Run the steps in turn; yield mean losses of tenths, return the median wait for a batch."""
     waited_s = []
+    # The loss of one batch is too noisy to compare two trainers; the mean of a tenth is not.
     tenth = -(-steps // 10)  # rounded up
     show_losses = theirs is not None or tenth > 1
     for step in range(steps):
@@ -209,11 +212,13 @@ def _ratios(ours: _Side, theirs: _Side, batch_tokens: int) -> Figures:
 def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: float = 0.0) -> float:
     """The least that the training loop does: update, one sum over ranks, one read of the loss."""
     update = engine.update(cut(batch, config, world), lr)
+    # The loop sums parts of the token hash along with the loss, so this does too.
     loss, _ = world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
     return float(loss) / world.size
 
 
 def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: float) -> float:
+    # `item` waits for the device, as the read of the loss in our step does.
     return peer.step(cut(batch, config, world), lr).item()
 
 
@@ -224,6 +229,7 @@ def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator
         pin = world.device.type == "cuda"
         for _, batch in prefetch(shards, 0, sys.maxsize, reader, readers, pin=pin):
             yield batch
+    # Reached only without a corpus: the loop above does not end.
     for step in itertools.count():
         # A seed for each step and reader: every rank draws other rows.
         generator = torch.Generator().manual_seed(step * readers + reader)
@@ -256,6 +262,7 @@ def _parts(
     if world.size > 1:
         traced = trace(lambda: _step(engine, config, world, next(batches)), world.device)
         events = [e for e in traced.events() if e.name.lower().startswith(("gloo", "nccl"))]
+        # NCCL's kernels have device time. gloo runs on the host and has CPU time only.
         sent_us = sum(e.device_time_total or e.cpu_time_total for e in events)
     # Communication happens during the parts above; it is not added to them.
     yield "communication ms", round(sent_us / 1e3, 2)
@@ -269,6 +276,7 @@ def _matmul_flops(device: torch.device) -> float:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     best_s = float("inf")
+    # The first products select a kernel and wake the device; the best of ten excludes them.
     for _ in range(10):
         _wait_for(device)
         began = time.perf_counter()

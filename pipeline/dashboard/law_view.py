@@ -30,6 +30,7 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
     scores = [dict(vars(score)) for score in forecasts]
     try:
         points = points_of(runs)
+        # The page draws intervals, so a law that was requested by name is backtested too.
         done = study(points, law, tested=True)
     except DataError as error:
         return {"law": None, "warnings": [f"No law yet: {error}"], "forecasts": scores}
@@ -103,6 +104,7 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
     found = []
     for runs in budgets_of(points):
         x, losses = valley(np.log(runs.N), runs.loss)
+        # Compute that spreads this far is not one budget (frontier.UNEQUAL).
         if len(x) < 2 or runs.C.max() > 1.5 * runs.C.min():
             continue
         C = float(np.median(runs.C))
@@ -139,6 +141,7 @@ def grid(done: Study) -> dict[str, Any]:
         places = done.frontier(C)
     else:
         each = flops_per_parameter_token(done.fit.points)
+        # One row per compute and size, in this order: the page computes the index from both.
         N = np.outer(best.N, SIZES).ravel()
         D = np.repeat(C, len(SIZES)) / each / N
         places = at(done.fit.points, each * N * D, N, D)
@@ -151,6 +154,7 @@ def grid(done: Study) -> dict[str, Any]:
 def clusters() -> list[dict[str, Any]]:
     """The shipped clusters whose peak is known, for the time that a run would take."""
     paths = sorted((CONFIGS / "cluster").glob("*.toml"))
+    # example.toml is a template for a site's own file, not a cluster.
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     keys = ("name", "peak_flops", "usd_per_gpu_hour")
     return [

@@ -23,9 +23,9 @@ from pipeline.scaling.record import score
 from pipeline.units import finite
 
 REFRESH_S = 2.0
-# After a look that took t seconds, rest for at least 4t: watching must not become the load.
+# After a refresh of t seconds, wait for at least 4t: watching takes at most a fifth of a core.
 REST_FACTOR = 4
-PROGRESS_S = 5.0  # between two looks at a store that takes long to read
+PROGRESS_S = 5.0  # between two snapshots while a large store is read
 CHART_POINTS = 40_000  # of all runs together on one chart
 MIN_POINTS = 40  # of one run, however many there are
 MAX_POINTS = 512
@@ -72,13 +72,13 @@ class Watcher:
             began = time.monotonic()
             try:
                 self.refresh()
-            except Exception as error:  # a bug of ours must not end the watching
+            except Exception as error:  # a bug in our code must not end the thread
                 logging.getLogger(__name__).exception("looking for changes failed")
                 self._publish([f"Looking for changes failed: {_reason(error)}"])
             self._stop.wait(max(REFRESH_S, REST_FACTOR * (time.monotonic() - began)))
 
     def refresh(self, *, strict: bool = False) -> None:
-        """Look once. A source that cannot be read becomes a note, or an error if `strict`."""
+        """Look for changes once. An unreadable source becomes a note, or an error if `strict`."""
         try:
             stamps = self.source.scan()
         except UserError as error:
@@ -205,6 +205,7 @@ class Watcher:
             "clusters": clusters(),
             "ids": list(now.runs),
         }
+        # The runs are JSON already: join the bytes instead of decoding and encoding each of them.
         news = b",".join(content for revision, content in now.runs.values() if revision > since)
         return encode(head)[:-1] + b',"runs":[' + news + b"]}"
 

@@ -27,7 +27,7 @@ CHUNK_RECORDS = 5000
 
 
 class Directories:
-    """Run directories below a root. A growing log is read on from where the last look ended."""
+    """Run directories below a root. A growing log is read from where the last read ended."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -53,7 +53,7 @@ class Directories:
         """Read one run that `scan` found: enough for the overview, or every record."""
         path = self._paths[key]
         record = read_record(path)
-        # A running run continues where the last look ended; a whole read starts at the top.
+        # A running run continues where the last read ended; a whole read starts at the top.
         fresh = (Tail(path / FILE), RunLog(None if whole else KEPT_ROWS))
         tail, log = fresh if whole else self._following.pop(key, fresh)
         try:
@@ -116,6 +116,7 @@ class Store:
             if str(run.data.tags.get(store.ID_TAG, "")).startswith(store.SWEEP_ID)
         }
         self._runs = {run.info.run_id: (name, run) for name, run in found if _is_ours(run)}
+        # MLflow has no time of the last change, but every logged step changes the last metrics.
         return {
             key: (run.info.status, tuple(sorted(run.data.metrics.items())))
             for key, (_, run) in self._runs.items()
@@ -182,11 +183,12 @@ def _stamp(path: Path) -> Hashable:
         found = path.stat()
     except OSError:
         return None
+    # A log may be replaced by another one of the same size; the inode shows that.
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _is_ours(run: Any) -> bool:
-    """Tell runs of other programs apart. A damaged run of ours stays, so that reading names it."""
+    """Recognize our runs. A damaged one counts, so that reading it reports it by name."""
     try:
         return mlflow_runs.record_of(run) is not None
     except Exception:  # any parameter may be damaged in any way

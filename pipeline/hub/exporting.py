@@ -25,6 +25,7 @@ from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
 _SHARD_BYTES = 5_000_000_000  # the default of transformers
+# Texts on which a wrong conversion shows: runs of spaces, digits, bytes outside the vocabulary.
 _PROBES = (
     "The quick brown fox\n\tjumps over 1,234 lazy dogs.  Two spaces,   three;",
     " naïve café, Größe, 東京, 🦊!",
@@ -99,6 +100,7 @@ def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[t
     for row in rows(cfg, family.kind, ours):
         tensors = to_hub_tensors(cfg, row, ours[row.ours])
         for name, tensor in zip(row.theirs, tensors, strict=True):
+            # The router's bias stays fp32: bf16 would blur its small steps.
             yield name, tensor.to(torch.float32 if row.change == "bias" else dtype)
     if isinstance(cfg.ffn, MoE) and cfg.ffn.router == "sigmoid" and not cfg.ffn.bias_step:
         for layer in filter(cfg.routed, range(cfg.layers)):  # transformers always has a bias
@@ -116,6 +118,7 @@ def _write_tensors(
     total_bytes = 0
 
     def flush() -> None:
+        # The final names contain the number of files, which is known only at the end.
         save_file(pending, directory / f"{len(shards)}.part", metadata={"format": "pt"})
         shards.append(list(pending))
         pending.clear()
@@ -172,6 +175,7 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 def _to_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer:
     out = HubTokenizer.from_str(tokenizer.converted)
+    # Undo SentencePiece's encoding: its mark for spaces, then bytes, then one string.
     out.decoder = decoders.Sequence(
         [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
     )

@@ -49,11 +49,13 @@ _SHARED = (
     "n_shared_experts:ffn.shared routed_scaling_factor:ffn.scale "
     "first_k_dense_replace:ffn.dense_layers"
 )
+# MLA has no grouped keys, but transformers reads num_key_value_heads all the same.
 _LATENT = (
     f"{_SHAPE} {_SHARED} num_key_value_heads:attention.heads q_lora_rank:attention.q_rank "
     "kv_lora_rank:attention.kv_rank qk_nope_head_dim:attention.nope_dim "
     "qk_rope_head_dim:attention.rope_dim v_head_dim:attention.v_dim"
 )
+# Parts of `Family.implied`.
 _RMS = {"norm": {"kind": "rmsnorm"}}
 _SWIGLU = {"ffn": {"kind": "ffn", "activation": "swiglu"}}
 _SOFTMAX = {"ffn": {"kind": "moe", "activation": "swiglu", "router": "softmax"}}
@@ -62,9 +64,11 @@ _QK_NORM = {"attention": {"kind": "gqa", "qk_norm": True}}
 _PLAIN = {"attention": {"kind": "gqa"}}
 # the norms inside DeepSeek's attention always use this eps
 _MLA = {"norm": {"kind": "rmsnorm", "eps": 1e-6}, "attention": {"kind": "mla"}}
+# Parts of `Family.fixed`.
 _SILU = {"hidden_act": "silu"}
 _DEEPSEEK = {**_SILU, "attention_bias": False, "rms_norm_eps": 1e-6}
 
+# Of several families that lose equally little of a model, the first is chosen.
 FAMILIES = (
     Family(
         "gpt2",
@@ -199,6 +203,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
     table: Table = {"arch": family.kind, **family.implied}
     for key, ours in _pairs(family):
         part = theirs.get(key)
+        # A key that is missing or null leaves our default.
         if part is not None:
             for name in reversed(ours.split(".")):
                 part = {name: part}
@@ -242,6 +247,7 @@ def _without_ntk(model: Model) -> Model:
     if not (isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK)):
         return model
     dim = model.attention.rotary_dim
+    # This exponent divides the slowest frequency by exactly `factor`.
     theta = model.position.theta * model.position.scaling.factor ** (dim / (dim - 2))
     return model.model_copy(update={"position": RoPE(theta=theta)})
 
@@ -253,5 +259,6 @@ def _pairs(family: Family) -> list[tuple[str, str]]:
 
 
 def _same(a: Any, b: Any) -> bool:
+    # YaRN's factor goes through a logarithm and back, which changes its last digits.
     floats = isinstance(a, float) and isinstance(b, float)
     return math.isclose(a, b, rel_tol=1e-9) if floats else bool(a == b)

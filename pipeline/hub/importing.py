@@ -33,7 +33,7 @@ from pipeline.planner.check import resolve
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_JSON_BYTES = 64 * 2**20
+_JSON_BYTES = 64 * 2**20  # far above the index of any published model
 # Code, kernels and quantizers that config.json can make transformers load.
 _LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_config")
 # Constant tables that older files keep beside the weights.
@@ -52,6 +52,7 @@ def import_model(source: Path, out: Path) -> Imported:
     with new_directory(out, "--out") as temporary, _checked_copy(source) as folder:
         model = _load(folder, source)
         difference = check_logits(model, folder, f"--from {source}")
+        # --out may be any path, but the name of a run allows few characters.
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
         config = validate(RunSpec, merge(read_toml(CONFIGS / "base.toml"), layer))
@@ -167,7 +168,7 @@ class _Weights:
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self.bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         self.names = set(self._files)
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # what remains unused is an error
 
     def __call__(self, name: str) -> Tensor:
         # a model saved without its head has names without the prefix
@@ -208,6 +209,7 @@ def _load(folder: Path, source: Path) -> Decoder:
     if cfg.tied:
         state["head.weight"] = state["embedding.weight"]
     stacks = {name: p.expert for name, p in model.named_parameters() if hasattr(p, "expert")}
+    # The model is on the meta device, so there is no memory to copy into.
     model.load_state_dict(state, assign=True)
     model.tie()
     for name, parameter in model.named_parameters():
@@ -229,17 +231,19 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     try:
         hub = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         cfg, family = from_hub_config(hub.to_dict())
+        # Refuse a hostile size before transformers allocates it for the comparison.
         if cfg.vocab * cfg.width > weights.bytes:
             raise DataError(
                 f"vocab_size × hidden_size = {cfg.vocab} × {cfg.width} exceeds the files"
             )
+        # Some files leave out the extra prediction layers that their config.json counts.
         if f"model.layers.{cfg.layers}.enorm.weight" not in weights.names:
             cfg = cfg.model_copy(update={"mtp": 0})
         with torch.device("meta"):
             return build_model(cfg), family
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
-    except Exception as error:  # transformers and torch raise any class for a value they dislike
+    except Exception as error:  # transformers and torch raise any class for a bad value
         raise DataError(f"{where} describes no model: {_first_line(error)}") from None
 
 
@@ -250,7 +254,7 @@ def check_logits(model: Decoder, directory: Path, what: str) -> float:
     """The difference between our logits and transformers'; more than rounding is an error."""
     try:
         difference = logit_difference(model, directory)
-    except Exception as error:  # transformers raises any class for files it dislikes
+    except Exception as error:  # transformers raises any class for bad files
         reason = _first_line(error)
         raise RunError(f"{what}: transformers cannot run the model: {reason}") from error
     if not difference <= _TOLERANCE:  # NaN fails the comparison
@@ -273,8 +277,10 @@ def logit_difference(model: Decoder, directory: Path) -> float:
         trust_remote_code=False,
         use_safetensors=True,
     ).eval()
+    # Short enough for a CPU, and long enough to show a wrong rotation, mask or route.
     shape = (2, min(64, model.cfg.seq))
     tokens = torch.randint(model.cfg.vocab, shape, generator=torch.Generator().manual_seed(0))
     logits = theirs(tokens).logits
     difference = (model.eval()(tokens) - logits).abs().max()
+    # A head of zeros has logits of zero.
     return float(difference / logits.abs().max().clamp(min=1e-6))

@@ -19,6 +19,7 @@ class Converter(NamedTuple):
 
 
 _SCALINGS: dict[str, type[Frozen]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN}
+# Their key → ours. Each kind of scaling has some of them.
 _SCALING_KEYS = {
     "factor": "factor",
     "original_max_position_embeddings": "original_seq",
@@ -40,6 +41,7 @@ def _write_rope(model: Model) -> Table:
         if getattr(scaling, ours, None) is not None:
             parameters[theirs] = getattr(scaling, ours)
     if isinstance(scaling, YaRN) and scaling.scores != 1 and scaling.factor > 1:
+        # Solve scores = _mscale(factor, weight)² for the weight.
         weight = (math.sqrt(scaling.scores) - 1) / (0.1 * math.log(scaling.factor))
         parameters["mscale_all_dim"] = weight
     # transformers 5 reads rope_parameters. transformers 4 reads rope_theta and rope_scaling, and
@@ -74,6 +76,7 @@ def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
     # Defaults that transformers applies when it builds the rotation, not in the config.
     given["original_max_position_embeddings"] = original
     given["factor"] = factor = given.get("factor") or longest / original
+    # Keys of other kinds of scaling may be left in the file, and are ignored.
     fields = _SCALINGS[kind].model_fields
     scaling = {ours: given.get(key) for key, ours in _SCALING_KEYS.items() if ours in fields}
     scaling = {"kind": kind} | {ours: value for ours, value in scaling.items() if value is not None}
@@ -82,6 +85,7 @@ def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
         if scores:
             scaling["scores"] = _mscale(factor, all_dim) ** 2
         if given.get("mscale"):
+            # As in transformers, an explicit attention_factor has priority over this ratio.
             ratio = _mscale(factor, given["mscale"]) / _mscale(factor, all_dim)
             scaling.setdefault("attention", ratio)
     return {"position": {**rope, "scaling": scaling}}
@@ -146,7 +150,7 @@ def _read_gpt2(theirs: Mapping[str, Any]) -> Table:
     width = theirs["n_embd"]
     return {
         "attention": {"kv_heads": heads, "head_dim": width // heads},
-        "ffn": {"hidden": theirs["n_inner"] or 4 * width},
+        "ffn": {"hidden": theirs["n_inner"] or 4 * width},  # null means 4 × n_embd
     }
 
 
@@ -156,6 +160,7 @@ def _write_greedy(model: Model) -> Table:
 
 
 def _read_greedy(theirs: Mapping[str, Any]) -> Table:
+    # With "greedy" transformers ignores n_group and topk_group.
     greedy = theirs["topk_method"] == "greedy"
     return {"ffn": {"groups": 1, "top_groups": 1}} if greedy else {}
 
@@ -170,4 +175,4 @@ WINDOWS = Converter(_write_windows, _read_windows)
 ROUTED = Converter(_write_routed, _read_routed)
 DENSE_FIRST = Converter(_write_dense, _read_dense)
 GREEDY = Converter(_write_greedy, _read_greedy)
-GPT2_SHAPE = Converter(lambda model: {}, _read_gpt2)
+GPT2_SHAPE = Converter(lambda model: {}, _read_gpt2)  # `Family.keys` writes everything

@@ -23,6 +23,7 @@ def _each(at: str, *parts: str) -> str:
 
 _QKV = ("q", "k", "v")
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+# Names within a layer have no prefix here; `rows` adds it.
 _LLAMA: Names = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.gain": "model.norm.weight",
@@ -86,6 +87,7 @@ TENSORS: dict[str, Names] = {
     "llama": _LLAMA,
     "qwen3": _LLAMA,
     "mistral": _LLAMA,
+    # Mixtral's w1, w3 and w2 are gate, up and down.
     "mixtral": {**_LLAMA, **_routed("block_sparse_moe", "w1.weight", "w3.weight", "w2.weight")},
     "qwen3_moe": {**_LLAMA, **_routed("mlp", *_MLP)},
     "dots1": {**_LLAMA, **_routed("mlp", *_MLP)},
@@ -100,11 +102,11 @@ TENSORS: dict[str, Names] = {
 }
 # How a tensor of ours is rearranged before it is split; all others are unchanged.
 _CHANGES = {
-    "ffn.experts.up": "transposed",
+    "ffn.experts.up": "transposed",  # ours are (in, out), for grouped_mm
     "ffn.experts.out": "transposed",
     "attention.q_up.weight": "interleaved",
     "attention.kv_down.weight": "interleaved",
-    "ahead.join.weight": "swapped",
+    "ahead.join.weight": "swapped",  # we join (hidden, embedding), DeepSeek the reverse
     "ffn.router.steps": "bias",
 }
 
@@ -135,6 +137,7 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
             leaf = leaf.removeprefix("block.") if inner else f"ahead.{leaf}"
         names = table[leaf].split()
         if leaf == "attention.q_up.weight" and getattr(model.attention, "q_rank", 0) is None:
+            # Without a rank for queries there is one matrix instead of q_a_proj and q_b_proj.
             names = ["self_attn.q_proj.weight"]
         change = _CHANGES.get(leaf, "")
         if family == "gpt2" and prefix and tensor.ndim == 2:  # its matrices are (in, out)
@@ -154,6 +157,7 @@ def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
         case "interleaved":
             tensor = tensor[_interleaved(model, row.ours)]
         case "swapped":
+            # A roll by half of the columns is its own inverse.
             tensor = tensor.roll(model.width, 1)
         case "bias":
             assert isinstance(model.ffn, MoE)
@@ -174,6 +178,7 @@ def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
             return tensor.roll(model.width, 1)
         case "bias":
             assert isinstance(model.ffn, MoE)
+            # We store whole steps, so an imported bias is rounded to them.
             return (tensor / model.ffn.bias_step).round().to(torch.int32)
         case _:
             return tensor
@@ -181,6 +186,7 @@ def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
 
 def _sizes(model: Model, parts: int, length: int) -> list[int]:
     a = model.attention
+    # Three parts are queries, keys and values; two are gate and up, which are alike.
     if parts == 3:
         assert isinstance(a, GQA)
         return [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)]

@@ -92,6 +92,7 @@ def fit(
     prior = weights is not None
     theta, value = descend(points, law, x, starts, weights, prior=prior, show=show)
     best = int(np.argmin(value))
+    # The absolute part is for exact points, whose objective is zero.
     near = value <= value[best] * (1 + 1e-4) + 1e-12
     return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
 
@@ -215,6 +216,7 @@ def _updated(inverse: Array, s: Array, y: Array) -> Array:
     curved = np.einsum("ri,ri->r", s, y)
     lengths = np.sqrt(np.einsum("ri,ri->r", s, s) * np.einsum("ri,ri->r", y, y))
     positive = curved > 1e-12 * lengths + 1e-300
+    # Where the curvature is not positive, rho = 0 keeps the old inverse.
     rho = np.where(positive, 1 / np.where(positive, curved, 1), 0)[:, None, None]
     left = np.eye(s.shape[1]) - rho * s[:, :, None] * y[:, None, :]
     return np.asarray(left @ inverse @ left.transpose(0, 2, 1) + rho * s[:, :, None] * s[:, None])
@@ -236,11 +238,11 @@ def _backtrack(
     rows: Rows,
 ) -> _Step:
     """Armijo's rule for each row; a row whose value never falls stays where it is."""
-    # In logarithms, a step longer than 2 is a blind one.
+    # Steps are in logarithms: more than 2 is a factor above e², too far for a local model.
     scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))
     found = _Step(np.zeros_like(step), value.copy(), gradient.copy())
     left = np.arange(len(rows))
-    for _ in range(25):
+    for _ in range(25):  # down to 0.4^25 ≈ 1e-10 of the first step
         trial = scale[left, None] * step[left]
         new_value, new_gradient = objective(theta[left] + trial, rows[left])
         good = new_value <= value[left] + 1e-4 * scale[left] * slope[left]

@@ -41,6 +41,7 @@ def exponents(fit: Fit) -> tuple[float, float] | None:
     terms = fit.law.terms(fit.values, 1.0)
     if terms is None:
         return None
+    # At the optimum αA·N^−α = βB·D^−β. With N·D ∝ C this is N^(α+β) ∝ C^β.
     total = terms.alpha + terms.beta
     return terms.beta / total, terms.alpha / total
 
@@ -89,6 +90,7 @@ class Minimum(NamedTuple):
 def budgets_of(points: Points) -> list[Points]:
     """The points of each isoFLOP budget, by compute."""
     order = np.argsort(points.C)
+    # Runs of one budget differ slightly in compute, because steps are whole: split at the gaps.
     parts = np.split(order, np.flatnonzero(np.diff(np.log(points.C[order])) > np.log(GAP)) + 1)
     return [points.take(part) for part in parts]
 
@@ -116,6 +118,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
         # D from this budget's own C / (N·D), which varies with size where attention is counted.
         N = float(np.exp(found[0]))
         rows.append(Minimum(N, C / (N * flops_per_parameter_token(group)), C, found[1]))
+    # A line through two minima leaves no third one to contradict it.
     if len(rows) < 3:
         raise DataError(
             f"law=isoflop needs a valley in three budgets and found {len(rows)} in {len(budgets)}; "
@@ -127,6 +130,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
 
 def valley(log_n: Array, loss: Array) -> tuple[Array, Array]:
     """The distinct sizes of one budget in order, each with its mean loss."""
+    # Runs that differ only in their seed have the same N, and a spline needs distinct x.
     x, index = np.unique(log_n, return_inverse=True)
     return x, np.bincount(index, weights=loss) / np.bincount(index)
 
@@ -150,7 +154,7 @@ def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | s
             side = "smallest" if lowest <= x[0] else "largest"
             return f"the minimum lies beyond the {side} model"
         return lowest, float(level - slope**2 / (4 * curve))
-    fine = np.linspace(x[0], x[-1], 4001)
+    fine = np.linspace(x[0], x[-1], 4001)  # far finer than the noise of N*
     depth = Akima1DInterpolator(x, y)(fine)
     low = int(np.argmin(depth))
     if low in (0, len(fine) - 1):
@@ -172,6 +176,7 @@ def envelope(points: Points, steps: int = 60) -> Minima:
         )
     grid = np.geomspace(points.C.min(), points.C.max(), steps)
     x = np.log(grid)
+    # Infinite outside of a curve's own range, so that no curve is extrapolated.
     losses = np.array(
         [np.interp(x, np.log(c.C), np.log(c.loss), left=np.inf, right=np.inf) for c in curves]
     )

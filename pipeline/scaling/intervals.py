@@ -10,6 +10,7 @@ from pipeline.scaling.laws import REPEAT_BOUNDS, Inputs
 from pipeline.scaling.points import Array, Points, runs_across
 from pipeline.units import count
 
+# The exponents of all laws, each with the variable that it belongs to.
 EXPONENT_OF = {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}
 
 
@@ -22,6 +23,7 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
     names, cluster = np.unique(np.array(fit.points.run), return_inverse=True)
     even = np.full(len(names), 1 / len(names))
     draws = np.random.default_rng(seed).multinomial(len(names), even, resamples)
+    # How often a run was drawn is its weight, so that all refits descend as one array.
     weights = draws.astype(float)[:, cluster] * (1.0 if fit.weights is None else fit.weights)
     if isinstance(fit.law, Projected):
         return refit_vpnls(fit, weights)
@@ -53,6 +55,7 @@ class Scatter:
     @property
     def rise(self) -> float:
         """How far the objective rises within the 95% interval of one parameter."""
+        # The edge of a likelihood-ratio interval: ½t²·σ²·Eψ²/Eψ′ above the minimum.
         square, inside = _huber_moments(DELTA / max(self.sigma, 1e-12))
         return 0.5 * (self.t * self.sigma) ** 2 * square / inside
 
@@ -80,10 +83,12 @@ def scatter(fit: Fit) -> Scatter:
     effective = float(weights.sum() ** 2 / (weights**2).sum())
     freedom = effective - len(fit.theta)
     if fit.weights is not None:
+        # Weights may leave no effective point over. With one, the interval is wide but finite.
         freedom = max(freedom, 1.0)
     mean_square = float(np.average(fit.residuals**2, weights=weights))
     sigma = float(np.sqrt(mean_square * effective / freedom)) if freedom > 0 else float("nan")
     normal = (jacobian * weights) @ jacobian.T
+    # Scaled to a unit diagonal, so that the condition does not depend on the units.
     scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
     outer = np.outer(scale, scale)
     inverse = np.linalg.pinv(normal / outer, rcond=1e-14, hermitian=True) / outer
@@ -100,6 +105,7 @@ def _huber_moments(k: float) -> tuple[float, float]:
     Its variance is E ψ² / (E ψ′)², which goes to π/2 as k → 0. δ = 1e-3 lies below most scatter, so
     this is nearly a fit of absolute deviations.
     """
+    # For smaller k the first moment is a difference of nearly equal numbers.
     k = max(k, 0.01)
     inside = float(2 * stats.norm.cdf(k) - 1)
     return float(inside - 2 * k * stats.norm.pdf(k) + k**2 * (1 - inside)), inside
@@ -143,6 +149,7 @@ def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
         objective = np.append(objective, _objective_at(fit, finer))[order]
         E = together[order]
     accepted = E[(objective <= level) | (best == E)]
+    # Where the lowest E of the grid still fits, nothing excludes zero.
     low = 0.0 if accepted.min() <= E[0] else float(accepted.min())
     return Profile(E, objective, low, float(accepted.max()))
 
@@ -163,6 +170,7 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     if spread.freedom <= 0:
         found.append("As many parameters as points: no point is left to show how wrong the law is.")
     elif spread.freedom <= 2:
+        # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         found.append(f"Only {spare} to spare: the interval is wide because little is known.")
     found += _doubts_about_values(fit, of_e)

@@ -82,6 +82,7 @@ class Law:
 
 def log_sum_exp(*terms: Array) -> tuple[Array, Array]:
     """The log of the summed terms, and each term's share of the sum, which is its gradient."""
+    # Relative to the largest term, so that no exponential overflows.
     top = reduce(np.maximum, terms)
     parts = np.empty((len(terms), *top.shape))
     for term, part in zip(terms, parts, strict=True):
@@ -98,6 +99,7 @@ class Chinchilla(Law):
     parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta")
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
+        # E, A and B are fitted as logarithms, A and B at the center of the points.
         e, a, alpha, b, beta = (column[:, None] for column in theta.T)
         value, share = log_sum_exp(e, a - alpha * x.n, b - beta * x.d)
         return value, np.stack([share[0], share[1], -share[1] * x.n, share[2], -share[2] * x.d])
@@ -146,11 +148,13 @@ def steepness(law: Law, theta: Array) -> tuple[Array, Array, Array]:
     penalty = np.zeros(len(theta))
     gradient = np.zeros_like(theta)
     curvature = np.zeros_like(theta)
+    # Where one term dominates, the loss falls as N^−(αγ) or D^−(βγ): the prior is about those.
     gamma = np.exp(theta[:, 5]) if isinstance(law, Gamma) else np.ones(len(theta))
     for p in (2, 4) if isinstance(law, Chinchilla) else ():  # the columns of α and β
         z = np.maximum(theta[:, p] * gamma - PRIOR_EXPONENT, 0) / PRIOR_SPREAD
         penalty += PRIOR_NOISE * z**2 / 2
         gradient[:, p] += PRIOR_NOISE * z * gamma / PRIOR_SPREAD
+        # γ's own and mixed terms are left out: the metric only scales the steps of a descent.
         curvature[:, p] += PRIOR_NOISE * (z > 0) * (gamma / PRIOR_SPREAD) ** 2
         if isinstance(law, Gamma):
             gradient[:, 5] += PRIOR_NOISE * z * gamma * theta[:, p] / PRIOR_SPREAD
@@ -167,6 +171,7 @@ class DataConstrained(Chinchilla):
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, b, beta, r_d, r_n = (column[:, None] for column in theta.T)
+        # N*(U) divides by α and β, and a descent may step below zero.
         alpha = np.maximum(alpha, 1e-6)
         beta = np.maximum(beta, 1e-6)
         # N*(U): where one more parameter and one more token help alike, αA·N^−α = βB·D^−β.
@@ -176,6 +181,7 @@ class DataConstrained(Chinchilla):
         s_d, _, by_r_d = _saturated(x.d, x.u, r_d)
         value, (floor, first, second) = log_sum_exp(e, a - alpha * s_n, b - beta * s_d)
         through = -alpha * by_u * short  # the chain rule through N*(U)
+        # In the order of `parameters`; all but α and β are logarithms.
         return value, np.stack(
             [
                 floor,
@@ -193,6 +199,7 @@ def _saturated(used: Array, distinct: Array, log_half: Array) -> tuple[Array, Ar
     """The log of U·(1 + R*·(1 − exp(−R/R*))) for R = used/U − 1 repeats, from logarithms; then its
     slopes by log U and by log R*."""
     half = np.exp(np.clip(log_half, *REPEAT_BOUNDS))
+    # e^50 repeats are beyond any data, and exp does not overflow there.
     repeats = np.expm1(np.clip(used - distinct, 0, 50))
     left = np.exp(-repeats / half)
     worth = 1 + half * (1 - left)
@@ -257,11 +264,13 @@ class Kaplan(Law):
     def natural(self, theta: Array, x: Inputs) -> Array:
         a, ratio, b, log_gamma = theta.T
         alpha_d = np.exp(log_gamma)
+        # (Nc/N)^ratio is fitted as exp(a − ratio·n), so log Nc = a / ratio, uncentered.
         n_c = np.exp(a / ratio + x.centre[0])
         d_c = np.exp(b + x.centre[1])
         return np.stack([n_c, ratio * alpha_d, d_c, alpha_d], axis=1)
 
     def terms(self, values: dict[str, float], experts: float) -> Terms | None:
+        # The outer power αD is monotonic, so it does not move the optimum.
         ratio = values["alpha_N"] / values["alpha_D"]
         return Terms(ratio * float(np.log(values["Nc"])), ratio, float(np.log(values["Dc"])), 1.0)
 

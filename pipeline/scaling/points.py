@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 
 # The convention of Hoffmann et al. (arXiv 2203.15556), and of any file without a column C.
 SIX_ND = "C = 6·N·D"
-FIGURES = ("N", "D", "C", "loss", "experts", "unique")
+FIGURES = ("N", "D", "C", "loss", "experts", "unique")  # the numeric columns
 # Attention and the head make C / (N·D) of a small model some times that of a large one, but not
 # ten times.
 MIXED_COUNTS = 10.0
@@ -51,6 +51,7 @@ class Points:
         return {key: values for key, values in found.items() if values is not None}
 
     def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Points":
+        # Positions, from a mask or from indices, because `run` is a tuple.
         index = np.arange(len(self))[rows]
         kept: dict[str, Any] = {key: values[index] for key, values in self.columns.items()}
         return replace(self, run=tuple(self.run[i] for i in index), **kept)
@@ -79,6 +80,7 @@ def clean(points: Points) -> Points:
         wrong = [f"{key}={value:g}" for key, value in row.items() if not 0 < value < np.inf]
         if wrong:
             dropped.append(f"{name}: {wrong[0]} is not a number above zero")
+        # A repeated row adds no information, but would make the intervals too narrow.
         elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")
         else:
@@ -104,6 +106,7 @@ def read_csv(path: Path) -> Points:
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
     found.setdefault("C", 6 * found["N"] * found["D"])
+    # Numbered like the lines of the file, where line 1 is the header.
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
     points = clean(Points(run=run, convention=convention, **found))
     each = points.C / (points.N * points.D)
@@ -124,6 +127,7 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
             names = [name.strip() for name in next(csv.reader(file), [])]
+            # DictReader collects cells beyond the header under the key None.
             rows = [
                 {key: (text or "").strip() for key, text in row.items() if key is not None}
                 for row in csv.DictReader(file, names)
@@ -184,13 +188,14 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
         elif not run.evals:
             dropped.append(f"{run.name}: finished without a held-out loss")
         else:
-            used.append((run, run.evals[-1]))
+            used.append((run, run.evals[-1]))  # after the learning rate has decayed
     if not used:
         missing = "finished with a held-out loss; let them finish, then fit"
         if curves:
             missing = "logged a held-out loss; set train.eval_every and train again"
         raise DataError(f"none of {len(runs)} runs has {missing}")
     records = [run.record for run, _ in used]
+    # A difference in one of these moves the loss or N without any change of the law.
     for key, remedy in (
         ("convention", "recount them alike"),
         ("tokenizer", "nats per token compare within one vocabulary only; fit each by itself"),
@@ -200,6 +205,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
         if len(kinds) > 1:
             raise DataError(f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} kinds; {remedy}")
     warnings = []
+    # Only a warning: a longer corpus of the same source has another hash too.
     corpora = len({record.get("data") for record in records})
     if corpora > 1:
         warnings.append(

@@ -59,6 +59,7 @@ def read_targets(path: Path) -> dict[str, Any]:
     """Read columns N, D and, if present, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
     found = read_columns(path, rows, ("N", "D"))
+    # A file of points may serve as targets; its losses are not read.
     found.pop("loss", None)
     for key, values in found.items():
         wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
@@ -73,6 +74,7 @@ def read_targets(path: Path) -> dict[str, Any]:
 
 def at_targets(study: Study, targets: dict[str, Any]) -> Points:
     C = flops_per_parameter_token(study.fit.points) * targets["N"] * targets["D"]
+    # A column C of the file has priority over this product.
     return at(study.fit.points, **{"C": C, **targets})
 
 
@@ -109,6 +111,7 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
         found.append(
             "Every token counts as new; where some repeat, give --targets with a column `unique`."
         )
+    # A law of compute alone does not know how other splits of the same compute would do.
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
         ratio = study.fit.points.D / study.fit.points.N
         low = float(ratio.min())
@@ -157,11 +160,13 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
     except ConfigError:  # runs from MLflow have no config.toml here
         return Ladder({"model.seq": int(record["seq"])} if record.get("seq") else {}, vocab)
     first, *others = [_own_recipe(config) for config in configs]
+    # Settings that vary between the runs, such as a rate by size, are left to the rules.
     shared = {
         key: value
         for key, value in first.items()
         if all(other.get(key) == value for other in others)
     }
+    # Without a common directory, the command gets the placeholder DATA.
     places = {config.data.dir for config in configs}
     return Ladder(shared, vocab, places.pop() if len(places) == 1 else None)
 
@@ -180,6 +185,7 @@ def _own_recipe(config: RunConfig) -> dict[str, Any]:
         return {}
     changed = {key: new for key, (_, new) in differences(default, config).items()}
     if model.seq != usual.model.seq:
+        # `default` was loaded with this length, so `differences` cannot contain it.
         changed["model.seq"] = model.seq
     return {
         key: value
@@ -198,6 +204,7 @@ def recipe_of(
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
     layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
     loaded = load(size=size, arch=arch, data=layer, sets=[*given, *sets], over=over)
+    # On a GPU, wherever the ladder ran: a forecast is about a larger run.
     config = resolve(loaded, ranks=1, gpu=True)
     train = config.train
     lr = config.optim.lr
@@ -230,6 +237,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
     lr, batch_tokens = rule(made.N, made.D)
+    # A rate or batch that all runs of the ladder share is part of its recipe.
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))
     steps = max(1, round(made.D / batch_tokens))
@@ -257,6 +265,7 @@ def priced(cluster: str) -> Cluster:
 def cost(C: float, site: Cluster, gpus: int) -> dict[str, Any]:
     """Time on a cluster at an assumed MFU, and its price where the cluster has one."""
     assert site.peak_flops is not None
+    # peak_flops is of one GPU, so these are GPU-hours.
     hours = C / (site.peak_flops * MFU) / 3600
     found = {
         "cluster": site.name,

@@ -48,6 +48,7 @@ def register(
             with path.open("x", encoding="utf-8") as file:  # fails where the file exists
                 written.append(path)
                 file.write(text)
+            # Read-only files prevent accidents; the digest reveals deliberate changes.
             path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
     except BaseException as error:  # also Ctrl-C: all or none
         for path in written:
@@ -66,6 +67,7 @@ def register(
 
 
 def _digest(content: dict[str, Any]) -> str:
+    # With sorted keys, a file that was parsed and written again has the same digest.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -116,6 +118,7 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
                 continue
             measured = float(run.evals[-1]["loss"])
             # Only a forecast that is older than its run counts.
+            # A run without events has an unknown start, so its forecast does not count either.
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
             landed = {
                 "run": run.name,
@@ -124,7 +127,7 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
                 "inside": f["low"] <= measured <= f["high"],
                 "counts": float(content["time"]) < began,
             }
-            break
+            break  # a repetition of the run is not a second test
         scores.append(Score(f["N"], f["D"], f["C"], f["loss"], f["low"], f["high"], **landed))
     return scores
 
@@ -142,6 +145,6 @@ def calibration(scores: Sequence[Score]) -> dict[str, Any]:
         "landed": sum(s.measured is not None for s in scores),
         "counted": len(counted),
         "inside": sum(bool(s.inside) for s in counted),
-        "nominal": 0.95,
+        "nominal": 0.95,  # the share of runs that 95% intervals should contain
         "mean_absolute_error": sum(errors) / len(errors) if errors else None,
     }

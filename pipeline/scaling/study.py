@@ -67,6 +67,7 @@ class Study:
         half = self.scatter.half_width(places)
         if self.backtest is not None:
             ratio = places.C / self.fit.points.C.max()
+            # fmax ignores NaN: where one of the two is unknown, the other is used.
             half = np.fmax(half, self.backtest.half_width(ratio, waste(self.fit, places, loss)))
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
@@ -133,6 +134,7 @@ def _rows(points: Points) -> list[dict[str, float]]:
 
 def _span(name: str, value: float, half: float) -> tuple[float, float]:
     """A 95% interval; that of a coefficient, which is positive, is even in its logarithm."""
+    # Exponents have lowercase names and may be negative.
     if not name[0].isupper():
         return value - half, value + half
     ratio = np.exp(min(half / value, 700.0)) if value > 0 else float("inf")
@@ -159,6 +161,7 @@ def study(
     notes = list(points.warnings)
     minima = None
     test = None
+    # Choose the law. Valleys and envelopes replace the points by their minima.
     match law:
         case "auto":
             chosen, test, reasons = choose(points)
@@ -171,15 +174,18 @@ def study(
         case _:
             chosen = LAWS["chinchilla" if law == "vpnls" else law]
     check_law(points, chosen)
+    # `split` weighs all points alike, as the papers do. `result` is what is printed and used.
     even = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     split = even(points)
     result = split
     if law != "auto" and tested:
         test = backtest(points, chosen, focused=False)
+    # With fewer points, weighting some of them down would leave too few for the parameters.
     if law == "auto" and len(points) > len(chosen.parameters) + 2:
         result = fit(points, chosen, weights=focus(points, chosen), full_grid=full_grid)
         minima, reasons = _valleys_instead(split)
         notes += reasons
+    # How far to trust the result: the range of E, the bootstrap and the scatter.
     of_e = None if law == "vpnls" else _profile(split, result, free=law == "auto")
     draws = None
     # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
@@ -194,7 +200,7 @@ def study(
 def _profile(split: Fit, result: Fit, *, free: bool) -> Profile | None:
     """E's profile without weights or prior: what the points alone allow.
 
-    Chinchilla's law is the γ-law with γ = 1. Where nobody asked for it by name (`free`), the
+    Chinchilla's law is the γ-law with γ = 1. Where it was not requested by name (`free`), the
     interval does not rest on that assumption. It always includes the E of the law itself.
     """
     of_e = profile(split, scatter(split))
@@ -291,6 +297,7 @@ def check_law(points: Points, law: Law) -> None:
 
 
 def _repeats(points: Points) -> bool:
+    # Fewer repeats count nearly like new tokens (arXiv 2305.16264) and do not show R*.
     return points.unique is not None and bool((1.5 * points.unique < points.D).any())
 
 
@@ -342,6 +349,7 @@ def _tangled(points: Points) -> bool:
         return True
     n = np.log(points.N)
     d = np.log(points.D)
+    # Only the part of log D that does not follow log N separates their effects.
     slope, level = np.polyfit(n, d, 1)
     return bool(np.std(d - slope * n - level) < TANGLED)
 
@@ -353,6 +361,7 @@ def _by_backtest(points: Points) -> Choice:
         names = ["moe"]
     elif _repeats(points):
         names = ["chinchilla", "data-constrained"]
+    # Fitted as the final law will be, with weights and prior.
     tests = [backtest(points, LAWS[name], focused=True) for name in names]
     # EXACT makes laws equal that are both right to the last digits: then the first, simplest wins.
     best = min(

@@ -1,4 +1,4 @@
-"""Run what is missing of a sweep on this machine, and publish its results."""
+"""Run the missing runs of a sweep on this machine, and publish the results."""
 
 import contextlib
 import csv
@@ -180,7 +180,7 @@ def _next(state: Progress, known: set[str]) -> Member | None:
 
 def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
-    # Several runs share this machine's cores; torch would take all of them for each.
+    # Several runs share this machine's cores; by default torch uses all of them in each.
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
     argv = [*member.argv, "--quiet"]
     if not track:
@@ -191,7 +191,7 @@ def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={"OMP_NUM_THREADS": str(threads), **os.environ},
+        env={"OMP_NUM_THREADS": str(threads), **os.environ},  # the user's own value has priority
         start_new_session=True,  # Ctrl-C reaches it through `run`, once
         preexec_fn=end_with_parent,
     )
@@ -245,4 +245,5 @@ def _write_points(path: Path, runs: Sequence[Run]) -> None:
                 record = run.record
                 figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
                 counts = [record["params"].get(key) for key in COUNTS]
+                # `vocab` is the tokenizer: two tokenizers of one size do not compare either.
                 rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])

@@ -1,4 +1,4 @@
-"""Plan a sweep before it costs anything: which sizes on how many tokens, and the cost of it all."""
+"""Plan a sweep before it costs anything: which sizes on how many tokens, at what cost."""
 
 import math
 from collections.abc import Callable
@@ -144,6 +144,7 @@ def _branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) ->
                 if run.lr > RATES * longest.lr or begins < 2 * longest.warmup_steps:
                     left.append(run)  # may branch off another run
                     continue
+                # A branch trains only its decay, so it adds only this share of its FLOPs.
                 share = 1 - begins / run.steps
                 placed[run.name] = replace(
                     run,
@@ -254,6 +255,7 @@ def within(
     refused = ""
     least = ""
     for step in range(60):
+        # From the largest downward; 60 steps of 1.2 reach about a 50,000th of it.
         top = most / 4 / 1.2**step
         budgets = tuple(top / SPACING**i for i in (3, 2, 1, 0))
         tried = sweep.model_copy(update={"budgets": budgets})

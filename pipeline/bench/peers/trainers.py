@@ -52,6 +52,7 @@ class HuggingFace:
         adam = config.optim.optimizer
         bf16 = config.train.dtype == "bf16"
         table = describe(config)
+        # Random weights with our init_std, so that the first losses nearly agree.
         with world.device:
             self._model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(table.pop("model_type"), **table, use_cache=False),
@@ -61,6 +62,7 @@ class HuggingFace:
         self._forward = torch.compile(self._model) if config.train.compile is True else self._model
         self._cast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16 and mixed)
         self._clip = config.optim.clip
+        # One group, in which every parameter decays; ours has several (optim/groups.py).
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.optim.lr,
@@ -76,6 +78,7 @@ class HuggingFace:
             with self._cast:  # the model shifts the labels itself
                 loss = self._forward(input_ids=micro.tokens_BS, labels=micro.tokens_BS).loss
             (loss / len(micros)).backward()
+            # The sum stays on the device: reading it would make the host wait in every micro-batch.
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self._optimizer.param_groups[0]["lr"] = lr
@@ -86,6 +89,7 @@ class HuggingFace:
 
 def describe(config: RunConfig) -> dict[str, object]:
     """Return the config.json of the same shape; raise ConfigError if there is none."""
+    # transformers would build the model without the heads, and its step would look faster.
     if config.model.mtp:
         raise ConfigError(
             f"model.mtp={config.model.mtp}: transformers does not train such heads; "
