@@ -170,24 +170,30 @@ def _measured(action: Callable[[], float]) -> tuple[float, float]:
     return seconds, _cpu_s() - before
 
 
-def _processes() -> Iterator[psutil.Process]:
-    """Yield this process and those of Ray."""
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            yield process
+def _processes() -> list[psutil.Process]:
+    """Return this process and those of Ray."""
+    return [psutil.Process(), *psutil.Process().children(recursive=True)]
 
 
 def _cpu_s() -> float:
     """CPU seconds of all processes, including children that have ended."""
-    # User and system time, then the same of ended children. The fifth field, iowait, is not CPU.
-    return sum(sum(process.cpu_times()[:4]) for process in _processes())
+    seconds = 0.0
+    for process in _processes():
+        with suppress(psutil.NoSuchProcess):  # a worker may end in between
+            # User and system time, then the same of ended children. The fifth, iowait, is not CPU.
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 def _peak_bytes() -> int:
     """The largest peak memory of a Ray worker; VmHWM is in KiB."""
-    workers = [p for p in _processes() if p.name().startswith("ray::")]
-    states = [Path(f"/proc/{worker.pid}/status").read_text() for worker in workers]
-    return max(int(state.partition("VmHWM:")[2].split()[0]) * 1024 for state in states)
+    largest = 0
+    for process in _processes():
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # a worker may end in between
+            if process.name().startswith("ray::"):
+                state = Path(f"/proc/{process.pid}/status").read_text()
+                largest = max(largest, int(state.partition("VmHWM:")[2].split()[0]) * 1024)
+    return largest
 
 
 def _peer(name: str, *arguments: str | Path) -> Any:
