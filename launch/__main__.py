@@ -22,11 +22,12 @@ app = typer.Typer(
     help="Pretraining with the scaling law built in.",
     epilog="Start with:  launch doctor  ·  launch show --size 1b  ·  make demo",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    pretty_exceptions_enable=False,  # main() prints errors itself, in one line
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+# The option is eager: it answers before typer complains about a missing command.
 def _version(asked: bool) -> None:
     if asked:
         print(f"isoflop {version('isoflop')}")
@@ -63,12 +64,13 @@ def describe(error: Exception) -> tuple[str, int]:
             f"{_shorten(error.filename)}: {error.strerror}; check the path and its permissions",
             2,
         )
+    # A bug of ours, not a wrong setting. Exit code 1 lets scripts distinguish the two.
     what = _shorten(f"{type(error).__name__}: {error}")
     return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback", 1
 
 
 def _shorten(value: object) -> str:
-    line = " ".join(str(value).split())
+    line = " ".join(str(value).split())  # without line breaks: an error is one line
     return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "…"
 
 

@@ -28,6 +28,7 @@ _DATATROVE = "pip install datatrove spacy orjson 'xxhash<4'"
 # The micro-batch that ran out of memory, from one trial of --auto-batch to the next.
 _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 
+# Name and value. They are generated and printed one by one, because a measurement takes minutes.
 Figures = Iterable[tuple[str, Any]]
 Megabytes = Annotated[int, typer.Option(min=1, help="Megabytes of the python corpus to use.")]
 CompareData = Annotated[
@@ -139,17 +140,18 @@ def train(
     from pipeline.parallel.world import World, leave
     from pipeline.process import one_node
 
-    environment = dict(os.environ)
+    environment = dict(os.environ)  # unchanged, for the next trial of --auto-batch
     if "RANK" not in environment:  # not started by torchrun
         os.environ |= one_node(0, 1)
     world = World.from_environment(os.environ)
     if world.device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed looks for a GPU
     over = {
         "parallel": {} if zero is None else {"zero": zero},
         "train": {"auto_batch": True} if auto_batch else {},
     }
     corpus = None if data is None else Corpus.open(data)
+    # As in `launch pretrain`, the data determines the vocabulary.
     layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
     loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
     config, notes = _resolve(loaded, world, corpus, int(environment.get(_FAILED, 0)) or None)
@@ -164,6 +166,7 @@ def train(
         overheads=overheads, progress=status.update,
     )  # fmt: skip
     try:
+        # Nothing is measured before this line, because `figures` is a generator.
         _print(chain(notes, _with_status(figures, status)), as_json, show=world.first)
     except RuntimeError as error:
         _try_smaller_batch(error, config, world, environment)
@@ -184,6 +187,7 @@ def _resolve(
         here = Devices.here()
         config, note = widen_micro_batch(config, world.size, here.memory, failed)
         notes.append(("auto-batch", note))
+    # Only the training split is timed, so the held-out split may be too small.
     if corpus is not None:
         corpus.check(config.model.vocab, config.model.seq, "train")
     return config, notes
@@ -199,11 +203,12 @@ def _peer(name: str, config: "RunConfig", ranks: int) -> "Callable[[RunConfig, W
         raise ConfigError("--compare bf16 needs fp8 to compare with; add --set train.fp8=true")
     if name not in ("hf", "hf-mixed"):
         raise ConfigError(f"--compare {name}: use hf, hf-mixed, or bf16 with --set train.fp8=true")
+    # Hugging Face's side of the comparison is plain torch without collectives.
     if ranks > 1:
         raise ConfigError(
             f"--compare {name} is for one process, not {ranks}; start it without torchrun"
         )
-    describe(config)
+    describe(config)  # refuses a shape that transformers does not have
     return partial(HuggingFace, mixed=name == "hf-mixed")
 
 
@@ -218,12 +223,14 @@ def _try_smaller_batch(
     from pipeline.process import python_module
     from pipeline.runs.faults import out_of_memory
 
+    # torch also raises RuntimeError for wrong shapes and broken kernels. A retry cannot fix those.
     if not out_of_memory(type(error).__name__, str(error)):
         raise error
     micro = config.train.micro_batch
     lower = smaller_micro_batch(config, world.size)
     # With several ranks, the others wait for this one.
     if lower is None or "RANK" in environment:
+        # Without --auto-batch `lower` is None even if a smaller micro-batch exists.
         remedy = "" if micro == 1 else "a smaller one, or "
         if lower is not None:
             remedy = f"--set train.micro_batch={lower.train.micro_batch} without --auto-batch, or "
@@ -232,12 +239,14 @@ def _try_smaller_batch(
         ) from error
     typer.echo(f"micro-batch {micro} does not fit", err=True)
     command = python_module("launch", *sys.argv[1:])
+    # The process id stays the same, so a shell or a scheduler sees one command.
     os.execve(sys.executable, command, environment | {_FAILED: str(micro)})
 
 
 def _with_status(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterator[tuple[str, Any]]:
     """Show the status on stderr while a figure is measured, and remove it before printing."""
     while True:
+        # `next` does the measuring: a generator computes a figure when it is asked for.
         with status:
             figure = next(figures, None)
         if figure is None:
@@ -248,6 +257,7 @@ def _with_status(figures: Iterator[tuple[str, Any]], status: "Status") -> Iterat
 def _print(figures: Figures, as_json: bool, show: bool = True) -> None:
     """Print figures as they come. Measure all of them even if hidden: other ranks take part."""
     if as_json:
+        # One object at the end. A failure halfway prints no JSON instead of half of it.
         found = dict(figures)
         if show:
             print(json.dumps(found))

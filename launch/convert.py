@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     )(import_)
 
 
+# Trailing underscores: `import` is a Python keyword, and `export` the function that is called.
 def export_(
     run: RunPath,
     to: Annotated[Path, typer.Option(help="Directory to write, for transformers' Auto classes.")],
@@ -42,14 +43,17 @@ def export_(
     from pipeline.hub.families import choose_family
     from pipeline.runs.directory import tokenizer_of
 
+    # Both sides are rounded to this dtype before their logits are compared.
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if dtype not in dtypes:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
+    # In fp32 on the CPU, where the logits of the two implementations can be compared closely.
     model, config = load_model(run)
     choose_family(config.model)  # refuse before the slow part
     # An imported model may come without a tokenizer and has no data to take one from.
     known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
     found = tokenizer_of(run, config.data.dir, tokenizer) if known else None
+    # The directory appears under its name only after the logits match.
     done = export(model, to, found, dtypes[dtype])
     if as_json:
         row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
@@ -76,6 +80,7 @@ def import_(
     """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""
     from pipeline.hub.importing import import_model
 
+    # The same check as in an export, in the other direction: a mismatch leaves no directory.
     done = import_model(source, out)
     if as_json:
         print(json.dumps({"out": str(out), **done._asdict()}))

@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.dashboard.live import Watcher
 
+# Not an option: other users of the machine can read the arguments of a process.
 TOKEN = "ISOFLOP_DASHBOARD_TOKEN"
 
 
@@ -37,6 +38,7 @@ def dashboard(
     from pipeline.dashboard.source import open_source
     from pipeline.scaling.study import NAMES
 
+    # Checked here. The watcher fits later in a thread, where an error is only a note on the page.
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     watcher = Watcher(open_source(runs, experiment), law)
@@ -91,11 +93,13 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
     name = f"[{host}]" if ":" in host else host  # IPv6
     url = f"http://{name}:{listening.getsockname()[1]}/"
     if token is not None:
+        # The first request exchanges the token for a cookie, so it disappears from the address.
         url += f"?token={token}"
     if as_json:
         typer.echo(encode({"url": url, "source": watcher.source.title}))
     else:
         typer.echo(f"{watcher.source.title} │ {url} │ Ctrl-C stops the server")
+    # The server starts the watcher's thread and stops it at Ctrl-C.
     web_server(watcher, token).run(sockets=[listening])
 
 

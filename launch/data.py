@@ -104,7 +104,7 @@ def prepare(
     settings = {
         "sources": tuple(source) if source else None,
         "vocab_size": given.vocab if given else vocab_size,
-        "tokenizer": given.fingerprint if given else None,
+        "tokenizer": given.fingerprint if given else None,  # the content counts, not the path
         "seed": seed,
         "valid_share": valid_share,
         "limit_bytes": limit_bytes,
@@ -133,6 +133,7 @@ def prepare(
 
 
 def _warn(line: str) -> None:
+    # stdout is for the result, which may be JSON.
     print(line, file=sys.stderr)
 
 
@@ -154,10 +155,12 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
             dropped = f"{documents:>9,} documents, {size:>13,} bytes: {reason}"
             print(f"  {stage.name:<14} dropped {dropped}")
     for share in manifest.sources:
+        # Only a mixture has weights. Without one every token is drawn once per epoch.
         if share.weight is not None:
             epochs = "" if share.epochs is None else f", {share.epochs:.2f} epochs"
             weight = f"{share.weight:.1%} of the batches"
             print(f"  {share.name}: {share.tokens:,} tokens, {weight}{epochs}")
+    # A hash of its text decides whether a document is held out, so a small corpus may get none.
     if not valid.tokens:
         print("no document was held out: raise --valid-share to measure a held-out loss")
 
@@ -195,6 +198,7 @@ def train_tokenizer(
         "limit_bytes": limit_bytes,
         "text_key": text_key,
         "train": train,
+        # A tokenizer's sample uses the weights of the mixture, which otherwise apply to batches.
         "mixture": {"weights": _weights(weight, source)} if weight else None,
     }
     made = make_tokenizer(load_recipe(None, settings), out)
@@ -209,6 +213,7 @@ def _weights(given: list[str], sources: list[str]) -> dict[str, float]:
     """Parse --weight; a source without one has weight 1."""
     weights = dict.fromkeys(sources, 1.0)
     for entry in given:
+        # From the right, because a path may contain an equals sign.
         source, _, number = entry.rpartition("=")
         if source not in sources:
             known = ", ".join(sources)
@@ -237,6 +242,7 @@ def inspect(
 
 def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in described.items():
+        # Stages and sources are lists of tables, printed as indented blocks.
         if isinstance(value, list) and value and isinstance(value[0], dict):
             for entry in value:
                 yield f"{indent}{key}"
@@ -244,7 +250,7 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
         elif isinstance(value, dict):
             yield f"{indent}{key}"
             yield from _lines(value, indent + "  ")
-        elif key == "sample":
+        elif key == "sample":  # text with its own line breaks
             yield f"{indent}sample"
             yield from (f"{indent}  │ {line}" for line in value.splitlines())
         else:
@@ -256,11 +262,13 @@ def _progress(quiet: bool) -> "Iterator[Report]":
     # On stderr, so that results can be piped: a bar on a terminal, otherwise a line every tenth.
     if quiet:
         yield lambda what, done, total: None
+    # TERM=dumb is an editor's shell, which would show the escape codes of a bar.
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
         from rich.progress import Progress, TaskID
 
         with Progress(console=Console(stderr=True)) as bars:
+            # Stages report by name; each gets its bar when it first reports.
             known: dict[str, TaskID] = {}
 
             def draw(what: str, done: int, total: int) -> None:
@@ -270,6 +278,7 @@ def _progress(quiet: bool) -> "Iterator[Report]":
 
             yield draw
     else:
+        # Tenths that were printed: at most eleven lines per stage in a log file.
         shown: dict[str, int] = {}
 
         def line(what: str, done: int, total: int) -> None:

@@ -17,6 +17,7 @@ import typer
 
 from launch.options import AsJson, examples
 
+# Each name is that of the distribution and of the module, because `_package` uses both.
 PACKAGES = (
     "torch", "deepspeed", "accelerate", "datasets", "sentencepiece", "gigatoken", "ray", "mlflow",
 )  # fmt: skip
@@ -27,13 +28,14 @@ LOW_DISK_BYTES = 10 * GIB
 LIST_GPUS = (
     "import torch\nprint([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
 )
+# The start of a rich tag and the mark; `_print` adds the opening bracket and the closing tag.
 MARKS = {"ok": "green]✓", "note": "yellow]•", "missing": "red]✗", "broken": "red]✗"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     what: str
-    state: Literal["ok", "missing", "broken", "note"]
+    state: Literal["ok", "missing", "broken", "note"]  # a note does not fail the command
     found: str
     remedy: str = ""
 
@@ -120,9 +122,11 @@ def _tracking() -> Finding:
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
         return Finding("tracking", "ok", "local store mlflow.db")
+    # A database or a directory. There is no server to ask; the first run opens it.
     if not uri.startswith("http"):
         return Finding("tracking", "ok", public(uri))
     try:
+        # /health is MLflow's own endpoint and needs no login.
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=3) as answer:
             return Finding("tracking", "ok", f"{public(uri)} answers {answer.status}")
     except (OSError, ValueError) as error:
@@ -145,6 +149,7 @@ def _memory() -> Finding:
     import psutil
 
     memory = psutil.virtual_memory()
+    # Available, not free: the system can reclaim its page cache.
     found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB available"
     if memory.available < LOW_MEMORY_BYTES:
         return Finding("memory", "note", found, "close other programs: the demo needs 8 GiB")

@@ -40,7 +40,9 @@ def evaluate(
     from pipeline.runs.directory import same_tokenizer
     from pipeline.train.evaluation import Evaluator
 
+    # An empty environment: one process, even if a job with many ranks calls this command.
     world = World.from_environment({})
+    # The usual precision of training on each kind of device.
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     model, config = load_model(run, dtype=dtype, device=world.device)
     where = data or config.data.dir
@@ -48,15 +50,18 @@ def evaluate(
         raise ConfigError(f"{run} names no data; give --data DIR")
     corpus = Corpus.open(Path(where))
     remedy = "give data made with its tokenizer"
+    # Two tokenizers of the same size fit the same model, and the loss would mean nothing.
     same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
+    # An imported run has no recorded fingerprint, so the size is checked as well.
     if corpus.padded_vocab != config.model.vocab:
         raise ConfigError(
             f"--data {where} has {corpus.padded_vocab:,} pieces, but the run was trained on "
             f"{config.model.vocab:,}; {remedy}"
         )
+    # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
-        figures = evaluator(lambda micro: model(*micro).nll)
+        figures = evaluator(lambda micro: model(*micro).nll)  # nats, without auxiliary losses
     if as_json:
         print(json.dumps({"run": str(run), "data": str(where), **figures}))
         return

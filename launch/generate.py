@@ -52,11 +52,12 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
     prompts = [*(prompt or ()), *(_lines(file) if file else ())]
-    samples = bool(temperature or top_k or top_p < 1)
+    samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
     _check(prompts, beam, samples, alone=not (beam or as_json), stream=stream)
     if samples and not temperature:
         raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
+    # Imported after the checks, because torch takes seconds.
     import torch
 
     from pipeline.checkpoint.restore import load_model
@@ -68,12 +69,12 @@ def generate(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model, config = load_model(run, dtype=dtype, device=device)
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
-    # an empty prompt starts as a document does: after the end of another
+    # An empty prompt starts like a document: after the end of another one.
     ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
     sampling = Sampling(temperature, top_k, top_p, seed)
     if stream:
         _print_stream(model, prompts[0], ids, max_new, pieces, sampling)
-    elif beam:
+    elif beam:  # one prompt at a time: its beams are the batch
         for text, one in zip(prompts, ids, strict=True):
             best = beam_search(model, one, max_new, pieces.eod, beam)[0]
             _print(text, list(best.tokens), pieces, as_json, log_likelihood=best.score)
@@ -97,6 +98,7 @@ def _check(
 
 def _lines(file: Path) -> list[str]:
     try:
+        # An empty line is not a prompt; `--prompt ''` is.
         return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--file {file} cannot be read: {error}") from None
@@ -105,6 +107,7 @@ def _lines(file: Path) -> list[str]:
 def _print(
     prompt: str, tokens: list[int], pieces: "Tokenizer", as_json: bool, **more: float
 ) -> None:
+    # The end of the document is a flag in the JSON and never part of the text.
     ended = tokens[-1:] == [pieces.eod]
     text = pieces.decode(tokens[:-1] if ended else tokens)
     row = {"prompt": prompt, "text": text, "tokens": tokens, "ended": ended, **more}
@@ -122,6 +125,7 @@ def _print_stream(
     from pipeline.model.decode import stream
 
     print(prompt, end="", flush=True)
+    # There is one prompt, so a step has one token, or None after the end.
     tokens = (step[0] for step in stream(model, ids, max_new, pieces.eod, sampling))
     for text in _text(pieces, (token for token in tokens if token is not None)):
         print(text, end="", flush=True)
@@ -129,14 +133,15 @@ def _print_stream(
 
 
 def _text(pieces: "Tokenizer", tokens: Iterator[int]) -> Iterator[str]:
-    """What each token adds to the text; an incomplete character waits for its last byte."""
+    """Yield the text that each token adds; an incomplete character waits for its last byte."""
     ids: list[int] = []
     shown = ""
     for token in tokens:
         if token == pieces.eod:
             return
         ids.append(token)
+        # All tokens each time: spaces and bytes of a piece depend on its neighbors.
         text = pieces.decode(ids)
-        if not text.endswith("\ufffd"):
+        if not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
             yield text.removeprefix(shown)
             shown = text

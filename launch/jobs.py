@@ -36,6 +36,7 @@ def status(
     rows = statuses(paths or [Path("runs")])
     if as_json:
         for row in rows:
+            # JSON lines, which `jq` and `grep` read one run at a time.
             print(json.dumps(asdict(row)))
         return
     table = [["run", "job", "state", "step", "loss", "eta", "restarts", "note"]]
@@ -52,6 +53,7 @@ def status(
                 row.note,
             ]
         )
+    # Columns without borders, so that the output can be piped into grep or awk.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
@@ -67,13 +69,14 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Print what the processes of a run have written."""
+    """Print the logs of a run's processes."""
     folder = run / "logs"
     if not folder.is_dir():
         raise RunError(f"{run} is not a run directory; `launch status` lists those below runs/")
-    printed: dict[Path, int] = {}
-    last: Path | None = None
+    printed: dict[Path, int] = {}  # bytes of each file so far
+    last: Path | None = None  # the file printed last; a change prints a heading, as `tail` does
     while True:
+        # Listed again in every round, because a restart may add files.
         for path in _log_files(folder, rank):
             text = _read_from(path, printed.get(path, 0))
             if text is None:
@@ -81,6 +84,7 @@ def logs(
             if text and path != last:
                 print(f"==> {path} <==")
                 last = path
+            # A read may end inside a character, which then shows as U+FFFD.
             print(text.decode(errors="replace"), end="", flush=True)
             printed[path] = printed.get(path, 0) + len(text)
         if not follow:
@@ -94,6 +98,7 @@ def logs(
 
 
 def _log_files(folder: Path, rank: int | None) -> list[Path]:
+    # job.log has the output of the batch script. A local run has none.
     files = [folder / "job.log"] if rank is None else []
     files.append(folder / f"rank-{rank or 0}.log")
     with suppress(FileNotFoundError):  # the run is being deleted
@@ -106,6 +111,7 @@ def _read_from(path: Path, start: int) -> bytes | None:
     from pipeline.atomic import open_regular
 
     try:
+        # Not open(): a FIFO in the run directory would block this command forever.
         with open_regular(path) as file:
             file.seek(start)
             return file.read()
@@ -117,7 +123,7 @@ def cancel(
     run: RunArgument,
     now: Annotated[bool, typer.Option("--now", help="Do not wait until it has saved.")] = False,
 ) -> None:
-    """End a run's job: it saves first and does not come back; --resume --slurm continues it."""
+    """End a run's job. It saves first and is not requeued; --resume --slurm continues it."""
     from pipeline.slurm import queue
     from pipeline.slurm.submit import job_of
 
@@ -125,6 +131,7 @@ def cancel(
     entry = queue.entry(job) if job else None
     if job is None or entry is None or not entry.alive:
         raise RunError(f"run {run} has no job in the queue; see `launch status {run}`")
+    # A pending job has nothing to save, and no batch step that could receive the signal.
     save = entry.state == "RUNNING" and not now
     queue.cancel(job, save=save)
     print(f"job {job} of {run}: {'asked to save and end' if save else 'cancelled'}")

@@ -81,21 +81,22 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
 def read_points(
     runs: Path | None, experiment: str | None, points: Path | None, law: str
 ) -> "tuple[Points, Ladder]":
-    """The points, and the recipe that their runs share."""
+    """Return the points, and the recipe that their runs share."""
     from pipeline.scaling.points import points_of, read_csv
     from pipeline.scaling.predict import Ladder, ladder_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
     if points is not None:
-        return read_csv(points), Ladder()
+        return read_csv(points), Ladder()  # a CSV says nothing about the recipe
     found = read(runs, experiment)
+    # Only the envelope (Hoffmann's first approach) uses curves; other laws use final losses.
     return points_of(found, curves=law == "envelope"), ladder_of(found)
 
 
 @contextmanager
 def progress(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
-    """One line on stderr that says how far a long descent is, on a terminal only."""
+    """Show the progress of a long fit in one line on stderr, on a terminal only."""
     from rich.console import Console
 
     with Console(stderr=True, quiet=quiet).status("fitting") as line:
@@ -119,6 +120,7 @@ def fit(
     rows = rows.drop_highest(drop_highest)
     with progress(quiet=as_json) as show:
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)
+    # The table is printed from the JSON form, so that both show the same figures.
     data = done.to_json()
     print_json(data) if as_json else _print_fit(data)
 
@@ -148,7 +150,7 @@ def forecast(
     from pipeline.units import finite
 
     rows, ladder = read_points(runs, experiment, points, law)
-    site = predict.priced(cluster) if cluster else None
+    site = predict.priced(cluster) if cluster else None  # refuse before the fit
     recipe = None
     if size is not None and params is None and flops is None and targets is None:
         recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
@@ -164,7 +166,7 @@ def forecast(
         "warnings": [*done.warnings, *predict.cautions(done, places, made)],
     }
     if targets is None:
-        data |= vars(made[0])
+        data |= vars(made[0])  # a single forecast is not wrapped in a list
         recipe = recipe or predict.recipe_at(made[0], ladder)
     else:
         data["forecasts"] = [vars(one) for one in made]
@@ -177,7 +179,7 @@ def forecast(
         folder = forecasts or _forecasts_beside(runs, experiment, points)
         paths = record.register(folder, made, finite(done.to_json()), now=time.time())
         data["registered"] = [str(path) for path in paths]
-        failure = _copy_to_mlflow(paths, runs, experiment)
+        failure = _copy_to_mlflow(paths, runs, experiment)  # the files are the record
         if failure:
             data["warnings"].append(failure)
     print_json(data) if as_json else _print_forecast(data, made)
@@ -190,18 +192,19 @@ def _place(
     flops: float | None,
     targets: Path | None,
 ) -> "Callable[[Study], Points]":
-    """Where to forecast, from a law. Checked before anything is fitted."""
+    """Return a function from the law to the targets. Options are checked before the fit."""
     import numpy as np
 
     from pipeline.scaling import predict
 
+    # Exactly one way to name the target. No pattern matches two of them together.
     match size, params, flops, targets:
         case None, float(), None, None if tokens:
             N = _above_zero("params", params)
             return partial(predict.at_sizes, N=N, D=_above_zero("tokens", tokens))
         case None, None, float(), None if tokens is None:
             C = np.array([_above_zero("flops", flops)])
-            return lambda study: study.frontier(C)
+            return lambda study: study.frontier(C)  # the best N and D depend on the law
         case None, None, None, Path() if tokens is None:
             return partial(predict.at_targets, targets=predict.read_targets(targets))
     raise ConfigError(
@@ -210,15 +213,17 @@ def _place(
 
 
 def _above_zero(key: str, value: float) -> float:
+    # NaN is refused too, because every comparison with it is false.
     if not 0 < value < float("inf"):
         raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
     return value
 
 
 def _copy_to_mlflow(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
-    """Also keep forecasts in the experiment's MLflow store; a line where that failed."""
+    """Also keep forecasts in the experiment's MLflow store; return a line if that failed."""
     from pipeline.track.mlflow_runs import keep
 
+    # By default the directory of a sweep has the name of its experiment.
     name = experiment or (runs.resolve().name if runs else None)
     return keep(name, forecasts=paths) if name else None
 
@@ -241,12 +246,14 @@ def score(
     from pipeline.scaling import record
 
     folder = forecasts or _forecasts_beside(runs, experiment, None)
+    # Raises if a file does not match its digest: a forecast is never edited.
     found = record.registered(folder)
     if not found:
         raise ConfigError(
             f"forecasts={folder} is empty; make one with `launch forecast … --register`"
         )
     scores = record.score(found, read(runs, experiment))
+    # Of 95% intervals about 95 in 100 should contain their run.
     so_far = record.calibration(scores)
     if as_json:
         print_json({"scores": [vars(one) for one in scores], "calibration": so_far})
@@ -268,14 +275,17 @@ def _print_fit(data: dict[str, Any]) -> None:
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
         console.print(f"N* ∝ C^{split['a']:.4f}   D* ∝ C^{split['b']:.4f}{source}")
     used = data["points"]["used"]
+    # The bootstrap, or the scatter of the points around the law if --bootstrap is 0.
     errors = data["errors_from"]
     console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {errors}")
+    # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]
     if test:
         console.print(
             f"Larger runs forecast from smaller ones: {test['mean_absolute_error']:.2%} off on "
             f"average ({test['errors']} held-out errors)"
         )
+    # Text from files may have square brackets, which rich would read as markup.
     console.print(f"Counted as: {data['convention']}", markup=False)
     dropped = data["points"]["dropped"]
     for reason in dropped[:LEFT_OUT_SHOWN]:
@@ -292,7 +302,9 @@ def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
     columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
     rows = []
     for one in made:
+        # A law of compute alone has no best split into N and D.
         best = [count(one.optimum[key]) if one.optimum else "–" for key in ("N", "D")]
+        # The fifth column is the compute over that of the largest fitted run.
         place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
         rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
     console.print(table(f"forecast by {data['law']}", columns, rows))
@@ -317,6 +329,7 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
 
     console = new_console()
     columns = ("run", "N", "D", "forecast", "measured", "error", "inside", "counts")
+    # None: the run has not finished.
     yes = {True: "yes", False: "no", None: "–"}
     rows = []
     for one in scores:
@@ -327,6 +340,7 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
         place = [one.run or "not yet", count(one.N), count(one.D), f"{one.forecast:.4f}"]
         rows.append([*place, measured, error, yes[one.inside], counts])
     console.print(table("forecasts", columns, rows))
+    # Late forecasts are listed but do not count.
     if so_far["counted"]:
         console.print(
             f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; "
@@ -336,6 +350,7 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
+    # A sweep makes the runs that these commands fit, so --help lists them side by side.
     from launch import sweep
 
     app.add_typer(sweep.app, name="sweep")

@@ -61,8 +61,8 @@ DropHighest = Annotated[int, typer.Option(help="Leave out this many of the large
 
 
 def parse_path(text: str) -> Path:
-    """A path option. An empty one is an unset shell variable, and Path("") would be the current
-    directory."""
+    """Parse a path option; refuse an empty one."""
+    # An unset shell variable gives "", and Path("") would be the current directory.
     if not text.strip():
         raise typer.BadParameter("the path is empty; give a directory")
     return Path(text)

@@ -30,6 +30,7 @@ EXAMPLES = examples(
 # The options of this command; those that others share are in launch/options.py.
 Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
+# A help text has a name if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
 _OUT = "Run directory.  [default: runs/EXPERIMENT/SIZE]"
@@ -103,11 +104,11 @@ def pretrain(
     from pipeline.train.request import Request, plan_run
 
     _refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
-    before = out if resume else None
-    machine = (cluster, config, sets or (), before)
+    before = out if resume else None  # the run to continue
+    machine = (cluster, config, sets or (), before)  # every source of cluster settings
     job, devices = _where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
     ranks = job.worlds[-1] if job else nproc or _last_world(before) or max(1, devices.gpus)
-    length = {"steps": steps, "tokens": tokens, "flops": flops}
+    length = {"steps": steps, "tokens": tokens, "flops": flops}  # at most one
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
@@ -116,21 +117,22 @@ def pretrain(
         size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume
     )
     request = replace(request, branch=branch, init=init)
-    if job:
+    if job:  # checked for its fewest nodes too
         request = replace(request, fresh=not resume, fewest=job.worlds[0])
     planned = plan_run(request, devices)
-    if planned.note and not quiet:
+    if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
     if job is None:
         _train(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
-    elif not (dry_run and quiet):
+    elif not (dry_run and quiet):  # together they mean `as_job`
         submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
         _announce(planned.config, ranks, devices.name, track=track, header=False)
-    return planned, job
+    return planned, job  # for `as_job`; typer ignores it
 
 
 def _refuse_job_options(slurm: bool, *values: Any) -> None:
     options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
+    # 0 == False, so --gpus-per-node 0 passes. It changes nothing without a job.
     for option, value in zip(options, values, strict=True):
         if value not in (None, False) and not slurm:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
@@ -139,11 +141,13 @@ def _refuse_job_options(slurm: bool, *values: Any) -> None:
 def _last_world(run: Path | None) -> int | None:
     from pipeline.runs.directory import RunDir
 
+    # A resumed run keeps its number of processes unless the user gives another.
     return None if run is None else RunDir(run).world
 
 
 def _given(table: dict[str, Any]) -> dict[str, Any]:
     """The table without options that were not given."""
+    # An option that was not given must not override the config file or the cluster.
     inner = {k: _given(v) if isinstance(v, dict) else v for k, v in table.items()}
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
@@ -156,11 +160,12 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
     corpus = Corpus.open(Path(config.data.dir or "."))
     tokens = corpus.split("train").tokens
     if header:
-        place = mlflow_store.public(mlflow_store.resolve(""))
+        place = mlflow_store.public(mlflow_store.resolve(""))  # without a password
         tracked = f"MLflow at {place}" if track else "in the run directory only (--no-track)"
         lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
         for line in lines:
             print(line, flush=True)
+    # Without a header stdout may be JSON, so the warnings go to stderr.
     for line in console.data_warnings(config, tokens, corpus.split("valid").tokens):
         typer.echo(line, err=not header)
 
@@ -179,6 +184,7 @@ def _train(
     from pipeline.runs.directory import list_checkpoints
     from pipeline.train.supervisor import start
 
+    # From here on the directory exists and is locked: a second launcher is refused.
     run = planned.commit().run
     config = planned.config.train
     signalled = None
@@ -192,20 +198,24 @@ def _train(
         )
         if note:
             typer.echo(note, err=True)
-    elif not list_checkpoints(run.checkpoints):
+    elif not list_checkpoints(run.checkpoints):  # trained, but nothing left to use
         remedy = "restore it, or train again with another --out"
         typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
     _print_result(run.path, config.steps, as_json=as_json, quiet=quiet)
-    if not run.finished:  # a script must not continue with half a model
+    # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other stop
+    # gives 75 (EX_TEMPFAIL), which means "run the same command again".
+    if not run.finished:
         raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     """What `launch pretrain` with these arguments would submit, with the same refusals."""
+    # Through the parser, so that a sweep's runs are checked like commands typed by hand.
     alone = typer.Typer(pretty_exceptions_enable=False)
     register(alone)
     # --dry-run with --quiet plans the job and neither prints nor submits it.
     words = [*arguments, "--slurm", "--dry-run", "--quiet"]
+    # Not standalone: typer returns our value and lets our errors pass.
     planned, nodes = typer.main.get_command(alone).main(words, standalone_mode=False)
     return planned, nodes
 
@@ -227,8 +237,10 @@ def _where(
 
     if nodes is None:
         return None, Devices.here()
+    # A resumed run continues on its own cluster, unless --cluster names another.
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
     cluster = load_cluster(cluster_name, run=before, file=file, sets=sets)
+    # One process per GPU, unless the two options say otherwise. 0 GPUs train on CPUs.
     gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
     return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(cluster, gpus)
 
@@ -236,21 +248,24 @@ def _where(
 def submit(
     planned: "PlannedRun", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Submit a job. It is refused before the run directory exists, or by the queue."""
+    """Submit a job. Refuse it before the run directory is created, where possible."""
     import shlex
     import shutil
 
     from pipeline.slurm import queue
     from pipeline.slurm.submit import job_of, remember, step, train
 
+    # Absolute, because a job may start in another directory.
     run = planned.run.path.absolute()
     site = planned.config.cluster.slurm
     job = train(run, planned.config.name, site, nodes, track=track)
     if dry_run:
+        # The script is a fixed template; its srun command depends on the nodes it gets.
         inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
         print(f"{job.shown()}\n# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
         print(f"# {job.test() if shutil.which('sbatch') else 'no SLURM here: not validated'}")
         return
+    # Without facts the run exists already, and may have a job.
     old = job_of(run) if planned.facts is None else None
     entry = queue.entry(old) if old else None
     if entry is not None and entry.alive:
@@ -258,11 +273,12 @@ def submit(
         raise RunError(f"run {run} {queued}; `launch cancel {run}` ends it")
     if planned.run.finished:
         raise RunError(f"run {run} has finished; there is nothing to submit")
-    job.test()
+    job.test()  # sbatch may refuse it; nothing is written yet
     planned = planned.commit()  # perhaps in a new directory beside the existing one
     run = planned.run.path.absolute()
+    # Built again, because `commit` may have chosen another directory.
     number = train(run, planned.config.name, site, nodes, track=track).submit()
-    remember(run, number, nodes)
+    remember(run, number, nodes)  # for `launch status`, `logs` and `cancel`
     if as_json:  # one line, for scripts
         print(json.dumps({"job": number, "run": str(run)}))
     else:
@@ -278,6 +294,7 @@ def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None
     last: dict[str, Any] = {}
     step = 0
     goodput = None
+    # The log has every attempt of the run. The last evaluation counts.
     for record in read(RunDir(path).log):
         step = max(step, int(record.get("step", 0)))
         if record.get("kind") == "eval":

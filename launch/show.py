@@ -50,12 +50,15 @@ def show(
 
     if sizes:
         rows = [_shape(loaded(name)) for name in names("size")]
+        # configs/sizes.toml lists sizes by family; --arch changes their counts too.
         rows.sort(key=lambda row: int(row["params"]))
         print_json(rows) if as_json else _print_sizes(rows)
         return
     spec = loaded(size)
+    # Planned for GPUs (bf16, compiled), also on a laptop without any.
     resolved = resolve(spec, ranks=gpus, gpu=True)
     figures = _figures(resolved, gpus)
+    # Step times need rates, which a file in configs/cluster may lack.
     if resolved.cluster.rates is not None:
         figures |= _layouts(spec, resolved, gpus)
     print_json(figures) if as_json else _print_one(figures)
@@ -82,6 +85,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     model = config.model
     train = config.train
     counted = params(model)
+    # C and MFU count the model's FLOPs; recomputed ones are listed beside them.
     flops = flops_per_token(model, recompute=train.recompute)
     layout = Layout.of(config, ranks)
     # Weights, gradients and optimizer shrink with the stage; activations stay.
@@ -114,13 +118,14 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "cluster": config.cluster.name,
         "dtype": train.dtype,
         "memory_bytes": {stage: held.figures() for stage, held in stages.items()},
-        "device_memory_bytes": config.cluster.memory_bytes,
+        "device_memory_bytes": config.cluster.memory_bytes,  # None without --cluster
         "checkpoint_bytes": checkpoint_bytes(model),
     }
 
 
 def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     """One row per ZeRO stage and ep. One of them is recommended, or none fits."""
+    # The spec still knows which settings are "auto". Only those vary.
     estimates = plan(config, ranks, spec)
     chosen = recommend(spec, estimates)
     rows = [estimate.figures() for estimate in estimates]
@@ -128,6 +133,7 @@ def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
     if chosen is not None:
         found["recommended"] = rows[estimates.index(chosen)]  # the same object, to mark its row
     elif config.cluster.memory_bytes:
+        # Doublings of --gpus. The first one that fits is the advice.
         more = enough_gpus(config, ranks, DeviceMemory(config.cluster.memory_bytes))
         found["enough_gpus"] = next((layout.ranks for layout in more), None)
     return found
@@ -151,6 +157,7 @@ def _print_one(f: dict[str, Any]) -> None:
     from rich.table import Table
 
     shape = f["shape"]
+    # Latent attention has no key/value heads: all heads share one latent.
     heads = f"{shape['heads']} heads ({shape['kv_heads'] or 'latent'} kv)"
     size = f"{shape['layers']} layers × {shape['width']}, {heads}, ffn {shape['ffn']}"
     p = {key: count(value) for key, value in f["params"].items()}
@@ -178,17 +185,19 @@ def _print_one(f: dict[str, Any]) -> None:
         out.print(_advice(f))
     else:
         out.print(_memory_table(f))
+    # Papers count N and FLOPs in several ways, so every page states ours.
     out.print(f["convention"], style="dim")
 
 
 def _memory_table(f: dict[str, Any]) -> "Table":
     have = f["device_memory_bytes"]
     micro = f"micro-batch {f['recipe']['micro_batch']}"
-    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, {micro}; update comes later"
+    title = f"GiB on one of {f['ranks']} ranks, {f['dtype']}, {micro}; total = peak, not the sum"
     rows = []
     for stage, held in f["memory_bytes"].items():
         cells = [f"{value / _GIB:,.2f}" for value in held.values()]
         if have is not None:
+            # All of the device's memory; `launch pretrain` keeps 8% for driver and NCCL.
             cells[-1] += " ✓" if held["total"] <= have else " ✗"
         rows.append([stage.removeprefix("zero"), *cells])
     return table(title, ("ZeRO", *f["memory_bytes"]["zero0"]), rows)
@@ -196,7 +205,7 @@ def _memory_table(f: dict[str, Any]) -> "Table":
 
 def _layout_table(f: dict[str, Any]) -> "Table":
     """The layouts that fit, and for a ZeRO stage where none does, the smallest."""
-    title = f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB held and sent per GPU"
+    title = f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB needed and sent per GPU"
     numbers = ("GiB", "sent", "step", "tokens/s", "MFU", "GPU-h")
     rows = []
     for zero in range(4):
@@ -204,6 +213,7 @@ def _layout_table(f: dict[str, Any]) -> "Table":
         smallest = min(stage, key=lambda row: int(row["memory"]["total"]))
         for row in [row for row in stage if row["fits"]] or [smallest]:
             cells = _cells(row)
+            # By identity: `_layouts` returns the same object in both places.
             recommended = row is f["recommended"]
             rows.append([f"[bold]{cell}[/bold]" for cell in cells] if recommended else cells)
     return table(title, ("ZeRO", "ep", "micro", "recompute", *numbers), rows)
@@ -228,6 +238,7 @@ def _advice(f: dict[str, Any]) -> str:
     if row is None:
         more = f", or --gpus {f['enough_gpus']}" if f.get("enough_gpus") else ""
         return f"no layout fits; use a smaller --size{more}"
+    # The usual error of such predictions, measured on published runs.
     low = _digits(row["step_s"] * (1 - row["error"]))
     high = _digits(row["step_s"] * (1 + row["error"]))
     chosen = flags(Layout(**row["layout"]).change())
@@ -236,4 +247,5 @@ def _advice(f: dict[str, Any]) -> str:
 
 
 def _digits(value: float) -> str:
+    # Three digits: no estimate here is more precise.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -80,7 +80,7 @@ def plan(
         "runs": len(runs),
         "flops": sum(run.cost for run in runs),
         "saved": sum(run.C - run.cost for run in runs),  # by branching off longer runs
-        "hours": sum(times) if sweep.cluster else None,
+        "hours": sum(times) if sweep.cluster else None,  # a CPU has no known rate
         "timing": TIMING if mfu is None else f"MFU {mfu:g}",
     }
     rows = [vars(run) for run in runs]
@@ -111,12 +111,13 @@ def run(
     after: After = None,
     fit: ThenFit = False,
 ) -> None:
-    """Run what is missing of a sweep. Ctrl-C saves the running ones; run it again to continue."""
+    """Train the missing runs of a sweep. Ctrl-C saves those that run; run it again to continue."""
     from pipeline.sweep import execute
 
     if not slurm and (after or fit or gpus_per_node is not None):
         raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
     if after:
+        # The data of that job may not exist yet, so its vocabulary and the plan are unknown.
         from pipeline.sweep.grid import read
 
         number, log = _submit_later(read(file), after)
@@ -126,10 +127,11 @@ def run(
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = execute.members(sweep, runs, root)
+    # The lock covers the list of missing runs too: two sweeps would start the same ones.
     with execute.claimed(root, sweep):
         todo = [member for member in every if not member.finished]
         if slurm:
-            gpus = sweep.nproc if sweep.cluster else 0
+            gpus = sweep.nproc if sweep.cluster else 0  # one GPU per process
             gpus = gpus if gpus_per_node is None else gpus_per_node
             _submit(sweep, todo, root, jobs, gpus, track=track, fit=fit, as_json=as_json)
             return
@@ -147,7 +149,7 @@ def _report(
     track: bool,
     as_json: bool,
 ) -> None:
-    """Publish and print the result; the exit code tells whether all of it is there."""
+    """Publish and print the result; the exit code shows whether every run finished."""
     finished = [member.name for member in every if member.finished]
     names = [member.name for member in every]
     figures = {
@@ -157,6 +159,7 @@ def _report(
         "failed": done.failed,
         "missing": [name for name in names if name not in finished and name not in done.failed],
     }
+    # After a failure or Ctrl-C too: the page shows the runs that exist.
     note = show_all(root, track=track) if finished else None
     if note:
         typer.echo(note, err=True)
@@ -165,6 +168,7 @@ def _report(
     else:
         typer.echo(f"{len(finished)} of {len(every)} runs in {root} have finished")
     if done.stopping:
+        # Raised only now, with the results written; main() turns it into exit code 130.
         raise KeyboardInterrupt
     if done.failed:
         raise RunError(
@@ -189,6 +193,7 @@ def _submit(
     from pipeline.slurm import queue
     from pipeline.slurm.submit import array, command, job_of, remember, tidy
 
+    # Repeating the command is safe: it skips runs that are finished or in the queue.
     queued = {job for job, entry in queue.entries().items() if entry.alive}
     todo = [member for member in todo if job_of(member.out) not in queued]
     if not todo:
@@ -196,9 +201,12 @@ def _submit(
             f"every run of {root} has finished or is in the queue; see `launch status {root}`"
         )
     missing = {member.name for member in todo}
+    # A branch starts from a checkpoint of its trunk, so it is submitted after the trunk's job.
     branches = [member for member in todo if member.after in missing]
     first = [member for member in todo if member.after not in missing]
+    # Plan every run before the first directory is created: all or none.
     wanted = [as_job([*member.argv[1:], "--gpus-per-node", str(gpus)]) for member in first]
+    # The members of an array share one request for nodes.
     nodes = wanted[0][1]
     site = wanted[0][0].config.cluster.slurm
     # A new file for each submission: an earlier array may still be reading its own.
@@ -206,13 +214,13 @@ def _submit(
     job = array(members, len(wanted), jobs, tidy(sweep.experiment), site, nodes, track=track)
     job.test()  # before any run directory is created
     runs = [planned.commit().run.path.absolute() for planned, _ in wanted]
-    members.write_text("".join(f"{run}\0" for run in runs))
+    members.write_text("".join(f"{run}\0" for run in runs))  # a path may contain a newline
     number = job.submit()
     for index, run in enumerate(runs):
         remember(run, f"{number}_{index}", nodes)
     fit_job = None
     if branches:
-        _submit_later(sweep, number)
+        _submit_later(sweep, number)  # with --fit, if given, for the last of them
     elif fit:
         log = root.absolute() / "fit.log"
         arguments = ("fit", "--runs", str(root.absolute()))
@@ -233,12 +241,14 @@ def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:
     from pipeline.slurm.submit import command, tidy
 
     site = load_cluster(sweep.cluster, sets=sweep.set).slurm
-    # Planned again by that job: the vocabulary of data that is not there yet is not known now.
+    # That job plans again, because the data and its vocabulary may not exist yet.
     again = sys.argv[1:]
+    # Remove `--after JOB` or `--after=JOB`, which has been satisfied by then.
     for at, word in enumerate(again):
         if word.partition("=")[0] == "--after":
             del again[at : at + (1 if "=" in word else 2)]
             break
+    # Not in the sweep's directory, which may not exist yet.
     log = Path.cwd() / f"{tidy(sweep.experiment)}-sweep.log"
     return command(again, tidy(f"{sweep.experiment}-sweep"), site, log, after).submit(), log
 
@@ -273,6 +283,7 @@ def lay_out(
     sweep = grid.read(file)
     if data is not None:
         sweep = sweep.model_copy(update={"data": str(data)})
+    # Without earlier points the grid is centered on the sweep's tokens_per_param.
     best = _known_best(points) if points else None
     if budget is not None or hours is not None:
         sweep = grid.within(sweep, budget, hours, best, mfu)
@@ -289,6 +300,7 @@ def _known_best(points: Path) -> Callable[[float], float]:
     done = study(read_csv(points))
 
     def best(C: float) -> float:
+        # A law of compute alone fits the losses and has no N*.
         found = done.optimum(np.array([C]))
         if found is None:
             raise ConfigError(
@@ -321,6 +333,7 @@ def _print_plan(data: dict[str, Any]) -> None:
     if total["hours"] is not None:
         time = f", {total['hours']:.3g} hours one after another ({total['timing']})"
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
+    # FLOPs that branches share with their trunks (WSD) are computed once.
     if total["saved"]:
         whole = total["flops"] + total["saved"]
         console.print(
@@ -341,6 +354,7 @@ def _display(
     printed: set[str] = set()
     console.print(f"{before} of {len(members)} runs have finished, {missing} to go")
 
+    # `show` is called several times a second; a line is printed at its first occurrence.
     def once(text: str, style: str = "") -> None:
         if text not in printed:
             printed.add(text)
@@ -357,6 +371,7 @@ def _display(
                 once(f"{name}: failed: {reason}", "bold red")
             if state.stopping:
                 once("stopping: running ones save first (again to end at once)", "bold yellow")
+            # Read from each run's own log: the processes print nothing.
             steps = [f"{name} {m.step}/{m.steps}" for name, m in state.running.items()]
             finished = before + len(state.finished)
             line.update(f"{finished} of {len(members)} runs · {' · '.join(steps)}")

@@ -41,8 +41,10 @@ def sync(
     for folder in run_dirs:
         if not folder.is_dir():
             raise RunError(f"run_dir={folder} is not a directory; give a run, such as runs/demo/1m")
+        # The directory of a sweep has a sweep.json, and its runs are the directories inside.
         sweep = bool(read_sweep(folder))
         for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
+            # MLflow is a copy of the local log. Repeating this sends nothing twice.
             fed = mlflow_sync.sync(run_dir, wait)
             state = fed.state
             if as_json:
@@ -52,6 +54,7 @@ def sync(
                 sent_text = f"{fed.records_sent:,} records sent"
                 print(f"{run_dir} │ {sent_text} │ run {state.run_id} at {state.uri}")
         if sweep:
+            # The parent run in MLflow gets the points, the fit and the dashboard of all runs.
             from launch.sweep import show_all
 
             if fault := show_all(folder):

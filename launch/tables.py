@@ -17,6 +17,7 @@ def print_json(data: Any) -> None:
     """Print data as JSON; numbers that are not finite become null."""
     from pipeline.units import finite
 
+    # Python would write NaN, which is not JSON and which other parsers refuse.
     typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
 
 
@@ -24,6 +25,7 @@ def new_console() -> "Console":
     """A console for tables: as wide as the terminal, or 120 columns in a pipe or file."""
     from rich.console import Console
 
+    # rich would color every number.
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPED_COLUMNS, highlight=False)
 

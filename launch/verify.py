@@ -54,13 +54,13 @@ def verify(
     settings = [
         "model.seq=64",
         "model.vocab=512",
-        f"train.batch_tokens={nproc * 4 * 64}",
-        "train.micro_batch=2",
+        f"train.batch_tokens={nproc * 4 * 64}",  # 4 rows per rank
+        "train.micro_batch=2",  # two per step, so that gradients accumulate
         f"train.dtype={dtype}",
-        "train.steps=100",
-        "train.compile=false",
+        "train.steps=100",  # the schedule's length; three steps are trained
+        "train.compile=false",  # three steps do not pay for it
         "optim.lr=0.001",
-        "optim.clip=0.3",
+        "optim.clip=0.3",  # low, so that clipping takes part
         # A smaller epsilon turns gradients that are only rounding errors into whole steps.
         "optim.optimizer.eps=0.001",
     ]
@@ -74,14 +74,14 @@ def verify(
     if REFERENCE not in known and not as_json:
         print("no referee: Accelerate's run is plain fp32 DDP, with nothing offloaded")
     outcomes: list[Outcome] = []
-    with tempfile.NamedTemporaryFile() as output:
+    with tempfile.NamedTemporaryFile() as output:  # what the ranks print
         try:
             for outcome in compare_layouts(config, layouts, nproc, Path(output.name)):
                 outcomes.append(outcome)
                 if not as_json:
                     _print(outcome, first=len(outcomes) == 1)
         except ProcessException as error:
-            lines = str(error).splitlines()
+            lines = str(error).splitlines()  # the traceback of the rank that failed
             reason = next((line for line in reversed(lines) if "Error" in line), str(error))
             name = layouts[len(outcomes)].name
             raise RunError(f"layout {name!r} failed: {reason.strip()[:300]}") from None
@@ -93,6 +93,7 @@ def verify(
 def _choose(known: list["Layout"], chosen: str, reference: "Layout") -> list["Layout"]:
     """Return the layouts to run; the reference and the control always run."""
     names = [name.strip() for name in chosen.split(",")]
+    # Refused before any rank starts.
     unknown = set(names) - {layout.name for layout in known} - {"all"}
     if unknown:
         valid = ", ".join(layout.name for layout in known)
@@ -108,12 +109,14 @@ def _print(outcome: "Outcome", *, first: bool) -> None:
     if first:
         groups = " ".join(f"{group:>9}" for group in outcome.gradients)
         print(f"{'layout':<27} {'loss':>7} {'norm':>7} {groups}  referee  tokens")
+    # The control passes if its deliberate error was found.
     if outcome.control:
         verdict = "caught" if outcome.passed else "NOT CAUGHT"
     else:
         verdict = "pass" if outcome.passed else f"FAIL: above {outcome.bound:.0e}"
     losses = f"{outcome.loss:>7.1e} {outcome.grad_norm:>7.1e}"
     groups = " ".join(f"{difference:>9.1e}" for difference in outcome.gradients.values())
+    # Accelerate's run, a second opinion beside plain torch. It exists in fp32 only.
     referee = "" if outcome.referee is None else f"{outcome.referee:.1e}"
     tokens = "same" if outcome.tokens else "DIFFER"
     row = f"{outcome.layout:<27} {losses} {groups}  {referee:>7}  {tokens:<6}  {verdict}"

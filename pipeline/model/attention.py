@@ -33,7 +33,7 @@ class Scoring(NamedTuple):
     """How q·k becomes a score, apart from the mask."""
 
     scale: float
-    softcap: float | None = None
+    softcap: float | None = None  # Gemma 2 (arXiv 2408.00118)
 
 
 def make_mask(
@@ -51,9 +51,10 @@ def make_mask(
     if window is not None and window >= keys:
         window = None
     per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
+    # SDPA has a causal mask of its own, and a single query at the end sees every key.
     if not flex and window is None and not per_row and queries in (keys, 1):
         return None
-    past = keys - queries
+    past = keys - queries  # tokens in the cache
 
     # FlexAttention traces this function; it must not branch on the values of tensors.
     def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -63,6 +64,7 @@ def make_mask(
         if documents_BK is not None:
             seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
         if padding_B is not None:
+            # Padding sees itself: a softmax over no key at all would be NaN.
             seen = seen & ((k >= padding_B[b]) | (k == q + past))
         return seen
 
@@ -89,6 +91,7 @@ def attend(
     if isinstance(mask, BlockMask):
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
     if scoring.softcap is not None or sinks_H is not None:
+        # SDPA has neither. This is for CPUs and decoding; training on a GPU uses FlexAttention.
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
     # One query at the end of the cache sees every key: no mask, and not "causal" to SDPA.
     causal = False
@@ -357,6 +360,7 @@ class LatentAttention(nn.Module):
         q_rope = rotate(q_rope, table)
         k_rope = rotate(k_rope.unsqueeze(2), table)
         if cache is None:
+            # Training: make the keys and values of every head, for the fast kernels.
             kv_BSHE = self.kv_up(latent_BSR).unflatten(-1, (c.heads, c.nope_dim + c.v_dim))
             k_nope, v_BSHE = kv_BSHE.split((c.nope_dim, c.v_dim), dim=-1)
             # All heads share the rotated part of the key.
@@ -365,6 +369,7 @@ class LatentAttention(nn.Module):
             q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHE))
             y_BHSE = self.sequence.attend(q, k, v, self.scoring, mask, bias, self.sinks)
         else:
+            # Decoding: the cache has kv_rank + rope_dim numbers per token for all heads together.
             latent_BKR, k_rope = cache.append(latent_BSR, k_rope.squeeze(2))
             up_HER = self.kv_up.weight.view(c.heads, c.nope_dim + c.v_dim, c.kv_rank)
             key_HDR, value_HER = torch.split(up_HER, [c.nope_dim, c.v_dim], dim=1)

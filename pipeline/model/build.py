@@ -53,6 +53,7 @@ class _SkipInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
+            # These functions return the tensor that they fill. Here it stays as it is.
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
 
@@ -103,7 +104,7 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
             else:
                 drawn.append(pool.submit(_normal, parameter, std, key))
         for each in drawn:
-            each.result()
+            each.result()  # raises what its thread raised
     if cfg.placement == "deepnorm":
         for name, parameter in model.named_parameters():
             if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
@@ -129,6 +130,7 @@ def _std(name: str, cfg: Model) -> float:
 def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
     match cfg:
         case GQA():
+            # The fused projection has queries, keys and values in this order.
             return fused[-cfg.kv_heads * cfg.head_dim :]
         case MLA():
             return fused.view(cfg.heads, cfg.nope_dim + cfg.v_dim, -1)[:, cfg.nope_dim :]

@@ -39,8 +39,10 @@ def stream(
     device = model.embedding.weight.device
     longest = _longest(model, prompts, most)
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
+    # Allocated once for the prompt and every new token, so it never grows.
     cache = Cache(len(model.blocks), longest + most, padding_B if padding_B.any() else None)
     # any odd constant would do: rows need different seeds
     seeds = [sampling.seed + 0x9E3779B9 * row for row in range(len(prompts))]
@@ -84,9 +86,11 @@ def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     chance = logits.softmax(-1)
     # the smallest set of likeliest tokens whose chances reach top_p; it always holds the first
     chance = torch.where(chance.cumsum(-1) - chance < sampling.top_p, chance, 0.0)
+    # With top_p=0 no token would be left.
     chance[:, 0] = chance[:, 0].clamp(min=1e-30)
     reached = chance.cumsum(-1)
     uniform = torch.stack([torch.rand((), generator=each) for each in generators])
+    # Invert the cumulative distribution: one uniform number per row, whatever the batch.
     place = torch.searchsorted(reached, uniform.unsqueeze(1) * reached[:, -1:], right=True)
     return order.gather(1, place.clamp(max=int(chance.shape[1]) - 1)).squeeze(1)
 

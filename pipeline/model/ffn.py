@@ -22,13 +22,14 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
         case "relu":
             return F.relu(x)
         case "relu2":
-            return F.relu(x).square()
+            return F.relu(x).square()  # Primer (arXiv 2109.08668)
         case "gelu":
             return F.gelu(x)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
         case "silu":
             return F.silu(x)
+        # The gated kinds are those of arXiv 2002.05202.
         case "swiglu":
             return F.silu(gate) * x
         case "geglu":

@@ -1,4 +1,4 @@
-"""Norms, and where they stand around a layer. Reductions run in fp32 whatever the input dtype.
+"""Norms, and where they are placed around a layer. Reductions run in fp32 whatever the input dtype.
 
 The output of a layer is not added to the residual stream at once. It travels beside the stream as
 `pending`, and the next norm that reads the stream adds it, in one pass on a GPU.
@@ -64,6 +64,7 @@ def make_norm(width: int, cfg: Norm) -> nn.Module:
 
 def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
     """A norm to be called through `add_and_norm`."""
+    # The fused kernel exists for RMSNorm only.
     return StreamNorm(width, cfg.eps) if cfg.kind == "rmsnorm" else make_norm(width, cfg)
 
 
@@ -83,6 +84,8 @@ class Placement(NamedTuple):
     after: bool = False  # norm of the stream after the output is added
 
 
+# pre: GPT-2 and most later models. post: the first transformer. sandwich: Gemma 2. deepnorm: post
+# with a scaled stream, for very deep models.
 PLACEMENTS = {
     "pre": Placement(before=True),
     "post": Placement(after=True),
@@ -110,6 +113,7 @@ class Residual(nn.Module):
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream, and what is pending, after the layer returned y."""
         y = self.inside(y)
+        # A product with 1 would still be a pass over the stream.
         y = y if self.output_scale == 1 else self.output_scale * y
         # A norm after the sum needs the sum now; otherwise the next reader adds it.
         if isinstance(self.after, nn.Identity):

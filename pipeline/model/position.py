@@ -42,7 +42,7 @@ def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, flo
         case None:
             return frequencies, 1.0
         case Linear():
-            return frequencies / scaling.factor, 1.0
+            return frequencies / scaling.factor, 1.0  # arXiv 2306.15595
         case NTK():  # the slowest pair turns as under linear scaling, the fastest as without
             return (cfg.theta * scaling.factor ** (dim / (dim - 2))) ** -exponents, 1.0
         case Llama3():  # pairs with many turns in the original length stay, others slow down
@@ -88,6 +88,7 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
     Beyond a power of two, the other heads use every second slope of the next power, as the authors
     do."""
     power = 2 ** math.floor(math.log2(heads))
+    # For eight heads 1/2, 1/4, …, 1/256.
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
     return -torch.tensor(slopes, device=distance_QK.device)[:, None, None] * distance_QK
@@ -107,5 +108,6 @@ class DistanceBias(nn.Module):
         far = torch.log(distance_QK.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
         # The last bucket holds everything beyond max_distance.
         bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
+        # Keys in the future get bucket 0; the mask hides them.
         bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
         return self.weight[bucket].permute(2, 0, 1)

@@ -34,6 +34,7 @@ def recomputed(part: Callable[..., T], *inputs: object, on: bool) -> T:
     """Call part of the model; if `on`, keep only its inputs and run it again in the backward."""
     if not on:
         return part(*inputs)
+    # The reentrant form would need an input that has a gradient.
     out: T = torch.utils.checkpoint.checkpoint(part, *inputs, use_reentrant=False)
     return out
 
@@ -51,7 +52,7 @@ class Block(nn.Module):
         self.ffn = ffn
         self.recompute = recompute
         self.at_attention = Residual(cfg)
-        self.at_ffn = None if cfg.parallel_block else Residual(cfg)
+        self.at_ffn = None if cfg.parallel_block else Residual(cfg)  # GPT-J, PaLM
 
     def forward(
         self,
@@ -148,6 +149,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
         self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
+        # Only blocks that norm their input leave a stream that still has to be normed.
         before = PLACEMENTS[cfg.placement].before
         self.norm = make_stream_norm(cfg.width, cfg.norm) if before else nn.Identity()
         self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
@@ -171,6 +173,7 @@ class Decoder(nn.Module):
 
         With documents, a token attends within its own and positions restart in each. With a cache,
         the tokens follow those in it, and only the logits of the last token are returned."""
+        # Positions, masks and biases are computed once and shared by all layers.
         places, context = self._context(tokens_BS, documents_BS, cache)
         x_BSW = self._embed(tokens_BS, places)
         pending: Tensor | None = None
@@ -191,6 +194,7 @@ class Decoder(nn.Module):
         out: Tensor | Losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
         if targets_BS is None or isinstance(out, Tensor):
             return out
+        # Training adds the losses of further tokens and of the routers. `nll` stays the plain loss.
         total = out.total
         if self.training and self.cfg.mtp:
             total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
@@ -222,6 +226,7 @@ class Decoder(nn.Module):
             targets_BS = torch.where(targets_BS < 0, IGNORED, further_BS)
             x_BSW, h_BSW = add_and_norm(cast(nn.Module, ahead.norm), x_BSW, pending)
             losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
+            # The mean over the extra tokens; DeepSeek-V3 weights it by 0.3, and later by 0.1.
             total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
             routings.append(routing)
         return total
@@ -251,6 +256,7 @@ class Decoder(nn.Module):
         padding_B = None if cache is None else cache.padding_B
         places = torch.arange(past, past + queries, device=device)
         if padding_B is not None:
+            # The first real token of a row has position 0, as in training.
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
             # A position counts from the last start of a document at or before it.

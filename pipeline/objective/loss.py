@@ -33,9 +33,10 @@ def eager_terms(
     logits_TV_fp32 = logits_TV.float()
     top_T1, at_T1 = logits_TV_fp32.max(dim=-1, keepdim=True)
     grad_TV = logits_TV_fp32.softmax(dim=-1)
-    # the softmax of the largest logit is at least 1/V, so its log is safe
+    # The softmax of the largest logit is at least 1/V, so its log is safe.
     lse_T = (top_T1 - grad_TV.gather(1, at_T1).log()).squeeze(1)
     picked_T = logits_TV_fp32.gather(1, targets_T[:, None]).squeeze(1)
+    # The gradient of nll + z_loss·lse² is softmax·(1 + 2·z_loss·lse), less 1 at the target.
     grad_TV.mul_((share_T * (1 + 2 * z_loss * lse_T))[:, None])
     grad_TV.scatter_add_(1, targets_T[:, None], -share_T[:, None])
     nll = ((lse_T - picked_T) * share_T).sum()
@@ -82,13 +83,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(grad_w, grad.T, h_TW[part])
         if grad_h is not None and grad_w is not None:
             ctx.save_for_backward(grad_h, grad_w.to(weight_VW.dtype))
+        # Training minimizes the first output. The second one is logged.
         ctx.mark_non_differentiable(nll)
         return nll + z_loss * z, nll
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
-        # slower with `*` on each
+        # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
         grad_h, grad_w = torch._foreach_mul(ctx.saved_tensors, scale)
         return grad_h, grad_w, None, None, None, None
 

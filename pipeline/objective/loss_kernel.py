@@ -19,7 +19,7 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, BLOCK: tl.
     picked = tl.load(logits + row * V + target).to(tl.float32)
     top = -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
-    # the largest logit so far and, lane by lane, the sum of e^(logit - largest)
+    # First pass: the largest logit so far and, per lane, the sum of e^(logit - largest).
     for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
@@ -28,7 +28,8 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, BLOCK: tl.
         total = total * tl.exp(top - above) + tl.exp(x - above)
         top = above
     lse = top + tl.log(tl.sum(total, 0))
-    for start in range(0, V, BLOCK):  # the second reading comes from the cache
+    # Second pass: the gradient replaces the logits, which now come from the cache.
+    for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
         x = x.to(tl.float32)
@@ -46,6 +47,7 @@ def cross_entropy(
 
     Where the vocabulary is no power of two, the compiler's kernel takes twice as long."""
     nll, z = share_T.new_empty(2, len(share_T))
+    # Blocks of 8,192 take 344 µs, of 4,096 377 µs, of 16,384 512 µs (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](
         logits_TV, targets_T, share_T, nll, z, logits_TV.shape[1], z_loss, BLOCK=8192, num_warps=8
     )

@@ -45,6 +45,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
             group |= {"moe": True, "name": expert_group}
         key = (expert_group, no_decay, -scale)
         groups.setdefault(key, group)["params"].append(parameter)
+    # Sorted, so that every rank and every start has the groups in the same order.
     return [groups[key] for key in sorted(groups)]
 
 

@@ -47,6 +47,7 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     experts = None
     if isinstance(config.model.ffn, MoE) and ep > 1:
         share = config.model.ffn.experts // ep
+        # Consecutive ranks form a group, in which each has other experts (expert.py).
         first = world.rank % ep * share
         experts = range(first, first + share)
     model = build_model(

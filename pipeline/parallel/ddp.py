@@ -66,6 +66,8 @@ class DDPEngine:
             with self.clock("forward"):
                 losses: Losses = self._model(*micro)
             with self.clock("backward"):
+                # Without no_sync DDP reduces after every micro-batch. That is slow, and correct:
+                # what has been averaged before stays the same on every rank.
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
@@ -100,6 +102,7 @@ class DDPEngine:
         return LocalTensors([*self._model.buffers(), *parameters], [], gradients)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
+        # Every rank has a copy of everything, so each saves an equal share.
         replica = (self._world.rank, self._world.size)
         pieces = [
             Piece(name, p, p, 0, 0, p.numel(), replica)

@@ -42,6 +42,7 @@ class AllToAll:
         self._ranks = group.size()
         self._experts = experts
 
+    # One graph break around the layer's exchange, instead of one at every host read.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
@@ -51,6 +52,7 @@ class AllToAll:
             return self._padded(x_TW, choice.weights_TK, slots_N, choice.capacity, run, beside)
         order_N, home_N = sort_by_expert(choice.experts_TK)
         rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])
+        # Each rank first learns how many rows will arrive for each of its experts.
         load_E = choice.load_E.long()
         load_PE = torch.empty_like(load_E)  # rows that each rank sends to each expert of ours
         dist.all_to_all_single(load_PE, load_E, group=self._group)
@@ -65,6 +67,7 @@ class AllToAll:
         by_expert, by_sender = sort_by_expert(
             local.repeat_interleave(load_PE.flatten(), output_size=sum(arriving))
         )
+        # Run the local experts, then send the rows back the way they came.
         done_MW = run(permute_rows(rows_MW, by_expert, by_sender), load_PE.sum(0))
         done_MW = permute_rows(done_MW, by_sender, by_expert)
         back_NW, wait = _exchange(done_MW, sent, arriving, self._group)
@@ -84,6 +87,7 @@ class AllToAll:
         tokens, top_k = weights_TK.shape
         slots = self._experts * capacity
         share = self._experts // self._ranks
+        # The row in each slot. One past the last row marks an empty slot, which travels as zeros.
         rows_S = slots_N.new_full((slots + 1,), tokens * top_k)
         rows = torch.arange(tokens * top_k, device=x_TW.device)
         rows_S = rows_S.scatter_(0, slots_N, rows)[:slots]  # the last slot is for dropped rows
@@ -91,6 +95,7 @@ class AllToAll:
         sizes = [slots // self._ranks] * self._ranks
         there_SW, wait = _exchange(move_rows(rows_NW, rows_S, slots_N), sizes, sizes, self._group)
         extra_TW = None if beside is None else beside()
+        # From (sender, expert, slot) to (expert, sender, slot), as the grouped matmul needs them.
         by_expert = (
             wait(there_SW).view(self._ranks, share, capacity, -1).transpose(0, 1).flatten(0, 2)
         )
@@ -175,6 +180,7 @@ class _AnnouncedLayer(MixtureOfExperts, auto_ep_layer.AutoEPMoELayer):  # type: 
     """
 
     def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:
+        # DeepSpeed calls this for every layer. The groups are created once.
         if self.ep_group_name not in groups._get_expert_parallel_group_dict():
             groups._create_expert_and_data_parallel(self.ep_size)
         group = groups._get_expert_parallel_group(self.ep_group_name)
@@ -193,6 +199,7 @@ def announce(model: nn.Module, ep: int) -> None:
         announced.ep_size = ep
         announced.ep_group_name = name
         for parameter in announced.experts.parameters():
+            # Reduce over the ranks with the same experts, not over the world.
             parameter.allreduce = False
             parameter.group_name = name
             parameter.ds_zero_placement_family = "autoep_expert"

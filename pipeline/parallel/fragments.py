@@ -64,6 +64,7 @@ def state(
 
 def buffers(module: nn.Module, replica: tuple[int, int], *, share: bool) -> Iterator[Fragment]:
     """Yield the persistent buffers, which are the same on every rank."""
+    # With duplicates: the state dict lists a tied head under both of its names.
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name not in parameters:

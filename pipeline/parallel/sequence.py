@@ -51,8 +51,10 @@ class SharedSequence(Sequence):
 
 def share_sequences(model: nn.Module, sp: int) -> None:
     """Give every module that depends on tokens or heads its part; every rank calls it."""
+    # Consecutive ranks, so that heads travel within a node where possible.
     group, _ = dist.new_subgroups(sp)  # type: ignore[no-untyped-call]
     sequence = SharedSequence(group)
+    # Replaces the placeholder of model/attention.py, which works on whole rows.
     for module in model.modules():
         if hasattr(module, "sequence"):
             module.sequence = sequence  # type: ignore[assignment]

@@ -43,7 +43,7 @@ class World:
                     f"LOCAL_RANK={local}, but this node has {gpus} GPUs; start one process per GPU"
                 )
             device = torch.device("cuda", local)
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device)  # NCCL and Triton use the current device
         return cls(rank=int(env.get("RANK", 0)), size=int(env.get("WORLD_SIZE", 1)), device=device)
 
     @property
@@ -65,6 +65,7 @@ class World:
         """Copy numbers to the device, in fp64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.device.type == "cuda":
+            # A copy from ordinary memory would wait for the device.
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
@@ -89,6 +90,7 @@ class World:
 
         With `every`, compare ranks whose numbers are equal modulo `every`.
         """
+        # Each residue has a row. Ranks leave the rows of others at the minimum, which never wins.
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
         # One maximum gives both ends: the largest complement is that of the smallest value.
         both[self.rank % every] = torch.cat((values, ~values))
@@ -124,9 +126,9 @@ def join(world: World, env: Mapping[str, str]) -> None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = None  # started by the user's own torchrun, which serves the store: env:// finds it
     elif world.size == 1:
-        store = HashStore()
+        store = HashStore()  # in memory: no port and no file
     elif STORE in env:
-        store = FileStore(env[STORE], world.size)
+        store = FileStore(env[STORE], world.size)  # one node: nothing listens on a port
     else:
         store = _network_store(world, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
     dist.init_process_group(

@@ -24,9 +24,10 @@ _GIB = 2**30
 
 
 def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
-    """Every number of a run on so many ranks, whatever their memory."""
+    """Resolve every setting for this number of ranks, without checking their memory."""
     found, change = faults(spec, ranks, gpu=gpu)
     if found:
+        # Two kinds of remedies: other settings on these ranks, or these settings on more ranks.
         more = _more_ranks(spec, ranks, change, gpu=gpu)
         also = f", or {more} ranks" if more else ""
         raise ConfigError(f"{'; '.join(found)}; try {flags(change, short=False)}{also}")
@@ -37,7 +38,7 @@ def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
 
 
 def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
-    """What is wrong with a layout, and the nearest settings with which nothing is."""
+    """Return what is wrong with a layout, and the nearest settings that fix it."""
     found: list[str] = []
     change: Change = {}
     here = spec.parallel
@@ -46,7 +47,7 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     ddp = here.engine == "accelerate"
     if ddp and least:  # DDP keeps whole copies
         found.append("engine accelerate has no shards for parallel.offload to move")
-        ddp = False
+        ddp = False  # the checks below assume the remedy
         change["engine"] = "deepspeed"
     if here.zero != "auto" and here.zero < least:
         found.append(f"parallel.offload needs the shards of ZeRO-{least}, not zero={here.zero}")
@@ -59,6 +60,7 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
         found.append("train.compile=true with routed experts needs train.dtype=bf16")
         change["train.compile"] = False
     _check_degrees(spec, ranks, ddp, found, change)
+    # Ranks that share a sequence read the same rows, so together they are one reader.
     _check_batch(spec, ranks // int(change.get("sp", here.sp)), found, change)
     return found, change
 
@@ -86,6 +88,7 @@ def _check_degrees(spec: RunSpec, ranks: int, ddp: bool, found: list[str], chang
 
 
 def _nearest_of(numbers: list[int], wanted: int) -> int:
+    # By ratio: 8 is nearer to 6 than 4 is.
     return min(numbers, key=lambda n: abs(math.log(n / wanted)))
 
 
@@ -108,7 +111,7 @@ def _check_batch(spec: RunSpec, readers: int, found: list[str], change: Change) 
 
 
 def _more_ranks(spec: RunSpec, ranks: int, change: Change, *, gpu: bool) -> int | None:
-    """The next number of ranks on which nothing is wrong, if only ep or sp did not divide them."""
+    """Return the next larger number of ranks that works, if only ep or sp did not divide them."""
     if list(change) not in (["ep"], ["sp"]):
         return None
     asked = spec.parallel.sp if "sp" in change else spec.parallel.ep
@@ -133,8 +136,8 @@ def check_one_micro_batch(spec: RunSpec, chosen: int | None = None) -> None:
 def widen_micro_batch(
     config: RunConfig, ranks: int, device: DeviceMemory, below: int | None = None
 ) -> tuple[RunConfig, str]:
-    """Take the largest micro-batch that is worth a trial, `below` one that failed, and say why."""
-    # In a shared memory no trial is risked, and each rank gets an equal part.
+    """Choose the largest micro-batch worth a trial, `below` one that failed; explain the choice."""
+    # If ranks share a memory, no trial is risked, and each rank gets an equal part.
     shares = ranks if device.shared else 1
     margin = 1.0 if device.shared else 1 - MEMORY_ERROR
     here = (device.memory_bytes or math.inf) / shares
@@ -203,6 +206,7 @@ class _Search:
     def accepts(self, spec: RunSpec, ranks: int, change: Change) -> bool:
         if self.resized and "size" in change:
             spec = self.resized(str(change["size"]))
+        # Plan the whole run again: with the change, "auto" may choose other numbers.
         tried = self.attempt(changed(spec, change), int(change.get("nproc", ranks)))
         return not tried.faults and self.device.fits(tried.config, tried.layout)
 
@@ -213,6 +217,7 @@ class _Search:
         if not self.device.shared:
             tried = self.attempt(spec, ranks)
             for layout in enough_gpus(tried.config, tried.layout.ranks, self.device):
+                # No layout has a micro-batch of -1, so the change always names it.
                 change = layout.change(replace(tried.layout, micro_batch=-1))
                 yield {**tried.change, **change, "nproc": layout.ranks}
         if self.resized is None:
@@ -300,12 +305,13 @@ def fit_to_devices(
     resized: Resized | None = None,
     fewest: int | None = None,
 ) -> tuple[RunConfig, str]:
-    """Every number for so many ranks and how the layout was chosen; or a refusal that names the
-    nearest settings that are not refused. A run that continues has to `keep` its batch. A job may
-    start on the `fewest` ranks."""
+    """Resolve every setting for these ranks and explain the layout. If that is impossible, raise an
+    error that names the nearest settings that work. A run that continues has to `keep` its batch.
+    A job may start on the `fewest` ranks."""
     search = _Search(device, keep, resized)
     planned = None if keep else _plan_layout(spec, ranks, device, fewest)
     if planned is not None:
+        # Compared with an impossible layout, so that zero, ep and the micro-batch are all set.
         spec = changed(spec, planned.layout.change(Layout(ranks, zero=-1, ep=-1, micro_batch=-1)))
     tried = search.attempt(spec, ranks)
     found = tried.faults
@@ -349,7 +355,7 @@ def _plan_layout(
     if not known or faults(spec, ranks, gpu=True)[0]:
         return None
     config = fill(spec, ranks, gpu=True)
-    # The device that is here may have less than that of the cluster file.
+    # The local device may have less memory than the cluster file says.
     have = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
     if have < math.inf:
         config = changed(config, {"cluster.memory_bytes": have})

@@ -58,6 +58,7 @@ def params(model: Model) -> Params:
     layers = [layer_params(model, layer) for layer in range(model.layers)]
     attention = sum(each.attention + each.vectors for each in layers)
     ffn = sum(each.ffn for each in layers)
+    # With a norm after each layer, the stream leaves the last block already normed.
     final_norm = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
     norm = sum(each.norm for each in layers) + final_norm
     embedding = model.vocab * model.width
@@ -67,7 +68,7 @@ def params(model: Model) -> Params:
     extra = layers[-1]
     joint = 2 * model.width**2 + 3 * _norm(model, model.width)
     mtp = model.mtp * (joint + extra.total)
-    idle = sum(each.ffn - each.ffn_active for each in layers)
+    idle = sum(each.ffn - each.ffn_active for each in layers)  # experts not chosen
     blocks = attention + ffn + norm - idle
     return Params(
         embedding=embedding,
@@ -79,7 +80,7 @@ def params(model: Model) -> Params:
         mtp=mtp,
         experts=sum(each.experts for each in layers) + model.mtp * extra.experts,
         active=embedding + position + head + blocks,
-        scaling=blocks + embedding,
+        scaling=blocks + embedding,  # the head has the embedding's shape, tied or not
     )
 
 
@@ -106,9 +107,11 @@ def layer_params(model: Model, layer: int) -> LayerParams:
 @lru_cache(maxsize=256)
 def _layer_params(model: Model, routed: bool) -> LayerParams:
     attention, vectors, inner_norms = _attention(model)
+    # Norms of the model's width per block.
     outer = {"pre": 1 if model.parallel_block else 2, "post": 2, "sandwich": 4, "deepnorm": 2}
     norm = outer[model.placement] * _norm(model, model.width) + inner_norms
     f = model.ffn
+    # Gate, up and down projections, or up and down without a gate.
     per_hidden = (3 if f.gated else 2) * model.width
     if routed:
         assert isinstance(f, MoE)
@@ -147,6 +150,7 @@ def _attention(model: Model) -> tuple[int, int, int]:
         case MLA():
             q = a.heads * a.score_dim
             queries = width * q if a.q_rank is None else a.q_rank * (width + q)
+            # Down to the latent and the shared rotated key, then up to each head's key and value.
             latent = width * (a.kv_rank + a.rope_dim) + a.kv_rank * a.heads * (a.nope_dim + a.v_dim)
             norms = _norm(model, a.kv_rank) + (0 if a.q_rank is None else _norm(model, a.q_rank))
             return queries + latent + a.heads * a.v_dim * width, sinks, norms
@@ -189,6 +193,7 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
     again = 0
     if recompute is True:
+        # One more forward pass, which is a third of forward and backward.
         again = 2 * blocks + attention // 3
     elif recompute == "selective":
         again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
@@ -210,4 +215,5 @@ def _scores(model: Model, layer: int) -> int:
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
+    # The i-th query sees min(i, window) keys, on average window·(2·seq − window) / (2·seq).
     return 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

@@ -37,6 +37,7 @@ class Layout:
 
     def change(self, before: "Layout | None" = None) -> Change:
         """The settings that differ from another layout, or from the defaults."""
+        # -1 equals no value: zero and micro_batch, which default to "auto", are always listed.
         before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
         keys = {
             "zero": "zero",
@@ -90,7 +91,7 @@ def model_memory(
     """ZeRO shards the optimizer at stage 1, gradients at 2, weights at 3. Below that a rank holds
     everything, except for experts, of which it holds one part in `ep`. Of a sequence's activations
     it holds one part in `sp`. A step of one micro-batch does not `accumulate`. With `offload`, the
-    optimizer's states are held and updated elsewhere."""
+    optimizer's states are stored and updated elsewhere."""
     count = params(model)
     size = BYTES[dtype]
     tokens = micro_batch * model.seq // sp
@@ -104,6 +105,7 @@ def model_memory(
     master = 0 if dtype == "fp32" and zero == 0 else 4
     gradients = held(size, sharded=zero >= 2)
     part = held(size, sharded=zero >= 1)
+    # Stage 2 collects the gradients of one block; stage 3 also its weights and the next block's.
     gathered = (0, 0, 1, 3)[zero] * _largest_block(model, ep) * size if ranks > 1 else 0
     kept, largest = _activations(model, recompute)
     first_block = gathered + tokens * largest * size  # the last one that the backward pass reaches
@@ -116,7 +118,7 @@ def model_memory(
         weights=held(size, sharded=zero >= 3),
         # ZeRO-3 allocates them at the start.
         gradients=gradients if accumulate or zero == 3 else 0,
-        optimizer=0 if offload else held(master + 8, sharded=zero >= 1),
+        optimizer=0 if offload else held(master + 8, sharded=zero >= 1),  # 8: both moments
         gathered=gathered,
         activations=tokens * kept * size,
         # Logits, their fp32 copy and gradient, and the head's fp32 gradient.

@@ -1,6 +1,6 @@
 """Numbers that follow from the size: `fill` turns a RunSpec into a RunConfig.
 
-The sources stand beside each default in configs/base.toml. N here is the active non-embedding
+The sources are listed beside each default in configs/base.toml. N here is the active non-embedding
 parameters, as in OLMo-core's ladder.
 """
 
@@ -105,6 +105,7 @@ def lr(n: float, tokens_per_param: float) -> float:
 
 
 def _warmup(n: int, steps: int, batch: int) -> int:
+    # One token per parameter (OLMo-core's ladder), at most a tenth of the run.
     return max(1, min(n // batch, 2000, steps // 10))
 
 
@@ -122,6 +123,7 @@ def batch_tokens(spec: RunSpec, readers: int) -> int:
 def _rows(n: float, seq: int) -> int:
     """The nearest 2^k or 3·2^k, at least 8. Such a batch divides evenly over most world sizes, so
     they all train the same one."""
+    # OLMo-core's ladder: 160 rows of 2,048 tokens at 108M parameters.
     rows = 2048 * 160 * (n / _N0) ** (2 / 3) / seq
     # 24 doublings are 400 million sequences.
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
@@ -138,6 +140,7 @@ def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
             spec.model, dtype=dtype, zero=1, ranks=1, micro_batch=1, loss_chunk=1, sp=sp
         )
         most = max(most, _KEPT_BYTES // one.activations)
+    # A divisor, so that all micro-batches of a step have the same size.
     return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)
 
 

@@ -21,7 +21,7 @@ from pipeline.planner.memory import USABLE, Layout, Memory, memory, model_memory
 
 # Measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
-BLOCK_S = 2e-4  # that the device idles per block and micro-batch: 1.6% of the step
+BLOCK_S = 2e-4  # idle time of the device per block and micro-batch: 1.6% of the step
 UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms
 # Fitted to 117 published dense runs together with the rates of configs/cluster.
 HOP_S = 8e-6  # latency of a ring, per collective and rank
@@ -118,8 +118,8 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
 
 
 def _groups(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:
-    """Parameters that a rank answers for and the ranks it shares them with. Of experts it has fewer
-    by ep."""
+    """Yield the parameters of a rank and how many ranks share them: first those outside of
+    experts, then its share of the experts."""
     count = params(model)
     yield count.total - count.experts, layout.ranks
     if count.experts:
