@@ -12,13 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 25_600  # the goal is 17,000
+LINES = 25_910  # the goal is 17,000
 FILES = 130  # the goal is 115
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
 PACKED_PER_1000_LINES = 4.0
-COMMENT_SHARE = 0.059  # the goal is 0.07
+COMMENT_SHARE = 0.07
 TEST_LINES = 14_600  # the goal is 9,000
 
 
