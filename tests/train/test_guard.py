@@ -167,7 +167,7 @@ def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_sav
         (run / "checkpoints" / stray).mkdir()
     assert faults.note(RunDir(run), 1)["saved"] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(RunError, match=r"3 checkpoints need .* are free; make room"):
+    with pytest.raises(RunError, match=r"3 checkpoints need .* are free"):
         plan_run(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
 
 
