@@ -7,7 +7,8 @@ LAUNCH := $(BIN)/launch
 # The demo runs on CPUs: its ladder takes seconds, not hours.
 DATA   := data/demo
 RUNS   := runs/demo
-SIZES  := tiny 500k 1m
+# The run that is forecast from the ladder: several times its largest compute.
+LARGER := 500k
 
 .PHONY: demo picture quick test gpu-test attack check install system clean help
 
@@ -35,14 +36,15 @@ system:  ## install the Debian packages that the tests use: a browser and SLURM
 
 # ── the main job ─────────────────────────────────────────────────────────────────────────────────
 
-demo: install  ## corpus, three sizes, a fitted law and the page, in minutes
+demo: install  ## corpus, a ladder, a law, a forecast, the larger run and its score, in minutes
 	$(LAUNCH) data prepare --source python --out $(DATA) --vocab-size 1024 --valid-share 0.05
-	@set -e; for size in $(SIZES); do \
-	  echo; echo "+ launch pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume"; \
-	  $(LAUNCH) pretrain --size $$size --data $(DATA) --config configs/scaling/demo.toml --nproc 2 --out $(RUNS)/$$size --resume; \
-	done
+	$(LAUNCH) sweep run cpu --data $(DATA) --jobs 2 --out $(RUNS)
 	$(LAUNCH) fit --runs $(RUNS)
+	@# The forecast is registered once, before the run it is about: a second `make demo` keeps it.
+	[ -e $(RUNS)/forecast.json ] || { $(LAUNCH) forecast --runs $(RUNS) --size $(LARGER) --tokens 1048576 --register --json > $(RUNS)/forecast.part && mv $(RUNS)/forecast.part $(RUNS)/forecast.json; }
+	$(BIN)/$$($(BIN)/python -c 'import json; print(json.load(open("$(RUNS)/forecast.json"))["recipe"]["command"])') --set train.eval_every=100000 --nproc 2 --out $(RUNS)/$(LARGER) --resume
 	$(LAUNCH) dashboard --runs $(RUNS) --static $(RUNS)/dashboard.html
+	$(LAUNCH) score --runs $(RUNS)
 
 picture: demo system  ## take the README's pictures of the demo's page
 	$(BIN)/python tests/browser/picture.py $(RUNS)/dashboard.html docs/images

@@ -12,8 +12,7 @@ from pipeline.errors import UserError
 
 # Every module registers its commands with the app, in the order in which --help lists them.
 MODULES = (
-    "data", "bench", "show", "pretrain", "verify", "evaluate", "generate", "convert", "jobs",
-    "law", "dashboard", "sync", "doctor",
+    "data", "bench", "show", "pretrain", "verify", "trained", "jobs", "law", "dashboard", "doctor",
 )  # fmt: skip
 MAX_MESSAGE = 400  # characters; some exceptions quote whole files
 
@@ -47,11 +46,13 @@ def mount() -> None:
     """Add the commands of every module to the app."""
     for name in MODULES:
         module = import_module(f"launch.{name}")
-        # A group of commands, such as `launch data prepare`, has its own app.
-        if name in ("data", "bench"):
-            app.add_typer(module.app, name=name)
+        if hasattr(module, "register"):
+            commands = typer.Typer()
+            module.register(commands)
         else:
-            module.register(app)
+            commands = module.app
+        # Only a group of commands, such as `launch data prepare`, has a name.
+        app.add_typer(commands, name=name if name in ("data", "bench") else None)
 
 
 def describe(error: Exception) -> tuple[str, int]:

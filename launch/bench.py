@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from launch.options import Arch, AsJson, Cluster, Settings, Size, examples
 from pipeline.errors import ConfigError, RunError
@@ -30,35 +31,32 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 
 # Name and value. They are generated and printed one by one, because a measurement takes minutes.
 Figures = Iterable[tuple[str, Any]]
-Megabytes = Annotated[int, typer.Option(min=1, help="Megabytes of the python corpus to use.")]
+Megabytes = Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")]
 CompareData = Annotated[
-    str | None,
-    typer.Option(help=f"datatrove: also its pipelines ({_DATATROVE}); takes minutes more."),
+    str | None, Option(help=f"datatrove: also its pipelines ({_DATATROVE}); takes minutes more.")
 ]
-Tenfold = Annotated[
-    bool, typer.Option("--tenfold", help="Also ten times the text; takes minutes more.")
-]
-Shards = Annotated[Path, typer.Argument(help="Directory made by `launch data prepare`.")]
+Tenfold = Annotated[bool, Option("--tenfold", help="Also ten times the text; takes minutes more.")]
+Shards = Annotated[Path, Argument(help="Directory made by `launch data prepare`.")]
 TrainData = Annotated[
-    Path | None, typer.Option(help="Prepared shards. Default: random tokens, nothing to read.")
+    Path | None, Option(help="Prepared shards. Default: random tokens, nothing to read.")
 ]
-Zero = Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 1.")]
-Parts = Annotated[bool, typer.Option(help="Also time forward, backward and optimizer separately.")]
+Zero = Annotated[int | None, Option(min=0, max=3, help="ZeRO stage. Default: 1.")]
+Parts = Annotated[bool, Option(help="Also time forward, backward and optimizer separately.")]
 Profile = Annotated[
-    bool, typer.Option("--profile", help="Print the kernels of one step, and a GPU's pauses.")
+    bool, Option("--profile", help="Print the kernels of one step, and a GPU's pauses.")
 ]
 CompareTrain = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="hf: Hugging Face's model of the same shape, in turn with ours; hf-mixed: the same "
         "with fp32 weights, as ours has; bf16: our own without fp8 (fp32 on a CPU)."
     ),
 ]
 AutoBatch = Annotated[
-    bool, typer.Option("--auto-batch", help="Find the largest micro-batch that fits, by trial.")
+    bool, Option("--auto-batch", help="Find the largest micro-batch that fits, by trial.")
 ]
 Overheads = Annotated[
-    bool, typer.Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
+    bool, Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
 ]
 
 app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
@@ -94,8 +92,8 @@ def data(
 )
 def loader(
     path: Shards,
-    rows: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens per row.")] = 2048,
+    rows: Annotated[int, Option(min=1, help="Rows per batch.")] = 8,
+    seq: Annotated[int, Option(min=1, help="Tokens per row.")] = 2048,
     as_json: AsJson = False,
 ) -> None:
     """Compare batches per second with a plain permuted gather from the same tokens."""
@@ -120,7 +118,7 @@ def train(
     size: Size = "tiny",
     arch: Arch = None,
     data: TrainData = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 3,
+    steps: Annotated[int, Option(min=1, help="Timed steps.")] = 3,
     zero: Zero = None,
     cluster: Cluster = None,
     sets: Settings = None,
@@ -221,7 +219,7 @@ def _try_smaller_batch(
     """
     from pipeline.planner.check import smaller_micro_batch
     from pipeline.process import python_module
-    from pipeline.runs.faults import out_of_memory
+    from pipeline.runs.directory import out_of_memory
 
     # torch also raises RuntimeError for wrong shapes and broken kernels. A retry cannot fix those.
     if not out_of_memory(type(error).__name__, str(error)):

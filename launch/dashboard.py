@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 TOKEN = "ISOFLOP_DASHBOARD_TOKEN"
 
 
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "launch dashboard",
+        "launch dashboard --runs runs/demo --port 8080",
+        "launch dashboard --runs runs/demo --static dashboard.html",
+    )
+)
 def dashboard(
     runs: RunsDir = None,
     experiment: Experiment = None,
@@ -101,13 +111,3 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
         typer.echo(f"{watcher.source.title} │ {url} │ Ctrl-C stops the server")
     # The server starts the watcher's thread and stops it at Ctrl-C.
     web_server(watcher, token).run(sockets=[listening])
-
-
-def register(app: typer.Typer) -> None:
-    app.command(
-        epilog=examples(
-            "launch dashboard",
-            "launch dashboard --runs runs/demo --port 8080",
-            "launch dashboard --runs runs/demo --static dashboard.html",
-        )
-    )(dashboard)

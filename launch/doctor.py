@@ -31,6 +31,8 @@ LIST_GPUS = (
 # The start of a rich tag and the mark; `_print` adds the opening bracket and the closing tag.
 MARKS = {"ok": "green]✓", "note": "yellow]•", "missing": "red]✗", "broken": "red]✗"}
 
+app = typer.Typer()
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -40,10 +42,7 @@ class Finding:
     remedy: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=examples("launch doctor", "launch doctor --json"))(doctor)
-
-
+@app.command(epilog=examples("launch doctor", "launch doctor --json"))
 def doctor(as_json: AsJson = False) -> None:
     """Check Python, packages, GPUs, tracking, SLURM, memory and disk; exit 1 if one is broken."""
     findings = []

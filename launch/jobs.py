@@ -1,4 +1,4 @@
-"""`launch status`, `logs` and `cancel`: runs in SLURM's queue and outside of it."""
+"""Look after runs: `launch status`, `logs` and `cancel`, and `launch sync` for MLflow."""
 
 import json
 import time
@@ -8,26 +8,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from launch.options import examples
+from launch.options import Quiet, examples
 from pipeline.errors import RunError
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+JsonLines = Annotated[bool, Option("--json", help="One JSON object per run.")]
+RunArgument = Annotated[Path, Argument(metavar="RUN", help="A run directory.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=examples("launch status", "launch status runs/1b --json"))(status)
-    app.command(epilog=examples("launch logs runs/1b --follow", "launch logs runs/1b --rank 3"))(
-        logs
-    )
-    app.command(epilog=examples("launch cancel runs/1b", "launch cancel runs/1b --now"))(cancel)
+app = typer.Typer()
 
 
+@app.command(epilog=examples("launch status", "launch status runs/1b --json"))
 def status(
     paths: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN…]", help="Runs or directories of runs.")
+        list[Path] | None, Argument(metavar="[RUN…]", help="Runs or directories of runs.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Print the queue state, step, loss, ETA and restarts of every run."""
     from pipeline.slurm.queue import statuses
@@ -60,14 +58,13 @@ def status(
         print("  ".join(cells).rstrip())
 
 
+@app.command(epilog=examples("launch logs runs/1b --follow", "launch logs runs/1b --rank 3"))
 def logs(
     run: RunArgument,
     rank: Annotated[
-        int | None, typer.Option(help="One process; default: the job and rank 0.", min=0)
+        int | None, Option(help="One process; default: the job and rank 0.", min=0)
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
-    ] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
     """Print the logs of a run's processes."""
     folder = run / "logs"
@@ -119,9 +116,10 @@ def _read_from(path: Path, start: int) -> bytes | None:
         return None
 
 
+@app.command(epilog=examples("launch cancel runs/1b", "launch cancel runs/1b --now"))
 def cancel(
     run: RunArgument,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait until it has saved.")] = False,
+    now: Annotated[bool, Option("--now", help="Do not wait until it has saved.")] = False,
 ) -> None:
     """End a run's job. It saves first and is not requeued; --resume --slurm continues it."""
     from pipeline.slurm import queue
@@ -135,3 +133,49 @@ def cancel(
     save = entry.state == "RUNNING" and not now
     queue.cancel(job, save=save)
     print(f"job {job} of {run}: {'asked to save and end' if save else 'cancelled'}")
+
+
+@app.command(
+    epilog=examples(
+        "launch sync runs/tiny",
+        "launch sync runs/ladder",
+        "MLFLOW_TRACKING_URI=http://HOST:5000 launch sync runs/*",
+    )
+)
+def sync(
+    run_dirs: Annotated[
+        list[Path],
+        Argument(metavar="RUN_DIR…", help="Run directories, such as runs/demo/*, or a sweep's."),
+    ],
+    wait: Annotated[
+        float, Option(help="Seconds to keep trying a server that does not answer.")
+    ] = 20.0,
+    as_json: JsonLines = False,
+    quiet: Quiet = False,
+) -> None:
+    """Send MLflow what is missing: after an outage, or for runs made without a server."""
+    from pipeline.runs.history import find_runs
+    from pipeline.track import mlflow_sync
+    from pipeline.track.mlflow_runs import read_sweep
+
+    for folder in run_dirs:
+        if not folder.is_dir():
+            raise RunError(f"run_dir={folder} is not a directory; give a run, such as runs/demo/1m")
+        # The directory of a sweep has a sweep.json, and its runs are the directories inside.
+        sweep = bool(read_sweep(folder))
+        for run_dir in find_runs(folder, depth=1) if sweep else [folder]:
+            # MLflow is a copy of the local log. Repeating this sends nothing twice.
+            fed = mlflow_sync.sync(run_dir, wait)
+            state = fed.state
+            if as_json:
+                sent = {"run_dir": str(run_dir), "records": fed.records_sent}
+                print(json.dumps(sent | {"uri": state.uri, "run_id": state.run_id}))
+            elif not quiet:
+                sent_text = f"{fed.records_sent:,} records sent"
+                print(f"{run_dir} │ {sent_text} │ run {state.run_id} at {state.uri}")
+        if sweep:
+            # The parent run in MLflow gets the points, the fit and the dashboard of all runs.
+            from launch.sweep import show_all
+
+            if fault := show_all(folder):
+                raise RunError(f"sweep={folder}: {fault}")

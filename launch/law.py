@@ -1,24 +1,19 @@
-"""`launch fit | forecast | score`: from runs to a law, and from the law to larger runs."""
+"""`launch fit | score`: from runs to a law, and from forecasts to what was measured."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from launch.options import (
-    Arch,
     AsJson,
-    Cluster,
     DropHighest,
     Experiment,
     Law,
     PointsFile,
     RunsDir,
-    Settings,
     examples,
 )
 from launch.tables import new_console, print_json, print_warnings, table
@@ -27,34 +22,14 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from pipeline.runs.history import Run
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Forecast, Ladder
+    from pipeline.scaling.predict import Ladder
     from pipeline.scaling.record import Score
-    from pipeline.scaling.study import Study
 
 Resamples = Annotated[
     int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)
 ]
 FullGrid = Annotated[
     bool, typer.Option("--full-grid", help="Start from all of Hoffmann's 4500 points.")
-]
-TargetSize = Annotated[str | None, typer.Option(help="Model size, such as 1b.")]
-Tokens = Annotated[
-    float | None,
-    typer.Option(help="Tokens; default with --size: the ladder's own number per parameter, or 20."),
-]
-Params = Annotated[
-    float | None, typer.Option(help="N, counted as in the fitted points; needs --tokens.")
-]
-Flops = Annotated[float | None, typer.Option(help="Compute; forecasts the best run it can buy.")]
-Targets = Annotated[
-    Path | None, typer.Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
-]
-Gpus = Annotated[int, typer.Option(help="GPUs, for the time it takes.", min=1)]
-Register = Annotated[
-    bool,
-    typer.Option(
-        "--register", help="Save the forecast for `launch score`; it cannot be changed later."
-    ),
 ]
 ForecastsDir = Annotated[
     Path | None,
@@ -122,113 +97,14 @@ def fit(
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)
     # The table is printed from the JSON form, so that both show the same figures.
     data = done.to_json()
+    if full_grid and done.fit.law.name != "chinchilla":
+        data["warnings"].append(
+            f"--full-grid has no effect on law={done.name}: its starts are for --law chinchilla."
+        )
     print_json(data) if as_json else _print_fit(data)
 
 
-def forecast(
-    runs: RunsDir = None,
-    experiment: Experiment = None,
-    points: PointsFile = None,
-    size: TargetSize = None,
-    tokens: Tokens = None,
-    params: Params = None,
-    flops: Flops = None,
-    targets: Targets = None,
-    arch: Arch = None,
-    sets: Settings = None,
-    gpus: Gpus = 8,
-    cluster: Cluster = None,
-    law: Law = "auto",
-    drop_highest: DropHighest = 0,
-    register: Register = False,
-    forecasts: ForecastsDir = None,
-    as_json: AsJson = False,
-) -> None:
-    """Forecast the loss of a larger run, with an interval, by the law that `launch fit` prints."""
-    from pipeline.scaling import predict, record
-    from pipeline.scaling.study import study
-    from pipeline.units import finite
-
-    rows, ladder = read_points(runs, experiment, points, law)
-    site = predict.priced(cluster) if cluster else None  # refuse before the fit
-    recipe = None
-    if size is not None and params is None and flops is None and targets is None:
-        recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
-        place: Callable[[Study], Points] = partial(predict.at_recipe, recipe=recipe, name=size)
-    else:
-        place = _place(size, tokens, params, flops, targets)
-    # Everything the user gave is valid by now; only the fit itself takes long.
-    done = study(rows.drop_highest(drop_highest), law, tested=True)
-    places = place(done)
-    made = predict.forecast(done, places)
-    data: dict[str, Any] = {
-        "law": done.name,
-        "warnings": [*done.warnings, *predict.cautions(done, places, made)],
-    }
-    if targets is None:
-        data |= vars(made[0])  # a single forecast is not wrapped in a list
-        recipe = recipe or predict.recipe_at(made[0], ladder)
-    else:
-        data["forecasts"] = [vars(one) for one in made]
-    if recipe is not None:
-        keys = ("lr", "batch_tokens", "steps", "command")
-        data["recipe"] = {key: getattr(recipe, key) for key in keys}
-    if site is not None:
-        data["cost"] = predict.cost(sum(one.C for one in made), site, gpus)
-    if register:
-        folder = forecasts or _forecasts_beside(runs, experiment, points)
-        paths = record.register(folder, made, finite(done.to_json()), now=time.time())
-        data["registered"] = [str(path) for path in paths]
-        failure = _copy_to_mlflow(paths, runs, experiment)  # the files are the record
-        if failure:
-            data["warnings"].append(failure)
-    print_json(data) if as_json else _print_forecast(data, made)
-
-
-def _place(
-    size: str | None,
-    tokens: float | None,
-    params: float | None,
-    flops: float | None,
-    targets: Path | None,
-) -> "Callable[[Study], Points]":
-    """Return a function from the law to the targets. Options are checked before the fit."""
-    import numpy as np
-
-    from pipeline.scaling import predict
-
-    # Exactly one way to name the target. No pattern matches two of them together.
-    match size, params, flops, targets:
-        case None, float(), None, None if tokens:
-            N = _above_zero("params", params)
-            return partial(predict.at_sizes, N=N, D=_above_zero("tokens", tokens))
-        case None, None, float(), None if tokens is None:
-            C = np.array([_above_zero("flops", flops)])
-            return lambda study: study.frontier(C)  # the best N and D depend on the law
-        case None, None, None, Path() if tokens is None:
-            return partial(predict.at_targets, targets=predict.read_targets(targets))
-    raise ConfigError(
-        "give one of --size S, --params N with --tokens D, --flops C or --targets FILE.csv"
-    )
-
-
-def _above_zero(key: str, value: float) -> float:
-    # NaN is refused too, because every comparison with it is false.
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
-    return value
-
-
-def _copy_to_mlflow(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
-    """Also keep forecasts in the experiment's MLflow store; return a line if that failed."""
-    from pipeline.track.mlflow_runs import keep
-
-    # By default the directory of a sweep has the name of its experiment.
-    name = experiment or (runs.resolve().name if runs else None)
-    return keep(name, forecasts=paths) if name else None
-
-
-def _forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
+def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
     if runs is None and experiment:
         runs = Path("runs") / experiment
     if runs is None:
@@ -245,7 +121,7 @@ def score(
     """Compare registered forecasts with the runs that have finished since."""
     from pipeline.scaling import record
 
-    folder = forecasts or _forecasts_beside(runs, experiment, None)
+    folder = forecasts or forecasts_beside(runs, experiment, None)
     # Raises if a file does not match its digest: a forecast is never edited.
     found = record.registered(folder)
     if not found:
@@ -278,6 +154,12 @@ def _print_fit(data: dict[str, Any]) -> None:
     # The bootstrap, or the scatter of the points around the law if --bootstrap is 0.
     errors = data["errors_from"]
     console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {errors}")
+    fitted = data["goodness"]
+    if fitted:
+        console.print(
+            f"Runs scatter {fitted['noise']:.2%} about the law with all of them alike; it explains "
+            f"{fitted['r2']:.1%} of the differences in log loss (R²)"
+        )
     # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]
     if test:
@@ -295,40 +177,11 @@ def _print_fit(data: dict[str, Any]) -> None:
     print_warnings(console, data["warnings"])
 
 
-def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
-    from pipeline.units import count, power
-
-    console = new_console()
-    columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
-    rows = []
-    for one in made:
-        # A law of compute alone has no best split into N and D.
-        best = [count(one.optimum[key]) if one.optimum else "–" for key in ("N", "D")]
-        # The fifth column is the compute over that of the largest fitted run.
-        place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
-        rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
-    console.print(table(f"forecast by {data['law']}", columns, rows))
-    for key in ("recipe", "cost"):
-        figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
-        texts = [
-            f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
-            for name, value in figures.items()
-        ]
-        if texts:
-            console.print(f"{key}: {', '.join(texts)}")
-    command = data.get("recipe", {}).get("command")
-    if command:  # on one line, so that it can be copied
-        console.print(f"train it with: {command}", markup=False, soft_wrap=True)
-    for path in data.get("registered", []):
-        console.print(f"registered: {path}", markup=False)
-    print_warnings(console, data["warnings"])
-
-
 def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     from pipeline.units import count
 
     console = new_console()
-    columns = ("run", "N", "D", "forecast", "measured", "error", "inside", "counts")
+    columns = ("run", "N", "D", "forecast", "95% interval", "measured", "error", "inside", "counts")
     # None: the run has not finished.
     yes = {True: "yes", False: "no", None: "–"}
     rows = []
@@ -338,7 +191,8 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
         late = one.counts is False  # it was no forecast any more
         counts = "no: registered after it began" if late else yes[one.counts]
         place = [one.run or "not yet", count(one.N), count(one.D), f"{one.forecast:.4f}"]
-        rows.append([*place, measured, error, yes[one.inside], counts])
+        interval = f"{one.low:.4f} … {one.high:.4f}"
+        rows.append([*place, interval, measured, error, yes[one.inside], counts])
     console.print(table("forecasts", columns, rows))
     # Late forecasts are listed but do not count.
     if so_far["counted"]:
@@ -352,6 +206,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     # A sweep makes the runs that these commands fit, so --help lists them side by side.
     from launch import sweep
+    from launch.forecast import forecast
 
     app.add_typer(sweep.app, name="sweep")
     app.command(
@@ -364,6 +219,9 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "launch forecast --runs runs/ladder --size 1b --register",
             "launch forecast --points runs.csv --flops 1e24 --json",
+            "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
+            "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
+            "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
             "launch forecast --points small.csv --targets large.csv",
         )
     )(forecast)

@@ -7,57 +7,52 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
 
 # What to train or to measure.
-Size = Annotated[str, typer.Option(help="Model size; `launch show --sizes` lists all of them.")]
+Size = Annotated[str, Option(help="Model size; `launch show --sizes` lists all of them.")]
 Arch = Annotated[
     str | None,
-    typer.Option(help="Architecture, a name in configs/arch.  [default: dense, or the size's own]"),
+    Option(help="Architecture, a name in configs/arch.  [default: dense, or the size's own]"),
 ]
-Cluster = Annotated[
-    str | None, typer.Option(help="Cluster, a name in configs/cluster or a TOML file.")
+Recipe = Annotated[
+    str | None, Option(help="Optimizer, rates and initialization, a name in configs/recipe.")
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
+ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="KEY=VALUE; overrides every other source. Repeatable."),
+    list[str] | None, Option("--set", help="KEY=VALUE; overrides every other source. Repeatable.")
 ]
 
 # A trained run.
-RunPath = Annotated[
-    Path, typer.Option("--run", help="Run directory, or one checkpoint directory in it.")
-]
+RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
 TokenizerFile = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", help="SentencePiece model, if the run's data is not here."),
+    Path | None, Option("--tokenizer", help="SentencePiece model, if the run's data is not here.")
 ]
 
 # Where runs or points are read from, and the law fitted to them.
-RunsDir = Annotated[
-    Path | None, typer.Option("--runs", help="Directory of runs, such as runs/demo.")
-]
+RunsDir = Annotated[Path | None, Option("--runs", help="Directory of runs, such as runs/demo.")]
 Experiment = Annotated[
-    str | None,
-    typer.Option(help="Experiment name: runs/NAME if it exists, otherwise the MLflow store."),
+    str | None, Option(help="Experiment name: runs/NAME if it exists, otherwise the MLflow store.")
 ]
 PointsFile = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--points",
         help="CSV with columns N, D, loss (optional: C, run, experts, unique, convention).",
     ),
 ]
 Law = Annotated[
     str,
-    typer.Option(
+    Option(
         help="auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
         "data-constrained, compute or power."
     ),
 ]
-DropHighest = Annotated[int, typer.Option(help="Leave out this many of the largest losses.", min=0)]
+DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
 
 
 def parse_path(text: str) -> Path:

@@ -2,14 +2,23 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import Arch, AsJson, Cluster, ConfigFile, Quiet, Settings, examples, parse_path
+from launch.options import (
+    Arch,
+    AsJson,
+    Cluster,
+    ConfigFile,
+    Quiet,
+    Recipe,
+    Settings,
+    examples,
+    parse_path,
+)
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -64,13 +73,14 @@ Time = Annotated[str | None, Option(help="Time limit of the job, such as 24:00:0
 DryRun = Annotated[bool, Option("--dry-run", help="Print the job instead of submitting it.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EXAMPLES)(pretrain)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
+@app.command(epilog=EXAMPLES)
 def pretrain(
     size: Size = None,
     arch: Arch = None,
+    recipe: Recipe = None,
     data: Data = None,
     out: Out = None,
     nproc: Nproc = None,
@@ -106,19 +116,18 @@ def pretrain(
     _refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
     before = out if resume else None  # the run to continue
     machine = (cluster, config, sets or (), before)  # every source of cluster settings
-    job, devices = _where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
-    ranks = job.worlds[-1] if job else nproc or _last_world(before) or max(1, devices.gpus)
+    nodes = nodes or "1" if slurm else None
+    job, devices, ranks = _where(nodes, nproc, gpus_per_node, *machine)
     length = {"steps": steps, "tokens": tokens, "flops": flops}  # at most one
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
-    over |= {"parallel": layout, "cluster": {"slurm": {"time": time}}}
+    over |= {"recipe": recipe, "parallel": layout, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume
-    )
-    request = replace(request, branch=branch, init=init)
-    if job:  # checked for its fewest nodes too
-        request = replace(request, fresh=not resume, fewest=job.worlds[0])
+        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume,
+        fresh=job is not None and not resume, fewest=job.worlds[0] if job else None,
+        branch=branch, init=init,
+    )  # fmt: skip
     planned = plan_run(request, devices)
     if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
@@ -132,17 +141,10 @@ def pretrain(
 
 def _refuse_job_options(slurm: bool, *values: Any) -> None:
     options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
-    # 0 == False, so --gpus-per-node 0 passes. It changes nothing without a job.
     for option, value in zip(options, values, strict=True):
-        if value not in (None, False) and not slurm:
+        given = value is not None and value is not False  # 0 is a value: no GPUs
+        if given and not slurm:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
-
-
-def _last_world(run: Path | None) -> int | None:
-    from pipeline.runs.directory import RunDir
-
-    # A resumed run keeps its number of processes unless the user gives another.
-    return None if run is None else RunDir(run).world
 
 
 def _given(table: dict[str, Any]) -> dict[str, Any]:
@@ -211,12 +213,10 @@ def _train(
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     """What `launch pretrain` with these arguments would submit, with the same refusals."""
     # Through the parser, so that a sweep's runs are checked like commands typed by hand.
-    alone = typer.Typer(pretty_exceptions_enable=False)
-    register(alone)
     # --dry-run with --quiet plans the job and neither prints nor submits it.
     words = [*arguments, "--slurm", "--dry-run", "--quiet"]
     # Not standalone: typer returns our value and lets our errors pass.
-    planned, nodes = typer.main.get_command(alone).main(words, standalone_mode=False)
+    planned, nodes = typer.main.get_command(app).main(words, standalone_mode=False)
     return planned, nodes
 
 
@@ -228,21 +228,25 @@ def _where(
     file: Path | None,
     sets: Sequence[str],
     run: Path | None,
-) -> "tuple[Nodes | None, Devices]":
-    """The nodes of a job and the devices of one of them, or the devices of this machine."""
+) -> "tuple[Nodes | None, Devices, int]":
+    """The nodes of a job, if it is one, the devices of one node, and the number of processes."""
     from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
 
     if nodes is None:
-        return None, Devices.here()
+        here = Devices.here()
+        # A resumed run keeps its number of processes unless the user gives another.
+        world = RunDir(run).world if run is not None else None
+        return None, here, nproc or world or max(1, here.gpus)
     # A resumed run continues on its own cluster, unless --cluster names another.
     before = RunDir(run).config if run is not None and RunDir(run).exists else None
     cluster = load_cluster(cluster_name, run=before, file=file, sets=sets)
     # One process per GPU, unless the two options say otherwise. 0 GPUs train on CPUs.
     gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
-    return Nodes.parse(nodes, nproc or max(1, gpus), gpus), Devices.of(cluster, gpus)
+    job = Nodes.parse(nodes, nproc or max(1, gpus), gpus)
+    return job, Devices.of(cluster, gpus), job.worlds[-1]
 
 
 def submit(

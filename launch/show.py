@@ -5,14 +5,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import Arch, AsJson, Cluster, ConfigFile, Settings, Size, examples
+from launch.options import Arch, AsJson, Cluster, ConfigFile, Recipe, Settings, Size, examples
 from launch.tables import new_console, print_json, table
 from pipeline.config.dump import flags
 from pipeline.config.layers import load, names
 from pipeline.config.schema import RunConfig, RunSpec
+from pipeline.config.shape import Model
 from pipeline.planner.check import enough_gpus, resolve
 from pipeline.planner.count import CONVENTION, flops_per_token, params
-from pipeline.planner.memory import DeviceMemory, Layout, checkpoint_bytes, memory
+from pipeline.planner.memory import (
+    USABLE,
+    DeviceMemory,
+    Layout,
+    checkpoint_bytes,
+    memory,
+    uses_muon,
+)
+from pipeline.planner.recipe import derived
 from pipeline.planner.speed import plan, recommend
 from pipeline.units import count
 
@@ -27,6 +36,7 @@ EXAMPLES = examples(
     "launch show --sizes",
 )
 _GIB = 2**30
+_SWITCHES = ("embedding_norm", "smear", "residual_scales", "backout")
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +46,7 @@ def register(app: typer.Typer) -> None:
 def show(
     size: Size = "1b",
     arch: Arch = None,
+    recipe: Recipe = None,
     gpus: Annotated[int, typer.Option(help="Number of GPUs.", min=1)] = 8,
     cluster: Cluster = None,
     config: ConfigFile = None,
@@ -46,7 +57,8 @@ def show(
     """Print parameters, FLOPs, recipe and memory of a size; with --cluster, times of layouts."""
 
     def loaded(name: str) -> RunSpec:
-        return load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or ())
+        over = {"recipe": recipe} if recipe else {}
+        return load(size=name, arch=arch, cluster=cluster, file=config, sets=sets or (), over=over)
 
     if sizes:
         rows = [_shape(loaded(name)) for name in names("size")]
@@ -57,7 +69,7 @@ def show(
     spec = loaded(size)
     # Planned for GPUs (bf16, compiled), also on a laptop without any.
     resolved = resolve(spec, ranks=gpus, gpu=True)
-    figures = _figures(resolved, gpus)
+    figures = _figures(resolved, gpus) | {"rules": derived(spec, resolved)}
     # Step times need rates, which a file in configs/cluster may lack.
     if resolved.cluster.rates is not None:
         figures |= _layouts(spec, resolved, gpus)
@@ -97,6 +109,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "shape": _shape(config),
         "seq": model.seq,
         "vocab": model.vocab,
+        "parts": _parts(model),
         "params": {
             **asdict(counted),
             "total": counted.total,
@@ -119,8 +132,19 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "dtype": train.dtype,
         "memory_bytes": {stage: held.figures() for stage, held in stages.items()},
         "device_memory_bytes": config.cluster.memory_bytes,  # None without --cluster
-        "checkpoint_bytes": checkpoint_bytes(model),
+        "checkpoint_bytes": checkpoint_bytes(model, muon=uses_muon(config)),
     }
+
+
+def _parts(model: Model) -> list[str]:
+    """Parts of the embedding and the stream that are on, as docs/MODELS.md names them."""
+    found = [key for key in _SWITCHES if getattr(model, key)]
+    if model.value_embeddings is not None:
+        tables = count(params(model).value_embeddings)
+        found.append(f"value_embeddings every {model.value_embeddings} layers ({tables})")
+    if model.logit_softcap is not None:
+        found.append(f"logit_softcap {model.logit_softcap:g}")
+    return found
 
 
 def _layouts(spec: RunSpec, config: RunConfig, ranks: int) -> dict[str, Any]:
@@ -172,6 +196,8 @@ def _print_one(f: dict[str, Any]) -> None:
     about.add_column(style="bold")
     about.add_row("shape", f"{size}, vocab {f['vocab']:,}, seq {f['seq']:,}")
     about.add_row("parameters", f"{counts} · {p['scaling']} as N of a fit")
+    if f["parts"]:
+        about.add_row("parts", " · ".join(f["parts"]))
     about.add_row("FLOPs/token", per_token)
     about.add_row("recipe", f"{recipe} · β2 {r['beta2']}")
     length = f"{r['steps']:,} steps · {count(r['tokens'])} tokens"
@@ -180,6 +206,9 @@ def _print_one(f: dict[str, Any]) -> None:
     out = new_console()
     out.print(f"[bold]{f['size']}[/bold] × {f['arch']}")
     out.print(about)
+    rules = [[row["key"], f"{row['value']:,.6g}", row["rule"]] for row in f["rules"]]
+    title = "settings that follow from size and length"
+    out.print(table(title, ("setting", "value", "rule"), rules))
     if "layouts" in f:
         out.print(_layout_table(f))
         out.print(_advice(f))
@@ -197,8 +226,8 @@ def _memory_table(f: dict[str, Any]) -> "Table":
     for stage, held in f["memory_bytes"].items():
         cells = [f"{value / _GIB:,.2f}" for value in held.values()]
         if have is not None:
-            # All of the device's memory; `launch pretrain` keeps 8% for driver and NCCL.
-            cells[-1] += " ✓" if held["total"] <= have else " ✗"
+            # Like `launch pretrain`, leave a share for driver and NCCL.
+            cells[-1] += " ✓" if held["total"] <= have * USABLE else " ✗"
         rows.append([stage.removeprefix("zero"), *cells])
     return table(title, ("ZeRO", *f["memory_bytes"]["zero0"]), rows)
 

@@ -5,40 +5,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from launch.options import AsJson, examples
-from launch.tables import new_console, print_json, table
+from launch.plan import Budget, Data, Earlier, File, Hours, lay_out, plan
+from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.sweep.execute import Member, Progress
-    from pipeline.sweep.grid import Planned, Sweep
+    from pipeline.sweep.grid import Sweep
 
 app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
+app.command(
+    epilog=examples(
+        "launch sweep plan isoflop",
+        "launch sweep plan configs/scaling/ladder.toml --json",
+        "launch sweep plan isoflop --budget 1e19 --points runs.csv",
+        "launch sweep plan gpu --target-size 60m",
+        "launch sweep plan --target-size 1b --width 3% --save ladder-1b.toml",
+    )
+)(plan)
 
-File = Annotated[
-    str, typer.Argument(help="Sweep file, or a shipped sweep: ladder, isoflop or synthetic.")
-]
-Budget = Annotated[
-    float | None, typer.Option(help="FLOPs for all runs together, instead of budgets.")
-]
-Hours = Annotated[float | None, typer.Option(help="Hours on the sweep's GPUs, instead of budgets.")]
-Earlier = Annotated[
-    Path | None, typer.Option("--points", help="CSV of earlier runs; their law centers the grid.")
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(help="Prepared data, instead of the sweep's `data`; sets the vocabulary."),
-]
-Mfu = Annotated[
-    float | None,
-    typer.Option(
-        help="Share of peak FLOPs, for the time, instead of the estimate.", min=0.001, max=1
-    ),
-]
 Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1)]
 Out = Annotated[
     Path | None, typer.Option(help="Directory of the runs.  [default: runs/EXPERIMENT]")
@@ -53,39 +43,6 @@ After = Annotated[
     str | None, typer.Option(help="A job that must succeed first, such as the data's.")
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Then `launch fit` the runs, in its own job.")]
-
-
-@app.command(
-    epilog=examples(
-        "launch sweep plan isoflop",
-        "launch sweep plan configs/scaling/ladder.toml --json",
-        "launch sweep plan isoflop --budget 1e19 --points runs.csv",
-    )
-)
-def plan(
-    file: File,
-    budget: Budget = None,
-    hours: Hours = None,
-    points: Earlier = None,
-    data: Data = None,
-    mfu: Mfu = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print every run's N, D, FLOPs, learning rate, batch, steps, time and memory."""
-    from pipeline.sweep.grid import TIMING
-
-    sweep, runs = lay_out(file, budget, hours, points, data, mfu)
-    times = [run.hours for run in runs if run.hours is not None]
-    total = {
-        "runs": len(runs),
-        "flops": sum(run.cost for run in runs),
-        "saved": sum(run.C - run.cost for run in runs),  # by branching off longer runs
-        "hours": sum(times) if sweep.cluster else None,  # a CPU has no known rate
-        "timing": TIMING if mfu is None else f"MFU {mfu:g}",
-    }
-    rows = [vars(run) for run in runs]
-    figures = {"experiment": sweep.experiment, "kind": sweep.kind, "runs": rows, "total": total}
-    print_json(figures) if as_json else _print_plan(figures)
 
 
 @app.command(
@@ -267,79 +224,6 @@ def show_all(root: Path, *, track: bool = True) -> str | None:
     replace(page, static_page(watcher.everything()))
     files = [*write(root), page]
     return publish(root, files) if track else None
-
-
-def lay_out(
-    file: str,
-    budget: float | None,
-    hours: float | None,
-    points: Path | None,
-    data: Path | None,
-    mfu: float | None = None,
-) -> "tuple[Sweep, list[Planned]]":
-    """The sweep of a file within these limits, and its runs."""
-    from pipeline.sweep import grid
-
-    sweep = grid.read(file)
-    if data is not None:
-        sweep = sweep.model_copy(update={"data": str(data)})
-    # Without earlier points the grid is centered on the sweep's tokens_per_param.
-    best = _known_best(points) if points else None
-    if budget is not None or hours is not None:
-        sweep = grid.within(sweep, budget, hours, best, mfu)
-    return sweep, grid.plan(sweep, best, mfu)
-
-
-def _known_best(points: Path) -> Callable[[float], float]:
-    """N*(C) by the law of earlier runs."""
-    import numpy as np
-
-    from pipeline.scaling.points import read_csv
-    from pipeline.scaling.study import study
-
-    done = study(read_csv(points))
-
-    def best(C: float) -> float:
-        # A law of compute alone fits the losses and has no N*.
-        found = done.optimum(np.array([C]))
-        if found is None:
-            raise ConfigError(
-                f"points={points} do not determine N*(C); plan without them, around 20 tokens per "
-                f"parameter"
-            )
-        return float(found.N[0])
-
-    best(1.0)  # refuse before planning
-    return best
-
-
-def _print_plan(data: dict[str, Any]) -> None:
-    from pipeline.units import count, power
-
-    console = new_console()
-    columns = ("run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank")
-    rows = []
-    for run in data["runs"]:
-        place = [run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}"]
-        recipe = [f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}"]
-        branch = f"{run['begins']:,}" if run["trunk"] else "–"
-        memory = f"{run['memory_bytes'] / 2**30:.2g}"
-        hours = "–" if run["hours"] is None else f"{run['hours']:.3g}"
-        rows.append([*place, power(run["C"]), *recipe, branch, memory, hours])
-    title = f"{data['kind']} sweep {data['experiment']}"
-    console.print(table(title, (*columns, "hours"), rows))
-    total = data["total"]
-    time = ""
-    if total["hours"] is not None:
-        time = f", {total['hours']:.3g} hours one after another ({total['timing']})"
-    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
-    # FLOPs that branches share with their trunks (WSD) are computed once.
-    if total["saved"]:
-        whole = total["flops"] + total["saved"]
-        console.print(
-            f"Branches start in the plateau of their size's longest run, at the step under `from`: "
-            f"{total['saved'] / whole:.0%} less than {power(whole)} FLOPs for whole runs"
-        )
 
 
 @contextmanager

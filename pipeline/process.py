@@ -35,9 +35,14 @@ def one_node(rank: int, size: int, store: Path | None = None) -> dict[str, str]:
     The ranks meet in the file `store`, in a directory that only this user can enter: torch's
     TCPStore would listen on every interface for whoever comes. A single rank needs no store.
     """
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    env = loopback() | {name: str(number) for name, number in numbers.items()}
+    env = loopback() | rank_variables(rank, rank, size, size)
     return env if store is None else {**env, STORE: str(store)}
+
+
+def rank_variables(rank: int, local: int, size: int, local_size: int) -> dict[str, str]:
+    """The variables by which torch knows the place of a process in its group and on its node."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return dict(zip(names, map(str, (rank, local, size, local_size)), strict=True))
 
 
 def end_with_parent() -> None:

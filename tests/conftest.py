@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # Before torch is imported: `make test` runs two workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -80,7 +82,7 @@ def inside(
     """
     from launch import __main__ as command_line
 
-    if not command_line.app.registered_commands:
+    if not command_line.app.registered_groups:
         command_line.mount()
     monkeypatch.setattr(command_line, "mount", lambda: None)
 
@@ -98,12 +100,26 @@ def inside(
     return call
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Make a directory once for all workers of pytest-xdist: the first one makes it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    path = root / name
+    with FileLock(root / f"{name}.lock"):
+        if not path.exists():
+            partial = root / f"{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            partial.rename(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of the synthetic source: the same bytes, and so the same losses, on every machine."""
-    out = tmp_path_factory.mktemp("corpus") / "synthetic"
-    launch(
-        "data", "prepare", "--source", "synthetic", "--out", out, "--vocab-size", 512, "--seed", 1,
-        "--limit-bytes", 1_000_000, "--valid-share", 0.1, "--quiet",
-    )  # fmt: skip
-    return out
+    source = ("--source", "synthetic", "--seed", 1, "--limit-bytes", 1_000_000)
+    options = (*source, "--vocab-size", 512, "--valid-share", 0.1, "--quiet")
+    return made_once(
+        tmp_path_factory, "corpus", lambda out: launch("data", "prepare", *options, "--out", out)
+    )

@@ -105,47 +105,19 @@ H800 = "cluster.rates.intra_bytes_s=160e9"  # NVLink of 200 GB/s each way
 
 def _mpt(size, cluster, layout, rows, published, seq=2048, sets=()) -> Run:
     name = f"MPT {size}, seq {seq:,}"
-    return Run(
-        name,
-        "llm-foundry",
-        size,
-        "gpt3",
-        cluster,
-        layout.ranks,
-        rows,
-        published,
-        50368,
-        seq,
-        layout,
-        sets,
-    )
+    about = (name, "llm-foundry", size, "gpt3", cluster, layout.ranks)
+    return Run(*about, rows, published, 50368, seq, layout, sets)
 
 
 def _llama(name, source, size, cluster, layout, rows, published, vocab, seq, sets=()) -> Run:
-    return Run(
-        name,
-        source,
-        size,
-        "llama3",
-        cluster,
-        layout.ranks,
-        rows,
-        published,
-        vocab,
-        seq,
-        layout,
-        sets,
-    )
+    about = (name, source, size, "llama3", cluster, layout.ranks)
+    return Run(*about, rows, published, vocab, seq, layout, sets)
 
 
 def _megatron(size, source, layers, width, heads, ranks, speed) -> Run:
-    sets, layout = (
-        _shape(layers, width, heads, heads, 4 * width, width // heads),
-        Layout(ranks, 3, 1, 1, True),
-    )
-    return Run(
-        f"GPT {size}", source, "1b", "gpt3", "a100", ranks, ranks, speed, 51200, 2048, layout, sets
-    )
+    sets = _shape(layers, width, heads, heads, 4 * width, width // heads)
+    about = (f"GPT {size}", source, "1b", "gpt3", "a100", ranks)
+    return Run(*about, ranks, speed, 51200, 2048, Layout(ranks, 3, 1, 1, True), sets)
 
 
 # Data-parallel throughout, bf16: the planner predicts the very layout. (ranks, zero, ep, micro-batch, recompute)
@@ -164,22 +136,10 @@ SAME = [
     _mpt("70b", "a100", Layout(64, 3, 1, 8, True), 2048, 411, sets=MPT70),
     _llama("Llama-2 7B", "fms-fsdp", "6.7b", "a100", Layout(128, 3, 1, 2), 256, 3760, 32000, 4096),
     _llama("Llama-2 13B", "torchtitan", "13b", "a100", Layout(64, 3, 1, 2), 128, 2162, 32000, 4096),
-    _llama(
-        "Llama-2 70B", "torchtitan", "70b", "a100", Layout(64, 3, 1, 2, True), 128, 353, 32000, 4096
-    ),
-    _llama(
-        "Llama-3 8B, at 500 W",
-        "torchtitan",
-        "7b",
-        "h100",
-        Layout(128, 3, 1, 2),
-        256,
-        6514,
-        128256,
-        8192,
-    ),
+    _llama("Llama-2 70B", "torchtitan", "70b", "a100", Layout(64, 3, 1, 2, True), 128, 353, 32000, 4096),
+    _llama("Llama-3 8B, at 500 W", "torchtitan", "7b", "h100", Layout(128, 3, 1, 2), 256, 6514, 128256, 8192),
     Run("1b", "our LOG", "1b", "dense", "h200", 1, 128, 81025, 32768, 2048, Layout(1, 1, 1, 8)),
-]
+]  # fmt: skip
 
 # Layouts, kernels or precisions that are not ours: what ours would do with the same GPUs, and nothing is promised.
 OTHER = [
@@ -188,64 +148,12 @@ OTHER = [
     # 502 PFLOP/s, the recomputed forward counted: 96·layers·width²·(1 + seq/6width + vocab/(16·layers·width)) a token
     _megatron("1T", "Megatron 2021", 128, 25600, 160, 3072, 502e15 / 3072 / 8.168e12),
     # 430 TFLOP/s a GPU over the FLOPs of a token by account
-    Run(
-        "Llama-3 405B",
-        "Llama 3",
-        "70b",
-        "llama3",
-        "h100",
-        8192,
-        8192,
-        430 / 2.524,
-        128256,
-        8192,
-        None,
-        LLAMA405,
-    ),
-    Run(
-        "Qwen3-30B-A3B",
-        "Megatron-Bridge",
-        "1b",
-        "qwen3-moe",
-        "h100",
-        16,
-        1024,
-        13011,
-        151936,
-        4096,
-        None,
-        QWEN30,
-    ),
-    Run(
-        "DeepSeek 16B", "torchtitan", "16b", "deepseek-v2-lite", "h100", 8, 32, 11758, 102400, 4096
-    ),
-    Run(
-        "DeepSeek-V3",
-        "Megatron-Bridge",
-        "671b",
-        "deepseek-v3",
-        "h100",
-        1024,
-        8192,
-        1297,
-        129280,
-        4096,
-    ),
-    Run(
-        "DeepSeek-V3",
-        "DeepSeek-V3",
-        "671b",
-        "deepseek-v3",
-        "h100",
-        2048,
-        16384,
-        1543,
-        129280,
-        4096,
-        None,
-        (H800,),
-    ),
-]
+    Run("Llama-3 405B", "Llama 3", "70b", "llama3", "h100", 8192, 8192, 430 / 2.524, 128256, 8192, None, LLAMA405),
+    Run("Qwen3-30B-A3B", "Megatron-Bridge", "1b", "qwen3-moe", "h100", 16, 1024, 13011, 151936, 4096, None, QWEN30),
+    Run("DeepSeek 16B", "torchtitan", "16b", "deepseek-v2-lite", "h100", 8, 32, 11758, 102400, 4096),
+    Run("DeepSeek-V3", "Megatron-Bridge", "671b", "deepseek-v3", "h100", 1024, 8192, 1297, 129280, 4096),
+    Run("DeepSeek-V3", "DeepSeek-V3", "671b", "deepseek-v3", "h100", 2048, 16384, 1543, 129280, 4096, None, (H800,)),
+]  # fmt: skip
 
 if __name__ == "__main__":
     print("\n".join([*ladder_rows(), *(run.row() for run in SAME + OTHER)]))

@@ -3,6 +3,7 @@ DeepSpeed loaded. `python -m tests.worlds JOBS.json` does a list of jobs, one af
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import pipeline.train.worker
+from pipeline.bench.plain_run import draw_batch
 from pipeline.checkpoint.restore import find, load
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
@@ -24,6 +26,7 @@ from pipeline.parallel.fragments import Fragment
 from pipeline.parallel.world import World
 from pipeline.process import StopRequest, one_node
 from pipeline.runs.directory import RunDir
+from pipeline.train.measure import cut as cut_batch
 from pipeline.train.request import Devices, Request, plan_run
 from pipeline.train.worker import run
 
@@ -100,8 +103,10 @@ def cut(out: str, step: int) -> None:
     )
 
 
-def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
-    """Load a run's newest checkpoint into another layout and save it from there at once."""
+def convert(out: str, to: str, nproc: int, over: dict[str, Any], reject: bool = False) -> None:
+    """Load a run's newest checkpoint into another layout and save it from there at once.
+
+    With `reject`, a step in between has gradients of NaN and is skipped."""
     config = reload(Path(out) / "config.toml", over=over)
     Path(to).mkdir(parents=True)
 
@@ -110,6 +115,13 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any]) -> None:
         found, _ = find(Path(out) / "checkpoints", world)
         assert found is not None
         load(worker, found, world)
+        if reject:
+            for parameter in worker.module.parameters():
+                parameter.register_hook(lambda gradient: gradient * math.nan)
+            micros = cut_batch(draw_batch(config, 0, world), config, world)
+            update = worker.update(micros, config.optim.lr, lambda nll, _: nll != nll)
+            # The NaN arrived; DeepSpeed may write -1 or infinity instead.
+            assert not 0 < float(update.grad_norm) < math.inf
         saver = Saver(worker, config, Path(to), world)
         saver.save(found.step)
         saver.wait()

@@ -19,10 +19,9 @@ import numpy.typing as npt
 import psutil
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.corpus_recipe import Recipe, load_recipe
+from pipeline.data.corpus_recipe import MB, Malformed, Recipe, load_recipe
 from pipeline.data.loader import Loader, prefetch
-from pipeline.data.permute import Permutation
-from pipeline.data.piece import MB, Malformed
+from pipeline.data.order import Permutation
 from pipeline.data.prepare import prepare
 from pipeline.data.ray_pool import cluster
 from pipeline.data.readers import read

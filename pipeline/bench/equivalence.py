@@ -1,14 +1,13 @@
 """Check that all layouts train the same: compare some steps of each with one plain torch process.
 
 `launch verify` starts the ranks. They run layout after layout in one process group, and each
-computes the plain run by itself: same weights, same batches, torch's own AdamW and clipping.
+computes the plain run by itself (plain_run.py).
 """
 
 import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,26 +15,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from pipeline.bench.plain_run import Trajectory, draw_batch, step_count, train_plain
 from pipeline.config.layers import merge, validate
 from pipeline.config.schema import RunConfig
-from pipeline.model.build import build_model, init_weights
-from pipeline.model.stack import Losses
-from pipeline.objective.batch import Batch
-from pipeline.optim.groups import adamw
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import Engine, accept_always, balance
+from pipeline.parallel.engine import Engine, accept_always
 from pipeline.parallel.world import World, leave
 from pipeline.process import end_with_parent, one_node, redirect_output
-from pipeline.train.evaluation import cut
+from pipeline.train.measure import cut
 
 # Largest difference of a loss (absolute), of a gradient norm (relative) and of gradients (relative
 # to the largest of their group). bf16 rounds at 2^-9.
 BOUND = {"fp32": 1e-5, "bf16": 5e-2}
-STEPS = 3  # the second has a special batch, see `_batch`
 # The deliberate error of the control: a factor on the gradients of the experts, or of the FFNs.
 _CONTROL = {"fp32": 1.01, "bf16": 1.1}
 
@@ -98,61 +92,9 @@ class Outcome:
         return self.differs == self.control
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """A run of some steps, to compare others with."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Tensor]]  # of each step, on the host
-    hashes: list[int]
-
-
 def _worst(*differences: float) -> float:
     """Return the largest. NaN counts as infinite: `max` alone may skip it."""
     return max(math.inf if math.isnan(each) else each for each in differences)
-
-
-def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
-    """Train with torch alone, in one process that has every row."""
-    alone = World(0, 1, device)
-    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
-    model = build_model(
-        config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk
-    )
-    init_weights(model, config.model, config.seed)
-    model.to(device, dtype)
-    # Like every engine, step in fp32 and cast the result: bf16 alone would lose small updates.
-    masters = deepcopy(model).float()
-    optimizer = adamw(masters, config)
-    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
-    run = Trajectory([], [], [], [])
-    for step in range(STEPS):
-        batch = _batch(config, step, alone)
-        micros = cut(batch, config, alone)
-        nlls = []
-        routings = []
-        for micro in micros:
-            losses: Losses = model(*micro)
-            (losses.total / len(micros)).backward()  # type: ignore[no-untyped-call]
-            nlls.append(losses.nll.item())
-            routings.append(losses.routing)
-        trained = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-        # An explicit copy: on a CPU `to` alone would return the gradient itself.
-        run.gradients.append({name: grad.to("cpu", copy=True) for name, grad in trained})
-        for weight, master in pairs:
-            master.grad = None if weight.grad is None else weight.grad.float()
-            weight.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip)
-        optimizer.step()
-        with torch.no_grad():
-            for weight, master in pairs:
-                weight.copy_(master)
-        balance(model, routings, alone)
-        run.norms.append(norm.item())
-        run.losses.append(sum(nlls) / len(nlls))
-        run.hashes.append(batch.hash)
-    return run
 
 
 class _GradientCheck:
@@ -199,14 +141,15 @@ def train_layout(
     parallel = {"zero": layout.zero, "ep": layout.ep, "sp": layout.sp, "engine": layout.engine}
     config = validate(RunConfig, merge(config.model_dump(), {"parallel": parallel}))
     dtype = config.train.dtype
+    steps = step_count(config)
     engine = build_engine(config, world)
-    check = _GradientCheck(engine, expected, STEPS if dtype == "fp32" else 1)
+    check = _GradientCheck(engine, expected, steps if dtype == "fp32" else 1)
     if layout.control:
         check.scale_last_gradients(layout, _CONTROL[dtype])
     run = Trajectory([], [], [], [])
     same_tokens = True
-    for step in range(STEPS):
-        batch = _batch(config, step, world)
+    for step in range(steps):
+        batch = draw_batch(config, step, world)
         update = engine.update(cut(batch, config, world), config.optim.lr, check)
         run.losses.append(world.sum([], first=update.nll).item() / world.size)
         run.norms.append(float(update.grad_norm))
@@ -268,25 +211,6 @@ def _group(name: str) -> str:
         if f".{part}." in f".{name}" and not name.endswith((".gain", ".bias")):
             return part
     return "vectors"
-
-
-def _batch(config: RunConfig, step: int, world: World) -> Batch:
-    """Draw rows from a seed and hash them as the loader does.
-
-    In the second step all tokens are the same: all choose the same experts, and some ranks' experts
-    get none.
-    """
-    seq = config.model.seq
-    rows = config.rows
-    generator = torch.Generator().manual_seed(config.seed * 1000 + step)
-    tokens = torch.randint(config.model.vocab, (rows, seq + 1), generator=generator)
-    if step == 1:
-        tokens = tokens[:1, :1].repeat(rows, seq + 1)
-    reader, readers = world.reader(config.parallel.sp)
-    own = range(reader * rows // readers, (reader + 1) * rows // readers)
-    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in own)
-    tokens = tokens[own.start : own.stop]
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), digest % 2**64)
 
 
 def compare_layouts(

@@ -204,7 +204,7 @@ def measure_overheads(
         closing(Watchdog(run, world, 60.0, 600.0)) as watchdog,
         closing(Tracker(Log(run.log))) as tracker,
     ):
-        # Each rank has a log of its own, but all of them write one checkpoint.
+        # Each rank has its own log, but all of them write one checkpoint.
         checkpoints = Path(world.broadcast(str(run.checkpoints)))
         saver = Saver(engine, config, checkpoints, world)
         stop = StopRequest()

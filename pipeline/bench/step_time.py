@@ -31,8 +31,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
-from pipeline.train.device_clock import device_name, peak_flops, peak_memory_bytes
-from pipeline.train.evaluation import cut, loader
+from pipeline.train.measure import cut, device_name, loader, peak_flops, peak_memory_bytes
 
 if TYPE_CHECKING:
     from pipeline.bench.peers.trainers import Peer  # imports transformers
@@ -98,7 +97,11 @@ def measure_step(
         other = peer(config, world)
         theirs = _Side(other.name, partial(_peer_step, other, config, world), first, before)
         yield "compared with", other.about
-        yield from _first_losses(ours, theirs)
+        own_loss = ours.losses[0]
+        loss = theirs.losses[0]
+        yield f"first loss, ours and {theirs.name}'s", f"{own_loss:.3f} {loss:.3f}"
+        if abs(own_loss - loss) > _MAX_FIRST_DIFFERENCE * own_loss:
+            raise RunError(f"the first losses {own_loss:.3f} and {loss:.3f} are of other models")
     waited_s = yield from _timed_steps(config, batches, ours, theirs, steps, progress)
     yield from _speed(config, world, ours, waited_s, ceiling)
     if theirs is not None:
@@ -124,14 +127,6 @@ def _description(config: RunConfig, world: World) -> Figures:
     yield "model", f"{name}: {count.total:,} parameters, {count.active:,} active"
     micro = f"micro-batches of {config.train.micro_batch} × {config.model.seq}"
     yield "batch", f"{config.train.batch_tokens:,} tokens in {micro}"
-
-
-def _first_losses(ours: _Side, theirs: _Side) -> Figures:
-    own = ours.losses[0]
-    other = theirs.losses[0]
-    yield f"first loss, ours and {theirs.name}'s", f"{own:.3f} {other:.3f}"
-    if abs(own - other) > _MAX_FIRST_DIFFERENCE * own:
-        raise RunError(f"the first losses {own:.3f} and {other:.3f} are of different models")
 
 
 def _timed_steps(

@@ -2,7 +2,7 @@
 
 Every rank writes its part to a temporary directory; rank 0 gathers the checksums, writes the
 manifest and commits with one rename. The training thread joins the writing thread only before the
-next save and at the end. The writing thread has a process group of its own, because collectives
+next save and at the end. The writing thread has a separate process group, because collectives
 of two threads in one group could run in a different order on each rank.
 """
 
@@ -38,7 +38,7 @@ from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import WEIGHTS, Fragment, on_disk, random_state
 from pipeline.parallel.world import TIMEOUT, World
-from pipeline.planner.memory import checkpoint_bytes
+from pipeline.planner.memory import checkpoint_bytes, uses_muon
 from pipeline.runs.directory import checkpoint_path, list_checkpoints
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Saver:
         if self._world.first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        need = checkpoint_bytes(self._config.model)
+        need = checkpoint_bytes(self._config.model, muon=uses_muon(self._config))
         free = shutil.disk_usage(self._root).free
         if free < need:
             raise OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free")

@@ -1,9 +1,14 @@
-"""Layers of TOML become one config: base < size × architecture < data < cluster < file < --set."""
+"""Layers of TOML become one config.
+
+base < size × architecture < recipe < data < cluster < file < --set. The recipe is itself a setting,
+so that every command that takes --set can change it.
+"""
 
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -23,6 +28,7 @@ Table = Mapping[str, Any]
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 CONFIGS = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
+RECIPE = "adamw"  # the default
 
 
 def load(
@@ -40,13 +46,19 @@ def load(
     if model is None:  # else that of --init
         assert size is not None
         model = _named_model(size, arch)
-    layers = [{"model": model}, data or {}]
+    own = [*_own_layers(file, sets), over or {}]
+    layers = [read_toml(CONFIGS / "base.toml"), {"model": model}, recipe_layer(own), data or {}]
     if cluster:
-        layers.append(cluster_layer(cluster))
-    table = read_toml(CONFIGS / "base.toml")
-    for layer in [*layers, *_own_layers(file, sets), over or {}]:
-        table = merge(table, layer)
-    return validate(RunSpec, table)
+        layers.append(named_table("cluster", cluster))
+    return validate(RunSpec, reduce(merge, [*layers, *own]))
+
+
+def recipe_layer(own: Iterable[Table] = ()) -> dict[str, Any]:
+    """The recipe that the last of the user's layers names, or the default one: how weights start
+    and how they are trained."""
+    named = [layer["recipe"] for layer in own if "recipe" in layer]
+    name = str(named[-1]) if named else RECIPE
+    return {"recipe": name, **read_toml(_named("recipe", name))}
 
 
 def reload(
@@ -69,10 +81,26 @@ def reload(
         )
     table = merge(read_toml(CONFIGS / "base.toml"), table)
     if cluster:
-        table |= cluster_layer(cluster)  # another machine: nothing of the old one stays
+        table |= named_table("cluster", cluster)  # another machine: nothing of the old one stays
+    trained_with = _optimizer(table)
     for layer in [*layers, *_own_layers(file, sets), over or {}]:
         table = merge(table, layer)
+    if _optimizer(table) != trained_with:
+        # The moments in its checkpoints are those of the other optimizer.
+        raise ConfigError(
+            f"optim.optimizer.kind={_optimizer(table)!r} but {path} has {trained_with!r}, which a "
+            "run keeps; start a new run from its weights with --init"
+        )
     return validate(RunConfig, table, where=str(path))
+
+
+def _optimizer(table: Table) -> object:
+    for key in ("optim", "optimizer", "kind"):
+        found = table.get(key)
+        if not isinstance(found, Mapping):
+            return found
+        table = found
+    return None
 
 
 class _Machine(Frozen):
@@ -84,15 +112,15 @@ def load_cluster(
 ) -> Cluster:
     """The cluster alone, before a run is planned; `run` is the config.toml of a run to continue."""
     # A cluster file replaces the cluster whole, as in `reload`.
-    table = read_toml(run or CONFIGS / "base.toml") | (cluster_layer(name) if name else {})
+    table = read_toml(run or CONFIGS / "base.toml") | (named_table("cluster", name) if name else {})
     for layer in _own_layers(file, sets):
         table = merge(table, {"cluster": layer.get("cluster", {})})
     return validate(_Machine, {"cluster": table["cluster"]}).cluster
 
 
-def cluster_layer(name: str) -> dict[str, Any]:
-    """A shipped cluster by its name, or a TOML file by its path."""
-    return read_toml(Path(name) if name.endswith(".toml") else _named("cluster", name))
+def named_table(kind: str, name: str, key: str = "") -> dict[str, Any]:
+    """A shipped file of configs/KIND by its name, or any TOML file by its path."""
+    return read_toml(Path(name) if name.endswith(".toml") else _named(kind, name, key))
 
 
 def _own_layers(file: Path | None, sets: Iterable[str]) -> list[dict[str, Any]]:
@@ -100,7 +128,7 @@ def _own_layers(file: Path | None, sets: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def names(kind: str) -> list[str]:
-    """Valid values of --size, --arch or --cluster."""
+    """Valid values of --size, --arch, --recipe or --cluster."""
     if kind == "size":
         return list(read_toml(CONFIGS / "sizes.toml"))
     return sorted(p.stem for p in (CONFIGS / kind).glob("*.toml"))
@@ -128,10 +156,11 @@ def _nearest_size(name: str, known: Iterable[str]) -> str:
     )
 
 
-def _named(kind: str, name: str) -> Path:
+def _named(kind: str, name: str, key: str = "") -> Path:
     known = names(kind)
     if name not in known:
-        raise ConfigError(f"{kind}={name!r} does not exist in configs/{kind}{nearest(name, known)}")
+        what = f"{key or kind}={name!r} does not exist in configs/{kind}"
+        raise ConfigError(f"{what}{nearest(name, known)}")
     return CONFIGS / kind / f"{name}.toml"
 
 

@@ -41,12 +41,14 @@ def require(condition: bool, message: str) -> None:
 class Norm(Frozen):
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     eps: Rate = 1e-6
+    gain: bool = True  # a learned factor per channel
     bias: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         plain = self.kind == "rmsnorm" and self.bias
         require(not plain, 'bias=true needs kind="layernorm"; an rmsnorm has no bias')
+        require(self.gain or not self.bias, "bias=true needs gain=true; set bias=false")
         return self
 
 
@@ -149,6 +151,7 @@ class Scores(Frozen):
 
     window: Positive | None = None  # tokens that a query sees, itself included
     global_every: Positive | None = None  # with a window: every n-th layer sees everything
+    score_scale: Rate = 1.0  # multiplies the softmax scale; nanochat has 1.2² = 1.44
     softcap: Rate | None = None
     sinks: bool = False  # a learned score per head that absorbs attention and has no value
 
@@ -245,6 +248,7 @@ Attention = Annotated[GQA | MLA, Field(discriminator="kind")]
 
 class FeedForward(Frozen):
     activation: Activation
+    init_scale: Rate = 1.0  # of the initial weights that read the stream; nanochat has 0.4
 
     @property
     def gated(self) -> bool:

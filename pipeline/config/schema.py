@@ -32,22 +32,52 @@ VERSION: Literal[1] = 1
 
 class AdamWSpec(Frozen):
     kind: Literal["adamw"] = "adamw"
-    beta1: Share
-    beta2: Share | Auto
-    eps: Rate
-    decay: Weight
+    beta1: Share = 0.9
+    beta2: Share | Auto = "auto"
+    eps: Rate = 1e-8
+    decay: Weight = 0.1
 
 
 class AdamW(AdamWSpec):
     beta2: Share
 
 
+class MuonSpec(Frozen):
+    """Orthogonalized momentum for the matrices of the blocks, AdamW for everything else.
+
+    `optim.lr` is the rate of the matrices. The other rates are given as factors of it."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Share = 0.95
+    normalize: bool = False  # equal variance of an update's rows: NorMuon (arXiv 2510.05491)
+    decay: Weight | Auto = "auto"  # of the matrices; nothing else decays
+    decay_with_rate: bool = False  # multiply the decay by rate / peak rate
+    cautious: bool = False  # decay only weights that the update shrinks (arXiv 2510.12402)
+    embedding_rate: Rate | Auto = "auto"
+    head_rate: Rate | Auto = "auto"
+    vector_rate: Rate | Auto = "auto"  # of norms, biases, routers and everything else
+    # Of AdamW.
+    beta1: Share | Auto = "auto"
+    beta2: Share | Auto = "auto"
+    eps: Rate = 1e-10
+
+
+class Muon(MuonSpec):
+    decay: Weight
+    embedding_rate: Rate
+    head_rate: Rate
+    vector_rate: Rate
+    beta1: Share
+    beta2: Share
+
+
 class WSDSpec(Frozen):
-    """Warm up, stay at the peak, decay over the last share of the steps as 1 − √x."""
+    """Warm up, stay at the peak, decay over the last share of the steps: as 1 − √x or 1 − x."""
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: Count | Auto = "auto"
     decay_share: Share = 0.2
+    decay_shape: Literal["sqrt", "linear"] = "sqrt"
     final_share: Share = 0.0  # of the peak, at the last step
 
 
@@ -65,6 +95,7 @@ class Cosine(CosineSpec):
     warmup_steps: Count
 
 
+Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
 Schedule = Annotated[WSD | Cosine, Field(discriminator="kind")]
 
 
@@ -72,13 +103,13 @@ class OptimSpec(Frozen):
     lr: Rate | Auto
     clip: Rate
     z_loss: Weight
-    optimizer: AdamWSpec
+    optimizer: Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
     schedule: Annotated[WSDSpec | CosineSpec, Field(discriminator="kind")]
 
 
 class Optim(OptimSpec):
     lr: Rate
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: Schedule
 
 
@@ -312,6 +343,7 @@ class RunSpec(Frozen):
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$"), AfterValidator(_inside)]
     experiment: Annotated[str, Field(pattern=r"^[\w. /-]{1,64}$"), AfterValidator(_inside)]
     seed: Count
+    recipe: str = "adamw"  # in configs/recipe; older runs, which name none, were trained with this
     init: str | None = None  # the run or checkpoint whose weights this run starts from
     model: Model
     data: Data

@@ -13,6 +13,12 @@ from pipeline.config import parts
 from pipeline.config.parts import Frozen, Positive, Rate, Weight, require
 from pipeline.errors import ConfigError
 
+# Prefixes of parameter names that are tables: a token or a position looks up a row.
+TABLES = ("embedding.", "value_embeddings.", "position.")
+# Suffixes of small matrices that make gates. They read the first channels of their input, whatever
+# its width, and are vectors to the optimizer: neither decayed nor orthogonalized.
+GATES = ("value_gate.weight", "smear.gate.weight")
+
 # Every count is a loop over the layers. The deepest published model has 1,000 (arXiv 2203.00555).
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 
@@ -58,9 +64,25 @@ class Design(Frozen):
     )
     mtp_weight: Weight = 0.3
     init_std: Rate
+    # The std of a matrix is init_std, or with "fan_in" init_std/√inputs.
+    init: Literal["fixed", "fan_in"] = "fixed"
+    # Outputs into the stream: std/√(2·layers) (Megatron-LM), or zero, so that a block starts as the
+    # identity.
+    init_out: Literal["scaled", "zero"] = "scaled"
+    # Of an untied embedding and head. None, or tied: as a matrix that reads the stream.
+    embedding_std: Rate | None = None
+    head_std: Rate | None = None
     # The input embedding's initial weights and rate × √width (arXiv 2312.16903).
     scaled_embedding: bool = False
     multipliers: Multipliers = Multipliers()
+    embedding_norm: bool = False  # RMS norm without gain right after the input embedding
+    # Every n-th layer, counted back from the last, adds an embedding of the token to its values,
+    # times a learned gate per head (modded-nanogpt, nanochat).
+    value_embeddings: Positive | None = None
+    smear: bool = False  # a token's embedding adds a gated part of the previous token's
+    residual_scales: bool = False  # learned scales of the stream and the embedding, per layer
+    backout: bool = False  # subtract a learned share of the middle layer's stream at the end
+    logit_softcap: Rate | None = None  # c·tanh(logits/c)
     parametrization: Literal["standard", "mup"] = "standard"
     mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
 
@@ -75,6 +97,11 @@ class Design(Frozen):
         scaled_head = self.scaled_embedding and self.tied
         text = "scaled_embedding=true with tied=true would scale the head too; set one to false"
         require(not scaled_head, text)
+        text = "embedding_std replaces the std of scaled_embedding=true; use --recipe adamw"
+        require(not (self.scaled_embedding and self.embedding_std), text)
+        scaled_twice = self.mup is not None and self.init == "fan_in"
+        text = 'init="fan_in" with parametrization="mup", which scales by the inputs itself'
+        require(not scaled_twice, f"{text}; use --recipe adamw")
         return self
 
 
@@ -102,6 +129,9 @@ class Model(Design):
         if isinstance(a, parts.MLA):
             for key, rank in (("q_rank", a.q_rank or 0), ("kv_rank", a.kv_rank)):
                 require(rank <= self.width, f"attention.{key}={rank} is above width={self.width}")
+            text = f'value_embeddings={self.value_embeddings} needs attention.kind="gqa"'
+            plain = self.value_embeddings is None
+            require(plain, f"{text}; latent attention has no values to add to: remove it")
         if isinstance(self.ffn, parts.MoE):
             skipped = f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every}"
             text = f"{skipped} leave none of layers={self.layers} routed"
@@ -141,6 +171,27 @@ class Model(Design):
         """Possible degrees of sequence parallelism: divisors of heads, sequence and ranks."""
         return divisors(math.gcd(self.attention.heads, self.seq, ranks))
 
+    def value_layer(self, layer: int) -> bool:
+        """Whether a layer adds a value embedding. The last layer is one of them."""
+        every = self.value_embeddings
+        return every is not None and (self.layers - 1 - layer) % every == 0
+
+    @property
+    def middle_layer(self) -> int:
+        """The layer after which `backout` reads the stream, as in nanochat. With two layers it is
+        the first: a share of the last stream would vanish in the norm that follows."""
+        return max(0, min(self.layers // 2, self.layers - 2))
+
+    @property
+    def value_gate_inputs(self) -> int:
+        """Channels that the gate of a value embedding reads, as in nanochat."""
+        return min(12, self.width)
+
+    @property
+    def smear_inputs(self) -> int:
+        """Channels that the gate of `smear` reads, as in nanochat."""
+        return min(24, self.width)
+
     def windowed(self, layer: int) -> bool:
         a = self.attention
         return a.window is not None and not _every(a.global_every, layer)
@@ -153,7 +204,7 @@ class Model(Design):
         """Under muP, a matrix's input width where the rate was tuned, over its width here. An
         embedding's input is the vocabulary, and a latent's rank scales with the head; the output
         head is scaled at its output instead."""
-        if self.mup is None or name.startswith(("embedding.", "position.", "head.")):
+        if self.mup is None or name.startswith((*TABLES, "head.")) or name.endswith(GATES):
             return 1.0
         a = self.attention
         if isinstance(a, parts.MLA):
@@ -177,7 +228,7 @@ class Model(Design):
         factor = scaling.scores if isinstance(scaling, parts.YaRN) else 1.0
         a = self.attention
         widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
-        return factor / math.sqrt(a.score_dim * widened)
+        return a.score_scale * factor / math.sqrt(a.score_dim * widened)
 
     @property
     def logit_scale(self) -> float:

@@ -11,7 +11,7 @@ from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.dashboard.payload import short
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
-from pipeline.scaling import predict
+from pipeline.scaling.decide import MFU
 from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token, valley
 from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.record import Score
@@ -158,7 +158,7 @@ def clusters() -> list[dict[str, Any]]:
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     keys = ("name", "peak_flops", "usd_per_gpu_hour")
     return [
-        {**{key: table.get(key) for key in keys}, "mfu": predict.MFU}
+        {**{key: table.get(key) for key in keys}, "mfu": MFU}
         for table in tables
         if table.get("peak_flops")
     ]

@@ -167,8 +167,11 @@ class RunLog:
         self.hours = hours + (spent if 0 < spent < math.inf else 0.0)
         self.steps.add(record, self.hours)
         found = record.get("hash")
-        if self.limit is None and (isinstance(found, str) or known(found) is not None):
-            self.hashes.append((int(step), token_hash(record["hash"])))
+        # The first 52 bits: MLflow stores numbers only, and a double holds no more.
+        if self.limit is None and isinstance(found, str):
+            self.hashes.append((int(step), found[:13]))
+        elif self.limit is None and known(found) is not None:
+            self.hashes.append((int(step), f"{int(number(found)):013x}"))
 
     def _add_load(self, step: float, load: object) -> None:
         """Keep each expert's share of its layer's tokens, relative to an even share."""
@@ -214,11 +217,6 @@ class RunLog:
     def recent(self, key: str) -> float | None:
         values = [v for v in self.steps.column(key)[-RECENT_STEPS:] if np.isfinite(v)]
         return float(np.median(values)) if values else None
-
-
-def token_hash(value: str | float) -> str:
-    """Return the first 52 bits: MLflow stores numbers only, and a double holds no more."""
-    return value[:13] if isinstance(value, str) else f"{int(value):013x}"
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ and a score function of the user.
 import json
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import BinaryIO, NamedTuple, cast
@@ -18,10 +17,20 @@ from typing import BinaryIO, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.corpus_recipe import C4, Filters, Normalize, Quality, Recipe, Repetition, Score
-from pipeline.data.piece import MB, Malformed, Task
+from pipeline.data.corpus_recipe import (
+    C4,
+    MB,
+    Filters,
+    Malformed,
+    Normalize,
+    Quality,
+    Recipe,
+    Repetition,
+    Score,
+    Task,
+)
 from pipeline.data.readers import read
-from pipeline.data.shards import Position, Stage
+from pipeline.data.shards import Stage
 from pipeline.errors import ConfigError
 
 BATCH_DOCUMENTS = 1024  # at most, and about a megabyte of text
@@ -51,40 +60,28 @@ class Document(NamedTuple):
 Batch = list[Document]
 
 
-@dataclass
-class _Count:
-    documents: int = 0
-    bytes_in: int = 0
-    bytes_kept: int = 0  # differs from bytes_in if the stage changes the text
-
-
 class Ledger:
     """Count documents and bytes per stage, and list malformed documents in a file."""
 
     def __init__(self, malformed_file: BinaryIO | None = None) -> None:
-        # By stage, then by reason; documents that are kept have the reason "".
-        self._counts: dict[str, dict[str, _Count]] = {}
+        # Stage → reason → documents, their bytes, and bytes after a stage that changes the text.
+        # Documents that are kept have the reason "".
+        self._counts: dict[str, dict[str, I64]] = defaultdict(lambda: defaultdict(_zeros))
         self._malformed_file = malformed_file
-        self.first_malformed: Position | None = None
+        self.first_malformed: Malformed | None = None
 
     def keep(self, stage: str, documents: int, bytes_in: int, bytes_kept: int) -> None:
-        count = self._count(stage, "")
-        count.documents += documents
-        count.bytes_in += bytes_in
-        count.bytes_kept += bytes_kept
+        self._counts[stage][""] += (documents, bytes_in, bytes_kept)
 
     def drop(self, stage: str, reason: str, documents: int, size: int) -> None:
-        self._count(stage, "")  # the stage lists its kept documents even if there are none
-        count = self._count(stage, reason)
-        count.documents += documents
-        count.bytes_in += size
+        self._counts[stage][reason] += (documents, size, 0)
 
     def report(self, found: Malformed) -> None:
         self.drop("read", "malformed", 1, found.bytes)
-        position = Position(found.path, found.position, found.reason)
-        self.first_malformed = self.first_malformed or position
+        self.first_malformed = self.first_malformed or found
         if self._malformed_file:
-            self._malformed_file.write(json.dumps(position._asdict()).encode() + b"\n")
+            line = {"path": found.path, "position": found.position, "reason": found.reason}
+            self._malformed_file.write(json.dumps(line).encode() + b"\n")
 
     def sift(self, stage: str, batch: Batch, reason: Callable[[Document], str | None]) -> Batch:
         """Return the documents that there is no reason to drop."""
@@ -100,24 +97,26 @@ class Ledger:
         return kept
 
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(
-            Stage(
-                name=name,
-                documents_in=sum(count.documents for count in counts.values()),
-                bytes_in=sum(count.bytes_in for count in counts.values()),
-                documents_kept=counts[""].documents,
-                bytes_kept=counts[""].bytes_kept,
-                dropped={
-                    reason: (count.documents, count.bytes_in)
-                    for reason, count in sorted(counts.items())
-                    if reason
-                },
+        stages = []
+        for name, counts in self._counts.items():
+            kept, _, bytes_kept = counts[""].tolist()
+            documents_in, bytes_in, _ = sum(counts.values(), _zeros()).tolist()
+            dropped = {why: tuple(n[:2].tolist()) for why, n in sorted(counts.items()) if why}
+            stages.append(
+                Stage(
+                    name=name,
+                    documents_in=documents_in,
+                    bytes_in=bytes_in,
+                    documents_kept=kept,
+                    bytes_kept=bytes_kept,
+                    dropped=dropped,
+                )
             )
-            for name, counts in self._counts.items()
-        )
+        return tuple(stages)
 
-    def _count(self, stage: str, reason: str) -> _Count:
-        return self._counts.setdefault(stage, {}).setdefault(reason, _Count())
+
+def _zeros() -> I64:
+    return np.zeros(3, np.int64)
 
 
 def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
@@ -136,9 +135,14 @@ def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
 
 
 def before_dedup(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
+    rules = recipe.filters
     for batch in _read_batches(task, recipe.text_key, ledger):
         normalized = _normalized(batch, recipe.normalise, ledger)
-        yield _filtered(normalized, recipe.filters, ledger)
+        if rules != Filters():
+            normalized = ledger.sift(
+                "filter", normalized, lambda document: reason_to_drop(document.text, rules)
+            )
+        yield normalized
 
 
 def after_dedup(
@@ -161,15 +165,14 @@ def _read_batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
         if not found or found.isspace():
             ledger.drop("read", "empty", 1, len(raw))
             continue
+        ledger.keep("read", 1, len(raw), len(raw))
         batch.append(Document(item, found, raw))
         size += len(raw)
         if size >= MB or len(batch) == BATCH_DOCUMENTS:
-            ledger.keep("read", len(batch), size, size)
             yield batch
             batch = []
             size = 0
     if batch:
-        ledger.keep("read", len(batch), size, size)
         yield batch
 
 
@@ -200,12 +203,6 @@ def normalize(text: str, rules: Normalize) -> str:
         text = _EMAIL.sub("name@example.com", text)
         text = _IPV4.sub("192.0.2.1", text)
     return text
-
-
-def _filtered(batch: Batch, rules: Filters, ledger: Ledger) -> Batch:
-    if rules == Filters():
-        return batch
-    return ledger.sift("filter", batch, lambda document: reason_to_drop(document.text, rules))
 
 
 # Filters

@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import xxhash
 
-from pipeline.data.piece import DOCUMENT_BYTES, MB, Piece
+from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Piece
 from pipeline.errors import DataError
 
 BATCH_ROWS = 256  # rows read at once from a parquet file ...

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from pipeline.atomic import TEMPORARY, digest, locked, read_regular
+from pipeline.config.schema import Data
 from pipeline.data.shards import (
     HEADER,
     MANIFEST,
@@ -26,7 +26,7 @@ from pipeline.data.shards import (
     save,
     write_error,
 )
-from pipeline.errors import DataError, UserError
+from pipeline.errors import DataError, RunError, UserError
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -48,10 +48,15 @@ class Corpus:
     def open(cls, path: Path, verify: bool = False) -> "Corpus":
         """Check that every file exists and has the right size; with verify, also its checksum."""
         corpus = cls(path, Manifest.load(path))
-        corpus._check_tokenizer()  # first: other ids would mean other text
-        for split in corpus.manifest.splits.values():
-            for shard in split.shards:
-                corpus._check_shard(shard, verify)
+        tokenizer = corpus.manifest.tokenizer
+        # First, and always: with another tokenizer, the ids would mean other text.
+        corpus._check_file(tokenizer.file, None, tokenizer.fingerprint, verify=True)
+        for shard in (shard for s in corpus.manifest.splits.values() for shard in s.shards):
+            bin_bytes = shard.tokens * np.dtype(corpus.manifest.dtype).itemsize
+            # One i32 length, one i64 offset and one i64 end per document, plus the first end, 0.
+            idx_bytes = HEADER.size + 20 * shard.documents + 8
+            corpus._check_file(f"{shard.name}.bin", bin_bytes, shard.bin_hash, verify)
+            corpus._check_file(f"{shard.name}.idx", idx_bytes, shard.idx_hash, verify)
         return corpus
 
     @property
@@ -77,6 +82,15 @@ class Corpus:
             if self.split(split).tokens <= seq:
                 raise self.too_small(split, seq)
 
+    def check_same(self, data: Data) -> None:
+        """Refuse a corpus other than the one that a run started with."""
+        if data.hash != self.manifest.hash:
+            raise RunError(
+                f"data.dir={data.dir} contains other data ({self.manifest.hash}) than the run "
+                f"started with ({data.hash}); restore the data or start a new run with another "
+                "--out"
+            )
+
     def too_small(self, split: str, seq: int) -> DataError:
         """Return the error for a split that is shorter than one window."""
         remedy = "raise --valid-share in" if split == "valid" else "add text to every source in"
@@ -97,36 +111,18 @@ class Corpus:
         path = self.path / f"{shard.name}.idx"
         return np.fromfile(path, np.int32, shard.documents, offset=HEADER.size)
 
-    def _check_tokenizer(self) -> None:
-        info = self.manifest.tokenizer
-        path = self.path / info.file
-        if not path.is_file():
-            raise DataError(f"{path}: the tokenizer of these shards is missing; {_RESTORE}")
-        found = xxhash.xxh3_128_hexdigest(path.read_bytes())
-        if found != info.fingerprint:
-            raise DataError(
-                f"{path}: fingerprint={found}, but the shards were made with {info.fingerprint}; "
-                f"{_RESTORE}"
-            )
-
-    def _check_shard(self, shard: Shard, verify: bool) -> None:
-        bin_bytes = shard.tokens * np.dtype(self.manifest.dtype).itemsize
-        # One i32 length, one i64 offset and one i64 end per document, plus the first end, 0.
-        idx_bytes = HEADER.size + 20 * shard.documents + 8
-        self._check_file(f"{shard.name}.bin", bin_bytes, shard.bin_hash, verify)
-        self._check_file(f"{shard.name}.idx", idx_bytes, shard.idx_hash, verify)
-
-    def _check_file(self, name: str, size: int, checksum: str, verify: bool) -> None:
+    def _check_file(self, name: str, size: int | None, checksum: str, verify: bool) -> None:
         path = self.path / name
         if not path.is_file():
-            raise DataError(f"{path}: shard file is missing; {_RESTORE}")
+            raise DataError(f"{path}: this file of the corpus is missing; {_RESTORE}")
         found_size = path.stat().st_size
-        if found_size != size:
+        if size is not None and found_size != size:
             raise DataError(f"{path}: {found_size:,} bytes instead of {size:,}; {_RESTORE}")
         if verify:
             found = digest(path)
             if found != checksum:
-                raise DataError(f"{path}: damaged: xxh3={found}, not {checksum}; {_RESTORE}")
+                what = f"fingerprint={found}, not {checksum}: damaged or replaced"
+                raise DataError(f"{path}: {what}; {_RESTORE}")
 
 
 def inspect(path: Path) -> dict[str, Any]:

@@ -1,16 +1,20 @@
-"""Everything that decides the bytes of a corpus, and nothing else: no workers, no output path."""
+"""Everything that decides the bytes of a corpus: the recipe, and the pieces of its inputs."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, Field
 
-from pipeline.config.layers import CONFIGS, merge, names, nearest, parse_set, read_toml, validate
+from pipeline.config.layers import merge, named_table, parse_set, validate
 from pipeline.config.parts import Count, Frozen, Share
 from pipeline.errors import ConfigError
 
+MB = 2**20
+# A longer line, row or document is reported as malformed: the stages after reading hold several
+# copies of a text, which would not fit a worker's memory.
+DOCUMENT_BYTES = 16 * MB
 VOCAB = 4096  # for corpora of a few million tokens; use 32768 for larger ones
 
 Shares = dict[Annotated[int, Field(ge=1)], Share]  # by n of the n-gram
@@ -156,7 +160,7 @@ def load_recipe(
     config: str | None, settings: Mapping[str, Any], sets: Iterable[str] = ()
 ) -> Recipe:
     """Load configs/data/NAME.toml or a file; then apply the options, then each --set a.b=c."""
-    table = {} if config is None else _read_config(config)
+    table = {} if config is None else named_table("data", config, "config")
     chosen = {text: parse_set(text) for text in sets}
     if any("tokenizer" in layer for layer in (table, *chosen.values())):
         raise ConfigError("tokenizer is not a setting of a recipe; give --tokenizer FILE.model")
@@ -174,15 +178,41 @@ def load_recipe(
     return validate(Recipe, table, where=config or "")
 
 
-def _read_config(config: str) -> dict[str, Any]:
-    known = names("data")
-    path = CONFIGS / "data" / f"{config}.toml" if config in known else Path(config)
-    try:
-        found = path.is_file()
-    except OSError as error:
-        raise ConfigError(f"config={config!r}: {error.strerror}; check the path") from error
-    if not found:
-        raise ConfigError(
-            f"config={config!r}: no file, nor in configs/data{nearest(config, known)}"
-        )
-    return read_toml(path)
+# Inputs
+
+Kind = Literal["text", "jsonl", "parquet", "arrow", "megatron", "hf", "synthetic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of one input.
+
+    `start` and `stop` count bytes of a text or jsonl file, row groups of a parquet file, record
+    batches, documents, rows, shards or batches, depending on the kind. All fields enter the
+    fingerprint of a corpus.
+    """
+
+    source: str
+    kind: Kind
+    path: str
+    start: int
+    stop: int
+    bytes: int  # approximate amount of work
+    stamp: int = 0  # changes when the input changes
+    limit: int | None = None  # stop after the document that reaches this many bytes of text
+
+
+Task = tuple[Piece, ...]
+
+
+class Malformed(NamedTuple):
+    """A document that cannot be used."""
+
+    path: str
+    position: int  # a byte of a text or jsonl file, otherwise a row
+    reason: str
+    bytes: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.path} at {self.position:,}: {self.reason}"

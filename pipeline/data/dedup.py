@@ -6,7 +6,6 @@ array: no step's memory grows with the corpus. Documents are numbered in the ord
 first of every cluster is kept.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -25,6 +24,7 @@ from pipeline.data.sketch import Sketched, part_of, similarity
 
 RANGE_ROWS = 4_000_000  # keys per range: a task takes some hundred megabytes
 BLOCK = 2**16  # documents or pairs processed at once
+NPY_HEADER_BYTES = 128  # of every one-dimensional array of plain numbers that np.save writes
 COPIES = "same"  # the file with one flag per document: it is an exact copy
 
 I64 = npt.NDArray[np.int64]
@@ -124,15 +124,13 @@ def _near_range(
     first, later, previous = _groups(rows["key"][order], numbers[order])
     candidates = np.concatenate((np.stack((first, later), 1), np.stack((previous, later), 1)))
     pairs = np.unique(candidates, axis=0)
-    open_array = lru_cache(256)(_SavedArray)
 
     @lru_cache(4096)
     def bottom(number: int) -> npt.NDArray[Any]:
         at = int(np.searchsorted(starts, number, "right")) - 1
         document = number - int(starts[at])
-        ends = open_array(stems[at].with_suffix(".ends.npy"))
-        start, stop = ends.read(document, document + 2).tolist()
-        return open_array(stems[at].with_suffix(".bottom.npy")).read(start, stop)
+        start, stop = _slice(stems[at], "ends", np.int64, document, document + 2).tolist()
+        return _slice(stems[at], "bottom", np.uint32, start, stop)
 
     close = np.zeros(len(pairs), bool)
     for low in range(0, len(pairs), BLOCK):
@@ -178,16 +176,9 @@ def _length(stem: Path, suffix: str) -> int:
     return len(np.load(stem.with_suffix(f".{suffix}.npy"), mmap_mode="r"))
 
 
-class _SavedArray:
-    """An .npy file, read at every call: the pages of a mapped one would count as memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        np.lib.format.read_magic(self._file)
-        _, _, self._dtype = np.lib.format.read_array_header_1_0(self._file)
-        self._start = self._file.tell()
-
-    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        size = self._dtype.itemsize
-        raw = os.pread(self._file.fileno(), (stop - start) * size, self._start + start * size)
-        return np.frombuffer(raw, self._dtype)
+def _slice(
+    stem: Path, suffix: str, dtype: npt.DTypeLike, start: int, stop: int
+) -> npt.NDArray[Any]:
+    """Read a few elements of an array: the pages of a mapped one would count as memory."""
+    offset = NPY_HEADER_BYTES + start * np.dtype(dtype).itemsize
+    return np.fromfile(stem.with_suffix(f".{suffix}.npy"), dtype, stop - start, offset=offset)

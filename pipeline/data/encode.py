@@ -3,7 +3,7 @@
 A plain function: it runs the same in a Ray worker, in a test, or twice because a worker died.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -17,18 +17,8 @@ from pipeline.atomic import sync_directory
 from pipeline.config.parts import Frozen
 from pipeline.data import megatron
 from pipeline.data.clean import Batch, Ledger, after_dedup, before_dedup
-from pipeline.data.corpus_recipe import Recipe
-from pipeline.data.piece import Malformed, Task
-from pipeline.data.shards import (
-    DType,
-    Position,
-    Shard,
-    ShardWriter,
-    Stage,
-    dtype_for,
-    replacing,
-    save,
-)
+from pipeline.data.corpus_recipe import Malformed, Recipe, Task
+from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for, replacing, save
 from pipeline.data.sketch import decontaminated
 from pipeline.data.tokenizer import Tokenizer
 
@@ -43,7 +33,7 @@ class Encoded(Frozen):
     source: str  # a task never mixes sources
     shards: dict[str, Shard]  # by split
     stages: tuple[Stage, ...]  # without those that the sketch pass has counted
-    malformed: Position | None  # the first; all are in NAME.malformed
+    malformed: Malformed | None  # the first; all are in NAME.malformed
 
 
 def tokenize(
@@ -72,7 +62,11 @@ def tokenize(
             _read_tokenized(tokenized, tokenizer, ledger),
             (document for batch in batches for document in _encode(batch, tokenizer, dtype)),
         )
-        shards = _write(documents, name, task[0].source, folder, recipe.valid_share, dtype)
+
+        def open_shard(split: str) -> ShardWriter:
+            return ShardWriter(folder, f"{split}-{name}", task[0].source, dtype)
+
+        shards = _write(documents, recipe.valid_share, open_shard)
     sync_directory(folder)  # the shards are durable before the record exists
     record = Encoded(
         source=task[0].source,
@@ -111,12 +105,7 @@ def _read_tokenized(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterato
 
 
 def _write(
-    documents: Iterable[_Document],
-    name: str,
-    source: str,
-    folder: Path,
-    valid_share: float,
-    dtype: DType,
+    documents: Iterable[_Document], valid_share: float, open_shard: Callable[[str], ShardWriter]
 ) -> dict[str, Shard]:
     """Write one shard per split that has documents."""
     writers: dict[str, ShardWriter] = {}
@@ -124,7 +113,7 @@ def _write(
         for document in documents:
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
-                writers[split] = ShardWriter(folder, f"{split}-{name}", source, dtype)
+                writers[split] = open_shard(split)
             writers[split].add(document.ids, len(document.raw))
         return {split: writers[split].close() for split in SPLITS if split in writers}
     except BaseException as error:

@@ -1,16 +1,19 @@
 """Batches as a pure function of (manifest, seed, step), for any number of ranks: no state to save.
 
-1. A sample number selects a source and a position within it (mixture.Schedule).
-2. The position selects an epoch and, through the epoch's permutation, a window (packing.Stream) or
-   a packed row (packing.PackedStream).
+1. A sample number selects a source and a position within it (order.Schedule).
+2. The position selects an epoch and, through the epoch's permutation, a window of a Stream, which
+   concatenates documents, or a row of a PackedStream, in which no document crosses a row.
 3. A batch is `rows` consecutive samples, cut across ranks, with a hash of its tokens.
 """
 
-import queue
-import threading
-from collections.abc import Generator
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Literal
+from itertools import accumulate
+from math import inf
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +21,190 @@ import torch
 import xxhash
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.mixture import BLOCK, Schedule
-from pipeline.data.packing import PackedStream, Stream
+from pipeline.data.order import BLOCK, I64, Permutation, Schedule
+from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
+
+IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
+OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
+AHEAD = 2  # batches that are prepared while one is trained on
+PACKED_SHARDS = 8  # shuffled together, and cached packings
+
+
+class Row(NamedTuple):
+    tokens: npt.NDArray[np.integer]
+    targets: npt.NDArray[np.integer]
+    documents: I64 | None  # of each token, if the stream keeps documents apart
+    raw: memoryview  # the bytes that the hash of a batch covers
+
+
+class Stream:
+    """Windows of seq + 1 tokens, seq apart, over the concatenated documents of some shards."""
+
+    def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
+        self._seq = seq
+        self._starts = list(accumulate((s.tokens for s in shards), initial=0))
+        self.windows = max(0, self._starts[-1] - 1) // seq
+        self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(shards[index]))
+
+    def order(self, index: I64, seed: int, epoch: int) -> I64:
+        """Return the windows that the epoch draws at these positions."""
+        return Permutation(self.windows, seed, epoch)(index)
+
+    def read(self, number: int) -> Row:
+        """Return views of a window in its shard, or of a copy if the window crosses shards."""
+        start = number * self._seq
+        shard = bisect_right(self._starts, start) - 1
+        local = start - self._starts[shard]
+        window = self._map(shard)[local : local + self._seq + 1]
+        while len(window) <= self._seq:
+            shard += 1
+            missing = self._seq + 1 - len(window)
+            window = np.concatenate((window, self._map(shard)[:missing]))
+        return Row(window[:-1], window[1:], None, window.data)
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the indices in each bin: largest first, each into the fullest bin that has space."""
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}  # by free space
+    spaces: list[int] = []  # the sorted keys of open_bins
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        at = bisect_left(spaces, sizes[index])
+        if at == len(spaces):
+            number = len(bins)
+            space = capacity
+            bins.append([])
+        else:
+            space = spaces[at]
+            number = open_bins[space].pop()
+            if not open_bins[space]:  # its last bin
+                del open_bins[space], spaces[at]
+        bins[number].append(index)
+        left = space - sizes[index]
+        if left:
+            if left not in open_bins:
+                open_bins[left] = []
+                insort(spaces, left)
+            open_bins[left].append(number)
+    return bins
+
+
+def count_bins(counts: I64, capacity: int) -> int:
+    """Count the bins that best_fit fills with counts[n] items of size n, many items at a time."""
+    opened = 0  # bins in use
+    spaces = [capacity]
+    free: dict[int, float] = {capacity: inf}  # bins by free space
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        items = int(counts[size])
+        while items:
+            at = bisect_left(spaces, size)
+            space = spaces[at]
+            # A bin that has received an item is the fullest with space for the next.
+            each = min(items, space // size)
+            bins = int(min(items // each, free[space]))
+            items -= bins * each
+            opened += bins if space == capacity else 0
+            free[space] -= bins
+            if not free[space]:
+                del free[space], spaces[at]
+            left = space - each * size
+            if left:
+                if left not in free:
+                    insort(spaces, left)
+                free[left] = free.get(left, 0) + bins
+    return opened
+
+
+def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
+    """Pack the documents of a shard; return the parts of all rows, and where each row's parts end.
+
+    A part (start, places) has the inputs start … start+places-1 and the targets one further.
+    """
+    starts = np.cumsum(lengths) - lengths
+    full, rest = np.divmod(lengths.astype(np.int64) - 1, seq)
+    row_in_document = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
+    whole = np.repeat(starts, full) + seq * row_in_document
+    # The last, partial row of each document: (start, places).
+    rests = np.stack((starts + full * seq, rest), axis=1)[rest > 0]
+    bins = best_fit(rests[:, 1].tolist(), seq)
+    shared = rests[[i for group in bins for i in sorted(group)]]
+    parts = np.concatenate((np.stack((whole, np.full_like(whole, seq)), axis=1), shared))
+    return parts, np.cumsum([0, *[1] * len(whole), *map(len, bins)])
+
+
+class PackedStream:
+    """Packed rows, numbered like the windows of a Stream.
+
+    Rows are filled by best-fit decreasing (Ding et al. 2024, arXiv 2404.10830). A document of n
+    tokens fills n - 1 places: each token but the last is an input, each but the first a target. A
+    document longer than a row is cut into full rows and a rest; only rests share rows. A shard is
+    packed when one of its rows is first read; its number of rows is counted without packing. An
+    epoch visits a few shards at a time, in its own order, so that each shard is packed once per
+    epoch and memory stays constant.
+    """
+
+    def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
+        self._eod = corpus.manifest.tokenizer.eod
+        self._seq = seq
+        self._pack = lru_cache(PACKED_SHARDS)(lambda i: pack(corpus.lengths(shards[i]), seq))
+        self._map = lru_cache(PACKED_SHARDS)(lambda i: corpus.tokens(shards[i]))
+        self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
+        self._starts = np.cumsum([0, *self._rows.tolist()])
+        self.windows = int(self._starts[-1])
+
+    def _count(self, lengths: npt.NDArray[np.int32]) -> int:
+        rests = np.bincount((lengths - 1) % self._seq)
+        rests[0] = 0  # documents that fill whole rows have no rest
+        return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
+
+    def order(self, index: I64, seed: int, epoch: int) -> I64:
+        """Return the rows that the epoch draws at these positions.
+
+        Shards come in a new order each epoch and are shuffled together a few at a time.
+        """
+        count = len(self._rows)
+        shards = Permutation(count, seed, epoch)(np.arange(count))
+        ends = np.cumsum(self._rows[shards])  # in the order of this epoch
+        last_shards = np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1
+        group_ends = ends[last_shards]
+        groups = np.searchsorted(group_ends, index, "right")
+        found = np.empty_like(index)
+        for group in np.unique(groups).tolist():
+            low = int(group_ends[group - 1]) if group else 0
+            mine = groups == group
+            shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
+            place = low + shuffle(index[mine] - low)
+            at = np.searchsorted(ends, place, "right")
+            shard = shards[at]
+            found[mine] = self._starts[shard] + place - (ends[at] - self._rows[shard])
+        return found
+
+    def read(self, window: int) -> Row:
+        """Return one row. Padding at its end is one more document that predicts nothing."""
+        shard = int(np.searchsorted(self._starts, window, "right")) - 1
+        data = self._map(shard)
+        parts, ends = self._pack(shard)
+        row = window - self._starts[shard]
+        # One block of memory, so that one hash covers tokens, targets and documents.
+        rows_3S = np.empty((3, self._seq), np.int64)
+        tokens, targets, documents = rows_3S
+        at = 0  # next free place of the row
+        number = 0  # of the document in the row
+        for start, places in parts[ends[row] : ends[row + 1]].tolist():
+            here = slice(at, at + places)
+            tokens[here] = data[start : start + places]
+            targets[here] = data[start + 1 : start + places + 1]
+            documents[here] = number
+            at += places
+            number += 1
+        tokens[at:] = self._eod
+        targets[at:] = IGNORE
+        documents[at:] = number
+        return Row(tokens, targets, documents, rows_3S.data)
+
+
+# Batches
 
 
 class Loader:
@@ -46,7 +230,8 @@ class Loader:
         self.rows = rows  # of a batch, over all ranks
         self.seed = seed
         self._eod = corpus.manifest.tokenizer.eod
-        self._boundaries = boundaries
+        self._packed = packing == "best-fit"
+        self._boundaries = boundaries or self._packed
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
         weighted = [s for s in corpus.manifest.sources if s.weight is not None and split == "train"]
@@ -54,15 +239,9 @@ class Loader:
         if not weighted:
             groups = [list(shards)]
         self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
-        self._streams: list[Stream] = []
-        self._packed_streams: list[PackedStream] = []
-        if packing == "best-fit":
-            self._packed_streams = [PackedStream(corpus, group, seq) for group in groups]
-        else:
-            self._streams = [Stream(corpus, group, seq) for group in groups]
-        both: list[Stream | PackedStream] = [*self._streams, *self._packed_streams]
-        self._windows = [stream.windows for stream in both]
-        self._orders = [stream.order for stream in both]
+        kind = PackedStream if self._packed else Stream
+        self._streams: list[Stream | PackedStream] = [kind(corpus, g, seq) for g in groups]
+        self._windows = [stream.windows for stream in self._streams]
         if 0 in self._windows:
             raise corpus.too_small(split, seq)
         self.windows = sum(self._windows)
@@ -73,43 +252,25 @@ class Loader:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
-        places = [(row, *self._place(step * self.rows + row)) for row in rows]
-        if self._packed_streams:
-            return self._packed_batch(places)
-        # Tokens and targets are separate and contiguous; each window is read once.
-        both_2BS = np.empty((2, len(rows), self.seq), np.int64)
-        tokens_BS, targets_BS = both_2BS
+        # Tokens, targets and documents are separate and contiguous; each row is read once.
+        tokens_BS, targets_BS, documents_BS = np.zeros((3, len(rows), self.seq), np.int64)
         digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
-        for i, (row, stream, number) in enumerate(places):
-            window = self._streams[stream].window(number)
-            tokens_BS[i] = window[:-1]
-            targets_BS[i] = window[1:]
-            digest += xxhash.xxh3_64_intdigest(window.data, row)
+        for i, number in enumerate(rows):
+            stream, window = self._place(step * self.rows + number)
+            row = self._streams[stream].read(window)
+            tokens_BS[i] = row.tokens
+            targets_BS[i] = row.targets
+            if row.documents is not None:
+                documents_BS[i] = row.documents
+            digest += xxhash.xxh3_64_intdigest(row.raw, number)
+        if self._boundaries and not self._packed:
+            # Count the document ends before each token: an end belongs to the document it ends.
+            np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
         return Batch(
             tokens_BS=torch.from_numpy(tokens_BS),
             targets_BS=torch.from_numpy(targets_BS),
             hash=digest % 2**64,
-            documents_BS=self._documents(tokens_BS) if self._boundaries else None,
-        )
-
-    def _documents(self, tokens_BS: npt.NDArray[np.int64]) -> torch.Tensor:
-        # Count the document ends before each token: an end belongs to the document it ends.
-        documents_BS = np.zeros_like(tokens_BS)
-        np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
-        return torch.from_numpy(documents_BS)
-
-    def _packed_batch(self, places: list[tuple[int, int, int]]) -> Batch:
-        # One block of memory per row, so that one hash covers tokens, targets and documents.
-        rows_B3S = np.empty((len(places), 3, self.seq), np.int64)
-        digest = 0
-        for out, (row, stream, window) in zip(rows_B3S, places, strict=True):
-            self._packed_streams[stream].read(window, *out)
-            digest += xxhash.xxh3_64_intdigest(out.tobytes(), row)
-        return Batch(
-            tokens_BS=torch.from_numpy(rows_B3S[:, 0].copy()),
-            targets_BS=torch.from_numpy(rows_B3S[:, 1].copy()),
-            hash=digest % 2**64,
-            documents_BS=torch.from_numpy(rows_B3S[:, 2].copy()),
+            documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
         )
 
     def _place(self, sample: int) -> tuple[int, int]:
@@ -130,54 +291,30 @@ class Loader:
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
         stop = min((block + 1) * BLOCK, self._windows[stream])
         index: npt.NDArray[np.int64] = np.arange(block * BLOCK, stop)
-        order: list[int] = self._orders[stream](index, self.seed + stream, epoch).tolist()
-        return order
+        order = self._streams[stream].order(index, self.seed + stream, epoch)
+        return cast("list[int]", order.tolist())
 
 
 def prefetch(
-    loader: Loader,
-    start: int,
-    stop: int,
-    rank: int,
-    world: int,
-    *,
-    depth: int = 2,
-    pin: bool = False,
+    loader: Loader, start: int, stop: int, rank: int, world: int, *, pin: bool = False
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yield the batches of steps start to stop - 1, which a thread prepares ahead of time.
 
     With `pin`, they are in page-locked memory, from which a GPU copies asynchronously. An error of
     the thread is raised here. Closing the generator ends the thread.
     """
-    ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
-    closed = threading.Event()
 
-    def put(item: tuple[int, Batch] | BaseException | None) -> bool:
-        while not closed.is_set():
-            try:
-                ready.put(item, timeout=0.1)  # wakes up to see whether it is closed
-                return True
-            except queue.Full:
-                continue
-        return False
+    def make(step: int) -> Batch:
+        batch = loader.batch(step, rank, world)
+        return batch.pinned() if pin else batch
 
-    def work() -> None:
-        try:
-            for step in range(start, stop):
-                batch = loader.batch(step, rank, world)
-                if not put((step, batch.pinned() if pin else batch)):
-                    return
-            put(None)
-        except BaseException as error:  # raised by the consumer
-            put(error)
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
+    ahead: deque[Future[Batch]] = deque()
+    thread = ThreadPoolExecutor(1, "prefetch")
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        for step in range(start, stop + AHEAD):
+            if step < stop:
+                ahead.append(thread.submit(make, step))
+            if step >= start + AHEAD:
+                yield step - AHEAD, ahead.popleft().result()
     finally:
-        closed.set()
-        thread.join()
+        thread.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.atomic import open_regular
-from pipeline.data.piece import DOCUMENT_BYTES, MB, Malformed, Piece
+from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Malformed, Piece
 from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest, TokenizerInfo
 from pipeline.errors import DataError
 

@@ -20,18 +20,15 @@ from pipeline.config.parts import Frozen
 from pipeline.data import synthetic
 from pipeline.data.clean import normalize, total
 from pipeline.data.corpus import WORK, Corpus, claimed, is_finished, publish
-from pipeline.data.corpus_recipe import Dedup, Recipe
+from pipeline.data.corpus_recipe import Dedup, Malformed, Recipe, Task
 from pipeline.data.dedup import deduplicate
 from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
-from pipeline.data.mixture import check_mixture, mixed
-from pipeline.data.permute import U64
-from pipeline.data.piece import Malformed, Task
+from pipeline.data.order import U64, check_mixture, mixed
 from pipeline.data.ray_pool import cluster, run
 from pipeline.data.readers import read, tokens_not_text
 from pipeline.data.shards import (
     VERSION,
     Manifest,
-    Position,
     SourceShare,
     Split,
     Stage,
@@ -166,10 +163,7 @@ def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | No
     for piece in (piece for task in against for piece in task):
         for text in read(piece, job.recipe.text_key):
             if isinstance(text, Malformed):  # a text that is skipped would be trained on
-                raise DataError(
-                    f"decontaminate.against: {text.path} at {text.position:,}: {text.reason}; "
-                    "fix the file"
-                )
+                raise DataError(f"decontaminate.against: {text.where}; fix the file")
             words = word_hashes(normalize(text, job.recipe.normalise).encode())
             texts += 1
             length = min(n, len(words))
@@ -255,17 +249,17 @@ def _no_text(recipe: Recipe) -> DataError:
 
 
 def _check_read(
-    job: Job, stages: Sequence[Stage], malformed: Sequence[Position | None], share: float
+    job: Job, stages: Sequence[Stage], malformed: Sequence[Malformed | None], share: float
 ) -> None:
     if not stages:
         shutil.rmtree(job.work)  # no task has read a document
         raise _no_text(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
     if bad > share * stages[0].documents_in:
-        path, position, reason = next(filter(None, malformed))
+        first = next(filter(None, malformed))
         raise DataError(
             f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than "
-            f"malformed-share={share}; the first is {path} at {position:,}: {reason}; "
+            f"malformed-share={share}; the first is {first.where}; "
             "fix the input or raise --malformed-share"
         )
 

@@ -1,4 +1,9 @@
-"""Ray: start or join a cluster, and run tasks on it in order, with bounded memory."""
+"""Ray: start or join a cluster, and run tasks on it in order, with bounded memory.
+
+`python -m pipeline.data.ray_pool SESSION_DIR` is the guard of a private session: a process that
+outlives the driver. Ray's servers die with the driver, but its agents first try to reach them for
+a minute.
+"""
 
 import os
 import secrets
@@ -16,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from pipeline.data import ray_guard
 from pipeline.errors import DataError
+from pipeline.process import python_module
 
 Result = TypeVar("Result")
 
@@ -103,7 +108,7 @@ def _connect(address: str | None, workers: int | None) -> Path:
 def _killed_with_driver(session: Path) -> Iterator[None]:
     """Kill the processes of a private Ray session when this process ends, even by SIGKILL."""
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", Path(ray_guard.__file__), session],
+        python_module("pipeline.data.ray_pool", session),  # which imports no Ray
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -203,3 +208,23 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _belongs(process: Path, session: str) -> bool:
+    """Whether Ray renamed the process to ray::… and it has a file of the session open."""
+    # Others may read these files too, for example a person who looks at the logs.
+    if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return False
+    return any(str(handle.readlink()).startswith(session) for handle in (process / "fd").iterdir())
+
+
+def _guard(session: str) -> None:
+    sys.stdin.read()  # blocks until the driver, which has the only other end, is gone
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if _belongs(process, session):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1])

@@ -3,12 +3,11 @@
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, assert_never
 
 from pipeline.data import synthetic
-from pipeline.data.piece import DOCUMENT_BYTES, MB, Malformed, Piece
+from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Malformed, Piece
 from pipeline.data.shards import read_error
 from pipeline.errors import DataError
 
@@ -76,7 +75,7 @@ def _columns(piece: Piece, key: str) -> Iterator[str | Malformed]:
         found = _check(row.value, piece.path, row.number, key, row.bytes)
         if isinstance(found, Malformed) and piece.kind == "arrow":
             first = columns.rows_before(piece.path, piece.start)
-            found = replace(found, position=first + found.position)
+            found = found._replace(position=first + found.position)
         yield found
 
 
@@ -126,7 +125,11 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
             file.seek(position - 1)
             position += _skip_line(file, piece.stop - position + 1) - 1
         while piece.stop < 0 or position < piece.stop:
-            line = _read_line(file, piece)
+            try:
+                line = file.readline(DOCUMENT_BYTES + 1)
+            except OSError as error:
+                what = f"{piece.path}: broken stream ({error})"
+                raise DataError(f"{what}; download it again") from error
             if not line:
                 return
             if len(line) > DOCUMENT_BYTES:
@@ -149,13 +152,6 @@ def _open(piece: Piece) -> BinaryIO:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(piece.path, compression=packed), MB)
-
-
-def _read_line(file: IO[bytes], piece: Piece) -> bytes:
-    try:
-        return file.readline(DOCUMENT_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{piece.path}: broken stream ({error}); download it again") from error
 
 
 def _skip_line(file: IO[bytes], most: int = 2**63) -> int:

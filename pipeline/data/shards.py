@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -95,14 +95,6 @@ class Stage(Frozen):
     bytes_kept: int  # after normalization, if the stage changes the text
     dropped: dict[str, tuple[int, int]]  # reason → documents, bytes
     tokens: int | None = None  # written by the tokenize stage, document ends included
-
-
-class Position(NamedTuple):
-    """Where a malformed document is, and what is wrong with it."""
-
-    path: str
-    position: int  # a byte of a text or jsonl file, otherwise a row
-    reason: str
 
 
 class Manifest(Frozen):

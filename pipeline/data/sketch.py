@@ -23,10 +23,9 @@ import xxhash
 from pipeline.atomic import sync_directory
 from pipeline.config.parts import Frozen
 from pipeline.data.clean import Batch, Document, Ledger, before_dedup
-from pipeline.data.corpus_recipe import Near, Recipe
-from pipeline.data.permute import U64, mix
-from pipeline.data.piece import MB, Task
-from pipeline.data.shards import Position, Stage, save
+from pipeline.data.corpus_recipe import MB, Malformed, Near, Recipe, Task
+from pipeline.data.order import U64, mix
+from pipeline.data.shards import Stage, save
 
 BOTTOM = 512  # smallest shingle hashes per document: exact Jaccard up to that many, ±0.02 beyond
 PART_BYTES = 128 * MB  # of sketches in memory; sorting takes as much again
@@ -167,7 +166,7 @@ class Sketched(Frozen):
     """The record of a finished sketch."""
 
     stages: tuple[Stage, ...]  # up to the copies within the task
-    malformed: Position | None  # the first
+    malformed: Malformed | None  # the first
     parts: int
 
 
@@ -283,10 +282,7 @@ def _constants(bands: int, rows: int) -> tuple[U64, U64, U64]:
 
 def bottom(grams: U64) -> npt.NDArray[np.uint32]:
     """Return the smallest distinct hashes of sorted grams, 32 bits of each."""
-    low = (grams[:BOTTOM] >> np.uint64(32)).astype(np.uint32)
-    fresh = np.ones(len(low), bool)
-    np.not_equal(low[1:], low[:-1], out=fresh[1:])
-    return low[fresh]
+    return np.unique((grams[:BOTTOM] >> np.uint64(32)).astype(np.uint32))
 
 
 def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data import synthetic
-from pipeline.data.piece import MB, Kind, Piece, Task
+from pipeline.data.corpus_recipe import MB, Kind, Piece, Task
 from pipeline.data.shards import MANIFEST, has_utf8_name, read_error
 from pipeline.errors import DataError
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.permute import GOLDEN, U64, mix
+from pipeline.data.order import GOLDEN, U64, mix
 
 I64 = npt.NDArray[np.int64]
 
@@ -99,7 +99,7 @@ def _chain(seed: int, language: Language, lengths: I64, drawn_class: I64, drawn_
     first = np.concatenate(([0], np.cumsum(language.classes)[:-1])).astype(np.uint64)
     words = np.zeros((len(lengths), int(lengths.max())), np.int64)
     rows = np.argsort(-lengths, kind="stable")
-    # The start of a document is a context of its own.
+    # The start of a document is a separate context.
     previous = np.full(len(rows), sum(language.classes), np.uint64)
     before = np.zeros(len(rows), np.uint64)
     salt = np.uint64(seed * GOLDEN % 2**64)

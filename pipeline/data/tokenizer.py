@@ -21,8 +21,7 @@ from sentencepiece import sentencepiece_model_pb2 as proto
 
 from pipeline.atomic import read_regular
 from pipeline.data.clean import normalize
-from pipeline.data.corpus_recipe import Recipe
-from pipeline.data.piece import MB, Malformed, Task
+from pipeline.data.corpus_recipe import MB, Malformed, Recipe, Task
 from pipeline.data.readers import read
 from pipeline.data.shards import TokenizerInfo, save, write_error
 from pipeline.data.sources import plan
@@ -337,7 +336,7 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
     if malformed and not found_text:
         raise DataError(
             f"sources={', '.join(shares)}: no text to train a tokenizer on; the first document is "
-            f"{malformed.path} at {malformed.position:,}: {malformed.reason}"
+            f"{malformed.where}"
         )
 
 

@@ -5,6 +5,7 @@ logits. Only then it gets its name.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_dir
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
+# Our own class, in files that need nothing else of ours (config.json's auto_map names them).
+CODE = ("configuration_isoflop.py", "modeling_isoflop.py")
 _SHARD_BYTES = 5_000_000_000  # the default of transformers
 # Texts on which a wrong conversion shows: runs of spaces, digits, bytes outside the vocabulary.
 _PROBES = (
@@ -57,6 +60,9 @@ def export(
                 parameter.copy_(parameter.to(dtype))
         count, size = _write_tensors(_hub_state(model, family, dtype), temporary, shard_bytes)
         _write_json(temporary / CONFIG, _config(model.cfg, family, tokenizer, dtype))
+        if family.kind == "isoflop":
+            for name in CODE:
+                shutil.copyfile(Path(__file__).with_name(name), temporary / name)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary)
         # safetensors writes mode 0600; a new directory's mode shows what the umask allows
@@ -102,7 +108,9 @@ def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[t
         for name, tensor in zip(row.theirs, tensors, strict=True):
             # The router's bias stays fp32: bf16 would blur its small steps.
             yield name, tensor.to(torch.float32 if row.change == "bias" else dtype)
-    if isinstance(cfg.ffn, MoE) and cfg.ffn.router == "sigmoid" and not cfg.ffn.bias_step:
+    if family.kind == "isoflop" or not isinstance(cfg.ffn, MoE):
+        return
+    if cfg.ffn.router == "sigmoid" and not cfg.ffn.bias_step:
         for layer in filter(cfg.routed, range(cfg.layers)):  # transformers always has a bias
             name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
             yield name, torch.zeros(cfg.ffn.experts)

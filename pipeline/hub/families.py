@@ -55,6 +55,21 @@ _LATENT = (
     "kv_lora_rank:attention.kv_rank qk_nope_head_dim:attention.nope_dim "
     "qk_rope_head_dim:attention.rope_dim v_head_dim:attention.v_dim"
 )
+# The class of our own (modeling_isoflop.py) has a key for most settings.
+_OURS = (
+    f"{_SHAPE} num_key_value_heads:attention.kv_heads head_dim:attention.head_dim "
+    "norm_type:norm.kind norm_eps:norm.eps norm_gain:norm.gain norm_bias:norm.bias "
+    "norm_placement:placement parallel_block:parallel_block position_type:position.kind "
+    "nope_every:nope_every qk_norm:attention.qk_norm "
+    "attention_bias:attention.bias attention_out_bias:attention.out_bias "
+    "attention_window:attention.window global_attention_every:attention.global_every "
+    "attention_softcap:attention.softcap attention_sinks:attention.sinks "
+    "score_scale:attention.score_scale ffn_type:ffn.kind hidden_act:ffn.activation "
+    "intermediate_size:ffn.hidden embedding_norm:embedding_norm "
+    "value_embeddings:value_embeddings smear:smear residual_scales:residual_scales "
+    "backout:backout logit_softcap:logit_softcap embedding_multiplier:multipliers.embedding "
+    "residual_multiplier:multipliers.residual logit_multiplier:multipliers.logits"
+)
 # Parts of `Family.implied`.
 _RMS = {"norm": {"kind": "rmsnorm"}}
 _SWIGLU = {"ffn": {"kind": "ffn", "activation": "swiglu"}}
@@ -158,10 +173,25 @@ FAMILIES = (
         _SILU,
         (settings.ROPE, settings.WINDOWS),
     ),
+    # Last, because a class of transformers itself runs in more programs.
+    Family(
+        "isoflop",
+        "IsoflopForCausalLM",
+        _OURS,
+        _PLAIN,
+        {
+            "auto_map": {
+                "AutoConfig": "configuration_isoflop.IsoflopConfig",
+                "AutoModelForCausalLM": "modeling_isoflop.IsoflopForCausalLM",
+            }
+        },
+        (settings.OUR_FFN, settings.OUR_POSITION),
+    ),
 )
 
 # settings that only training uses, and the names of a model
 _FREE = {"size", "arch", "scaled_embedding", "mtp", "mtp_weight"}
+_FREE |= {"init", "init_out", "embedding_std", "head_std", "ffn.init_scale"}
 _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_step")}
 
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +20,22 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from pipeline.atomic import temporary_name
+from pipeline import atomic
 from pipeline.checkpoint.save import save_weights
-from pipeline.config.layers import CONFIGS, merge, read_toml, validate
+from pipeline.config.layers import CONFIGS, merge, read_toml, recipe_layer, validate
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError, DataError, RunError, UserError
+from pipeline.hub.configuration_isoflop import IsoflopConfig
 from pipeline.hub.families import Family, from_hub_config
+from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.planner.check import resolve
+
+# `import` and the check of an export use this class, never a copy of it in a directory.
+AutoConfig.register("isoflop", IsoflopConfig)
+AutoModelForCausalLM.register(IsoflopConfig, IsoflopForCausalLM)
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -55,7 +62,8 @@ def import_model(source: Path, out: Path) -> Imported:
         # --out may be any path, but the name of a run allows few characters.
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
-        config = validate(RunSpec, merge(read_toml(CONFIGS / "base.toml"), layer))
+        base = read_toml(CONFIGS / "base.toml")
+        config = validate(RunSpec, reduce(merge, [base, recipe_layer(), layer]))
         tokenizer = source / "tokenizer.model"
         if tokenizer.exists():
             shutil.copyfile(_regular_file(source, tokenizer.name), temporary / tokenizer.name)
@@ -76,20 +84,12 @@ def load_hub_model(directory: Path) -> Decoder:
 @contextmanager
 def new_directory(directory: Path, option: str) -> Iterator[Path]:
     """A temporary directory that is renamed to `directory` when the block succeeds."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RunError(f"{option} {directory} is not empty; give another directory")
-    temporary = temporary_name(directory)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if directory.exists():
-            directory.rmdir()
-        temporary.rename(directory)
+        with atomic.directory(directory) as temporary:
+            yield temporary
     except OSError as error:
         reason = error.strerror or error
         raise RunError(f"{option} {directory} cannot be written: {reason}; give another") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

@@ -169,10 +169,53 @@ def _write_routed(model: Model) -> Table:
     return {"mlp_only_layers": [layer for layer in range(model.layers) if not model.routed(layer)]}
 
 
+# Keys of our own class that exist with one kind of feed-forward only: theirs → ours.
+_DENSE_KEYS = {"mlp_bias": "bias"}
+_ROUTED_KEYS = {
+    "dense_intermediate_size": "dense_hidden",
+    "num_experts": "experts",
+    "num_experts_per_tok": "top_k",
+    "num_shared_experts": "shared",
+    "router_type": "router",
+    "router_groups": "groups",
+    "router_top_groups": "top_groups",
+    "router_bias_step": "bias_step",
+    "norm_topk_prob": "normalise",
+    "routed_scaling_factor": "scale",
+    "first_dense_layers": "dense_layers",
+    "routed_every": "every",
+}
+
+
+def _write_our_ffn(model: Model) -> Table:
+    keys = _DENSE_KEYS if isinstance(model.ffn, FFN) else _ROUTED_KEYS
+    return {theirs: getattr(model.ffn, ours) for theirs, ours in keys.items()}
+
+
+def _read_our_ffn(theirs: Mapping[str, Any]) -> Table:
+    keys = _ROUTED_KEYS if theirs["ffn_type"] == "moe" else _DENSE_KEYS
+    return {"ffn": {ours: theirs[key] for key, ours in keys.items()}}
+
+
+def _write_our_position(model: Model) -> Table:
+    return {"rope_theta": model.position.theta} if isinstance(model.position, RoPE) else {}
+
+
+def _read_our_position(theirs: Mapping[str, Any]) -> Table:
+    kind = theirs["position_type"]
+    if kind == "rope":
+        return {"position": {"theta": theirs["rope_theta"]}}
+    if kind != "none":
+        raise ConfigError(f'position_type={kind!r} in config.json is neither "rope" nor "none"')
+    return {}
+
+
 ROPE = Converter(_write_rope, _read_rope)
 ROPE_AND_SCORES = Converter(_write_rope, lambda theirs: _read_rope(theirs, scores=True))
 WINDOWS = Converter(_write_windows, _read_windows)
 ROUTED = Converter(_write_routed, _read_routed)
 DENSE_FIRST = Converter(_write_dense, _read_dense)
 GREEDY = Converter(_write_greedy, _read_greedy)
+OUR_FFN = Converter(_write_our_ffn, _read_our_ffn)
+OUR_POSITION = Converter(_write_our_position, _read_our_position)
 GPT2_SHAPE = Converter(lambda model: {}, _read_gpt2)  # `Family.keys` writes everything

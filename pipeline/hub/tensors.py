@@ -64,7 +64,31 @@ _DEEPSEEK: Names = {
     "attention.kv_norm.gain": "self_attn.kv_a_layernorm.weight",
     "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
 }
+_SUBLAYERS = {"at_attention": "attention_norms", "at_ffn": "mlp_norms"}
+# Our own class (modeling_isoflop.py) has every norm that we have.
+_OURS: Names = {
+    **_LLAMA,
+    **_routed("mlp", *_MLP),
+    **{
+        f"{ours}.{place}.{part}": f"{theirs}.{place}.{weight}"
+        for ours, theirs in _SUBLAYERS.items()
+        for place in ("before", "inside", "after")
+        for part, weight in (("gain", "weight"), ("bias", "bias"))
+    },
+    "norm.bias": "model.norm.bias",
+    "attention.q_norm.bias": "self_attn.q_norm.bias",
+    "attention.k_norm.bias": "self_attn.k_norm.bias",
+    "attention.sinks": "self_attn.sinks",
+    "attention.value_gate.weight": "self_attn.value_gate.weight",
+    "value_embeddings.weight": "self_attn.value_embedding.weight",
+    "scales.stream": "stream_scale",
+    "scales.first": "first_scale",
+    "smear.gate.weight": "model.smear_gate.weight",
+    "smear.scale": "model.smear_scale",
+    "backout.scale": "model.backout_scale",
+}
 TENSORS: dict[str, Names] = {
+    "isoflop": _OURS,
     "gpt2": {
         "embedding.weight": "transformer.wte.weight",
         "position.weight": "transformer.wpe.weight",
@@ -128,6 +152,10 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
         if name.startswith("blocks."):
             _, layer, leaf = name.split(".", 2)
             prefix = f"{stack}.{layer}."
+        elif name.startswith("value_embeddings."):  # ours are beside the blocks, theirs inside
+            _, layer, leaf = name.split(".", 2)
+            prefix = f"{stack}.{layer}."
+            leaf = f"value_embeddings.{leaf}"
         elif name.startswith("ahead."):
             if "ahead.join.weight" not in table:  # only training uses these layers
                 continue
@@ -136,13 +164,15 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
             inner = leaf.startswith("block.")
             leaf = leaf.removeprefix("block.") if inner else f"ahead.{leaf}"
         names = table[leaf].split()
+        if leaf.startswith("ffn.") and ".up" in leaf and not model.ffn.gated:
+            names = names[-1:]  # without a gate
         if leaf == "attention.q_up.weight" and getattr(model.attention, "q_rank", 0) is None:
             # Without a rank for queries there is one matrix instead of q_a_proj and q_b_proj.
             names = ["self_attn.q_proj.weight"]
         change = _CHANGES.get(leaf, "")
         if family == "gpt2" and prefix and tensor.ndim == 2:  # its matrices are (in, out)
             change = "transposed"
-        for expert in range(len(tensor)) if "EXPERT" in table[leaf] else (None,):
+        for expert in range(len(tensor)) if "EXPERT" in names[0] else (None,):
             theirs = [prefix + each.replace("EXPERT", str(expert)) for each in names]
             yield Row(name, expert, theirs, change)
 

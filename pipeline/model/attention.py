@@ -1,9 +1,9 @@
-"""Attention: one function and its eager twin, the cache, and the layers.
+"""Attention: one function and its eager twin, and the layers.
 
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
-Plain causal attention goes to SDPA, which picks cuDNN or Flash. A mask of its own (windows,
+Plain causal attention goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
 documents, padding) or shaped scores (soft-cap, sinks) go to FlexAttention where a GPU trains, and
 to a dense mask elsewhere. The choice is made once, when the mask is made.
 """
@@ -16,17 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
-    create_block_mask,
+    FlexKernelOptions,
     flex_attention,
 )
 
 from pipeline.config.parts import GQA, MLA
 from pipeline.config.shape import Model
+from pipeline.model.context import Context, LayerCache, Mask
 from pipeline.model.norm import LayerNorm, RMSNorm, make_norm
 from pipeline.model.position import Rotary, rotate
-
-# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal.
-Mask = Tensor | BlockMask | None
 
 
 class Scoring(NamedTuple):
@@ -34,48 +32,6 @@ class Scoring(NamedTuple):
 
     scale: float
     softcap: float | None = None  # Gemma 2 (arXiv 2408.00118)
-
-
-def make_mask(
-    queries: int,
-    keys: int,
-    device: torch.device,
-    *,
-    window: int | None = None,
-    documents_BK: Tensor | None = None,
-    padding_B: Tensor | None = None,
-    flex: bool = False,
-) -> Mask:
-    """Which query sees which key; the last query is the last key. A query always sees itself."""
-    # A window as long as the sequence hides nothing, and plain causal attention is faster.
-    if window is not None and window >= keys:
-        window = None
-    per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
-    # SDPA has a causal mask of its own, and a single query at the end sees every key.
-    if not flex and window is None and not per_row and queries in (keys, 1):
-        return None
-    past = keys - queries  # tokens in the cache
-
-    # FlexAttention traces this function; it must not branch on the values of tensors.
-    def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k <= q + past
-        if window is not None:
-            seen = seen & (q + past - k < window)
-        if documents_BK is not None:
-            seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
-        if padding_B is not None:
-            # Padding sees itself: a softmax over no key at all would be NaN.
-            seen = seen & ((k >= padding_B[b]) | (k == q + past))
-        return seen
-
-    rows = len(per_row[0]) if per_row else 1
-    if flex:
-        batch = rows if rows > 1 else None
-        return create_block_mask(sees, batch, None, queries, keys, device=str(device))
-    # The same function over all indices at once gives the dense mask.
-    b, q, k = (torch.arange(count, device=device) for count in (rows, queries, keys))
-    head = torch.zeros((), dtype=torch.long, device=device)
-    return sees(b[:, None, None, None], head, q[:, None], k).expand(rows, 1, queries, keys)
 
 
 def attend(
@@ -167,54 +123,16 @@ def _flex(
 
     shaped = None if cap is None and bias_HQK is None else shape
     grouped = q.shape[1] != k.shape[1]
+    # A bias is loaded in fp32 tiles. With the usual three stages they exceed a Hopper GPU's shared
+    # memory, and the kernel does not compile.
+    options: FlexKernelOptions | None = None if bias_HQK is None else {"num_stages": 1}
+    inputs = (q, k, v, shaped, mask, scoring.scale, grouped)
     if sinks_H is None:
-        return flex_attention(q, k, v, shaped, mask, scoring.scale, grouped)
-    out, aux = flex_attention(
-        q, k, v, shaped, mask, scoring.scale, grouped, return_aux=AuxRequest(lse=True)
-    )
+        return flex_attention(*inputs, kernel_options=options)
+    out, aux = flex_attention(*inputs, kernel_options=options, return_aux=AuxRequest(lse=True))
     assert aux.lse is not None
     # a sink adds e^sink to the denominator of the softmax
     return out * torch.sigmoid(aux.lse - sinks_H.float()[:, None]).unsqueeze(-1).type_as(out)
-
-
-class LayerCache:
-    """What one layer keeps of past tokens, (B, S, …): keys and values, or MLA's latent."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self.length = 0
-        self.kept: list[Tensor] = []
-
-    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add the new tokens' tensors and return those of all tokens so far."""
-        if not self.kept:  # memory for all tokens at once, so that a step copies only new ones
-            self.kept = [t.new_empty(t.shape[0], self._capacity, *t.shape[2:]) for t in new]
-        end = self.length + new[0].shape[1]
-        for kept, tensor in zip(self.kept, new, strict=True):
-            kept[:, self.length : end] = tensor
-        self.length = end
-        return tuple(kept[:, :end] for kept in self.kept)
-
-
-class Cache:
-    def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
-        self.layers = [LayerCache(capacity) for _ in range(layers)]
-        self.padding_B = padding_B  # tokens to ignore on the left of each row
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one sequence, over all layers."""
-        kept = [tensor for layer in self.layers for tensor in layer.kept]
-        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in kept)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Let sequence i continue sequence rows[i], for beam search."""
-        for layer in self.layers:
-            layer.kept = [torch.index_select(tensor, 0, rows) for tensor in layer.kept]
 
 
 class Sequence:
@@ -229,6 +147,12 @@ class Sequence:
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """This process's part along a dimension of tokens or heads."""
         return x.chunk(self.parts, dim)[self.rank]
+
+    def cut_after(self, tokens_BS: Tensor) -> Tensor:
+        """This process's part of a row, and the token before it. The row begins with an extra
+        token."""
+        size = (tokens_BS.shape[1] - 1) // self.parts
+        return tokens_BS[:, self.rank * size : (self.rank + 1) * size + 1]
 
     def counts(self, count: Tensor) -> tuple[Tensor, Tensor]:
         """A count over the tokens before this process's, and over all tokens of the row."""
@@ -261,24 +185,12 @@ class Sequence:
         return y_BHQE
 
 
-class Context(NamedTuple):
-    """What all layers share in one forward pass."""
-
-    rotary: Rotary | None = None
-    bias_HQK: Tensor | None = None
-    near: Mask = None  # of windowed layers
-    far: Mask = None
-
-    def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
-        """Mask, bias and rotary table of a layer."""
-        mask = self.near if windowed else self.far
-        return (mask, self.bias_HQK, self.rotary) if placed else (mask, None, None)
-
-
 class GroupedAttention(nn.Module):
     """Grouped-query attention over one fused projection: queries, then keys, then values."""
 
-    def __init__(self, model: Model, cfg: GQA, *, windowed: bool, placed: bool) -> None:
+    def __init__(
+        self, model: Model, cfg: GQA, *, windowed: bool, placed: bool, valued: bool
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.windowed = windowed
@@ -293,11 +205,17 @@ class GroupedAttention(nn.Module):
         self.q_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
         self.k_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
+        gate = nn.Linear(model.value_gate_inputs, cfg.kv_heads, bias=False) if valued else None
+        self.value_gate = gate
 
     def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         mask, bias, table = context.at(self.windowed, self.placed)
         qkv_BSAD = self.qkv(x_BSW).unflatten(-1, (-1, self.cfg.head_dim))
         q_BSHD, k_BSGD, v_BSGD = self._norm_and_rotate(qkv_BSAD, table)
+        if self.value_gate is not None and context.values_BSGD is not None:
+            # 0 to 3 per head, and 1.5 at the start: nanochat's range.
+            gate_BSG = 3 * torch.sigmoid(self.value_gate(x_BSW[..., : self.value_gate.in_features]))
+            v_BSGD = v_BSGD + gate_BSG.unsqueeze(-1) * context.values_BSGD
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
         # Heads before tokens: views, which every attention kernel accepts.
@@ -316,7 +234,7 @@ class GroupedAttention(nn.Module):
         power_of_two = c.head_dim & (c.head_dim - 1) == 0
         if qkv_BSAD.is_cuda and power_of_two and not isinstance(q_norm, LayerNorm):
             # Triton exists only where torch was built for a GPU
-            from pipeline.model.kernels import norm_and_rotate
+            from pipeline.model.rotary_kernel import norm_and_rotate
 
             gains = None
             if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.config.parts import FFN, GQA, MLA, MoE, Recompute
-from pipeline.config.shape import Model
+from pipeline.config.shape import GATES, TABLES, Model
 from pipeline.model.attention import GroupedAttention, LatentAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import deepnorm_beta
 from pipeline.model.stack import Block, Decoder
+from pipeline.model.stream import Scales, initial_scale
 
 
 def build_model(
@@ -31,9 +32,12 @@ def build_model(
 
     `experts` are those of every routed layer that this process holds: all of them by default."""
 
-    def block(layer: int) -> Block:
+    def block(layer: int, ahead: bool) -> Block:
+        # The blocks of multi-token prediction are like the last, but see only their own input.
+        attention = _attention(cfg, layer, valued=cfg.value_layer(layer) and not ahead)
+        scales = Scales() if cfg.residual_scales and not ahead else None
         ffn = _ffn(cfg, layer, experts)
-        return Block(cfg, _attention(cfg, layer), ffn, recompute=recompute == "selective")
+        return Block(cfg, attention, ffn, scales, recompute=recompute == "selective")
 
     with _SkipInit():
         return Decoder(
@@ -58,12 +62,13 @@ class _SkipInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attention(cfg: Model, layer: int) -> nn.Module:
+def _attention(cfg: Model, layer: int, *, valued: bool) -> nn.Module:
     windowed = cfg.windowed(layer)
     placed = cfg.placed(layer)
     match cfg.attention:
         case GQA():
-            return GroupedAttention(cfg, cfg.attention, windowed=windowed, placed=placed)
+            a = cfg.attention
+            return GroupedAttention(cfg, a, windowed=windowed, placed=placed, valued=valued)
         case MLA():
             return LatentAttention(cfg, cfg.attention, windowed=windowed, placed=placed)
         case _:
@@ -84,17 +89,21 @@ def _ffn(cfg: Model, layer: int, experts: range | None) -> nn.Module:
 
 @torch.no_grad()
 def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
-    """Set gains to 1, biases and sinks to 0, and draw everything else from N(0, std).
+    """Set gains to 1, biases, sinks and gates to 0, and draw the other matrices from N(0, std).
 
     Every matrix and every expert has its own generator, seeded by its name. So the weights do not
     depend on layout or order, and threads can draw them in parallel."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         drawn = []
         for name, parameter in model.named_parameters():
-            std = _std(name, cfg)
+            std = _std(name, parameter, cfg)
             key = f"{seed}/{name}"
             if parameter.ndim < 2:
-                parameter.fill_(1.0 if name.endswith(".gain") else 0.0)
+                scale = initial_scale(name, cfg)
+                vector = 1.0 if name.endswith(".gain") else 0.0
+                parameter.fill_(vector if scale is None else scale)
+            elif std == 0:
+                parameter.zero_()
             # By global expert number, so that ranks which share experts draw the same ones.
             elif hasattr(parameter, "expert"):
                 stacked = enumerate(parameter, start=parameter.expert[0])
@@ -112,14 +121,27 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
                 _value_rows(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))
 
 
-def _std(name: str, cfg: Model) -> float:
-    """Outputs into the residual stream are divided by √(2·layers) (Megatron-LM), or scaled by
-    DeepNorm's factor. Under muP std ∝ 1/√fan-in; of a router, which has few outputs, ∝ 1/fan-in."""
+def _std(name: str, parameter: Tensor, cfg: Model) -> float:
+    """Outputs into the residual stream are divided by √(2·layers) (Megatron-LM), scaled by
+    DeepNorm's factor, or zero. Under muP std ∝ 1/√fan-in; of a router, which has few outputs,
+    ∝ 1/fan-in."""
     leaf = name.removesuffix(".weight")
+    if name.endswith(GATES) or (leaf.endswith(".out") and cfg.init_out == "zero"):
+        return 0.0
+    std = cfg.init_std
+    if cfg.init == "fan_in":
+        # Experts are (in, out), linear layers (out, in). A row of a table counts as the stream.
+        inputs = parameter.shape[-2 if hasattr(parameter, "expert") else -1]
+        std /= math.sqrt(cfg.width if name.startswith(TABLES) else inputs)
     if leaf == "embedding":
-        return cfg.init_std * cfg.embedding_scale
+        own = None if cfg.tied else cfg.embedding_std
+        return own or std * cfg.embedding_scale
+    if leaf == "head" and cfg.head_std:
+        return cfg.head_std
     scale = cfg.narrower(name)
-    std = cfg.init_std * (scale if leaf.endswith("router") else math.sqrt(scale))
+    std *= scale if leaf.endswith("router") else math.sqrt(scale)
+    if leaf.endswith(("ffn.up", "experts.up", "shared.up")):
+        std *= cfg.ffn.init_scale
     if cfg.placement == "deepnorm":
         # arXiv 2203.00555, figure 2.
         shrunk = leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))

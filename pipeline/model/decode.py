@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.config.parts import Learned
 from pipeline.errors import ConfigError
-from pipeline.model.attention import Cache
+from pipeline.model.context import Cache
 from pipeline.model.stack import Decoder
 
 

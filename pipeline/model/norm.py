@@ -14,33 +14,33 @@ from pipeline.config.shape import Model
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, cfg: Norm) -> None:
         super().__init__()
-        self.gain = nn.Parameter(ones(width))
-        self.eps = eps
+        self.gain = nn.Parameter(ones(width)) if cfg.gain else None
+        self.eps = cfg.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+        return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, width: int, eps: float, bias: bool) -> None:
+    def __init__(self, width: int, cfg: Norm) -> None:
         super().__init__()
-        self.gain = nn.Parameter(ones(width))
-        self.bias = nn.Parameter(zeros(width)) if bias else None
-        self.eps = eps
+        self.gain = nn.Parameter(ones(width)) if cfg.gain else None
+        self.bias = nn.Parameter(zeros(width)) if cfg.bias else None
+        self.eps = cfg.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.gain.shape, self.gain, self.bias, self.eps)
+        return F.layer_norm(x, x.shape[-1:], self.gain, self.bias, self.eps)
 
 
 class StreamNorm(nn.Module):
     """RMSNorm of the residual stream plus what is pending; returns the sum and its norm."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, cfg: Norm) -> None:
         super().__init__()
-        self.gain = nn.Parameter(ones(width))
-        self.eps = eps
+        self.gain = nn.Parameter(ones(width)) if cfg.gain else None
+        self.eps = cfg.eps
 
     def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.is_cuda:
@@ -49,15 +49,15 @@ class StreamNorm(nn.Module):
 
             return add_norm(x, pending, self.gain, self.eps)
         x = x if pending is None else x + pending
-        return x, F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+        return x, F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
 
 
 def make_norm(width: int, cfg: Norm) -> nn.Module:
     match cfg.kind:
         case "rmsnorm":
-            return RMSNorm(width, cfg.eps)
+            return RMSNorm(width, cfg)
         case "layernorm":
-            return LayerNorm(width, cfg.eps, cfg.bias)
+            return LayerNorm(width, cfg)
         case _:
             assert_never(cfg.kind)
 
@@ -65,7 +65,7 @@ def make_norm(width: int, cfg: Norm) -> nn.Module:
 def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
     """A norm to be called through `add_and_norm`."""
     # The fused kernel exists for RMSNorm only.
-    return StreamNorm(width, cfg.eps) if cfg.kind == "rmsnorm" else make_norm(width, cfg)
+    return StreamNorm(width, cfg) if cfg.kind == "rmsnorm" else make_norm(width, cfg)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from pipeline.config.parts import ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
+from pipeline.config.parts import GQA, ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
 from pipeline.config.shape import Model
-from pipeline.model.attention import Cache, Context, LayerCache, Mask, Sequence, make_mask
+from pipeline.model.attention import Sequence
+from pipeline.model.context import Cache, Context, LayerCache, Mask, make_mask
 from pipeline.model.moe import MixtureOfExperts, Router, Routing
 from pipeline.model.norm import PLACEMENTS, Residual, add_and_norm, make_norm, make_stream_norm
 from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
-from pipeline.objective.loss import next_token_loss
+from pipeline.model.stream import Backout, Scales, Smear, settle
+from pipeline.objective.loss import cap, next_token_loss
 
 T = TypeVar("T")
 # The residual stream, what is pending beside it (see norm.py), and the block's routing.
@@ -45,9 +48,16 @@ class Block(nn.Module):
     The last sum stays pending for the next block. `recompute` applies to the feed-forward layer."""
 
     def __init__(
-        self, cfg: Model, attention: nn.Module, ffn: nn.Module, *, recompute: bool = False
+        self,
+        cfg: Model,
+        attention: nn.Module,
+        ffn: nn.Module,
+        scales: Scales | None = None,
+        *,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.scales = scales
         self.attention = attention
         self.ffn = ffn
         self.recompute = recompute
@@ -63,6 +73,9 @@ class Block(nn.Module):
     ) -> Stream:
         # The attention is never recomputed here: its kernels keep little and cost much to repeat.
         on = self.recompute and self.training
+        if self.scales is not None and context.first_BSW is not None:
+            x_BSW = self.scales(x_BSW, pending, context.first_BSW)
+            pending = None
         x_BSW, normed_BSW = self.at_attention.read(x_BSW, pending)
         y_BSW = self.attention(normed_BSW, context, cache)
         if self.at_ffn is None:  # a parallel block: both layers read the same input
@@ -90,10 +103,11 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The output matrix. The loss is computed here, where ZeRO-3 has gathered the whole matrix."""
 
-    def __init__(self, weight_VW: nn.Parameter, scale: float) -> None:
+    def __init__(self, weight_VW: nn.Parameter, scale: float, softcap: float | None) -> None:
         super().__init__()
         self.weight = weight_VW
         self.scale = scale
+        self.softcap = softcap
         self.sequence = Sequence()
 
     def forward(
@@ -102,13 +116,19 @@ class Head(nn.Module):
         # Scaling the hidden state is cheaper than scaling the logits, V/W times as many numbers.
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
-            return h_BSW @ self.weight.T
+            return cap(h_BSW @ self.weight.T, self.softcap)
         # of the whole row: the mean over the ranks that share it is then the mean over its tokens
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
         h_TW = h_BSW.flatten(0, 1)
         targets_T = self.sequence.cut(targets_BS, 1).flatten()
         total, nll = next_token_loss(
-            h_TW, self.weight, targets_T, count, z_loss=z_loss, chunk=chunk
+            h_TW,
+            self.weight,
+            targets_T,
+            count,
+            z_loss=z_loss,
+            chunk=chunk,
+            softcap=self.softcap,
         )
         return Losses(total, nll)
 
@@ -134,7 +154,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         cfg: Model,
-        block: Callable[[int], Block],
+        block: Callable[[int, bool], Block],  # of a layer; whether for multi-token prediction
         *,
         z_loss: float = 0.0,
         loss_chunk: int = 2048,
@@ -148,13 +168,20 @@ class Decoder(nn.Module):
         self.sequence = Sequence()
         self.embedding = nn.Embedding(cfg.vocab, cfg.width)
         self.position = _position(cfg)
-        self.blocks = nn.ModuleList(block(layer) for layer in range(cfg.layers))
+        self.smear = Smear(cfg) if cfg.smear else None
+        # Looked up here and not in the blocks: the compiler's backward of a lookup adds rows in no
+        # fixed order.
+        self.value_embeddings = nn.ModuleDict(_value_embeddings(cfg))
+        self.blocks = nn.ModuleList(block(layer, False) for layer in range(cfg.layers))
+        self.backout = Backout() if cfg.backout else None
         # Only blocks that norm their input leave a stream that still has to be normed.
         before = PLACEMENTS[cfg.placement].before
         self.norm = make_stream_norm(cfg.width, cfg.norm) if before else nn.Identity()
-        self.ahead = nn.ModuleList(Ahead(cfg, block(cfg.layers - 1)) for _ in range(cfg.mtp))
-        # Always a parameter of its own first; `tie` replaces it, also after others replaced them.
-        self.head = Head(nn.Parameter(torch.empty_like(self.embedding.weight)), cfg.logit_scale)
+        last = cfg.layers - 1
+        self.ahead = nn.ModuleList(Ahead(cfg, block(last, True)) for _ in range(cfg.mtp))
+        # Always a separate parameter first; `tie` replaces it, also after others replaced them.
+        weight_VW = nn.Parameter(torch.empty_like(self.embedding.weight))
+        self.head = Head(weight_VW, cfg.logit_scale, cfg.logit_softcap)
         self.tie()
 
     def tie(self) -> None:
@@ -175,17 +202,27 @@ class Decoder(nn.Module):
         the tokens follow those in it, and only the logits of the last token are returned."""
         # Positions, masks and biases are computed once and shared by all layers.
         places, context = self._context(tokens_BS, documents_BS, cache)
-        x_BSW = self._embed(tokens_BS, places)
+        x_BSW = self._smeared(tokens_BS, places, cache)
+        if self.cfg.residual_scales:
+            context = context._replace(first_BSW=x_BSW)
+        middle_BSW: Tensor | None = None
         pending: Tensor | None = None
         routings: list[Routing | None] = []
         on = self.recompute and self.training
         for layer, block in enumerate(self.blocks):
-            if on and pending is not None:
-                x_BSW = x_BSW + pending  # one tensor to keep instead of two
+            if on:
+                x_BSW = settle(x_BSW, pending)  # one tensor to keep instead of two
                 pending = None
             layer_cache = None if cache is None else cache.layers[layer]
-            x_BSW, pending, routing = recomputed(block, x_BSW, pending, context, layer_cache, on=on)
+            at = context._replace(values_BSGD=self._values(tokens_BS, layer))
+            x_BSW, pending, routing = recomputed(block, x_BSW, pending, at, layer_cache, on=on)
             routings.append(routing)
+            if self.backout is not None and layer == self.cfg.middle_layer:
+                x_BSW = middle_BSW = settle(x_BSW, pending)
+                pending = None
+        if self.backout is not None and middle_BSW is not None:
+            x_BSW = self.backout(x_BSW, pending, middle_BSW)
+            pending = None
         # Only the next token is asked for: a prompt's other logits would fill the memory.
         if cache is not None:
             x_BSW = x_BSW[:, -1:]
@@ -217,7 +254,8 @@ class Decoder(nn.Module):
         for ahead in self.ahead:
             # The next token is known and the one after it is predicted: targets move by one. The
             # last position of a row or a document has none.
-            embedded_BSW = self._embed(targets_BS.clamp(min=0), places)
+            next_BS = self.sequence.cut(targets_BS.clamp(min=0), 1)
+            embedded_BSW = self._add_position(self._embed(next_BS), places)
             x_BSW, pending, routing = recomputed(
                 ahead, x_BSW, embedded_BSW, context, on=self.recompute
             )
@@ -235,10 +273,34 @@ class Decoder(nn.Module):
         """In the order of `Losses.routing`."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
-    def _embed(self, tokens_BS: Tensor, places: Tensor) -> Tensor:
-        x_BSW: Tensor = self.embedding(self.sequence.cut(tokens_BS, 1))
+    def _smeared(self, tokens_BS: Tensor, places: Tensor, cache: Cache | None) -> Tensor:
+        """The input of the first layer. The previous token is looked up with the row's own, before
+        the row is cut, because it may belong to another process or be in the cache."""
+        if self.smear is None:
+            return self._add_position(self._embed(self.sequence.cut(tokens_BS, 1)), places)
+        before_B1 = tokens_BS[:, :1]  # any token: a row's first follows none
+        if cache is not None:
+            before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
+            cache.last_B1 = tokens_BS[:, -1:]
+        row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))
+        # Positions restart with each document, so 0 is a token that follows none.
+        return self._add_position(self.smear(self._embed(row_BS), places > 0), places)
+
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
+        x_BSW: Tensor = self.embedding(tokens_BS)
+        if self.cfg.embedding_norm:
+            x_BSW = F.rms_norm(x_BSW, x_BSW.shape[-1:], eps=self.cfg.norm.eps)
         if self.cfg.multipliers.embedding != 1:
             x_BSW = x_BSW * self.cfg.multipliers.embedding
+        return x_BSW
+
+    def _values(self, tokens_BS: Tensor, layer: int) -> Tensor | None:
+        if not self.cfg.value_layer(layer):
+            return None
+        values_BSE: Tensor = self.value_embeddings[str(layer)](self.sequence.cut(tokens_BS, 1))
+        return values_BSE.view(*values_BSE.shape[:2], -1, self.cfg.attention.head_dim)
+
+    def _add_position(self, x_BSW: Tensor, places: Tensor) -> Tensor:
         if isinstance(self.cfg.position, Learned):
             x_BSW = x_BSW + cast(nn.Module, self.position)(places)
         elif isinstance(self.cfg.position, Sinusoidal):
@@ -297,6 +359,15 @@ class Decoder(nn.Module):
             return alibi(distance_QK, self.cfg.attention.heads)
         bias_HQK: Tensor = cast(nn.Module, self.position)(distance_QK)
         return bias_HQK
+
+
+def _value_embeddings(cfg: Model) -> dict[str, nn.Module]:
+    """By layer. Values have the width of the key/value heads."""
+    a = cfg.attention
+    if not isinstance(a, GQA):
+        return {}
+    layers = filter(cfg.value_layer, range(cfg.layers))
+    return {str(layer): nn.Embedding(cfg.vocab, a.kv_heads * a.head_dim) for layer in layers}
 
 
 def _position(cfg: Model) -> nn.Module | None:

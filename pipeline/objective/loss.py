@@ -13,24 +13,40 @@ import torch
 from torch import Tensor
 
 
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """c·tanh(logits/c), in fp32: a logit never exceeds c (Gemma 2, arXiv 2408.00118)."""
+    if softcap is None:
+        return logits
+    return (softcap * torch.tanh(logits.float() / softcap)).type_as(logits)
+
+
 def terms(
-    logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    share_T: Tensor,
+    z_loss: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A chunk's part of the mean loss and of the mean squared log-sum-exp, and their gradient.
 
-    `share_T` is the weight of each token in the mean."""
+    `share_T` is the weight of each token in the mean. Loss and z term are of the capped logits, the
+    gradient of those given."""
     if logits_TV.is_cuda:
         from pipeline.objective.loss_kernel import cross_entropy
 
-        return cross_entropy(logits_TV, targets_T, share_T, z_loss)
-    return eager_terms(logits_TV, targets_T, share_T, z_loss)
+        return cross_entropy(logits_TV, targets_T, share_T, z_loss, softcap)
+    return eager_terms(logits_TV, targets_T, share_T, z_loss, softcap)
 
 
 def eager_terms(
-    logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    share_T: Tensor,
+    z_loss: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As few passes over the logits as plain torch needs, since nothing fuses them."""
-    logits_TV_fp32 = logits_TV.float()
+    logits_TV_fp32 = cap(logits_TV.float(), softcap)
     top_T1, at_T1 = logits_TV_fp32.max(dim=-1, keepdim=True)
     grad_TV = logits_TV_fp32.softmax(dim=-1)
     # The softmax of the largest logit is at least 1/V, so its log is safe.
@@ -39,6 +55,9 @@ def eager_terms(
     # The gradient of nll + z_loss·lse² is softmax·(1 + 2·z_loss·lse), less 1 at the target.
     grad_TV.mul_((share_T * (1 + 2 * z_loss * lse_T))[:, None])
     grad_TV.scatter_add_(1, targets_T[:, None], -share_T[:, None])
+    if softcap is not None:
+        # The derivative of the cap is 1 - tanh².
+        grad_TV.mul_(logits_TV_fp32.div_(softcap).square_().neg_().add_(1))
     nll = ((lse_T - picked_T) * share_T).sum()
     z = (lse_T.square() * share_T).sum()
     return nll, z, grad_TV.to(logits_TV.dtype)
@@ -62,6 +81,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         count: Tensor,
         z_loss: float,
         chunk: int,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         # Zero where nothing is predicted.
         share_T = (targets_T >= 0) / count
@@ -75,7 +95,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = h_TW[part] @ weight_VW.T
-            part_nll, part_z, grad = terms(logits, targets_T[part], share_T[part], z_loss)
+            part_nll, part_z, grad = terms(logits, targets_T[part], share_T[part], z_loss, softcap)
             nll = nll + part_nll
             z = z + part_z
             if grad_h is not None and grad_w is not None:
@@ -88,11 +108,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return nll + z_loss * z, nll
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
         # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
         grad_h, grad_w = torch._foreach_mul(ctx.saved_tensors, scale)
-        return grad_h, grad_w, None, None, None, None
+        return grad_h, grad_w, None, None, None, None, None
 
 
 def next_token_loss(
@@ -103,12 +123,13 @@ def next_token_loss(
     *,
     z_loss: float,
     chunk: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss to minimize, with the z term, and the mean negative log likelihood in nats.
 
     `count` divides the sums, if these targets are only part of what the mean is over."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, count, z_loss, chunk
+        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap
     )
     return total, nll

@@ -1,6 +1,6 @@
 """The loss of a chunk of logits in Triton; `loss.eager_terms` is the same in plain torch.
 
-A file of its own because Triton exists only where torch was built for a GPU.
+A separate file, because Triton exists only where torch was built for a GPU.
 
 T tokens · V vocabulary
 """
@@ -11,19 +11,29 @@ from torch import Tensor
 
 
 @triton.jit
-def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, BLOCK: tl.constexpr):
+def _capped(x, softcap, CAP: tl.constexpr):
+    """softcap·tanh(x/softcap), where tanh(y) = 2·sigmoid(2y) - 1; Triton itself has no tanh."""
+    if CAP:
+        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
+    return x
+
+
+@triton.jit
+def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, softcap,
+                          CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     share = tl.load(shares + row)
-    picked = tl.load(logits + row * V + target).to(tl.float32)
+    picked = _capped(tl.load(logits + row * V + target).to(tl.float32), softcap, CAP)
     top = -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
     # First pass: the largest logit so far and, per lane, the sum of e^(logit - largest).
     for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
-        x = x.to(tl.float32)
+        # The cap is finite, so lanes beyond the vocabulary are hidden after it.
+        x = tl.where(inside, _capped(x.to(tl.float32), softcap, CAP), -float("inf"))
         above = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - above) + tl.exp(x - above)
         top = above
@@ -32,16 +42,22 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, BLOCK: tl.
     for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
-        x = x.to(tl.float32)
+        x = _capped(x.to(tl.float32), softcap, CAP)
         grad = tl.exp(x - lse) * (share * (1 + 2 * z_loss * lse))
         grad = grad - tl.where(start + at == target, share, 0.0)
+        if CAP:
+            grad = grad * (1 - (x / softcap) * (x / softcap))
         tl.store(logits + row * V + start + at, grad, mask=inside)
     tl.store(nll + row, (lse - picked) * share)
     tl.store(z + row, lse * lse * share)
 
 
 def cross_entropy(
-    logits_TV: Tensor, targets_T: Tensor, share_T: Tensor, z_loss: float
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    share_T: Tensor,
+    z_loss: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Overwrites the logits by their gradient: one read and one write of memory.
 
@@ -49,6 +65,9 @@ def cross_entropy(
     nll, z = share_T.new_empty(2, len(share_T))
     # Blocks of 8,192 take 344 µs, of 4,096 377 µs, of 16,384 512 µs (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](
-        logits_TV, targets_T, share_T, nll, z, logits_TV.shape[1], z_loss, BLOCK=8192, num_warps=8
+        *(logits_TV, targets_T, share_T, nll, z, logits_TV.shape[1], z_loss, softcap or 1.0),
+        CAP=softcap is not None,
+        BLOCK=8192,
+        num_warps=8,
     )
     return nll.sum(), z.sum(), logits_TV

@@ -1,31 +1,44 @@
-"""AdamW and its parameter groups: what decays, and how fast each parameter learns."""
+"""The optimizer of a run and its parameter groups: what decays, how fast each parameter learns."""
 
-from typing import Any
+from typing import Any, assert_never
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline.config import schema
 from pipeline.config.schema import RunConfig
-from pipeline.config.shape import Model
-
-# torch marks these methods as not to be compiled by importing the compiler, which takes a tenth of
-# the start of a process. The mark itself costs nothing.
-for _method in (
-    Optimizer.add_param_group,
-    Optimizer.zero_grad,
-    Optimizer.state_dict,
-    Optimizer.load_state_dict,
-):
-    _method.__wrapped__.__dynamo_disable = _method.__wrapped__  # type: ignore[union-attr]
+from pipeline.config.shape import GATES, TABLES, Model
+from pipeline.optim.muon import AdamW, Muon, matrices_of
 
 
-class AdamW(torch.optim.AdamW):
-    step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
+def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
+    """The optimizer at its peak rate. An engine still has to bind Muon to the masters."""
+    cfg = config.optim.optimizer
+    lr = config.optim.lr
+    optimizer: AdamW
+    match cfg:
+        case schema.AdamW():
+            groups = parameter_groups(model, cfg.decay, config.model)
+            optimizer = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+        case schema.Muon():
+            optimizer = Muon(
+                muon_groups(model, cfg, lr, config.model),
+                matrices_of(model, config.model),
+                lr=lr,
+                betas=(cfg.beta1, cfg.beta2),
+                eps=cfg.eps,
+                momentum=cfg.momentum,
+                normalize=cfg.normalize,
+                cautious=cfg.cautious,
+            )
+        case _:
+            assert_never(cfg)
+    set_learning_rate(optimizer, lr)
+    return optimizer
 
 
 def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict[str, Any]]:
-    """Groups with their weight decay and their factor of the learning rate.
+    """AdamW's groups with their weight decay and their factor of the learning rate.
 
     Matrices decay; embeddings, norms and biases do not (OLMo 3), and a tied head counts as the
     embedding. Under muP a matrix learns slower the wider its input is. A scaled embedding learns
@@ -33,7 +46,8 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
     groups: dict[tuple[str, bool, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         embedding = name.startswith("embedding.")
-        no_decay = embedding or parameter.ndim < 2 or name.startswith("position.")
+        # The gates of value embeddings and smear are small matrices, but vectors in spirit.
+        no_decay = parameter.ndim < 2 or name.startswith(TABLES) or name.endswith(GATES)
         scale = 1.0 if no_decay else model.narrower(name)
         if embedding:
             scale = model.embedding_scale
@@ -49,23 +63,49 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
     return [groups[key] for key in sorted(groups)]
 
 
-def adamw(model: nn.Module, config: RunConfig) -> AdamW:
-    cfg = config.optim.optimizer
-    lr = config.optim.lr
-    groups = parameter_groups(model, cfg.decay, config.model)
-    betas = (cfg.beta1, cfg.beta2)
-    optimizer = AdamW(groups, lr=lr, betas=betas, eps=cfg.eps, weight_decay=cfg.decay, fused=True)
-    set_learning_rate(optimizer, lr)
-    return optimizer
+def muon_groups(
+    module: nn.Module, cfg: schema.Muon, peak: float, model: Model
+) -> list[dict[str, Any]]:
+    """Muon's groups: matrices, which alone decay, then embeddings, head and vectors for AdamW."""
+    matrices = matrices_of(module, model)
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        group: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+        if name in matrices:
+            kind = "matrices"
+            group |= {"lr_scale": 1.0, "weight_decay": cfg.decay, "matrices": True}
+            if cfg.decay_with_rate:
+                group["decay_at_peak"] = (cfg.decay, peak)
+        elif name.startswith("embedding."):  # a tied head too
+            kind = "embedding"
+            group["lr_scale"] = cfg.embedding_rate * model.embedding_scale
+        elif name.startswith("value_embeddings."):
+            kind = "value embeddings"
+            group["lr_scale"] = cfg.embedding_rate
+        elif name.startswith("head."):
+            kind = "head"
+            group["lr_scale"] = cfg.head_rate
+        else:
+            kind = "vectors"
+            group["lr_scale"] = cfg.vector_rate
+        expert_group = getattr(parameter, "group_name", "")
+        if expert_group:
+            group |= {"moe": True, "name": expert_group}
+        groups.setdefault((expert_group, kind), group)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+        if "decay_at_peak" in group:
+            decay, peak = group["decay_at_peak"]
+            group["weight_decay"] = decay * lr / peak
 
 
 def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
     """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged.
 
-    Fused AdamW reads this flag on the device, as for torch's loss scaler, so no host waits."""
+    Fused AdamW reads this flag on the device, as for torch's loss scaler, so no host waits. Muon
+    does the same."""
     optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]

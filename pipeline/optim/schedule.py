@@ -21,8 +21,8 @@ def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
         case WSD():
             start = decay_start(cfg, steps)
             done = max(0, step - start) / max(1, steps - start)
-            # 1 - sqrt does better than a linear decay (arXiv 2405.18392).
-            shape = 1 - math.sqrt(done)
+            # Over a short last share, 1 - sqrt does better than a line (arXiv 2405.18392).
+            shape = 1 - (math.sqrt(done) if cfg.decay_shape == "sqrt" else done)
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)
             shape = 0.5 * (1 + math.cos(math.pi * done))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
 from pipeline.model.stack import Decoder, Losses
-from pipeline.optim.groups import adamw, gate_step, set_learning_rate
+from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import (
     Accept,
@@ -24,6 +24,7 @@ from pipeline.parallel.engine import (
     untimed,
 )
 from pipeline.parallel.fragments import Fragment, Piece
+from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 
@@ -40,10 +41,11 @@ class DDPEngine:
         self._clip = config.optim.clip
         self._world = world
         self.clock: Clock = untimed
-        optimizer = adamw(model.to(world.device), config)
+        optimizer = build_optimizer(model.to(world.device), config)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         wrapped = isinstance(self._model, DistributedDataParallel)
         assert wrapped or world.size == 1, "Accelerate did not wrap the model"
+        bind(self.optimizer, self._pieces(), world)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -102,16 +104,20 @@ class DDPEngine:
         return LocalTensors([*self._model.buffers(), *parameters], [], gradients)
 
     def state(self, *, share: bool = False) -> list[Fragment]:
-        # Every rank has a copy of everything, so each saves an equal share.
-        replica = (self._world.rank, self._world.size)
-        pieces = [
-            Piece(name, p, p, 0, 0, p.numel(), replica)
-            for name, p in self.module.named_parameters()
-        ]
+        pieces = self._pieces()
         fragments.create_moments(pieces, self.optimizer)
+        replica = (self._world.rank, self._world.size)
         return [
             *fragments.state(pieces, self.optimizer, share=share),
             *fragments.buffers(self.module, replica, share=share),
+        ]
+
+    def _pieces(self) -> list[Piece]:
+        # Every rank has a copy of everything, so each saves an equal share.
+        replica = (self._world.rank, self._world.size)
+        return [
+            Piece(name, p, p, 0, 0, p.numel(), replica)
+            for name, p in self.module.named_parameters()
         ]
 
     def sync_weights(self) -> None:

@@ -1,6 +1,6 @@
 """A rank's training state as runs of numbers in global tensors: the same form in every layout.
 
-The fp32 masters, both moments of Adam and its step count determine a run; bf16 weights are the
+The fp32 masters, the optimizer's moments and its step count determine a run; bf16 weights are the
 masters' cast. A global tensor is a parameter, a buffer, or one expert of a stacked parameter, so
 that no key depends on how many experts a rank has.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.optim.muon import VARIANCE, Muon
 from pipeline.parallel.world import World
 
 WEIGHTS = "model"
@@ -23,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    key: str  # model/NAME, exp_avg/NAME, exp_avg_sq/NAME
+    key: str  # model/NAME, exp_avg/NAME, exp_avg_sq/NAME, momentum_buffer/NAME, row_variance/NAME
     shape: tuple[int, ...]  # of the global tensor
     offset: int  # of the first number, in the flattened global tensor
     data: Tensor  # 1-D: a view of the state, so that writing to it loads the state
@@ -52,14 +53,18 @@ def state(
     """Yield every fragment of this rank; with `share`, only those that it saves."""
     for piece in pieces:
         low, high = _share(piece.numel, piece.replica) if share else (0, piece.numel)
-        moments = optimizer.state[piece.master]
-        tensors = {WEIGHTS: piece.master, **{moment: moments[moment] for moment in MOMENTS}}
+        moments = {k: v for k, v in optimizer.state[piece.master].items() if k != "step"}
+        tensors = {WEIGHTS: piece.master, **moments}
         # ZeRO-3 empties the parameter and keeps its shape in `ds_shape`.
         shape = tuple(getattr(piece.parameter, "ds_shape", piece.parameter.shape))
         expert = getattr(piece.parameter, "expert", None)
         for kind, tensor in tensors.items():
             run = tensor.detach().view(-1)[piece.start + low : piece.start + high]
             yield from split(f"{kind}/{piece.name}", shape, expert, piece.offset + low, run)
+    for owned in optimizer.owned() if isinstance(optimizer, Muon) else ():
+        if owned.variance is not None:
+            variance = owned.variance
+            yield Fragment(f"{VARIANCE}/{owned.key}", tuple(variance.shape), 0, variance)
 
 
 def buffers(module: nn.Module, replica: tuple[int, int], *, share: bool) -> Iterator[Fragment]:
@@ -105,9 +110,11 @@ def create_moments(
     optimizer: torch.optim.Optimizer,
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> None:
-    """Create Adam's moments, which torch creates at its first step; loading needs them earlier."""
+    """Create the moments, which torch creates at its first step; loading needs them earlier."""
     for piece in pieces:
-        if not optimizer.state[piece.master]:
+        if isinstance(optimizer, Muon) and piece.name in optimizer.matrices:
+            optimizer.create_state(piece.master)
+        elif not optimizer.state[piece.master]:
             step = torch.zeros((), dtype=torch.float32, device=piece.master.device)
             moments = {moment: zeros_like(piece.master.detach()) for moment in MOMENTS}
             optimizer.state[piece.master] = {"step": step, **moments}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.stack import Block, Decoder, Losses
-from pipeline.optim.groups import adamw, gate_step, set_learning_rate
+from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import (
     Accept,
@@ -26,6 +26,7 @@ from pipeline.parallel.engine import (
     untimed,
 )
 from pipeline.parallel.fragments import Fragment, Piece, on_disk
+from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 # DeepSpeed's autotuner, which we do not use, imports mlflow if it is installed. That takes seconds
@@ -77,7 +78,7 @@ class ZeroEngine:
         if self._zero == 3:
             # Gathered as one: no hook, and so no graph break, inside of a block.
             set_z3_leaf_modules(model, [Block])
-        optimizer = adamw(model.to(world.device), config)
+        optimizer = build_optimizer(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_deepspeed_config(config, world)
@@ -85,6 +86,7 @@ class ZeroEngine:
         if self._zero == 0 and not self._unwrapped:
             # DeepSpeed took a step with gradients of zero, at the learning rate of zero.
             self.optimizer.state.clear()
+        bind(self.optimizer, self._pieces(), world)
         routed = self._engine.has_moe_layers
         assert routed == (self._ep > 1), "DeepSpeed did not recognize the routed layers"
         self._call_accept_before_stepping()

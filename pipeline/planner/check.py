@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pipeline.config.dump import Change, changed, flags
 from pipeline.config.layers import names
 from pipeline.config.parts import MoE, Recompute
-from pipeline.config.schema import RunConfig, RunSpec
+from pipeline.config.schema import MuonSpec, RunConfig, RunSpec
 from pipeline.errors import ConfigError, UserError
 from pipeline.planner.count import params
 from pipeline.planner.memory import MEMORY_ERROR, PROCESS_BYTES, USABLE, DeviceMemory, Layout
@@ -59,10 +59,28 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
     if spec.train.compile is True and not compiles(spec, dtype):
         found.append("train.compile=true with routed experts needs train.dtype=bf16")
         change["train.compile"] = False
+    if isinstance(spec.optim.optimizer, MuonSpec):
+        _check_muon(spec)
     _check_degrees(spec, ranks, ddp, found, change)
     # Ranks that share a sequence read the same rows, so together they are one reader.
     _check_batch(spec, ranks // int(change.get("sp", here.sp)), found, change)
     return found, change
+
+
+def _check_muon(spec: RunSpec) -> None:
+    place = spec.parallel.offload.optimizer
+    if place:
+        # Orthogonalization is matmuls, which a CPU would do a hundred times slower.
+        raise ConfigError(
+            f'parallel.offload.optimizer="{place}" updates on the CPU, where Muon would take longer'
+            " than the rest of the step; remove it and raise --zero, or use --recipe adamw"
+        )
+    if spec.model.mup is not None:
+        # An orthogonalized update has the same effect at every width already.
+        raise ConfigError(
+            'model.parametrization="mup" is for AdamW: Muon\'s rates transfer over widths without '
+            "it; use --set model.parametrization=standard, or --recipe adamw"
+        )
 
 
 def _check_degrees(spec: RunSpec, ranks: int, ddp: bool, found: list[str], change: Change) -> None:

@@ -2,9 +2,9 @@
 
 FLOPs are those of training one token. A multiply-add counts 2, and the backward pass twice the
 forward. Matmuls cost 6 × the parameters that a token uses: with the head, without the input
-embedding, which is a lookup. Attention costs 3·heads·(score width + value width)·seq per layer
-(6·heads·head_dim·seq if both are head_dim): the causal half, because the kernel skips what the mask
-hides. A window hides more.
+embedding and the value embeddings, which are lookups. Attention costs 3·heads·(score width + value
+width)·seq per layer (6·heads·head_dim·seq if both are head_dim): the causal half, because the
+kernel skips what the mask hides. A window hides more.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,17 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 @dataclass(frozen=True, slots=True)
 class Params:
     """`active` are those that one token uses at inference. `scaling` is the N of every fit: active,
-    with head, without input embedding, which keeps all sizes on one line (arXiv 2406.19146)."""
+    with head, without input embedding, which keeps all sizes on one line (arXiv 2406.19146).
+    Value embeddings are looked up like the input embedding, so neither counts in N."""
 
     embedding: int
+    value_embeddings: int
     position: int  # learned
     head: int  # 0 if tied to the embedding
     attention: int
     ffn: int
     norm: int
+    mixing: int  # gate of smear and scales of the stream (model/stream.py)
     mtp: int  # of multi-token prediction, which only training uses
     experts: int  # routed parameters, part of ffn and mtp
     active: int
@@ -42,21 +45,26 @@ class Params:
 
     @property
     def total(self) -> int:
-        return self.embedding + self.position + self.head + self.non_embedding + self.mtp
+        return self.tables + self.head + self.non_embedding + self.mtp
+
+    @property
+    def tables(self) -> int:
+        """Parameters that are looked up."""
+        return self.embedding + self.value_embeddings + self.position
 
     @property
     def non_embedding(self) -> int:
-        return self.attention + self.ffn + self.norm
+        return self.attention + self.ffn + self.norm + self.mixing
 
     @property
     def active_non_embedding(self) -> int:
-        return self.active - self.embedding - self.position - self.head
+        return self.active - self.tables - self.head
 
 
 @lru_cache(maxsize=256)  # one plan asks for the same model hundreds of times
 def params(model: Model) -> Params:
     layers = [layer_params(model, layer) for layer in range(model.layers)]
-    attention = sum(each.attention + each.vectors for each in layers)
+    attention = sum(each.attention + each.vectors for each in layers) + _value_gates(model)
     ffn = sum(each.ffn for each in layers)
     # With a norm after each layer, the stream leaves the last block already normed.
     final_norm = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
@@ -69,17 +77,22 @@ def params(model: Model) -> Params:
     joint = 2 * model.width**2 + 3 * _norm(model, model.width)
     mtp = model.mtp * (joint + extra.total)
     idle = sum(each.ffn - each.ffn_active for each in layers)  # experts not chosen
-    blocks = attention + ffn + norm - idle
+    mixing = (model.smear_inputs + 1) * model.smear + model.backout
+    mixing += 2 * model.layers * model.residual_scales
+    blocks = attention + ffn + norm + mixing - idle
+    values = value_layers(model) * model.vocab * value_width(model)
     return Params(
         embedding=embedding,
+        value_embeddings=values,
         position=position,
         head=head,
         attention=attention,
         ffn=ffn,
         norm=norm,
+        mixing=mixing,
         mtp=mtp,
         experts=sum(each.experts for each in layers) + model.mtp * extra.experts,
-        active=embedding + position + head + blocks,
+        active=embedding + values + position + head + blocks,
         scaling=blocks + embedding,  # the head has the embedding's shape, tied or not
     )
 
@@ -133,7 +146,24 @@ def _layer_params(model: Model, routed: bool) -> LayerParams:
 
 
 def _norm(model: Model, width: int) -> int:
-    return width * (2 if model.norm.bias else 1)
+    return width * (model.norm.gain + model.norm.bias)
+
+
+def value_layers(model: Model) -> int:
+    return sum(map(model.value_layer, range(model.layers)))
+
+
+def value_width(model: Model) -> int:
+    """Numbers of a token's values in one layer."""
+    a = model.attention
+    return a.kv_heads * a.head_dim if isinstance(a, GQA) else 0
+
+
+def _value_gates(model: Model) -> int:
+    """Of the layers with value embeddings; the blocks of multi-token prediction have none."""
+    a = model.attention
+    heads = a.kv_heads if isinstance(a, GQA) else 0
+    return value_layers(model) * model.value_gate_inputs * heads
 
 
 def _attention(model: Model) -> tuple[int, int, int]:
@@ -156,6 +186,45 @@ def _attention(model: Model) -> tuple[int, int, int]:
             return queries + latent + a.heads * a.v_dim * width, sinks, norms
         case _:
             assert_never(a)
+
+
+def matrices(model: Model) -> list[tuple[int, int, int]]:
+    """Outputs, inputs and number of the matrices that Muon orthogonalizes one by one: those of the
+    blocks, with fused projections split into their parts (optim/muon.py)."""
+    width = model.width
+    a = model.attention
+    match a:
+        case GQA():
+            heads = a.heads * a.head_dim
+            attention = [(heads, width, 1), (a.kv_heads * a.head_dim, width, 2), (width, heads, 1)]
+        case MLA():
+            attention = [] if a.q_rank is None else [(a.q_rank, width, 1)]
+            attention += [(a.heads * a.score_dim, a.q_rank or width, 1)]
+            attention += [(a.kv_rank, width, 1), (a.rope_dim, width, 1)]
+            attention += [(a.heads * dim, a.kv_rank, 1) for dim in (a.nope_dim, a.v_dim)]
+            attention += [(width, a.heads * a.v_dim, 1)]
+        case _:
+            assert_never(a)
+    f = model.ffn
+    found = [(width, 2 * width, model.mtp)]
+    for layer in block_layers(model):
+        found += attention
+        hidden = {f.hidden: 1} if isinstance(f, FFN) else {f.dense_hidden: 1}
+        if model.routed(layer):
+            assert isinstance(f, MoE)
+            hidden = {f.shared * f.hidden: 1} if f.shared > 1 else {}
+            hidden[f.hidden] = f.experts + (f.shared == 1)
+        for each, number in hidden.items():
+            found += [(each, width, number * (2 if f.gated else 1)), (width, each, number)]
+    return found
+
+
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """Of Muon's five iterations on one matrix. Each has three products on the smaller side m:
+    X·Xᵀ and a polynomial of it times X, 2·m²·n each, and the square of X·Xᵀ, 2·m³."""
+    m = min(rows, columns)
+    n = max(rows, columns)
+    return 5 * (4 * m * m * n + 2 * m**3)
 
 
 def _position(model: Model) -> int:
@@ -189,6 +258,8 @@ class Flops:
 def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     projections = model.mtp * 2 * model.width**2
     blocks = projections + sum_blocks(model, lambda each, _: each.attention + each.ffn_matmul)
+    blocks += _value_gates(model)
+    smear = model.smear_inputs * model.smear
     heads = (1 + model.mtp) * model.vocab * model.width
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
     again = 0
@@ -197,7 +268,7 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
         again = 2 * blocks + attention // 3
     elif recompute == "selective":
         again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
-    return Flops(matmul=6 * (blocks + heads), attention=attention, recompute=again)
+    return Flops(matmul=6 * (blocks + smear + heads), attention=attention, recompute=again)
 
 
 def block_layers(model: Model) -> list[int]:

@@ -7,13 +7,25 @@ from typing import Literal, assert_never
 
 from pipeline.config.dump import Change, changed
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
-from pipeline.config.schema import Offload, RunConfig
+from pipeline.config.schema import MuonSpec, Offload, RunConfig, RunSpec
 from pipeline.config.shape import Model
-from pipeline.planner.count import BYTES, block_layers, layer_params, params
+from pipeline.planner.count import (
+    BYTES,
+    block_layers,
+    layer_params,
+    matrices,
+    params,
+    value_layers,
+    value_width,
+)
 
 MEMORY_ERROR = 0.1  # of the estimate, at most: docs/BENCHMARKS.md
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
 USABLE = 0.92
+# Muon's temporary tensors: numbers at a time (MOST in optim/muon.py), and bytes of each. These are
+# matrices before and after an iteration and two products in bf16, or two fp32 copies of weights.
+_BATCH = 2**26
+_BATCH_BYTES = 8
 # Of a rank on a CPU beside its tensors: torch and DeepSpeed themselves, measured.
 PROCESS_BYTES = 2**28
 
@@ -87,6 +99,7 @@ def model_memory(
     sp: int = 1,
     accumulate: bool = True,
     offload: bool = False,
+    muon: bool = False,
 ) -> Memory:
     """ZeRO shards the optimizer at stage 1, gradients at 2, weights at 3. Below that a rank holds
     everything, except for experts, of which it holds one part in `ep`. Of a sequence's activations
@@ -96,9 +109,9 @@ def model_memory(
     size = BYTES[dtype]
     tokens = micro_batch * model.seq // sp
 
-    def held(bytes_per_param: int, *, sharded: bool) -> int:
+    def held(bytes_per_param: int, *, sharded: bool, of: int = count.total) -> int:
         shards = ranks if sharded else 1
-        shared = (count.total - count.experts) * bytes_per_param // shards
+        shared = (of - count.experts) * bytes_per_param // shards
         return shared + count.experts * bytes_per_param // (ranks if sharded else ep)
 
     # Only unsharded fp32 training updates the weights in place; the rest has fp32 master weights.
@@ -111,6 +124,14 @@ def model_memory(
     first_block = gathered + tokens * largest * size  # the last one that the backward pass reaches
     # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
     copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
+    moments = held(master + 8, sharded=zero >= 1)  # 8: both moments
+    if muon:
+        # A matrix has one moment. Its updates travel in bf16: at ZeRO-3 a rank also holds what it
+        # sends and what it gets, and at ZeRO-0 what it sends to all others.
+        moments -= held(4, sharded=zero >= 1, of=matrix_params(model))
+        own = held(1, sharded=zero >= 1, of=matrix_params(model))
+        copies += 2 * own * (3 if ranks > 1 and zero in (0, 3) else 1)
+        copies += _BATCH_BYTES * min(own, _BATCH)
     update = 0
     if not offload:
         update = max(gradients + (part if zero == 1 else 0), part + copies)
@@ -118,7 +139,7 @@ def model_memory(
         weights=held(size, sharded=zero >= 3),
         # ZeRO-3 allocates them at the start.
         gradients=gradients if accumulate or zero == 3 else 0,
-        optimizer=0 if offload else held(master + 8, sharded=zero >= 1),  # 8: both moments
+        optimizer=0 if offload else moments,
         gathered=gathered,
         activations=tokens * kept * size,
         # Logits, their fp32 copy and gradient, and the head's fp32 gradient.
@@ -138,14 +159,18 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
     """Numbers kept per token: of all blocks, and of the largest block."""
     blocks = [_kept(model, model.routed(layer)) for layer in block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
+    # Value embeddings are looked up outside of the blocks, so no recomputation frees them. Smear
+    # keeps the embedding and its result, backout the middle stream.
+    beside = value_layers(model) * value_width(model)
+    beside += (2 * model.smear + model.backout) * model.width
     match recompute:
         case False:
-            return sum(whole), max(whole)
+            return beside + sum(whole), max(whole)
         case "selective":
             ffns = [ffn for _, ffn in blocks]
-            return sum(whole) - sum(ffns) + max(ffns), max(whole)
+            return beside + sum(whole) - sum(ffns) + max(ffns), max(whole)
         case True:  # the stream at each block's start, and one block at a time
-            return 2 * model.width * len(blocks) + max(whole), max(whole)
+            return beside + 2 * model.width * len(blocks) + max(whole), max(whole)
 
 
 def _kept(model: Model, routed: bool) -> tuple[int, int]:
@@ -168,7 +193,9 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
         ffn = (f.top_k + f.shared) * per_hidden * f.hidden + 2 * f.top_k * model.width
     else:
         ffn = per_hidden * (f.hidden if isinstance(f, FFN) else f.dense_hidden)
-    return 3 * model.width + inner, model.width + ffn
+    # The stream before its scale is kept beside the scaled one.
+    streams = 4 if model.residual_scales else 3
+    return streams * model.width + inner, model.width + ffn
 
 
 def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
@@ -177,7 +204,7 @@ def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
     count = params(model)
     if zero == 0:
         return count.total - count.experts + count.experts // ep
-    rest = count.embedding + count.position
+    rest = count.tables
     shared = count.experts if ep > 1 else 0
     largest = max(count.total - shared - rest, rest, shared) // ranks
     return min(largest, 10**9) if zero == 3 else largest  # of ZeRO-3, its sub_group_size
@@ -198,6 +225,7 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
         sp=layout.sp,
         accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
         offload=offload.optimizer is not None,
+        muon=uses_muon(config),
     )
     return replace(held, weights=0) if offload.params else held
 
@@ -211,12 +239,27 @@ def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> 
     return layout.ranks * (optimizer + weights)
 
 
-def checkpoint_bytes(model: Model) -> int:
-    """The numbers of one checkpoint, all ranks together: fp32 master weights and two moments."""
-    return params(model).total * 12
+def uses_muon(config: RunSpec) -> bool:
+    return isinstance(config.optim.optimizer, MuonSpec)
 
 
-def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
+@lru_cache(maxsize=256)
+def matrix_params(model: Model) -> int:
+    """Parameters that Muon steps."""
+    return sum(rows * columns * number for rows, columns, number in matrices(model))
+
+
+def checkpoint_bytes(model: Model, *, muon: bool = False) -> int:
+    """The numbers of one checkpoint, all ranks together: fp32 master weights and two moments. Of
+    Muon's matrices there is one moment, and a variance of each row."""
+    numbers = 3 * params(model).total
+    if muon:
+        rows = sum(rows * number for rows, _, number in matrices(model))
+        numbers += rows - matrix_params(model)
+    return 4 * numbers
+
+
+def disk_bytes(model: Model, *, ranks: int, zero: int, muon: bool = False) -> int:
     """Upper bound of one checkpoint on disk: its numbers and what surrounds them."""
     # Master weights and moments of a tensor are one run of numbers each: on every rank with ZeRO-0
     # and 3, else cut where two ranks meet.
@@ -224,7 +267,7 @@ def disk_bytes(model: Model, *, ranks: int, zero: int) -> int:
     blocks = model.layers + model.mtp
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
     # 256 bytes of manifest and padding per run; a random state and a file block per rank.
-    return checkpoint_bytes(model) + 3 * 256 * runs + 16384 * ranks
+    return checkpoint_bytes(model, muon=muon) + 3 * 256 * runs + 16384 * ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +290,9 @@ class DeviceMemory:
         each = memory(config, layout).total
         if not self.shared:
             return each
-        copy = 0 if config.parallel.offload.nvme else checkpoint_bytes(config.model)
+        copy = 0
+        if not config.parallel.offload.nvme:
+            copy = checkpoint_bytes(config.model, muon=uses_muon(config))
         return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:

@@ -1,21 +1,21 @@
 """Numbers that follow from the size: `fill` turns a RunSpec into a RunConfig.
 
-The sources are listed beside each default in configs/base.toml. N here is the active non-embedding
-parameters, as in OLMo-core's ladder.
+The rules of the optimizer are in rates.py, and `launch show` prints each with its source.
 """
 
 import math
 from typing import Any
 
-from pipeline.config.layers import merge, validate
+from pipeline.config.dump import flat
+from pipeline.config.layers import merge, recipe_layer, validate
 from pipeline.config.parts import Dtype, MoE
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError
+from pipeline.planner import rates
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.memory import model_memory
 
 _MOST_TOKENS = 1e18  # a hundred thousand times the largest corpus
-_N0 = 108e6  # the size at which OLMo-core's ladder was tuned
 # Activations of a full GPU: those of 1b in 16k tokens.
 _KEPT_BYTES = 20 * 2**30
 
@@ -41,11 +41,7 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
             "eval_every": max(25, steps // 20),
             "save_every": max(50, steps // 10),
         },
-        "optim": {
-            "lr": lr(count.active_non_embedding, steps * batch / count.scaling),
-            "optimizer": {"beta2": 0.95 if batch >= 524_288 else 0.99},
-            "schedule": {"warmup_steps": _warmup(count.active_non_embedding, steps, batch)},
-        },
+        "optim": rates.nested(rates.optim_settings(spec, count, steps, batch)),
         "parallel": {"zero": choose_zero(spec), "ep": 1},
     }
     given = spec.model_dump()
@@ -53,6 +49,21 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
     length = {"steps": steps, "tokens": None, "flops": None}
     table = merge(merge(given, _where_auto(given, numbers)), {"train": length})
     return validate(RunConfig, table)
+
+
+def derived(spec: RunSpec, config: RunConfig) -> list[dict[str, Any]]:
+    """Each setting of the recipe that may be "auto": key, value, and the rule it follows."""
+    count = params(spec.model)
+    train = config.train
+    optim = rates.optim_settings(spec, count, train.steps, train.batch_tokens)
+    rules = {"train.batch_tokens": batch_setting(spec)}
+    rules |= {f"optim.{key}": setting for key, setting in optim.items()}
+    asked = flat(spec)
+    values = flat(config)
+    return [
+        {"key": key, "value": values[key], "rule": found.rule if asked[key] == "auto" else "given"}
+        for key, found in rules.items()
+    ]
 
 
 def _where_auto(given: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
@@ -92,39 +103,33 @@ def _loss_chunk(vocab: int, *, gpu: bool) -> int:
     return max(64, min(2048, 2**21 // vocab))
 
 
-def rule(n: float, tokens: float, seq: int = 2048) -> tuple[float, int]:
+def rule(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, int]:
     """Peak rate and batch in tokens for n parameters trained on so many tokens, for any shape."""
-    return lr(n, tokens / n), seq * _rows(n, seq)
-
-
-def lr(n: float, tokens_per_param: float) -> float:
-    """Peak rate at 20 tokens per parameter; longer runs × 1/√multiple. It is a rule of thumb, so
-    three digits."""
-    multiple = max(1.0, tokens_per_param / 20)
-    return float(f"{0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5:.3g}")
-
-
-def _warmup(n: int, steps: int, batch: int) -> int:
-    # One token per parameter (OLMo-core's ladder), at most a tenth of the run.
-    return max(1, min(n // batch, 2000, steps // 10))
+    if recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon":
+        batch = seq * _whole_rows(rates.muon_batch(tokens) / seq)
+        return rates.muon_lr(tokens / n), batch
+    return rates.adamw_lr(n, tokens / n), seq * _whole_rows(rates.adamw_batch(n) / seq)
 
 
 def batch_tokens(spec: RunSpec, readers: int) -> int:
-    """The global batch: as given, or from the size and rounded so that it divides evenly."""
+    """The global batch: as given, or from the rule and rounded so that it divides evenly."""
     if spec.train.batch_tokens != "auto":
         return spec.train.batch_tokens
     seq = spec.model.seq
-    rows = _rows(params(spec.model).active_non_embedding, seq)
+    rows = _whole_rows(batch_setting(spec).value / seq)
     if rows % readers:
         rows = max(1, round(rows / readers)) * readers
     return seq * rows
 
 
-def _rows(n: float, seq: int) -> int:
+def batch_setting(spec: RunSpec) -> rates.Setting:
+    """The rule's batch, before it is rounded to whole sequences."""
+    return rates.batch_rule(spec, params(spec.model), _tokens(spec))
+
+
+def _whole_rows(rows: float) -> int:
     """The nearest 2^k or 3·2^k, at least 8. Such a batch divides evenly over most world sizes, so
     they all train the same one."""
-    # OLMo-core's ladder: 160 rows of 2,048 tokens at 108M parameters.
-    rows = 2048 * 160 * (n / _N0) ** (2 / 3) / seq
     # 24 doublings are 400 million sequences.
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
     return min(steps, key=lambda s: abs(math.log(s / rows)))
@@ -145,17 +150,23 @@ def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
 
 
 def _steps(spec: RunSpec, batch: int) -> int:
-    train = spec.train
-    tokens = train.tokens_per_param * params(spec.model).scaling
-    if train.steps is not None:
-        tokens = train.steps * float(batch)
-    elif train.flops is not None:
-        tokens = train.flops / flops_per_token(spec.model).model
-    elif train.tokens is not None:
-        tokens = float(train.tokens)
+    tokens = spec.train.steps * float(batch) if spec.train.steps else _tokens(spec)
+    assert tokens is not None
     if not tokens < _MOST_TOKENS:
         raise ConfigError(
             f"a run of {tokens:.3g} tokens never ends; "
             "lower --steps, --tokens, --flops or train.tokens_per_param"
         )
-    return train.steps or max(1, round(tokens / batch))
+    return spec.train.steps or max(1, round(tokens / batch))
+
+
+def _tokens(spec: RunSpec) -> float | None:
+    """The length in tokens; None if it is given in steps."""
+    train = spec.train
+    if train.steps is not None:
+        return None
+    if train.flops is not None:
+        return train.flops / flops_per_token(spec.model).model
+    if train.tokens is not None:
+        return float(train.tokens)
+    return train.tokens_per_param * params(spec.model).scaling

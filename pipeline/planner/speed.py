@@ -16,13 +16,31 @@ from typing import Any
 from pipeline.config.parts import GQA, Dtype, MoE, Recompute
 from pipeline.config.schema import Cluster, Rates, RunConfig, RunSpec
 from pipeline.config.shape import Model, divisors
-from pipeline.planner.count import BYTES, block_layers, flops_per_token, params
-from pipeline.planner.memory import USABLE, Layout, Memory, memory, model_memory
+from pipeline.planner.count import (
+    BYTES,
+    block_layers,
+    flops_per_token,
+    matrices,
+    orthogonalization_flops,
+    params,
+)
+from pipeline.planner.memory import (
+    USABLE,
+    Layout,
+    Memory,
+    matrix_params,
+    memory,
+    model_memory,
+    uses_muon,
+)
 
 # Measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
 BLOCK_S = 2e-4  # idle time of the device per block and micro-batch: 1.6% of the step
 UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms
+# And by Muon beyond that, counted: 8 passes over momentum, gradient and weights in fp32, because
+# the gate of a skipped step is a separate operation, and 10 over updates in bf16.
+MUON_BYTES = 54
 # Fitted to 117 published dense runs together with the rates of configs/cluster.
 HOP_S = 8e-6  # latency of a ring, per collective and rank
 EXPOSED = 0.5  # of the shorter of compute and collectives: overlap slows both
@@ -37,10 +55,11 @@ class Traffic:
     weights: int
     tokens: int  # to experts and back
     heads: int  # to ranks that share a sequence, and back
+    updates: int = 0  # of Muon's matrices, to their owners and back
 
     @property
     def total(self) -> int:
-        return self.gradients + self.weights + self.tokens + self.heads
+        return self.gradients + self.weights + self.tokens + self.heads + self.updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +82,9 @@ class Estimate:
         return {**asdict(self), "memory": self.memory.figures(), "traffic": traffic}
 
 
-def traffic(model: Model, layout: Layout, *, dtype: Dtype, micros: int) -> Traffic:
+def traffic(
+    model: Model, layout: Layout, *, dtype: Dtype, micros: int, muon: bool = False
+) -> Traffic:
     """ZeRO-0 all-reduces gradients once per step; 1 scatters them and gathers weights; 2 scatters
     after each micro-batch; 3 also gathers weights there, twice. A token travels to its experts and
     back, and so does its gradient. Ranks that share a sequence exchange tokens for heads before
@@ -79,6 +100,7 @@ def traffic(model: Model, layout: Layout, *, dtype: Dtype, micros: int) -> Traff
         weights=(0, 1, 1, 2 * micros)[layout.zero] * parameters,
         tokens=trips * _expert_bytes(model, size) * (layout.ep - 1) // layout.ep,
         heads=swaps * _head_bytes(model, layout.sp, size) * (layout.sp - 1) // layout.sp,
+        updates=_update_bytes(model, layout) if muon else 0,
     )
 
 
@@ -92,13 +114,17 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     dtype = config.train.dtype
     batch = config.train.batch_tokens
     micros = batch * layout.sp // (model.seq * layout.micro_batch * layout.ranks)
-    sent = traffic(model, layout, dtype=dtype, micros=micros)
+    muon = uses_muon(config)
+    sent = traffic(model, layout, dtype=dtype, micros=micros, muon=muon)
     tokens_s = batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
     idle_s = micros * (model.layers + model.mtp) * BLOCK_S
     compute = tokens_s + idle_s + _update_s(model, layout, rates)
+    if muon:
+        compute += _muon_s(model, layout, peak, rates)
     collectives = _collectives_s(cluster, rates, model, layout, sent, micros)
     exchanges = _exchange_s(cluster, rates, layout.ep, sent.tokens)
     exchanges += _exchange_s(cluster, rates, layout.sp, sent.heads)
+    exchanges += _exchange_s(cluster, rates, layout.ranks, sent.updates)
     step = max(compute, collectives) + EXPOSED * min(compute, collectives) + exchanges
     held = memory(config, layout)
     return Estimate(
@@ -162,6 +188,21 @@ def _token_s(model: Model, recompute: Recompute, dtype: Dtype, peak: float, rate
 def _update_s(model: Model, layout: Layout, rates: Rates) -> float:
     held = sum(of // (ranks if layout.zero else 1) for of, ranks in _groups(model, layout))
     return UPDATE_BYTES * held / rates.hbm_bytes_s
+
+
+def _muon_s(model: Model, layout: Layout, peak: float, rates: Rates) -> float:
+    """What Muon's matrices take beyond AdamW: each is orthogonalized on one rank, in bf16."""
+    flops = sum(number * orthogonalization_flops(m, n) for m, n, number in matrices(model))
+    held = matrix_params(model) // (layout.ranks if layout.zero else 1)
+    passes = MUON_BYTES * held / rates.hbm_bytes_s
+    return flops / layout.ranks / (peak * rates.matmul_share) + passes
+
+
+def _update_bytes(model: Model, layout: Layout) -> int:
+    """Muon's updates in bf16. At ZeRO-3 a rank sends its parts to the owners, who return them; at
+    ZeRO-0 owners send their results to all. At ZeRO-1 and 2 few matrices are not on one rank."""
+    whole = 2 * matrix_params(model) * (layout.ranks - 1) // layout.ranks
+    return (whole, 0, 0, 2 * whole // layout.ranks)[layout.zero]
 
 
 def _collectives_s(

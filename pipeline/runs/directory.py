@@ -4,11 +4,15 @@ config.toml    every setting, resolved              log.jsonl      what happened
 run.json       N, FLOPs, data: what fits need       checkpoints/   step-00000100/, newest last
 logs/          output of each process               error.json     why the current attempt fails
 faults.jsonl   why earlier attempts failed
+
+It also decides, from the faults, whether another attempt is worth it.
 """
 
 import json
 import re
-from contextlib import suppress
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +27,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
 from pipeline.runs.history import RUN_FILE, read_json, status_of
-from pipeline.runs.log import FILE, printable, read
+from pipeline.runs.log import FILE, Log, Record, printable, read
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -36,8 +40,19 @@ FREE = (
     *("data.dir", "name", "experiment"),
 )
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+# torch has an exception type only for its own device allocator, not for the CPU's or a library's.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "[CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 # A lock ends when its object does. Those of a run last as long as this process.
 _HELD: list[BaseFileLock] = []
+
+
+class HangError(RuntimeError):
+    """A rank is alive and makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +138,6 @@ class RunDir:
         file = self.path / RUN_FILE
         return read_json(file).get(key) if file.exists() else None
 
-    def claim(self) -> BaseFileLock:
-        """Lock the directory for this launcher, before anything is in it."""
-        return self.lock(".launch")
-
     def lock(self, name: str = ".lock") -> BaseFileLock:
         """Lock the run for this process, until it releases the lock or dies."""
         try:
@@ -171,6 +182,38 @@ class RunDir:
 
     def forget_fault(self) -> None:
         (self.path / "error.json").unlink(missing_ok=True)
+
+    def note_fault(self, code: int, said: str = "", ranks: int | None = None) -> Record:
+        """Record how the attempt that just ended failed, and clear its reason for the next one.
+
+        If memory ran out and a smaller micro-batch is possible, the run's config gets that one.
+        """
+        from pipeline.planner.check import smaller_micro_batch  # the ranks need no planner
+
+        unknown = f"it ended with code {code}: {said or 'no reason was given'}"
+        # A process that was killed leaves no reason; `said` is what its launcher knows.
+        reason = self.fault() or {"kind": "exit", "message": unknown, "user": False}
+        steps = (record["step"] for record in read(self.log) if record["kind"] == "step")
+        fault = {
+            "time": time.time(),
+            **reason,
+            "step": max(steps, default=0),
+            "saved": max(list_checkpoints(self.checkpoints), default=0),
+        }
+        if out_of_memory(fault["kind"], fault["message"]):
+            lower = smaller_micro_batch(reload(self.config), ranks or self.world or 1)
+            if lower is not None:
+                first_line = fault["message"].splitlines()[0]
+                lowered = f"train.micro_batch is lowered to {lower.train.micro_batch}"
+                fault |= {"lowered": True, "message": f"{first_line}; {lowered}"}
+                self.continue_with(lower)
+        with closing(Log(self.faults)) as log:
+            log.append(fault)
+        self.forget_fault()
+        return fault
+
+    def past_faults(self) -> list[Record]:
+        return list(read(self.faults, log=False))
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -247,3 +290,29 @@ def facts(
         "seq": config.model.seq,
         "peak_flops": peak_flops,
     }
+
+
+def no_restart(faults: Sequence[Record], max_restarts: int) -> str | None:
+    """Return why the run should not be restarted, or None. A new checkpoint resets the count."""
+    last = faults[-1]
+    if last.get("lowered"):
+        return None  # the next attempt is not like this one
+    if last["user"]:  # only a person can fix it
+        return str(last["message"])
+    # The same fault at the same step again: another attempt would end there as well.
+    same_place = [(fault["kind"], fault["step"]) for fault in faults[-2:]]
+    if max_restarts and len(same_place) == 2 and same_place[0] == same_place[1]:
+        return f"failed twice at step {last['step']}: {fault_line(last)}"
+    attempts = sum(fault["saved"] == last["saved"] for fault in faults)
+    if attempts > max_restarts:
+        times = f"{attempts} times " if max_restarts else ""
+        return f"failed {times}after step {last['saved']} was saved: {fault_line(last)}"
+    return None
+
+
+def out_of_memory(kind: str, message: str) -> bool:
+    return kind == "OutOfMemoryError" or any(words in message for words in _OUT_OF_MEMORY)
+
+
+def fault_line(fault: Record) -> str:
+    return f"{fault['kind']}: {str(fault['message']).splitlines()[0][:300]}"

@@ -1,18 +1,26 @@
-"""The history of a run: what it is (run.json), what it logged, its status and its goodput."""
+"""The history of a run: what it is (run.json), what it ran on (env.json), what it logged.
+
+From the log follow its status and its goodput.
+"""
 
 import json
 import os
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from importlib.metadata import distributions
 from pathlib import Path
 
-from pipeline.atomic import read_regular
+from pipeline.atomic import read_regular, replace
 from pipeline.errors import RunError
 from pipeline.runs.log import FILE, Record, printable, read
 
 RUN_FILE = "run.json"
+ENVIRONMENT_FILE = "env.json"
 VERSION = 1
 STALE_S = 600.0  # a run that has logged nothing for ten minutes is not shown as running
 SEARCH_DEPTH = 4  # runs/EXPERIMENT/NAME, seen from one directory above runs/
@@ -252,3 +260,40 @@ def _accounted_until(until: float, record: Record) -> float:
 
 def _blocked_s(save: Record) -> float:
     return float(save.get("blocked_s", save.get("seconds")) or 0.0)
+
+
+def write_environment(run_dir: Path) -> None:
+    """Write env.json. It has no environment variables, which may hold secrets."""
+    packages = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"]}
+    here = hasattr(os, "sched_getaffinity")  # on Linux: the processors this process may use
+    gpus = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    environment = {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "cpus": len(os.sched_getaffinity(0)) if here else os.cpu_count(),
+        "devices": _output("nvidia-smi", *gpus).splitlines(),
+        "commit": _commit(),
+        "torch": packages.get("torch"),
+        "packages": packages,
+    }
+    content = json.dumps(environment, indent=1, sort_keys=True).encode() + b"\n"
+    replace(run_dir / ENVIRONMENT_FILE, content)
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout, with `-dirty` if edited; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _output("git", "-C", str(root), *describe) or None
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -15,10 +15,19 @@ from pipeline.scaling.points import Array, Points
 CUTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # share of the points, by compute, that a fit may see
 STARTS = 6
 TOLERANCE = 1e-6  # relative, of the objective: two digits of an error are enough
-ENOUGH = 8  # errors, before their 95th percentile means anything
+FEWEST = 6  # runs below a cut; the prior makes up for the rest
+ENOUGH = 8  # errors, before their average means anything
 MOST_POINTS = 1000  # evenly by compute; more points do not change the errors
 VALLEY = 0.025  # loss above the best for its compute, relative, at which a point counts half
+RECENT = 1.5  # power of compute: a run of a tenth of the largest compute counts 3%
 NEIGHBOR = 1.2  # budgets within 20% are one
+# Public ladders, pooled: errors grow with the square of the decades beyond the fit (0.4% of the
+# loss at 1.6×, 1.7% at 10×, 7% at 90×, 16% at 1000×) and of the loss wasted by a bad split.
+PER_DECADE = 4.0
+WASTED = 0.065
+TYPICAL = 0.005  # root mean square of errors over their growth, for a public ladder
+TYPICAL_CUTS = 4  # with more cuts than this, a ladder outweighs the typical one
+COVERAGE = 1.6  # half of a 95% interval in units of the scale
 
 
 @dataclass(frozen=True)
@@ -29,44 +38,59 @@ class Backtest:
     errors: Array
     ratio: Array  # compute over the largest fitted
     excess: Array  # log of the predicted loss over the best predicted for that compute
-    cut: Array  # the largest compute that the fit has seen; later cuts count more
+    cut: Array  # the largest compute that the fit has seen
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute relative error of everything that was held out."""
+        return float(np.abs(np.expm1(self.errors)).mean())
 
     @property
     def score(self) -> float:
-        """Mean absolute error, scaled like the interval."""
-        scaled = np.abs(self.errors) / _growth(self.ratio, self.excess)
-        return float(np.average(scaled, weights=self.cut))
+        """For comparing laws: the mean error over its growth; later cuts count more."""
+        means, cuts = self._by_cut(1)
+        return float(np.average(means, weights=np.sqrt(cuts)))
 
-    def half_width(self, ratio: Array, excess: Array) -> Array:
-        """Half the 95% interval of log loss: the 95th percentile of the scaled errors."""
-        scaled = np.abs(self.errors) / _growth(self.ratio, self.excess)
-        order = np.argsort(scaled)
-        share = np.cumsum(self.cut[order]) / self.cut.sum()
-        last = min(int(np.searchsorted(share, 0.95)), len(order) - 1)
-        return np.asarray(scaled[order][last] * _growth(ratio, excess))
+    @property
+    def scale(self) -> float:
+        """The errors' root mean square over their growth, shrunk toward a typical ladder's."""
+        squares, cuts = self._by_cut(2)
+        # Errors of one cut come from one fit and are hardly independent: a cut counts once.
+        total = TYPICAL_CUTS * TYPICAL**2 + float(squares.sum())
+        return float(np.sqrt(total / (TYPICAL_CUTS + len(cuts))))
+
+    def _by_cut(self, power: int) -> tuple[Array, Array]:
+        scaled = (np.abs(self.errors) / growth(self.ratio, self.excess)) ** power
+        cuts = np.unique(self.cut)
+        return np.array([scaled[self.cut == cut].mean() for cut in cuts]), cuts
 
 
-def _growth(ratio: Array, excess: Array) -> Array:
-    """How errors grow: by one per decade beyond the fit, and by one per 5% above the frontier."""
-    return np.asarray((1 + np.log10(np.maximum(ratio, 1))) * (1 + excess / 0.05))
+def growth(ratio: Array, excess: Array) -> Array:
+    """How much larger errors get with the distance from the fit and with a bad split."""
+    decades = np.log10(np.maximum(ratio, 1))
+    return np.asarray(1 + PER_DECADE * decades**2 + (np.minimum(excess, 1) / WASTED) ** 2)
+
+
+def half_width(scale: float, ratio: Array, excess: Array) -> Array:
+    """Half of the 95% interval of log loss."""
+    return np.asarray(COVERAGE * scale * growth(ratio, excess))
 
 
 def focus(points: Points, law: Law) -> Array:
-    """Weights for forecasting: high near the largest compute and the best loss for a compute.
+    """Weights for forecasting, at most 1: high near the largest compute and the best loss for it.
 
-    No law here holds over four decades and for badly split runs too, and forecasts need neither.
-    On 16 public sets, which these constants were chosen on, the error of forecasts fell from 7% to
-    2% (docs/SCALING.md).
+    No law here holds over four decades and for badly split runs too, and forecasts need neither
+    (docs/SCALING.md).
     """
     best = np.array([points.loss[NEIGHBOR * c >= points.C].min() for c in points.C])
     excess = points.loss / best - 1
-    sharp = points.C / points.C.max() / (1 + (excess / VALLEY) ** 2)
+    sharp = (points.C / points.C.max()) ** RECENT / (1 + (excess / VALLEY) ** 2)
     # Soften the weights until Kish's effective number of points is twice the parameters.
     for exponent in np.linspace(1, 0, 21):
         weights: Array = sharp**exponent
         if weights.sum() ** 2 / (weights**2).sum() >= 2 * len(law.parameters):
             break
-    return np.asarray(weights / weights.mean())
+    return np.asarray(weights / weights.max())
 
 
 def waste(fit: Fit, points: Points, loss: Array) -> Array:
@@ -91,7 +115,8 @@ def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
     for cut in CUTS:
         edge = float(points.C[np.quantile(points.C, cut) >= points.C].max())
         below = edge >= points.C
-        if below.sum() < len(law.parameters) + 2 or below.all() or edge in edges:
+        enough = FEWEST if focused else len(law.parameters) + 2
+        if below.sum() < enough or below.all() or edge in edges:
             continue
         weight = below.astype(float)
         if focused:
@@ -103,7 +128,7 @@ def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
         return None
     every = np.concatenate(starts)
     theta, value = descend(
-        points, law, x, every, np.concatenate(weights), prior=focused, tolerance=TOLERANCE
+        points, law, x, every, np.concatenate(weights), forecasting=focused, tolerance=TOLERANCE
     )
     bounds = np.cumsum([len(tried) for tried in starts])[:-1]
     tests = []

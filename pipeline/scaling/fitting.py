@@ -22,13 +22,14 @@ from pipeline.scaling.laws import (
     Law,
     Power,
     Routed,
-    steepness,
+    prior,
 )
 from pipeline.scaling.points import Array, Points
 
 # Hoffmann et al. use the same δ. The objective is a sum: with the mean and default tolerances, no
 # start converges at all.
 DELTA = 1e-3
+RUN_NOISE = 0.003  # relative, about a law; it weighs the prior against the points
 KEPT_STARTS = 24
 CACHED = 1 << 15  # numbers per array of a descent; larger arrays no longer fit the cache
 EXPONENTS = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
@@ -50,8 +51,8 @@ class Fit:
     points: Points
     objective: float  # Σ huber, as published figures quote it
     agreement: float  # share of the starts that ended in this optimum
-    # How much each point counts, for a fit made to forecast. Such a fit also has the prior on
-    # exponents (laws.steepness). None: all points count alike and there is no prior.
+    # How much each point counts, for a fit made to forecast. Such a fit also has a prior
+    # (laws.prior). None: all points count alike and there is no prior.
     weights: Array | None = None
 
     @property
@@ -89,8 +90,8 @@ def fit(
         starts = hoffmann_grid(x)
     else:
         starts = screened(points, law, x, KEPT_STARTS, weights)
-    prior = weights is not None
-    theta, value = descend(points, law, x, starts, weights, prior=prior, show=show)
+    forecasting = weights is not None
+    theta, value = descend(points, law, x, starts, weights, forecasting=forecasting, show=show)
     best = int(np.argmin(value))
     # The absolute part is for exact points, whose objective is zero.
     near = value <= value[best] * (1 + 1e-4) + 1e-12
@@ -105,31 +106,33 @@ def descend(
     weights: Array | None = None,
     *,
     frozen: int | None = None,
-    prior: bool = False,
+    forecasting: bool = False,
     tolerance: float = 1e-11,
     show: Show = silent,
 ) -> tuple[Array, Array]:
     """Minimize from every start and return theta and objective/δ of each.
 
     `weights` has shape (n), or (R, n) where each start has its own resample. `frozen` is the index
-    of a parameter that keeps its start value. `prior` adds the cost of steep exponents.
+    of a parameter that keeps its start value. `forecasting` adds the prior.
     """
     target = np.log(points.loss)
     weight = np.broadcast_to(1.0 if weights is None else weights, (len(starts), len(points)))
+    # Of the points that a row can see: a backtest gives those above its cut no weight.
+    lowest = np.where(weight > 0, points.loss, np.inf).min(axis=1) if forecasting else None
+    nats = RUN_NOISE**2 / DELTA  # one nat of the prior, in units of the objective
 
     def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
         value, jacobian = law.log_loss(theta, x)
         residual = value - target
         clipped = np.clip(residual, -DELTA, DELTA)
         weighted = clipped * weight[rows]
-        # Huber's ½c² + |c|(|r| − |c|), with c the clipped residual: both branches in one
-        # expression. Divided by δ.
+        # Huber's ½c² + |c|(|r| − |c|), with c the clipped residual, divided by δ.
         total = np.einsum("ri,ri->r", weighted, residual - 0.5 * clipped) / DELTA
         gradient = np.einsum("pri,ri->rp", jacobian, weighted) / DELTA
-        if prior:
-            penalty, slope, _ = steepness(law, theta)
-            total = total + penalty
-            gradient = gradient + slope
+        if lowest is not None:
+            before = prior(law, theta, lowest[rows])
+            total = total + nats * before.cost
+            gradient = gradient + nats * before.gradient
         if frozen is not None:
             gradient[:, frozen] = 0
         return total, gradient
@@ -139,23 +142,22 @@ def descend(
         value, jacobian = law.log_loss(theta, x)
         w = weight[rows] / np.maximum(np.abs(value - target), DELTA)
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
-        if prior:
-            normal += steepness(law, theta)[2][:, :, None] * np.eye(theta.shape[1])
+        if lowest is not None:
+            curvature = nats * prior(law, theta, lowest[rows]).curvature
+            normal += curvature[:, :, None] * np.eye(theta.shape[1])
         if frozen is not None:
             normal[:, frozen, :] = normal[:, :, frozen] = 0
             normal[:, frozen, frozen] = 1
         return normal
 
+    # Blocks of starts whose arrays stay in the cache.
     size = max(1, CACHED // len(points))
-    thetas: list[Array] = []
-    values: list[Array] = []
+    found: list[tuple[Array, Array]] = []
     for at in range(0, len(starts), size):
         rows = np.arange(at, min(at + size, len(starts)))
-        theta, value = minimize(objective, metric, starts[rows], rows, tolerance=tolerance)
-        thetas.append(theta)
-        values.append(value)
+        found.append(minimize(objective, metric, starts[rows], rows, tolerance=tolerance))
         show(f"{len(starts)} descents", (rows[-1] + 1) / len(starts))
-    return np.concatenate(thetas), np.concatenate(values)
+    return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
 # --- the minimizer -----------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def minimize(
     rows: Rows,
     *,
     tolerance: float = 1e-11,
-    patience: int = 8,
+    patience: int = 5,
     iterations: int = 400,
 ) -> tuple[Array, Array]:
     """BFGS with backtracking from every row of `start`; `metric` gives Hessians, (R, P, P)."""
@@ -242,7 +244,7 @@ def _backtrack(
     scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))
     found = _Step(np.zeros_like(step), value.copy(), gradient.copy())
     left = np.arange(len(rows))
-    for _ in range(25):  # down to 0.4^25 ≈ 1e-10 of the first step
+    for _ in range(14):  # down to 0.4^14 ≈ 3e-6 of the first step
         trial = scale[left, None] * step[left]
         new_value, new_gradient = objective(theta[left] + trial, rows[left])
         good = new_value <= value[left] + 1e-4 * scale[left] * slope[left]

@@ -7,6 +7,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.scaling.fitting import Fit
+from pipeline.scaling.laws import Law
 from pipeline.scaling.points import Array, Points
 
 Method = Literal["akima", "parabola"]
@@ -36,28 +37,48 @@ def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
     return replace(points, C=C, N=N, D=D, loss=loss, dropped=(), **given)
 
 
-def exponents(fit: Fit) -> tuple[float, float] | None:
-    """a and b of N* ∝ C^a and D* ∝ C^b; None for a law of compute alone, M = 1 for mixtures."""
-    terms = fit.law.terms(fit.values, 1.0)
+def terms_of(law: Law, natural: Array, experts: Array) -> Array | None:
+    """Columns log A, α, log B, β for each row of natural parameters; None for a law of compute."""
+    found = []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for row, many in np.broadcast(np.arange(len(natural)), experts):
+            values = dict(zip(law.parameters, map(float, natural[row]), strict=True))
+            terms = law.terms(values, float(many))
+            if terms is None:
+                return None
+            found.append(terms)
+    return np.array(found, dtype=float).reshape(-1, 4)
+
+
+def exponents(law: Law, natural: Array) -> Array | None:
+    """a and b of N* ∝ C^a and D* ∝ C^b, in rows; None for a law of compute alone.
+
+    M = 1 for mixtures.
+    """
+    terms = terms_of(law, natural, np.ones(1))
     if terms is None:
         return None
     # At the optimum αA·N^−α = βB·D^−β. With N·D ∝ C this is N^(α+β) ∝ C^β.
-    total = terms.alpha + terms.beta
-    return terms.beta / total, terms.alpha / total
+    return np.asarray(terms[:, [3, 1]] / (terms[:, 1] + terms[:, 3])[:, None])
+
+
+def best_split(terms: Array, unit: Array) -> Array:
+    """Log N of the least A·N^−α + B·D^−β with log N + log D = unit: αA·N^−α = βB·D^−β."""
+    a, alpha, b, beta = terms.T
+    with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
+        return np.asarray((np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta))
 
 
 def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
     """Hoffmann et al., equation 4; None for a law of compute alone."""
     many = np.ones_like(C) if experts is None else experts
-    with np.errstate(divide="ignore"):
-        terms = [fit.law.terms(fit.values, float(m)) for m in many]
-    if any(term is None for term in terms):
+    natural = fit.law.natural(fit.theta[None], fit.inputs)
+    terms = terms_of(fit.law, natural, many) if len(C) else None
+    if terms is None:
         return None
-    # Minimize A·N^−α + B·D^−β with N·D fixed: αA·N^−α = βB·D^−β, solved for log N.
-    a, alpha, b, beta = np.array(terms, dtype=float).reshape(-1, 4).T
     unit = np.log(C / flops_per_parameter_token(fit.points))
-    with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
-        n = (np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta)
+    n = best_split(terms, unit)
+    with np.errstate(all="ignore"):
         N = np.exp(n)
         D = np.exp(unit - n)
     return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))

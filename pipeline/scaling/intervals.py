@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from pipeline.scaling.fitting import DELTA, Fit, Projected, Show, descend, refit_vpnls, silent
-from pipeline.scaling.laws import REPEAT_BOUNDS, Inputs
+from pipeline.scaling.laws import REPEAT_BOUNDS, Inputs, prior
 from pipeline.scaling.points import Array, Points, runs_across
 from pipeline.units import count
 
@@ -29,9 +29,16 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
         return refit_vpnls(fit, weights)
     # Every refit starts from the optimum of all runs: a resample's own optimum is near it.
     starts = np.repeat(fit.theta[None], resamples, axis=0)
-    prior = fit.weights is not None
+    forecasting = fit.weights is not None
     return descend(
-        fit.points, fit.law, fit.inputs, starts, weights, prior=prior, tolerance=1e-8, show=show
+        fit.points,
+        fit.law,
+        fit.inputs,
+        starts,
+        weights,
+        forecasting=forecasting,
+        tolerance=1e-8,
+        show=show,
     )[0]
 
 
@@ -82,20 +89,27 @@ def scatter(fit: Fit) -> Scatter:
     # Kish's effective number of points: weighting gives some of them away.
     effective = float(weights.sum() ** 2 / (weights**2).sum())
     freedom = effective - len(fit.theta)
+    known = np.zeros(len(fit.theta))  # the precision of theta before any point is seen
     if fit.weights is not None:
-        # Weights may leave no effective point over. With one, the interval is wide but finite.
-        freedom = max(freedom, 1.0)
+        before = prior(fit.law, fit.theta[None], fit.points.loss.min(keepdims=True))
+        known = before.curvature[0]
+        # Each term of the prior counts like a point. At least one: the interval stays finite.
+        freedom = max(freedom + before.terms, 1.0)
     mean_square = float(np.average(fit.residuals**2, weights=weights))
     sigma = float(np.sqrt(mean_square * effective / freedom)) if freedom > 0 else float("nan")
-    normal = (jacobian * weights) @ jacobian.T
+    # Huber's variance for this scatter, as a factor of that of least squares.
+    square, inside = _huber_moments(DELTA / max(sigma, 1e-12))
+    variance = square / inside**2 * max(sigma, 1e-12) ** 2
+    # Too few points without a prior have no scatter: the covariance is NaN, the condition is not.
+    before_points = np.diag(known) if fit.weights is None else variance * np.diag(known)
+    normal = (jacobian * weights) @ jacobian.T + before_points
     # Scaled to a unit diagonal, so that the condition does not depend on the units.
     scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
     outer = np.outer(scale, scale)
     inverse = np.linalg.pinv(normal / outer, rcond=1e-14, hermitian=True) / outer
-    # The sandwich of weighted least squares, with Huber's variance for this scatter.
-    meat = (jacobian * weights**2) @ jacobian.T
-    square, inside = _huber_moments(DELTA / max(sigma, 1e-12))
-    covariance = square / inside**2 * sigma**2 * inverse @ meat @ inverse
+    # The sandwich of weighted least squares.
+    meat = (jacobian * weights**2) @ jacobian.T + before_points
+    covariance = variance * inverse @ meat @ inverse
     return Scatter(fit, covariance, sigma, freedom, float(np.linalg.cond(normal / outer)))
 
 
@@ -180,9 +194,11 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
             f"parameters. Runs that would separate them: {runs_across(fit.points)}."
         )
     if fit.agreement < 0.2:
+        # The 4500 starts are Hoffmann's, for his law alone.
+        remedy = " (--full-grid)" if fit.law.name == "chinchilla" else ""
         found.append(
             f"Only {fit.agreement:.0%} of the starts reached this optimum: there may be a better "
-            "one (--full-grid)."
+            f"one{remedy}."
         )
     return found
 

@@ -14,12 +14,16 @@ import numpy as np
 
 from pipeline.scaling.points import Array, Points
 
-# The prior on exponents, for forecasts. Laws fitted over many decades have α·γ and β·γ of about
-# 0.35 ± 0.1 (arXiv 2404.10102 and others). Fits to small runs alone come out steeper, which puts
-# the floor E right below the best run and makes forecasts too high (docs/SCALING.md).
-PRIOR_EXPONENT = 0.35
-PRIOR_SPREAD = 0.1
-PRIOR_NOISE = 0.01  # relative; the losses of small runs lie about this far off any law
+# The prior of a fit that is made to forecast. Widths are standard deviations of logarithms, wide
+# enough for every published law (arXiv 2203.15556, 2404.10102, 2406.19146, 2502.06857): thirty runs
+# outweigh it, and eight cannot run to E = 0 or β = 1.
+PRIOR_EXPONENT = 0.3  # of α·γ and β·γ, where the loss falls with N or D alone
+PRIOR_COMPUTE_EXPONENT = 0.15  # along a frontier: αβ / (α + β)
+EXPONENT_SPREAD = 0.5
+PRIOR_FLOOR = 0.5  # E over the lowest loss
+FLOOR_SPREAD = 1.0
+GAMMA_SPREAD = 1.0  # about γ = 1, which is Chinchilla's law
+FLATTEST = 0.02  # an exponent below it costs as if its logarithm went on in a straight line
 REPEAT_BOUNDS = (-5, 12)  # of log R*: outside, repeats count for nothing or like new tokens
 
 
@@ -67,6 +71,7 @@ class Law:
     name: str
     formula: str
     parameters: tuple[str, ...]
+    exponents: tuple[int, ...] = ()  # the columns of theta that the prior on exponents is about
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         raise NotImplementedError
@@ -97,6 +102,7 @@ class Chinchilla(Law):
     name = "chinchilla"
     formula = "L = E + A·N^−α + B·D^−β"
     parameters: tuple[str, ...] = ("E", "A", "alpha", "B", "beta")
+    exponents = (2, 4)
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         # E, A and B are fitted as logarithms, A and B at the center of the points.
@@ -139,26 +145,39 @@ class Gamma(Chinchilla):
         )
 
 
-def steepness(law: Law, theta: Array) -> tuple[Array, Array, Array]:
-    """The cost of exponents steeper than the prior: a penalty, its gradient and its curvature.
+class Prior(NamedTuple):
+    """A prior's cost in nats at each theta, its gradient and its diagonal curvature."""
 
-    Only steep exponents cost something. Penalizing flat ones too makes forecasts worse on sets
-    whose small exponents are right (docs/LOG.md).
-    """
-    penalty = np.zeros(len(theta))
-    gradient = np.zeros_like(theta)
-    curvature = np.zeros_like(theta)
-    # Where one term dominates, the loss falls as N^−(αγ) or D^−(βγ): the prior is about those.
-    gamma = np.exp(theta[:, 5]) if isinstance(law, Gamma) else np.ones(len(theta))
-    for p in (2, 4) if isinstance(law, Chinchilla) else ():  # the columns of α and β
-        z = np.maximum(theta[:, p] * gamma - PRIOR_EXPONENT, 0) / PRIOR_SPREAD
-        penalty += PRIOR_NOISE * z**2 / 2
-        gradient[:, p] += PRIOR_NOISE * z * gamma / PRIOR_SPREAD
-        # γ's own and mixed terms are left out: the metric only scales the steps of a descent.
-        curvature[:, p] += PRIOR_NOISE * (z > 0) * (gamma / PRIOR_SPREAD) ** 2
-        if isinstance(law, Gamma):
-            gradient[:, 5] += PRIOR_NOISE * z * gamma * theta[:, p] / PRIOR_SPREAD
-    return penalty, gradient, curvature
+    cost: Array  # (R,)
+    gradient: Array  # (R, P)
+    curvature: Array  # (R, P)
+    terms: int  # how many parameters it is about
+
+
+def prior(law: Law, theta: Array, lowest: Array) -> Prior:
+    """Log-normal priors on E (relative to the lowest loss of the points), exponents and γ."""
+    found = Prior(np.zeros(len(theta)), np.zeros_like(theta), np.zeros_like(theta), 0)
+    log_gamma = theta[:, 5] if isinstance(law, Gamma) else np.zeros(len(theta))
+    usual = PRIOR_COMPUTE_EXPONENT if isinstance(law, Compute) else PRIOR_EXPONENT
+    # Each term: columns of theta with the slopes of its logarithm, that logarithm, and its spread.
+    terms: list[tuple[dict[int, Array], Array, float]] = []
+    one = np.ones(len(theta))
+    if law.parameters[0] == "E":
+        terms.append(({0: one}, theta[:, 0] - np.log(PRIOR_FLOOR * lowest), FLOOR_SPREAD))
+    for p in law.exponents:
+        steep = np.maximum(theta[:, p], FLATTEST)
+        value = np.log(steep) + (theta[:, p] - steep) / FLATTEST + log_gamma - np.log(usual)
+        slopes = {p: 1 / steep, 5: one} if isinstance(law, Gamma) else {p: 1 / steep}
+        terms.append((slopes, value, EXPONENT_SPREAD))
+    if isinstance(law, Gamma):
+        terms.append(({5: one}, log_gamma, GAMMA_SPREAD))
+    for slopes, value, spread in terms:
+        z = value / spread
+        found.cost[:] += z**2 / 2
+        for column, slope in slopes.items():
+            found.gradient[:, column] += z * slope / spread
+            found.curvature[:, column] += (slope / spread) ** 2
+    return found._replace(terms=len(terms))
 
 
 class DataConstrained(Chinchilla):
@@ -215,6 +234,7 @@ class Routed(Law):
     name = "moe"
     formula = "L = E + A·M^δ·N^−(α+γ·ln M) + B·M^ω·D^−(β+ζ·ln M)"
     parameters = ("E", "A", "alpha", "delta", "gamma", "B", "beta", "omega", "zeta")
+    exponents = (2, 6)
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = (column[:, None] for column in theta.T)
@@ -282,6 +302,7 @@ class Compute(Law):
     name = "compute"
     formula = "L = E + K·C^−g"
     parameters = ("E", "K", "g")
+    exponents = (2,)
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, k, g = (column[:, None] for column in theta.T)

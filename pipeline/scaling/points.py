@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,16 @@ Array = npt.NDArray[np.float64]
 
 # The convention of Hoffmann et al. (arXiv 2203.15556), and of any file without a column C.
 SIX_ND = "C = 6·N·D"
-FIGURES = ("N", "D", "C", "loss", "experts", "unique")  # the numeric columns
+OPTIONAL = ("C", "experts", "unique")
+FIGURES = ("N", "D", "loss", *OPTIONAL)  # the numeric columns
+# A difference in one of these moves the loss or N without any change of the law.
+ONE_KIND = {
+    "convention": "they count N and C in different ways; fit one at a time, or recount",
+    "vocab": "nats per token compare within one vocabulary only; fit each by itself",
+    "tokenizer": "nats per token compare within one vocabulary only; fit each by itself",
+    "arch": "a law describes one architecture; fit each by itself",
+    "objective": "losses of different objectives do not compare; fit each by itself",
+}
 # Attention and the head make C / (N·D) of a small model some times that of a large one, but not
 # ten times.
 MIXED_COUNTS = 10.0
@@ -38,6 +47,7 @@ class Points:
     convention: str
     experts: Array | None = None
     unique: Array | None = None  # distinct tokens in the corpus, for the data-constrained law
+    vocab: int | None = None  # a loss above its logarithm is worse than guessing
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -87,28 +97,36 @@ def clean(points: Points) -> Points:
             seen.add(tuple(row.values()))
             keep.append(i)
     kept = points.take(np.array(keep, dtype=np.intp))
-    return replace(kept, dropped=points.dropped + tuple(dropped))
+    warnings = points.warnings
+    if dropped:
+        # `launch fit` lists every reason. A forecast shows this line alone.
+        more = f", and {len(dropped) - 1} more" if len(dropped) > 1 else ""
+        warnings += (f"{len(dropped)} of {len(points)} rows left out: {dropped[0]}{more}.",)
+    return replace(kept, dropped=points.dropped + tuple(dropped), warnings=warnings)
 
 
 def read_csv(path: Path) -> Points:
-    """Read columns N, D, loss and, if present, C, run, experts, unique, vocab, convention."""
+    """Read columns N, D, loss and, if present, C, run, experts, unique and those of ONE_KIND."""
     required = ("N", "D", "loss")
     rows = read_table(path, required)
-    for key, remedy in (
-        ("convention", "they count N and C in different ways; fit one at a time, or recount"),
-        ("vocab", "nats per token compare within one vocabulary only; fit each by itself"),
-    ):
+    for key, remedy in ONE_KIND.items():
         kinds = sorted({row.get(key) or "none given" for row in rows})
         if len(kinds) > 1:
             raise DataError(f"{path}: {key}={', '.join(kinds)} are mixed; {remedy}")
     found: dict[str, Any] = {**read_columns(path, rows, required)}
+    vocab = rows[0].get("vocab") or ""
+    # Our own points.csv has the tokenizer's digest there, which is longer than any size.
+    if vocab.isdecimal() and 1 < int(vocab) < 10_000_000:
+        found["vocab"] = int(vocab)
     convention = rows[0].get("convention")
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
     found.setdefault("C", 6 * found["N"] * found["D"])
     # Numbered like the lines of the file, where line 1 is the header.
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
-    points = clean(Points(run=run, convention=convention, **found))
+    points = clean(
+        Points(run=run, convention=convention, warnings=_unread_columns(rows[0]), **found)
+    )
     each = points.C / (points.N * points.D)
     if len(points) and each.max() > MIXED_COUNTS * each.min():
         low = f"{each.min():.3g} ({points.run[int(each.argmin())]})"
@@ -127,11 +145,7 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
             names = [name.strip() for name in next(csv.reader(file), [])]
-            # DictReader collects cells beyond the header under the key None.
-            rows = [
-                {key: (text or "").strip() for key, text in row.items() if key is not None}
-                for row in csv.DictReader(file, names)
-            ]
+            cells = [row for row in csv.reader(file) if row]
     except OSError as error:
         why = error.strerror
         raise DataError(f"points={path} cannot be read ({why}); give a CSV file") from None
@@ -146,17 +160,47 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: column {', '.join(twice)} occurs twice; keep one of them")
-    if not rows:
+    if not cells:
         raise DataError(f"{path} has a header and no rows; add one row per run")
-    return rows
+    for line, row in enumerate(cells, 2):
+        # `1,000,000` would put each group of digits into a separate cell.
+        if any(text.strip() for text in row[len(names) :]) or len(row) < len(names):
+            raise DataError(
+                f"{path}:{line}: {len(row)} cells under {len(names)} columns; write numbers "
+                f"without thousands separators, and a comma for each empty cell"
+            )
+    return [dict(zip(names, map(str.strip, row), strict=False)) for row in cells]
+
+
+def _unread_columns(names: Iterable[str]) -> tuple[str, ...]:
+    """Columns that are not read but look like one that would be."""
+    known = {key.lower(): key for key in (*OPTIONAL, *ONE_KIND, "run")}
+    known |= {"flops": "C", "compute": "C", "expert": "experts", "unique_tokens": "unique"}
+    unread = [
+        (name, known[name.lower()])
+        for name in names
+        if name.lower() in known and name not in known.values()
+    ]
+    return tuple(
+        f"The column `{name}` is not read; rename it to `{key}` if that is what it holds."
+        for name, key in unread
+    )
 
 
 def read_columns(
     path: Path, rows: Sequence[dict[str, str]], required: Sequence[str]
 ) -> dict[str, Array]:
     """The required columns as numbers, and the optional ones that are not empty throughout."""
-    present = [key for key in FIGURES if key in required or any(row.get(key) for row in rows)]
-    return {key: _column(path, rows, key) for key in present}
+    present = [key for key in OPTIONAL if any(row.get(key) for row in rows)]
+    for key in present:
+        empty = [line for line, row in enumerate(rows, 2) if not row.get(key)]
+        # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
+        if empty:
+            raise DataError(
+                f"{path}:{empty[0]}: {key}= is empty here and filled in other rows; fill all "
+                f"{len(empty)} empty cells, or remove the column"
+            )
+    return {key: _column(path, rows, key) for key in (*required, *present)}
 
 
 def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
@@ -195,22 +239,13 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             missing = "logged a held-out loss; set train.eval_every and train again"
         raise DataError(f"none of {len(runs)} runs has {missing}")
     records = [run.record for run, _ in used]
-    # A difference in one of these moves the loss or N without any change of the law.
-    for key, remedy in (
-        ("convention", "recount them alike"),
-        ("tokenizer", "nats per token compare within one vocabulary only; fit each by itself"),
-        ("arch", "a law describes one architecture; put each in its own directory"),
-    ):
+    for key, remedy in ONE_KIND.items():
         kinds = sorted({str(record.get(key)) for record in records})
         if len(kinds) > 1:
-            raise DataError(f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} kinds; {remedy}")
-    warnings = []
-    # Only a warning: a longer corpus of the same source has another hash too.
-    corpora = len({record.get("data") for record in records})
-    if corpora > 1:
-        warnings.append(
-            f"The runs have held-out data of {corpora} corpora: their losses compare only roughly."
-        )
+            raise DataError(
+                f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} kinds; {remedy}, from a "
+                f"separate directory"
+            )
 
     def figures(key: str) -> Array:
         # A loss that was not finite is logged as null, and becomes NaN here.
@@ -224,10 +259,29 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             loss=figures("loss"),
             run=tuple(run.name for run, _ in used),
             convention=str(records[0]["convention"]),
+            vocab=int(records[0]["vocab"]) if records[0].get("vocab") else None,
             dropped=tuple(dropped),
-            warnings=tuple(warnings),
+            warnings=_roughly_comparable(records),
         )
     )
+
+
+def _roughly_comparable(records: Sequence[Record]) -> tuple[str, ...]:
+    """Warnings about differences that are no reason to refuse the runs."""
+    warnings = []
+    # A longer corpus of the same source has another hash too.
+    corpora = len({record.get("data") for record in records})
+    if corpora > 1:
+        warnings.append(
+            f"The runs have held-out data of {corpora} corpora: their losses compare only roughly."
+        )
+    lengths = sorted({int(record["seq"]) for record in records if record.get("seq")})
+    if len(lengths) > 1:
+        warnings.append(
+            f"The runs have sequences of {lengths[0]} to {lengths[-1]} tokens: a longer context "
+            f"alone lowers the loss."
+        )
+    return tuple(warnings)
 
 
 def runs_across(points: Points) -> str:

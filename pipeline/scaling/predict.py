@@ -1,4 +1,4 @@
-"""Forecast a run that has not been made: its loss with an interval, its recipe and its cost."""
+"""Forecast a run that has not been made: its loss with an interval, and its recipe."""
 
 import json
 import math
@@ -12,21 +12,22 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.dump import differences
-from pipeline.config.layers import load, load_cluster, reload
-from pipeline.config.schema import Cluster, RunConfig
+from pipeline.config.layers import RECIPE, load, reload
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.recipe import rule
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
+from pipeline.scaling import decide
 from pipeline.scaling.frontier import at, flops_per_parameter_token
 from pipeline.scaling.points import Points, read_columns, read_table
 from pipeline.scaling.study import Study
-from pipeline.units import count
+from pipeline.units import count, power
 
-MFU = 0.4  # of peak; dense runs of 1–7B on H100s reach 41–47% (llm-foundry, Megatron-LM)
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
+OFF_FRONTIER = 1.5  # N over the best N; the loss is flat to within 0.3% that far
 # Settings of a run that are no part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
     *FREE,
@@ -59,8 +60,6 @@ def read_targets(path: Path) -> dict[str, Any]:
     """Read columns N, D and, if present, C, run, experts, unique."""
     rows = read_table(path, ("N", "D"))
     found = read_columns(path, rows, ("N", "D"))
-    # A file of points may serve as targets; its losses are not read.
-    found.pop("loss", None)
     for key, values in found.items():
         wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
         if len(wrong):
@@ -78,14 +77,18 @@ def at_targets(study: Study, targets: dict[str, Any]) -> Points:
     return at(study.fit.points, **{"C": C, **targets})
 
 
-def forecast(study: Study, targets: Points) -> list[Forecast]:
-    """Each target's loss by the printed law, with its 95% interval."""
+def forecast(study: Study, targets: Points, unique: float | None = None) -> list[Forecast]:
+    """Each target's loss by the printed law, with its 95% interval.
+
+    With `unique`, tokens beyond so many distinct ones are repeats.
+    """
     if study.name == "moe" and targets.experts is None:
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
-    loss, low, high = study.interval(targets)
     best = study.optimum(targets.C, targets.experts)
+    _refuse_off_frontier(study, targets)
+    loss, low, high = decide.interval(study, targets, unique)
     largest = float(study.fit.points.C.max())
     made = []
     for i, name in enumerate(targets.run):
@@ -96,6 +99,21 @@ def forecast(study: Study, targets: Points) -> list[Forecast]:
         interval = (float(loss[i]), float(low[i]), float(high[i]))
         made.append(Forecast(name, *place, *interval, float(targets.C[i]) / largest, split))
     return made
+
+
+def _refuse_off_frontier(study: Study, targets: Points) -> None:
+    """Valleys and envelopes know the loss of the best split of a compute, and of no other."""
+    if study.minima is None or study.fit.law.name not in ("compute", "power"):
+        return
+    best = study.minima.path(targets.C)[0]
+    off = np.abs(np.log(targets.N / best))
+    far = int(np.argmax(off))
+    if off[far] > math.log(OFF_FRONTIER):
+        raise ConfigError(
+            f"law={study.name} forecasts the best N for a compute alone, which is "
+            f"{count(best[far])} for {power(float(targets.C[far]))} FLOPs, not "
+            f"{count(targets.N[far])}; give --flops, or choose --law chinchilla"
+        )
 
 
 def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[str]:
@@ -166,6 +184,11 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         for key, value in first.items()
         if all(other.get(key) == value for other in others)
     }
+    # One batch for several sizes is the ladder's own, also where the rule gives each the same: the
+    # rule's smallest batch serves many small sizes, but not a larger one.
+    batches = {config.train.batch_tokens for config in configs}
+    if len(batches) == 1 and len({config.model.size for config in configs}) > 1:
+        shared["train.batch_tokens"] = batches.pop()
     # Without a common directory, the command gets the placeholder DATA.
     places = {config.data.dir for config in configs}
     return Ladder(shared, vocab, places.pop() if len(places) == 1 else None)
@@ -175,6 +198,7 @@ def _own_recipe(config: RunConfig) -> dict[str, Any]:
     """The settings of a run that the recipe for its size, vocabulary and length does not give."""
     model = config.model
     over = {
+        "recipe": config.recipe,
         "model": {"vocab": model.vocab, "seq": model.seq},
         "train": {"tokens": config.train.steps * config.train.batch_tokens},
     }
@@ -187,6 +211,8 @@ def _own_recipe(config: RunConfig) -> dict[str, Any]:
     if model.seq != usual.model.seq:
         # `default` was loaded with this length, so `differences` cannot contain it.
         changed["model.seq"] = model.seq
+    if config.recipe != usual.recipe:
+        changed["recipe"] = config.recipe
     return {
         key: value
         for key, value in changed.items()
@@ -199,6 +225,7 @@ def recipe_of(
 ) -> Recipe:
     """A size trained as the ladder was, with exact N and FLOPs, and the command that does it."""
     # A `kind` comes first: setting it later would reset the settings of its table.
+    # `recipe` may come anywhere.
     ordered = sorted(ladder.settings.items(), key=lambda item: not item[0].endswith("kind"))
     given = [f"{key}={_text(value)}" for key, value in ordered]
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
@@ -236,7 +263,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     """The recipe for a run of no known size; None for a law of compute alone."""
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
-    lr, batch_tokens = rule(made.N, made.D)
+    lr, batch_tokens = rule(made.N, made.D, str(ladder.settings.get("recipe", RECIPE)))
     # A rate or batch that all runs of the ladder share is part of its recipe.
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))
@@ -247,33 +274,3 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
 def at_recipe(study: Study, recipe: Recipe, name: str) -> Points:
     C, N, D = (np.array([value]) for value in (recipe.C, recipe.N, recipe.D))
     return at(study.fit.points, C, N, D, run=(name,))
-
-
-# --- the cost ----------------------------------------------------------------------------------
-
-
-def priced(cluster: str) -> Cluster:
-    """A cluster whose speed is known."""
-    found = load_cluster(cluster)
-    if found.peak_flops is None:
-        raise ConfigError(
-            f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml"
-        )
-    return found
-
-
-def cost(C: float, site: Cluster, gpus: int) -> dict[str, Any]:
-    """Time on a cluster at an assumed MFU, and its price where the cluster has one."""
-    assert site.peak_flops is not None
-    # peak_flops is of one GPU, so these are GPU-hours.
-    hours = C / (site.peak_flops * MFU) / 3600
-    found = {
-        "cluster": site.name,
-        "gpus": gpus,
-        "mfu": MFU,
-        "gpu_hours": hours,
-        "hours": hours / gpus,
-    }
-    if site.usd_per_gpu_hour is not None:
-        found["usd"] = hours * site.usd_per_gpu_hour
-    return found

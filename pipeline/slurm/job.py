@@ -25,8 +25,7 @@ from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.process import SIGNALS, STOPPED, loopback, redirect_output
-from pipeline.runs import faults
-from pipeline.runs.directory import RunDir
+from pipeline.runs.directory import RunDir, fault_line, no_restart
 from pipeline.runs.log import Log, Record, read
 from pipeline.slurm import queue
 from pipeline.slurm.queue import ATTEMPTS, past_attempts
@@ -109,12 +108,12 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
         return Verdict("done", f"finished at step {end.step}")
     if end.asked == "SIGTERM":  # by `launch cancel`, scancel or SLURM: the sender has decided
         how = "saved" if end.saved else "was"
-        return Verdict("stop", f"told to end; {how} at step {end.step}", STOPPED)
+        return Verdict("stop", f"asked to end; {how} at step {end.step}", STOPPED)
     if end.fault is not None and end.hopeless is not None:
         code = 2 if end.fault["user"] else 1
         return Verdict("stop", f"{end.hopeless}; see {run}/logs, then {again}", code)
     if end.fault is not None:
-        reason = f"{faults.line(end.fault)} at step {end.step}"
+        reason = f"{fault_line(end.fault)} at step {end.step}"
     elif end.saved:
         reason = f"saved at step {end.step} as asked"
     else:  # the signal came before the ranks could handle it, which is no fault
@@ -151,12 +150,12 @@ def ending(
         if known is None or not (how.startswith("Exited") or known["user"]):
             run.forget_fault()
             run.fail(ChildProcessError(f"rank {task} on {node}: {how}"))
-    fault = faults.note(run, code)
+    fault = run.note_fault(code)
     began_first = min(
         (r["time"] for r in past_attempts(run.path) if r["job"] == job), default=began
     )
-    of_this_job = [f for f in faults.history(run) if float(f["time"]) >= began_first]
-    return Ending(step, finished, saved, asked, fault, faults.verdict(of_this_job, max_restarts))
+    of_this_job = [f for f in run.past_faults() if float(f["time"]) >= began_first]
+    return Ending(step, finished, saved, asked, fault, no_restart(of_this_job, max_restarts))
 
 
 class Batch:

@@ -11,9 +11,8 @@ from pathlib import Path
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
-from pipeline.process import STOPPED, StopRequest
-from pipeline.runs.directory import RunDir
-from pipeline.runs.faults import HangError
+from pipeline.process import STOPPED, StopRequest, rank_variables
+from pipeline.runs.directory import HangError, RunDir
 from pipeline.train.supervisor import Group, record_death
 
 
@@ -26,13 +25,10 @@ def environments(env: Mapping[str, str], *, per_node: bool) -> list[dict[str, st
     number = int(env["SLURM_PROCID"])
     count = int(env["ISOFLOP_TASKS"])
     if not per_node:
-        return [_rank(env, number, int(env["SLURM_LOCALID"]), count, tasks)]
-    return [_rank(env, number * count + i, i, count, tasks * count) for i in range(count)]
-
-
-def _rank(env: Mapping[str, str], rank: int, local: int, count: int, size: int) -> dict[str, str]:
-    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": count}
-    return {**env, **{name: str(number) for name, number in numbers.items()}}
+        return [{**env, **rank_variables(number, int(env["SLURM_LOCALID"]), tasks, count)}]
+    first = number * count
+    ranks = [rank_variables(first + i, i, tasks * count, count) for i in range(count)]
+    return [{**env, **variables} for variables in ranks]
 
 
 def stage(config: RunConfig, scratch: Path, env: Mapping[str, str]) -> Path:

@@ -8,8 +8,6 @@ from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.planner.count import params
-from pipeline.planner.memory import Layout
-from pipeline.planner.speed import estimate
 from pipeline.runs.log import Log
 from pipeline.units import count, span
 
@@ -35,7 +33,7 @@ class Console:
         if kind == "moe":
             self._imbalance = record.get("worst_imbalance")
         if self.quiet or kind == "moe":
-            return  # a mixture logs this at every step: too much for a line of its own
+            return  # a mixture logs this at every step: too much for separate lines
         step = record.get("step")
         if kind == "step" and isinstance(step, int):
             if self._times and step <= self._times[-1][0]:
@@ -92,6 +90,9 @@ def header(
     config: RunConfig, ranks: int, *, train_tokens: int, device: str, tracked: str
 ) -> Iterator[str]:
     """Yield what a run is about to do, one line per topic, to print before its first step."""
+    from pipeline.planner.memory import Layout  # the ranks print no header
+    from pipeline.planner.speed import estimate
+
     model = config.model
     train = config.train
     optim = config.optim

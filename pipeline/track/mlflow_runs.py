@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import posixpath
 import re
 import tempfile
@@ -17,13 +16,12 @@ import tomli_w
 from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs import log
-from pipeline.runs.history import PHASES, RUN_FILE, Run, read_json
+from pipeline.runs.history import ENVIRONMENT_FILE, PHASES, RUN_FILE, Run, read_json
 from pipeline.runs.log import Record
-from pipeline.track import environment
 from pipeline.track.mlflow_store import Store, configured, connect, public, reason
 
 CONFIG_FILE = "config.toml"
-FILES = (CONFIG_FILE, RUN_FILE, environment.FILE)
+FILES = (CONFIG_FILE, RUN_FILE, ENVIRONMENT_FILE)
 SWEEP_FILE = "sweep.json"
 FORECASTS = "forecasts"  # the folder of registered ones, on disk and among a sweep's artifacts
 LOADS = "experts.jsonl"  # the share of tokens of each expert: lists, which metrics cannot hold
@@ -121,24 +119,22 @@ def params(run_dir: Path) -> dict[str, str]:
     return config | about
 
 
-def flat(table: Mapping[str, Any]) -> dict[str, str]:
-    return {name(key): clip(value) for key, value in _flat("", table)}
-
-
-def _flat(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return every value as text, under its dotted key."""
+    found: dict[str, str] = {}
+    for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{key}.", value)
-        elif isinstance(value, str | int | float):
-            if value != "" and not (isinstance(value, float) and math.isnan(value)):
-                yield f"{prefix}{key}", str(value)
-        elif value is not None:  # lists, dates
-            yield f"{prefix}{key}", json.dumps(value, default=str)
+            found |= flat(value, f"{prefix}{key}.")
+        elif value not in ("", None) and value == value:  # NaN differs from itself
+            plain = isinstance(value, str | int | float)  # else a list or a date
+            text = str(value) if plain else json.dumps(value, default=str)
+            found[name(f"{prefix}{key}")] = clip(text)
+    return found
 
 
 def tags(run_dir: Path) -> dict[str, str]:
     about = read_table(run_dir / RUN_FILE)
-    env = read_table(run_dir / environment.FILE)
+    env = read_table(run_dir / ENVIRONMENT_FILE)
     packages = env.get("packages", {})
     commit = about.get("git_commit") or env.get("commit")
     found = {
@@ -214,10 +210,12 @@ def keep(
             store.set_status(run_id, "FINISHED", None)
         for path in paths:
             if path.name == SWEEP_FILE:
-                store.put(run_id, json.dumps(read_table(path), indent=1) + "\n", SWEEP_FILE)
+                text = json.dumps(read_table(path), indent=1) + "\n"
+                store.client.log_text(run_id, text, SWEEP_FILE)
             else:
-                store.upload(run_id, [path])
-        store.upload(run_id, forecasts, FORECASTS)
+                store.client.log_artifact(run_id, str(path))
+        for path in forecasts:
+            store.client.log_artifact(run_id, str(path), FORECASTS)
     except Exception as error:  # MLflow raises exceptions of many kinds
         return (
             f"MLflow has no copy of this ({reason(error)}); the files are the record, "

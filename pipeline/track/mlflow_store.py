@@ -219,13 +219,6 @@ class Store:
                 run_id, metrics=metrics, tags=all_tags if start == 0 else [], synchronous=True
             )
 
-    def upload(self, run_id: str, paths: Sequence[Path], folder: str | None = None) -> None:
-        for path in paths:
-            self.client.log_artifact(run_id, str(path), folder)
-
-    def put(self, run_id: str, text: str, name: str) -> None:
-        self.client.log_text(run_id, text, name)
-
     def set_status(self, run_id: str, status: str, time_ms: int | None) -> None:
         if status == "RUNNING":  # set_terminated would set an end time
             self.client.update_run(run_id, status=status)

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -70,20 +70,14 @@ def save_state(run_dir: Path, state: State) -> None:
     replace(run_dir / STATE_FILE, json.dumps(asdict(state), indent=1).encode() + b"\n")
 
 
-def _watermark(record: Record) -> tuple[str, float]:
-    if record["kind"] == "event":
-        return "seq", record["seq"]
-    return record["kind"], record["step"]
-
-
-def _advance(record: Record, sent: dict[str, float]) -> None:
-    key, number = _watermark(record)
-    sent[key] = max(number, sent.get(key, -1.0))
-
-
-def _is_new(record: Record, sent: Mapping[str, float]) -> bool:
-    key, number = _watermark(record)
-    return number > sent.get(key, -1.0)
+def _advance(record: Record, sent: dict[str, float]) -> bool:
+    """Note that a record is sent; return whether it is new."""
+    key = "seq" if record["kind"] == "event" else record["kind"]
+    number = record["seq" if key == "seq" else "step"]
+    if number <= sent.get(key, -1.0):
+        return False
+    sent[key] = number
+    return True
 
 
 class Feeder:
@@ -178,8 +172,7 @@ class Feeder:
                     record["seq"] = self._sequence
                     if record["event"] in PHASES:
                         self._phase = record
-                if _is_new(record, sent):
-                    _advance(record, sent)
+                if _advance(record, sent):
                     batch.append(record)
         return batch
 
@@ -222,7 +215,7 @@ class Feeder:
         store.describe(self.state.run_id, params, mlflow_runs.tags(self.run_dir))
         if files:
             for name, text in mlflow_runs.artifacts(self.run_dir).items():
-                store.put(self.state.run_id, text, name)
+                store.client.log_text(self.state.run_id, text, name)
             self.state.described = digest
             save_state(self.run_dir, self.state)
 
@@ -233,7 +226,8 @@ class Feeder:
             return
         lines = [encode(record) for record in read(self._tail.path) if record["kind"] == "moe"]
         if lines:
-            store.put(self.state.run_id, b"".join(lines).decode(), mlflow_runs.LOADS)
+            text = b"".join(lines).decode()
+            store.client.log_text(self.state.run_id, text, mlflow_runs.LOADS)
         self._new_loads = False
         self._loads_at = time.monotonic() + LOADS_EVERY_S
 

@@ -5,7 +5,6 @@ for it. If MLflow did not get everything, the sidecar prints one line on standar
 goes to standard error, which is `mlflow.log` in the run directory.
 """
 
-import argparse
 import contextlib
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from pipeline.atomic import locked
 from pipeline.process import python_module
-from pipeline.track import environment
+from pipeline.runs.history import write_environment
 from pipeline.track.mlflow_store import configure
 from pipeline.track.mlflow_sync import LOCK_FILE, WAIT_S, Feeder, follow
 
@@ -92,17 +91,9 @@ def _stdin_closed() -> bool:
     return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1 << 16) == b""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sidecar. Exit status 1 asks the launcher to start it again."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Feed MLflow from a run's log until standard input closes.",
-    )
-    parser.add_argument("run_dir", type=Path)
-    wait_help = "seconds to wait then for a server that does not answer"
-    parser.add_argument("--wait", type=float, default=WAIT_S, help=wait_help)
-    options = parser.parse_args(arguments)
-
+def main(arguments: Sequence[str]) -> int:
+    """Feed MLflow until standard input closes. Exit status 1 asks to be started again."""
+    run_dir = Path(arguments[0])
     # A preempted job gets SIGTERM: training still saves and logs that, so deliver it first.
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
@@ -111,23 +102,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
     configure()
     with contextlib.redirect_stdout(sys.stderr):  # MLflow prints where to view the run
-        fault = _feed(options.run_dir, options.wait, stopping.is_set)
+        fault = _feed(run_dir, stopping.is_set)
     if fault:
         logging.warning(fault)
         with contextlib.suppress(OSError):
-            sys.stdout.write(_behind(options.run_dir, fault) + "\n")
+            sys.stdout.write(_behind(run_dir, fault) + "\n")
             sys.stdout.flush()
     return int(bool(fault) and stopping.is_set() and not _stdin_closed())
 
 
-def _feed(run_dir: Path, wait_s: float, stopping: Callable[[], bool]) -> str:
+def _feed(run_dir: Path, stopping: Callable[[], bool]) -> str:
     try:
         while True:
             # The sidecar of an interrupted run may still be at work, or `launch sync`.
             with locked(run_dir / LOCK_FILE, wait_s=WAIT_S) as alone:
                 if alone:
-                    environment.write(run_dir)
-                    return follow(Feeder(run_dir), _stdin_closed, wait_s, stopping)
+                    write_environment(run_dir)
+                    return follow(Feeder(run_dir), _stdin_closed, WAIT_S, stopping)
             if _stdin_closed() or stopping():
                 return "another process is feeding it"
     except OSError as error:  # a full disk, a deleted directory: training reports it
@@ -135,4 +126,4 @@ def _feed(run_dir: Path, wait_s: float, stopping: Callable[[], bool]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

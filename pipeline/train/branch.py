@@ -1,7 +1,7 @@
 """Branches: a run that starts in the plateau of another run's WSD schedule.
 
 Several lengths of training then cost one trunk and their decays. The loader is a pure function of
-the step, so a branch sees the tokens that a run of its own would have seen.
+the step, so a branch sees the same tokens as a run from scratch.
 """
 
 import os
@@ -18,7 +18,13 @@ from pipeline.runs.directory import FREE, RunDir, checkpoint_path
 from pipeline.runs.log import encode, read
 
 # what a branch may change, beside what a resumed run may
-_FREE = (*FREE, "train.steps", "optim.schedule.decay_share", "optim.schedule.final_share")
+_FREE = (
+    *FREE,
+    "train.steps",
+    "optim.schedule.decay_share",
+    "optim.schedule.decay_shape",
+    "optim.schedule.final_share",
+)
 
 
 def meeting(config: RunConfig, trunk: RunDir) -> int:

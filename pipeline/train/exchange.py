@@ -5,6 +5,7 @@ same decision from the sums, on its device. The host does not wait for them: it 
 step first and reads the sums of the one before afterwards, so that the device always has work.
 """
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from pipeline.model.moe import Routing
 from pipeline.parallel.world import World
 from pipeline.process import StopRequest
-from pipeline.train.device_clock import DeviceTime
-from pipeline.train.replicas import Look, Replicas
+from pipeline.train.guard import Look, Replicas
+from pipeline.train.measure import DeviceTime
 
 # The positions in the vector.
 _LOSS_AND_NORM = slice(0, 2)
@@ -24,43 +25,37 @@ _HASH = slice(5, 9)  # the hash of the batch in four 16-bit parts, which fp64 ad
 _SHIFTS = (0, 16, 32, 48)
 
 
+@dataclass
 class StepCheck:
     """Decides whether a step is taken, once its loss and gradient norm are known on the device.
 
     The engine calls it after the backward pass and before anything is written.
     """
 
+    world: World
+    stop: StopRequest
+    batch_hash: int
+    limits: list[float]  # of the mean loss and of the gradient norm
+    replicas: Replicas | None  # to be compared in this step
+    # Set by the call. The decision is the same on every rank.
     look: Look | None = None
-    sums: Tensor  # set by the call
-    accepted: Tensor  # set by the call; the same on every rank
-
-    def __init__(
-        self,
-        world: World,
-        stop: StopRequest,
-        batch_hash: int,
-        limits: list[float],  # of the mean loss and of the gradient norm
-        replicas: Replicas | None,  # to be compared in this step
-    ) -> None:
-        self._world = world
-        self._stop = stop
-        self._hash_parts = [float(batch_hash >> shift & 0xFFFF) for shift in _SHIFTS]
-        self._limits = limits
-        self._replicas = replicas
+    sums: Tensor = field(init=False)
+    accepted: Tensor = field(init=False)
 
     def __call__(self, nll: Tensor, grad_norm: Tensor) -> Tensor:
         loss_and_norm = torch.stack((nll.double(), grad_norm.to(nll.device).double()))
-        if self._replicas is not None:
-            self.look = self._replicas.look()
+        if self.replicas is not None:
+            self.look = self.replicas.look()
             flags = self.look.flags
         else:
             flags = torch.zeros_like(loss_and_norm)
         on_device = torch.cat((loss_and_norm, flags))
-        stopping = float(self._stop.signal is not None)
-        self.sums = self._world.sum([stopping, *self._hash_parts], first=on_device)
-        means = self.sums[_LOSS_AND_NORM] / self._world.size
+        stopping = float(self.stop.signal is not None)
+        hash_parts = [float(self.batch_hash >> shift & 0xFFFF) for shift in _SHIFTS]
+        self.sums = self.world.sum([stopping, *hash_parts], first=on_device)
+        means = self.sums[_LOSS_AND_NORM] / self.world.size
         # NaN fails the comparison, so such a step is rejected too
-        within = means <= self._world.to_device(self._limits)
+        within = means <= self.world.to_device(self.limits)
         self.accepted = within.all() & ~self.sums[_DIVERGENCE].any()
         return self.accepted
 
@@ -77,22 +72,18 @@ class StepResult(NamedTuple):
     routing: dict[str, Any] | None  # of a mixture of experts, in some steps
 
 
+@dataclass
 class PendingStep:
     """A launched step whose numbers are on their way to the host."""
 
-    def __init__(
-        self,
-        step: int,  # counted from 1
-        lr: float,
-        wait_s: float,  # the host waited for the batch; the device may have been busy meanwhile
-        began: DeviceTime,
-        check: StepCheck,
-        routing: Routing | None,
-    ) -> None:
-        self.step = step
-        self.lr = lr
-        self.wait_s = wait_s
-        self.began = began
+    step: int  # counted from 1
+    lr: float
+    wait_s: float  # the host waited for the batch; the device may have been busy meanwhile
+    began: DeviceTime
+    check: InitVar[StepCheck]
+    routing: InitVar[Routing | None]
+
+    def __post_init__(self, check: StepCheck, routing: Routing | None) -> None:
         self.look = check.look
         # torch copies into pinned memory, so that nothing waits here
         self._sums = check.sums.to("cpu", non_blocking=True)

@@ -4,7 +4,7 @@ It does not know whether the model is dense or sparse, on one CPU or on many nod
 """
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,9 @@ from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
 from pipeline.runs.log import read
 from pipeline.track.console import Tracker
-from pipeline.train.device_clock import DeviceTime, Meter, peak_flops, peak_memory_bytes
-from pipeline.train.evaluation import Evaluator, cut
 from pipeline.train.exchange import PendingStep, StepCheck, StepResult
-from pipeline.train.guard import Guard
-from pipeline.train.replicas import Replicas
+from pipeline.train.guard import Guard, Replicas
+from pipeline.train.measure import DeviceTime, Evaluator, Meter, cut, peak_flops, peak_memory_bytes
 from pipeline.train.watchdog import Watchdog
 
 
@@ -59,10 +57,13 @@ class Loop:
     def train(self, loader: Loader, evaluator: Evaluator, start: int) -> bool:
         """Train from step `start`; return whether the last step was reached, not a stop request."""
         train = self.config.train
+        share, shares = self.world.reader(self.config.parallel.sp)
+        pin = self.world.device.type == "cuda"
+        fetched = prefetch(loader, start, self.steps, share, shares, pin=pin)
         self.replicas.remember()
         self.meter.restart()
         self.watch.enter("first step", start + 1)  # which may compile
-        with closing(self._batches(loader, start)) as batches, self._settle_on_error():
+        with closing(fetched) as batches, self._settle_on_error():
             asked_s = time.perf_counter()
             for step, batch in batches:
                 self.step(step, batch, time.perf_counter() - asked_s)
@@ -175,11 +176,6 @@ class Loop:
             return
         times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
         self._record("event", saved.step, event="save", saved=saved.step, **times)
-
-    def _batches(self, loader: Loader, start: int) -> Generator[tuple[int, Batch], None, None]:
-        share, shares = self.world.reader(self.config.parallel.sp)
-        pin = self.world.device.type == "cuda"
-        return prefetch(loader, start, self.steps, share, shares, pin=pin)
 
     def _read(self, pending: PendingStep) -> StepResult:
         return pending.read(self.world.size, self.config.parallel.sp)

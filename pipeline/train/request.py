@@ -17,7 +17,14 @@ from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, RunError
 from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
-from pipeline.planner.memory import DeviceMemory, Layout, checkpoint_bytes, disk_bytes, offloaded
+from pipeline.planner.memory import (
+    DeviceMemory,
+    Layout,
+    checkpoint_bytes,
+    disk_bytes,
+    offloaded,
+    uses_muon,
+)
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.train.branch import begin, meeting
 from pipeline.units import byte_size
@@ -104,7 +111,7 @@ class PlannedRun:
     def _claim(self) -> bool:
         """False if another process has the directory and a new one may be used instead."""
         try:
-            self.run.claim()
+            self.run.lock(".launch")  # before anything is in the directory
             if self.facts is not None and self.run.exists:
                 raise _exists(self.run)
         except RunError:
@@ -224,17 +231,8 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
     if not run.finished:
         _check_disk(config, run.path, request.nproc)
     if not run.finished or request.data is not None:
-        same_data(config, _open_corpus(Path(config.data.dir or ".")))
+        _open_corpus(Path(config.data.dir or ".")).check_same(config.data)
     return PlannedRun(run, config, None, note=note)
-
-
-def same_data(config: RunConfig, corpus: Corpus) -> None:
-    found = corpus.manifest.hash
-    if config.data.hash != found:
-        raise RunError(
-            f"data.dir={config.data.dir} contains other data ({found}) than the run started with "
-            f"({config.data.hash}); restore the data or start a new run with another --out"
-        )
 
 
 def _open_corpus(path: Path) -> Corpus:
@@ -332,7 +330,7 @@ def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> Non
     """Check for enough space for offloaded states and for the copy behind each checkpoint."""
     offload = config.parallel.offload
     layout = Layout.of(config, ranks)
-    copy = checkpoint_bytes(config.model)
+    copy = checkpoint_bytes(config.model, muon=uses_muon(config))
     if offload.path is not None and offload.nvme:
         key = f"parallel.offload.path={offload.path}"
         folder = Path(offload.path)
@@ -358,7 +356,9 @@ def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     # One more than is kept: the next is complete before the oldest is deleted. A run that continues
     # has some already.
     count = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
-    need = count * disk_bytes(config.model, ranks=ranks, zero=config.parallel.zero)
+    need = count * disk_bytes(
+        config.model, ranks=ranks, zero=config.parallel.zero, muon=uses_muon(config)
+    )
     free = shutil.disk_usage(there).free
     if need > free:
         space = f"{count} checkpoints need {byte_size(need)} and {byte_size(free)} are free"

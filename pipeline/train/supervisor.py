@@ -25,9 +25,7 @@ import psutil
 from pipeline.config.layers import reload
 from pipeline.errors import RunError
 from pipeline.process import STOPPED, StopRequest, end_with_parent, one_node, python_module
-from pipeline.runs import faults
-from pipeline.runs.directory import RunDir
-from pipeline.runs.faults import HangError
+from pipeline.runs.directory import HangError, RunDir, no_restart
 from pipeline.runs.log import Record
 from pipeline.track.sidecar import Sidecar
 
@@ -46,27 +44,21 @@ class Ended(NamedTuple):
 
 
 def start(
-    run: RunDir,
-    *,
-    nproc: int,
-    gpu: bool,
-    max_restarts: int = 0,
-    quiet: bool = False,
-    track: bool = True,
+    run: RunDir, *, nproc: int, gpu: bool, max_restarts: int, quiet: bool, track: bool
 ) -> Ended:
     """Train until the run is finished or stopped as asked; raise RunError with one line otherwise.
 
     After a fault the whole group of ranks is restarted from the last checkpoint.
     """
     run.forget_fault()
-    old = len(faults.history(run))  # faults of earlier launches do not count as restarts
+    old = len(run.past_faults())  # faults of earlier launches do not count as restarts
     sidecar = Sidecar(run.path) if track else None
     note = ""
     try:
         groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, spare=max_restarts > 0)
         with closing(StopRequest()) as stop, closing(groups):
             while not _attempt(run, groups, stop, nproc):
-                _give_up(run, faults.history(run)[old:], 0 if stop.signal else max_restarts)
+                _give_up(run, run.past_faults()[old:], 0 if stop.signal else max_restarts)
     finally:
         if sidecar is not None:
             note = sidecar.finish(_SIDECAR_WAIT_S)
@@ -90,13 +82,13 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
             "intact; free some space and --resume"
         )
     rank, code = next(iter(failed.items()), (0, 0))
-    faults.note(run, code, group.last_line(rank), nproc)
+    run.note_fault(code, group.last_line(rank), nproc)
     return False
 
 
 def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
     """Raise the reason of the last fault if the run is not to be restarted."""
-    reason = faults.verdict(history, max_restarts)
+    reason = no_restart(history, max_restarts)
     if reason is None:
         return
     if history[-1]["user"]:
@@ -182,17 +174,14 @@ class Group:
                 self._end(living, signal.SIGKILL)
             if ticks % _LOOK_EVERY == 0:
                 self._end_stopped(living, looks)
-            if failed_s is None and self._failed():
+            codes = [process.returncode for process in self._ranks.values()]
+            if failed_s is None and any(code not in (None, 0, STOPPED) for code in codes):
                 failed_s = time.monotonic()
                 # a rank that hangs writes its stack, also one that holds Python's lock
                 self._end(living, signal.SIGTERM)
             elif failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
                 self._end(living, signal.SIGKILL)
         return {rank: process.returncode for rank, process in self._ranks.items()}
-
-    def _failed(self) -> bool:
-        codes = (process.returncode for process in self._ranks.values())
-        return any(code not in (None, 0, STOPPED) for code in codes)
 
     def death(self, codes: Mapping[int, int]) -> Death | None:
         """The rank that a signal killed, other than one of ours."""

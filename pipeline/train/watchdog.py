@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.parallel.world import World
-from pipeline.runs.directory import RunDir
-from pipeline.runs.faults import HangError
+from pipeline.runs.directory import HangError, RunDir
 
 _POLL_S = 0.5
 _STACKS_S = 2.0  # for the other ranks to write their stacks too, after the first has

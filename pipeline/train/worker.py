@@ -23,15 +23,13 @@ from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World, leave
 from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_parent
-from pipeline.runs import faults
-from pipeline.runs.directory import RunDir
+from pipeline.runs.directory import RunDir, fault_line
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
 from pipeline.track.console import Console, Tracker
-from pipeline.train.evaluation import Evaluator, loader
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
-from pipeline.train.request import same_data
+from pipeline.train.measure import Evaluator, loader
 from pipeline.train.watchdog import Watchdog
 
 
@@ -46,9 +44,12 @@ def run(
     if world.first:
         directory.lock()  # the kernel releases it when this process dies, however it dies
     config = reload(directory.config, [{"data": {"dir": str(data)}}] if data else [])
-    # Weights and batches have generators of their own; this one is for whatever draws besides.
+    # Weights and batches have separate generators; this one is for all other draws.
     torch.manual_seed(config.seed + world.rank)
-    corpus = _corpus(config)
+    if config.data.dir is None:
+        raise RunError("data.dir is missing; give --data DIR, made by `launch data prepare`")
+    corpus = Corpus.open(Path(config.data.dir))
+    corpus.check_same(config.data)
     batches = loader(config, corpus, "train")
     with closing(Watchdog(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker = build_engine(config, world)
@@ -69,14 +70,6 @@ def run(
                 rollback = trouble
             finally:
                 tracker.close()
-
-
-def _corpus(config: RunConfig) -> Corpus:
-    if config.data.dir is None:
-        raise RunError("data.dir is missing; give --data DIR, made by `launch data prepare`")
-    corpus = Corpus.open(Path(config.data.dir))
-    same_data(config, corpus)
-    return corpus
 
 
 def _resume(
@@ -121,7 +114,10 @@ def _tracker(
     if not world.first:
         return Tracker()
     before = list(read(directory.log))
-    fault = faults.unlogged(directory, before)
+    logged_until = before[-1]["time"] if before else 0.0
+    faults = directory.past_faults()
+    # The last fault, if nothing was logged after it.
+    fault = faults[-1] if faults and faults[-1]["time"] > logged_until else None
     log = Log(directory.log)
     log.truncate_after(start)  # what was logged after the checkpoint is trained again
     tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
@@ -131,7 +127,7 @@ def _tracker(
         reason = rollback.reason
     elif fault:
         kind = "restart"
-        reason = faults.line(fault)
+        reason = fault_line(fault)
     else:
         kind = "resume" if start else "start"
     event = {

@@ -1,6 +1,7 @@
 """Hostile Hugging Face directories: `launch import` refuses each in one line and leaves nothing."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,13 +15,13 @@ VALUES = {
     "num_attention_heads": (0, -1, 7, "x", None),
     "num_key_value_heads": (0, 3, "x"),
     "num_hidden_layers": (0, -1, 10**7, "x", 3),
-    "intermediate_size": (0, "x", 10**12),
+    "intermediate_size": (0, "x", 10**18),
     "vocab_size": (0, 1, 10**12, "x"),
     "max_position_embeddings": (0, "x"),
     "rms_norm_eps": ("x", -1),
     "model_type": ("nonsense", None, 3),
     "quantization_config": ({"quant_method": "fp8"},),
-    "rope_parameters": ("x", {"rope_type": "nonsense"}),
+    "rope_parameters": ("x", [1, 2], {"rope_type": "nonsense"}),
     "tie_word_embeddings": ("x",),
 }
 CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -97,10 +98,31 @@ def test_code_of_a_model_never_runs(attack, tmp_path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_deep_config_and_links(attack, tmp_path) -> None:
-    def deep(model: Path) -> None:
-        """deeply nested config.json"""
-        (model / "config.json").write_text('{"a": ' + DEEP)
+def test_weights_that_are_elsewhere_or_cut(attack) -> None:
+    def index(weight_map: object):
+        def damage(model: Path) -> None:
+            text = json.dumps({"weight_map": weight_map})
+            (model / "model.safetensors.index.json").write_text(text)
+
+        damage.__doc__ = f"weight_map={weight_map}"
+        return damage
+
+    def cut(model: Path) -> None:
+        """weights that end early"""
+        os.truncate(model / "model.safetensors", 1000)
+
+    files = (3, ["model.safetensors"], "../other/model.safetensors", "\0")
+    maps = [{"model.norm.weight": file} for file in files]
+    expect_none(map(attack, (cut, *map(index, [*maps, ["model.safetensors"]]))))
+
+
+def test_nested_configs_and_links(attack) -> None:
+    def nested(content: str):
+        def damage(model: Path) -> None:
+            (model / "config.json").write_text(content)
+
+        damage.__doc__ = content[:20]
+        return damage
 
     def link(model: Path) -> None:
         """a tokenizer that links to another file"""
@@ -108,4 +130,7 @@ def test_deep_config_and_links(attack, tmp_path) -> None:
             file.unlink()
             file.symlink_to("/etc/passwd")
 
-    expect_none([attack(deep), attack(link)])
+    lists = '{"a": ' + DEEP + "]" * len(DEEP) + "}"
+    objects = '{"a":' * 100_000 + "1" + "}" * 100_000
+    damages = (*map(nested, ('{"a": ' + DEEP, lists, objects, "{", "[]")), link)
+    expect_none(map(attack, damages))

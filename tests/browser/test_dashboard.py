@@ -129,18 +129,20 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
         target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
         made = forecast_json("--runs", runs, *target, "--cluster", "h200", "--gpus", 8)
         shown = told_numbers(page)
+        # The page assumes 40% MFU. The command uses the speed that the planner predicts.
+        cost = made["cost"]
+        assert cost["usd"] == pytest.approx(5.99 * cost["gpu_hours"])
+        hours = cost["gpu_hours"] * cost["mfu"] / 0.4
         assert shown["held-out loss"] == f"{made['loss']:.4f}"
         assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#forecast-tiles")
         for label, expected in (("parameters N", made["N"]), ("tokens D", made["D"]),
-                                ("GPU-hours at 40% MFU", made["cost"]["gpu_hours"])):  # fmt: skip
+                                ("GPU-hours at 40% MFU", hours)):  # fmt: skip
             unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
             figure = float(shown[label].rstrip("kMBT")) * unit.get(shown[label][-1], 1)
             assert figure == pytest.approx(expected, rel=1e-2)
-        assert shown["cost at $5.99 per GPU-hour"] == f"${made['cost']['usd']:.2f}"
+        assert shown["cost at $5.99 per GPU-hour"] == f"${5.99 * hours:.2f}"
     page.fill("#price", "10")
-    assert (
-        told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * made['cost']['gpu_hours']:.2f}"
-    )
+    assert told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * hours:.2f}"
 
 
 def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
@@ -191,9 +193,9 @@ def the_parts_are_there(page: Any, rows: int) -> None:
     assert page.locator("#table tbody tr").count() == rows
     page.select_option("#group", label="iso · dense (20 runs)")
     assert page.locator("#minima tbody tr").count() == len(BUDGETS)
-    assert page.locator("#parameters tbody tr").count() == 5 and "10 times" not in text(
-        page, "#plain"
-    )
+    law = page.evaluate("iso.law().law")  # the backtests of this grid are close
+    assert page.locator("#parameters tbody tr").count() == {"chinchilla": 5, "gamma": 6}[law]
+    assert "10 times" not in text(page, "#plain")
     for chart in ("valleys", "path", "residuals", "backtest", "profile", "forecast-chart"):
         page.locator(f"#{chart}").scroll_into_view_if_needed()
         page.wait_for_selector(f"#{chart} .trace", state="attached")

@@ -29,19 +29,8 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
 
     copy = ("--output=/dev/null", "--wrap", f"cp -r {corpus} data")
     made = slurm.run("sbatch", "--parsable", f"--chdir={here}", *copy)
-    call = [
-        "sweep",
-        "run",
-        "sweep.toml",
-        "--data",
-        "data",
-        "--slurm",
-        "--jobs",
-        "2",
-        "--no-track",
-        "--fit",
-        "--json",
-    ]
+    call = ["sweep", "run", "sweep.toml", "--data", "data", "--slurm", "--jobs", "2", "--no-track"]
+    call += ["--fit", "--json"]
     later = json.loads(launch(*call, "--after", made, cwd=here, **slurm.env).stdout)
     slurm.ends(later["job"])
     assert slurm.field(made, "state") == "COMPLETED"

@@ -196,7 +196,7 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     slurm.power_on("node2")
     assert "asked to save" in launch("cancel", run, **slurm.env).stdout
     slurm.ends(job, "FAILED")
-    assert verdicts(run)[-1] == ("stop", f"told to end; saved at step {step(run)}")
+    assert verdicts(run)[-1] == ("stop", f"asked to end; saved at step {step(run)}")
     assert slurm.field(job, "restartcnt") == "1"
     assert json.loads(launch("status", run, "--json", **slurm.env).stdout)["state"] == "STOPPED"
     called = (tool.parent / "called").read_text()

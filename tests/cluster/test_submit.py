@@ -15,7 +15,7 @@ from pipeline.config.layers import load, validate
 from pipeline.config.schema import RunConfig
 from pipeline.planner.check import resolve
 from pipeline.runs.directory import RunDir
-from pipeline.runs.faults import line
+from pipeline.runs.directory import fault_line as line
 from pipeline.slurm.job import Allocation, Ending, decide, ending, usable
 from pipeline.slurm.submit import TEMPLATES
 from tests.cluster.test_jobs import submit, verdicts
@@ -165,7 +165,7 @@ FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
         ({"saved": True}, "requeue", "saved at step 7"),
         ({"saved": True, "restarts": 100}, "stop", "max_restarts=100"),
         ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # before it could listen
-        ({"saved": True, "asked": "SIGTERM"}, "stop", "told to end; saved at step 7"),
+        ({"saved": True, "asked": "SIGTERM"}, "stop", "asked to end; saved at step 7"),
         ({"fault": FAULT}, "requeue", "RuntimeError: out of luck at step 7"),
         ({"fault": FAULT, "restarts": 100}, "stop", "max_restarts=100"),
         ({"fault": FAULT, "hopeless": "failed twice"}, "stop", "failed twice; see runs/x/logs"),

@@ -179,8 +179,8 @@ def test_clients_that_send_or_read_too_slowly_are_closed(runs, monkeypatch) -> N
             until(lambda: connections(port) == 0, 60)
 
 
+@pytest.mark.slow
 def test_nothing_that_schemathesis_generates_breaks_it(port, tmp_path: Path) -> None:
-    pytest.importorskip("schemathesis")
     schema = f"http://127.0.0.1:{port}/api/openapi.json"
     command = [sys.executable, "-m", "schemathesis.cli", "run", schema]
     command += ["--checks", "not_a_server_error", "--max-examples", "15", "--seed", "1"]

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.corpus_recipe import Recipe
-from pipeline.data.piece import Malformed, Piece
+from pipeline.data.corpus_recipe import Malformed, Piece, Recipe
 from pipeline.data.prepare import prepare
 from pipeline.data.ray_pool import cluster
 from pipeline.data.readers import read
@@ -20,22 +19,8 @@ from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError, UserError
 
-WORDS = [
-    "data",
-    "shard",
-    "token",
-    "loss",
-    "of",
-    "the",
-    "a",
-    "müde",
-    "東京",
-    "naïve",
-    "don't",
-    "foo(bar)",
-    "3.14",
-]
-WORDS += ["\t", "\n\n"]
+WORDS = ["data", "shard", "token", "loss", "of", "the", "a", "müde", "東京", "naïve", "don't"]
+WORDS += ["foo(bar)", "3.14", "\t", "\n\n"]
 WORDS += ["".join(random.Random(i).choices("abcdeimnorst", k=i % 9 + 2)) for i in range(300)]
 
 

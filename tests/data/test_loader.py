@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
-from pipeline.data.permute import Permutation
+from pipeline.data.order import Permutation
 from tests.data.conftest import refused
 
 SEQ, ROWS = 64, 28

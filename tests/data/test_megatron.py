@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.data import megatron
 from pipeline.data.corpus import Corpus
-from pipeline.data.piece import Malformed
+from pipeline.data.corpus_recipe import Malformed
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import index_bytes
 from pipeline.data.tokenizer import Tokenizer, train

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.data.corpus import Corpus
 from pipeline.data.corpus_recipe import Mixture
 from pipeline.data.loader import Loader
-from pipeline.data.mixture import BLOCK, Schedule, capped, mixed, places
+from pipeline.data.order import BLOCK, Schedule, capped, mixed, places
 from pipeline.data.shards import SourceShare
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError

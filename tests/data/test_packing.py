@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import packing
+from pipeline.data import loader as packing
 from pipeline.data.corpus import Corpus
-from pipeline.data.loader import Loader
-from pipeline.data.packing import IGNORE, PackedStream, best_fit, count_bins, pack
+from pipeline.data.loader import IGNORE, Loader, PackedStream, best_fit, count_bins, pack
 from tests.data.conftest import token_lists
 
 SEQ, ROWS = 64, 14
@@ -81,7 +80,6 @@ def test_shards_are_packed_late_and_a_few_at_a_time(
     shards = (corpus.split("train").shards + corpus.split("valid").shards) * 3
     stream = PackedStream(corpus, shards, 8 * SEQ)
     assert not packed and len(shards) > 6
-    row = np.empty((3, 8 * SEQ), np.int64)
     orders = []
     for epoch in range(2):
         orders.append(stream.order(np.arange(stream.windows), 7, epoch))
@@ -89,6 +87,6 @@ def test_shards_are_packed_late_and_a_few_at_a_time(
         assert np.array_equal(stream.order(np.arange(100, 300), 7, epoch), orders[-1][100:300])
         packed.clear()
         for window in orders[-1].tolist():
-            stream.read(window, *row)
+            stream.read(window)
         assert len(shards) - 2 <= len(packed) <= len(shards)
     assert not np.array_equal(*orders)

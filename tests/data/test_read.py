@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline.data import columns
 from pipeline.data import readers as reading
-from pipeline.data.piece import Kind, Malformed, Piece
+from pipeline.data.corpus_recipe import Kind, Malformed, Piece
 from pipeline.data.sources import plan
 from pipeline.errors import DataError
 from tests.data.conftest import documents, pieces_of, refused, some_texts, write_jsonl

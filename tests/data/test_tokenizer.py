@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import tokenizer as tokenizing
-from pipeline.data.corpus_recipe import load_recipe
-from pipeline.data.piece import MB
+from pipeline.data.corpus_recipe import MB, load_recipe
 from pipeline.data.tokenizer import META, Tokenizer, train
 from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import refused, some_texts

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.attention import Scoring, attend, eager, make_mask
+from pipeline.model.attention import Scoring, attend, eager
+from pipeline.model.context import make_mask
 from pipeline.model.fp8 import Float8Linear, convert_to_fp8
 from pipeline.model.position import alibi, distances, rotate
 from pipeline.objective.loss import eager_terms, next_token_loss, terms
@@ -73,7 +74,7 @@ def test_add_norm(dtype, shape):
 @pytest.mark.parametrize("normed", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("rows", [None, 1, 2], ids=["no table", "shared table", "table per row"])
 def test_norm_and_rotate(dtype, normed, rows):
-    from pipeline.model.kernels import norm_and_rotate
+    from pipeline.model.rotary_kernel import norm_and_rotate
 
     heads, groups, dim, seq = 6, 3, 64, 130
     places = () if rows == 1 else (2,)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.shape import Model
-from pipeline.model.attention import Cache
 from pipeline.model.build import build_model, init_weights
+from pipeline.model.context import Cache
 from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import AdamW, gate_step, parameter_groups, set_learning_rate

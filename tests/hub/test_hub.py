@@ -160,11 +160,8 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
 @pytest.mark.parametrize(
     ("arch", "sets", "names_"),
     [
-        ("switch", [], "ffn.activation='relu'"),
+        ("switch", [], "ffn.capacity=1.25"),
         ("mixtral", ["model.ffn.capacity=1.25"], "ffn.capacity=1.25"),
-        ("llama3", ["model.attention.softcap=20.0"], "attention.softcap=20.0"),
-        ("llama3", ['model.placement="sandwich"'], "placement='sandwich'"),
-        ("dense", ["model.attention.sinks=true"], "attention.sinks=True"),
         ("gpt2", ['model.position={kind="alibi"}'], "position.kind='alibi'"),
         ("mla", ["model.norm.eps=1e-5"], "norm.eps=1e-05"),
         ("dense", ["model.parametrization=mup"], "parametrization='mup'"),

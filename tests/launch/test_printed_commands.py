@@ -22,7 +22,7 @@ LINE = re.compile(r"^[#\s+$]*(?:[A-Z_]+=\S+ )*launch (\S.*)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def app() -> Any:
-    if not command_line.app.registered_commands:
+    if not command_line.app.registered_groups:
         command_line.mount()
     return typer.main.get_command(command_line.app)
 

@@ -32,6 +32,13 @@ def exact(cfg):
     experts = sum(p.numel() for p in model.parameters() if hasattr(p, "expert"))
     assert count.total == sum(sizes.values())
     assert count.embedding == sizes["embedding.weight"]
+    assert count.value_embeddings == sum(
+        n for name, n in sizes.items() if name.startswith("value_embeddings.")
+    )
+    mixing = ("smear.", "backout.")
+    assert count.mixing == sum(
+        n for name, n in sizes.items() if name.startswith(mixing) or ".scales." in name
+    )
     assert count.position == sum(n for name, n in sizes.items() if name.startswith("position."))
     assert count.head == sizes.get("head.weight", 0)
     assert count.mtp == sum(n for name, n in sizes.items() if name.startswith("ahead."))
@@ -94,6 +101,9 @@ POSITIONS = [
     {"kind": "alibi"},
     {"kind": "none"},
 ]
+
+
+MIXING = ("embedding_norm", "smear", "residual_scales", "backout")
 
 
 @st.composite
@@ -166,7 +176,11 @@ def models(draw):
             "seq": seq,
             "width": 32,
             "layers": 3,
-            "norm": {"kind": kind, "bias": kind == "layernorm" and draw(st.booleans())},
+            "norm": {
+                "kind": kind,
+                "gain": (gain := draw(st.booleans())),
+                "bias": gain and kind == "layernorm" and draw(st.booleans()),
+            },
             "placement": placement,
             "parallel_block": placement == "pre" and draw(st.booleans()),
             "position": position,
@@ -174,6 +188,11 @@ def models(draw):
             "tied": draw(st.booleans()),
             "mtp": pick(0, 0, 1, 2),
             "init_std": 0.02,
+            **{key: draw(st.booleans()) for key in MIXING},
+            "init": pick("fixed", "fan_in"),
+            "init_out": pick("scaled", "zero"),
+            "value_embeddings": pick(None, 1, 2) if attention["kind"] == "gqa" else None,
+            "logit_softcap": pick(None, 15.0),
             "attention": attention | scores,
             "ffn": ffn,
         }
@@ -193,7 +212,7 @@ def counted(model, tokens):
     return {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models())
 def test_any_architecture_has_exact_parameters_and_flops_and_a_gradient_everywhere(cfg):
     exact(cfg)

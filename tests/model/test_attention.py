@@ -10,7 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from pipeline.config.parts import RelativeBias, RoPE
-from pipeline.model.attention import Scoring, attend, eager, make_mask
+from pipeline.model.attention import Scoring, attend, eager
+from pipeline.model.context import make_mask
 from pipeline.model.position import DistanceBias, alibi, distances, rotary
 from tests.model.test_decode import MOE, POSITIONS, SCORES, made, prompts
 

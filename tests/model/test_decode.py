@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
-from pipeline.model.attention import Cache
 from pipeline.model.build import build_model, init_weights
+from pipeline.model.context import Cache
 from pipeline.model.decode import Sampling, beam_search, generate, pick
 from pipeline.planner import count as account
 

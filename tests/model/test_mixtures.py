@@ -14,8 +14,8 @@ from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.hub.exporting import export
 from pipeline.hub.families import choose_family
-from pipeline.model.attention import Cache
 from pipeline.model.build import build_model, init_weights
+from pipeline.model.context import Cache
 
 SMALL = ["model.vocab=64", "model.seq=32", "model.layers=3", "model.init_std=0.2"]
 CHANGES = [
@@ -34,7 +34,9 @@ CHANGES = [
     ("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2")), "ffn.top_k=1", "ffn.top_k=3",
     "ffn.shared=2", 'ffn.router="softmax"', 'ffn.router="sigmoid"', "ffn.normalise=false", "ffn.scale=2.0",
     "ffn.groups=4", "ffn.top_groups=2", "ffn.capacity=1.0", "ffn.aux_loss=0.01", "ffn.seq_aux_loss=0.01",
-    "ffn.z_loss=0.01", "ffn.bias_step=0.001", "ffn.dense_layers=2", "ffn.every=3",
+    "norm.gain=false", "attention.score_scale=1.44", "embedding_norm=true", "value_embeddings=2", "smear=true",
+    "residual_scales=true", "backout=true", "logit_softcap=15.0", "ffn.init_scale=0.4", 'init="fan_in"', 'init_out="zero"',
+    "embedding_std=0.8", "head_std=0.1", "ffn.z_loss=0.01", "ffn.bias_step=0.001", "ffn.dense_layers=2", "ffn.every=3",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.model.attention import Context
+from pipeline.model.context import Context
 from pipeline.model.ffn import activate
 from pipeline.model.norm import add_and_norm
 from pipeline.model.position import sinusoidal

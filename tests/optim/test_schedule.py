@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from pipeline.config.schema import WSD, Cosine
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family
 from pipeline.model.build import build_model, init_weights
-from pipeline.optim.groups import adamw, parameter_groups, set_learning_rate
+from pipeline.optim.groups import build_optimizer, parameter_groups, set_learning_rate
 from pipeline.optim.schedule import learning_rate
 from pipeline.planner.check import resolve
 
@@ -60,7 +61,7 @@ def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width()
         config = resolve(load(size="tiny", sets=sets), ranks=1, gpu=False)
         model = build_model(config.model)
         init_weights(model, config.model, 1)
-        optimizer = adamw(model, config)
+        optimizer = build_optimizer(model, config)
         for _ in range(5):
             set_learning_rate(optimizer, 1e-3)
             (loss := model(tokens[:, :-1], tokens[:, 1:]).total).backward()
@@ -80,3 +81,12 @@ def test_a_scaled_embedding_is_not_the_head():
     assert (
         choose_family(load(size="tiny", sets=["model.scaled_embedding=true"]).model).kind == "qwen3"
     )
+
+
+def test_linear_decay_is_a_line_to_the_final_share():
+    cfg = WSD(warmup_steps=0, decay_share=0.5, decay_shape="linear", final_share=0.1)
+    rates = [learning_rate(cfg, 1.0, step, 100) for step in range(100)]
+    assert rates[:51] == [1.0] * 51
+    assert rates[75] == pytest.approx(0.1 + 0.9 * 0.5)
+    falls = [a - b for a, b in pairwise(rates[50:])]
+    assert falls == pytest.approx([0.9 / 50] * 49)

@@ -31,6 +31,7 @@ MODELS = {  # architecture, settings of the model
         "switch",
         f"{HEADS} {EXPERTS} attention.kv_heads=2 ffn.capacity=1.0",
     ),
+    "smear across ranks": ("isoflop", f"{FEW} residual_scales=true mtp=1"),
     "balanced within sequences": ("mla-moe", f"{MLA} {EXPERTS} mtp=1 ffn.seq_aux_loss=0.1"),
 }
 
@@ -59,6 +60,10 @@ def train(cfg, batches, sp=None):
     """
     model = build_model(cfg.model, z_loss=cfg.optim.z_loss, loss_chunk=16)
     init_weights(model, cfg.model, 1)
+    with torch.no_grad():
+        for p in model.parameters():  # zeros would hide a mistake
+            if not p.any():
+                p.normal_(0, 0.2, generator=torch.Generator().manual_seed(2))
     if sp:
         share_sequences(model, sp)
     losses = [model(*batch) for batch in batches]

@@ -157,7 +157,9 @@ def test_by_size_flops_and_numbers(tmp_path: Path, launch) -> None:
     by_size = json.loads(launch(source, "--size 1b --cluster h100 --json"))
     assert by_size["D"] / by_size["N"] == pytest.approx(20, rel=0.01)
     assert by_size["recipe"]["lr"] > 0
-    assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / 0.4 / 3600)
+    mfu = by_size["cost"]["mfu"]
+    assert by_size["cost"]["mfu_from"] == "planner"
+    assert by_size["cost"]["gpu_hours"] == pytest.approx(by_size["C"] / 989e12 / mfu / 3600)
     assert by_size["cost"]["usd"] == pytest.approx(3.99 * by_size["cost"]["gpu_hours"])
     by_flops = json.loads(launch(source, "--flops 1e22 --json"))
     assert by_flops["N"] == pytest.approx(by_flops["optimum"]["N"])

@@ -51,7 +51,7 @@ def test_routed() -> None:
     assert chosen.name == "moe"
     dense, routed = (chosen.optimum(np.array([1e22]), np.array([many])) for many in (1.0, 64.0))
     assert dense is not None and routed is not None
-    by_hand = optimum(chosen.split, np.array([1e22]), np.array([64.0]))
+    by_hand = optimum(chosen.fit, np.array([1e22]), np.array([64.0]))
     assert by_hand is not None and routed.N[0] == pytest.approx(by_hand.N[0]) != dense.N[0]
     assert routed.loss[0] < 0.99 * dense.loss[0]
     far = forecast(

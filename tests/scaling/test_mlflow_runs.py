@@ -68,18 +68,8 @@ def test_the_dashboard_draws_both_alike(stored: Path) -> None:
 
 
 def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
-    call = (
-        "forecast",
-        "--runs",
-        stored,
-        "--params",
-        "7e6",
-        "--tokens",
-        "1.4e8",
-        "--register",
-        "--json",
-    )
-    data = json.loads(launch(*call))
+    call = "forecast --params 7e6 --tokens 1.4e8 --register --json --runs"
+    data = json.loads(launch(call, stored))
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("demo")
     (kept,) = [
@@ -94,18 +84,8 @@ def test_an_absent_server_costs_nothing(
     ladder: Path, launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    call = (
-        "forecast",
-        "--runs",
-        ladder,
-        "--params",
-        "7e6",
-        "--tokens",
-        "1.4e8",
-        "--register",
-        "--json",
-    )
-    data = json.loads(launch(*call))
+    call = "forecast --params 7e6 --tokens 1.4e8 --register --json --runs"
+    data = json.loads(launch(call, ladder))
     assert Path(data["registered"][0]).exists()
     assert "MLflow has no copy" in data["warnings"][-1]
 

@@ -61,10 +61,10 @@ def test_a_total_is_kept() -> None:
 
 def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     data = json.loads(launch("sweep", "plan", CONFIGS / "ladder.toml", "--json"))
-    assert data["total"]["runs"] == 12
+    assert data["total"]["runs"] == 18
     assert data["total"]["flops"] == pytest.approx(sum(run["cost"] for run in data["runs"]))
-    assert {round(run["D"] / run["N"]) for run in data["runs"]} == {20, 60}
-    assert "12 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
+    assert {round(run["D"] / run["N"]) for run in data["runs"]} == {5, 20, 80}
+    assert "18 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
 
 
 def test_a_ladder_takes_no_budget(launch) -> None:

@@ -7,7 +7,6 @@ import pytest
 from pipeline.errors import DataError, RunError
 from pipeline.runs.history import read_run, read_runs
 from pipeline.scaling.points import points_of, read_csv
-from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run
 
 
@@ -113,21 +112,16 @@ def test_bad_csv(tmp_path: Path, text: str, words: str) -> None:
         read_csv(file)
 
 
-def test_a_column_counts_wherever_it_is_filled(tmp_path: Path) -> None:
-    """A first row without C, or of a dense run without experts, once made the whole column go unread."""
+def test_a_half_empty_column_is_refused(tmp_path: Path) -> None:
+    """A first row without C, or of a dense run without experts, must not make the column go unread."""
     file = tmp_path / "p.csv"
-    file.write_text(
-        " loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n3,4e6,4e7,2e15,\r\n"
-    )
-    points = read_csv(file)
-    assert (points.run, list(points.C)) == (("row 3",), [9e14])
-    assert points.experts is not None and list(points.experts) == [8]
-    assert [reason.split(" is")[0] for reason in points.dropped] == [
-        "row 2: C=nan",
-        "row 4: experts=nan",
-    ]
-    with pytest.raises(DataError, match=r"points=1 \(2 left out: row 2: C=nan"):
-        study(points)
+    file.write_text(" loss,N , D,C,experts\r\n3.5,1e6,2e7,,1\r\n3.1,2e6,4e7,9e14,8\r\n")
+    with pytest.raises(DataError, match=r"p\.csv:2: C= is empty"):
+        read_csv(file)
+    file.write_text("loss,N,D,C,experts\n3.5,1e6,2e7,,1\n3.1,2e6,4e7,,8\n")
+    points = read_csv(file)  # a column that is empty throughout is not there
+    assert list(points.C) == [6 * 1e6 * 2e7, 6 * 2e6 * 4e7]
+    assert points.experts is not None and list(points.experts) == [1, 8]
 
 
 def test_rows_that_count_compute_otherwise_are_told(tmp_path: Path) -> None:

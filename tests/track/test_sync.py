@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow_server import Server, event, step_record
 from typer.testing import CliRunner
 
-from launch import law, sync
+from launch import jobs, law
 from pipeline.atomic import locked
 from pipeline.errors import RunError
 from pipeline.runs.log import Log
@@ -22,7 +22,7 @@ from tests.scaling.made_runs import make_ladder
 def app() -> typer.Typer:
     app = typer.Typer()
     app.callback()(lambda: None)  # several commands, as in the real one
-    sync.register(app)
+    app.add_typer(jobs.app)
     return app
 
 

@@ -10,15 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.parallel.build_engine import prepare_model
 from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
-from pipeline.runs.faults import out_of_memory
-from pipeline.train.device_clock import peak_flops
+from pipeline.runs.directory import out_of_memory
+from pipeline.train.measure import peak_flops
 from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment, launch
 
@@ -199,7 +198,8 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     odd_width = ["model.width=72", "model.attention.head_dim=20", "model.ffn.hidden=200"]
     refused = {
-        "activation": ["--arch", "switch", "--compare", "hf"],
+        "model.ffn.capacity": ["--arch", "switch", "--compare", "hf"],
+        "model.arch=isoflop": ["--arch", "isoflop", "--compare", "hf"],
         "--compare bf16": ["--compare", "bf16"],
         "--compare it": ["--compare", "it"],
         "zero=0": sets(["parallel.zero=0", "parallel.offload.optimizer=cpu"]),
@@ -221,6 +221,8 @@ def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(
     arch, mtp, kinds, monkeypatch
 ):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
+    from torch._dynamo.utils import counters  # takes seconds, which every worker would pay
+
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     few = ["model.layers=3", f"model.mtp={mtp}", "train.compile=true", "train.dtype=bf16"]
     wish = [*SMALL, *few, *(["model.ffn.experts=8"] if "moe" in arch else [])]

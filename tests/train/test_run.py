@@ -1,7 +1,6 @@
 """Whole runs through the command line: the same numbers in every world, after every interruption."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import command, environment, launch, worlds
@@ -104,18 +104,34 @@ def test_bf16_stays_near_fp32(base, layouts):
     assert losses(layouts / "bf16") == pytest.approx(losses(base)[:3], abs=2e-2)
 
 
-def test_ctrl_c_saves_and_resume_continues_bit_for_bit(base, layouts, corpus, tmp_path):
-    """Ctrl-C at the launcher, and a scheduler's signal that reaches one worker alone."""
-    whole = {tmp_path / "one": (1, base), tmp_path / "three": (3, layouts / "zero 3")}
-    for out, (zero, _) in whole.items():
-        interrupt(zero, out, "--data", corpus, "--nproc", 2)
-        assert 3 <= len(losses(out)) < STEPS
-    # on as many processes as before
-    again = [("pretrain", "--resume", "--out", out, "--no-track") for out in whole]
+def test_resumed_runs_continue_bit_for_bit(base, layouts, corpus, tmp_path):
+    """After a signal of a scheduler that reaches one worker alone and Ctrl-C at the launcher, and
+    after the newest checkpoint was damaged."""
+    stopped = tmp_path / "stopped"
+    start = (*TINY, "--data", corpus, "--nproc", 2, "--out", stopped, "--zero", 3)
+    start += ("--set", "train.max_restarts=0")  # no spare ranks are started
+    resume = ("--resume", "--out", stopped, "--no-track")
+    interrupt(start, lambda launcher: launcher.children()[0].send_signal(signal.SIGUSR1), code=75)
+    interrupt(resume, lambda launcher: launcher.send_signal(signal.SIGINT), code=130)
+    assert 2 <= len(losses(stopped)) < STEPS
+
+    damaged = Path(shutil.copytree(base, tmp_path / "damaged"))
+    newest = sorted((damaged / "checkpoints").glob("step-*"))[-1]
+    victim = max(newest.rglob("*.bin"), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    log = damaged / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"finish"' not in line))
+
+    again = [("pretrain", "--resume", "--out", run, "--no-track") for run in (stopped, damaged)]
     worlds([{"do": "launch", "arguments": each} for each in again], tmp_path)
-    for out, (_, base) in whole.items():
-        assert losses(out) == losses(base) and hashes(out) == hashes(base)
-        assert losses(out, "eval") == losses(base, "eval")
+    for run, whole in ((stopped, layouts / "zero 3"), (damaged, base)):
+        assert losses(run) == losses(whole) and hashes(run) == hashes(whole)
+        assert losses(run, "eval") == losses(whole, "eval")
+    resumed = [r for r in records(damaged, "event") if r["event"] == "resume"]
+    assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]
 
 
 def pretrain(*options: object) -> "subprocess.Popen[str]":
@@ -125,19 +141,16 @@ def pretrain(*options: object) -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
-def interrupt(zero: int, out: Path, *options: object) -> None:
-    process = pretrain(*TINY, *options, "--out", out, "--zero", zero)
+def interrupt(arguments: tuple, send: Callable[[psutil.Process], object], *, code: int) -> None:
+    """Stop a run at its first step. It does not exit with 0: a script must not go on then."""
+    process = pretrain(*arguments)
     for line in process.stdout:
-        if line.startswith("step  3/"):
-            if zero == 1:
-                process.send_signal(signal.SIGINT)
-            else:
-                os.kill(max(processes(f"pipeline.train.worker {out}")), signal.SIGUSR1)
+        if line.startswith("step "):
+            send(psutil.Process(process.pid))
             break
     rest = process.stdout.read()
-    # not 0: a script must not go on with half a model
-    assert process.wait(120) == (130 if zero == 1 else 75), rest
-    assert "interrupt" in rest and f"continue with: launch pretrain --resume --out {out}" in rest
+    assert process.wait(120) == code, rest
+    assert "interrupt" in rest and "continue with: launch pretrain --resume --out " in rest
 
 
 def processes(pattern: str) -> list[int]:
@@ -173,25 +186,8 @@ def test_resuming_a_finished_run_says_so(base, tmp_path):
     assert (base / "log.jsonl").read_bytes() == before
 
 
-def test_evaluate_says_what_training_said(base):
+def test_evaluate_says_what_training_said(base, inside):
     logged = records(base, "eval")[-1]
-    found = json.loads(launch("evaluate", "--run", base, "--json").stdout)
+    found = json.loads(inside("evaluate", "--run", base, "--json"))
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-5)
     assert found["bpb"] == pytest.approx(logged["bpb"], abs=1e-5)
-
-
-def test_a_damaged_checkpoint_is_found_and_the_one_before_it_used(base, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(base, out)
-    newest = sorted((out / "checkpoints").glob("step-*"))[-1]
-    victim = max(newest.rglob("*.bin"), key=lambda p: p.stat().st_size)
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    log = out / "log.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(line for line in lines if '"finish"' not in line))
-    launch("pretrain", "--resume", "--out", out, "--nproc", 2, "--no-track")
-    resumed = [r for r in records(out, "event") if r["event"] == "resume"]
-    assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]
-    assert losses(out) == losses(base)

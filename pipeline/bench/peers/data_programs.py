@@ -1,6 +1,6 @@
 """Other ways from text to tokens: `python -m pipeline.bench.peers.data_programs NAME ARGUMENTS`.
 
-Each runs in a process of its own and prints what it measured as JSON. It imports its libraries
+Each runs in a separate process and prints what it measured as JSON. It imports its libraries
 within the measured time where a user would.
 """
 

@@ -95,4 +95,10 @@ def describe(config: RunConfig) -> dict[str, object]:
             f"model.mtp={config.model.mtp}: transformers does not train such heads; "
             "--set model.mtp=0"
         )
-    return to_hub_config(config.model, choose_family(config.model))
+    family = choose_family(config.model)
+    if family.kind == "isoflop":  # whose modeling file exists only in exported directories
+        raise ConfigError(
+            f"model.arch={config.model.arch}: transformers has no class for this model; compare "
+            "another, such as --arch dense"
+        )
+    return to_hub_config(config.model, family)

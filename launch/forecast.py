@@ -1,0 +1,313 @@
+"""`launch forecast`: the loss of a larger run, or the run to buy for a loss, with its cost."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.law import ForecastsDir, forecasts_beside, read_points
+from launch.options import (
+    Arch,
+    AsJson,
+    Cluster,
+    DropHighest,
+    Experiment,
+    Law,
+    PointsFile,
+    RunsDir,
+    Settings,
+)
+from launch.tables import new_console, print_json, print_warnings, table
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeline.scaling.decide import Demand
+    from pipeline.scaling.points import Points
+    from pipeline.scaling.predict import Forecast
+    from pipeline.scaling.study import Study
+
+    Place = Callable[[Study], Points]  # the targets, which may depend on the law
+
+TargetSize = Annotated[str | None, typer.Option(help="Model size, such as 1b.")]
+Tokens = Annotated[
+    float | None,
+    typer.Option(help="Tokens; default with --size: the ladder's own number per parameter, or 20."),
+]
+Params = Annotated[
+    float | None, typer.Option(help="N, counted as in the fitted points; needs --tokens.")
+]
+Flops = Annotated[
+    float | None,
+    typer.Option(help="Compute; forecasts the best run it can buy. It pays for inference too."),
+]
+TargetLoss = Annotated[
+    float | None, typer.Option(help="Loss to reach; finds the cheapest run that does.")
+]
+InferenceTokens = Annotated[
+    float | None,
+    typer.Option(
+        help="Tokens to serve after training; with --target-loss or --flops, finds the best N and "
+        "D for training and inference together."
+    ),
+]
+InferenceMfu = Annotated[
+    float | None,
+    typer.Option(
+        help="MFU of inference, which sets its price; training counts with 0.4.  [default: the "
+        "same as training]",
+        min=0.001,
+        max=1,
+    ),
+]
+Unique = Annotated[
+    float | None, typer.Option(help="Distinct tokens there are; all others are repeats.")
+]
+Targets = Annotated[
+    Path | None, typer.Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
+]
+Gpus = Annotated[int, typer.Option(help="GPUs, for the time it takes.", min=1)]
+Register = Annotated[
+    bool,
+    typer.Option(
+        "--register", help="Save the forecast for `launch score`; it cannot be changed later."
+    ),
+]
+
+
+def forecast(
+    runs: RunsDir = None,
+    experiment: Experiment = None,
+    points: PointsFile = None,
+    size: TargetSize = None,
+    tokens: Tokens = None,
+    params: Params = None,
+    flops: Flops = None,
+    target_loss: TargetLoss = None,
+    inference_tokens: InferenceTokens = None,
+    inference_mfu: InferenceMfu = None,
+    unique: Unique = None,
+    targets: Targets = None,
+    arch: Arch = None,
+    sets: Settings = None,
+    gpus: Gpus = 8,
+    cluster: Cluster = None,
+    law: Law = "auto",
+    drop_highest: DropHighest = 0,
+    register: Register = False,
+    forecasts: ForecastsDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
+    from pipeline.scaling import decide, predict, record
+    from pipeline.scaling.study import study
+    from pipeline.units import finite
+
+    rows, ladder = read_points(runs, experiment, points, law)
+    site = decide.priced(cluster) if cluster else None  # refuse before the fit
+    buys = target_loss is not None or flops is not None
+    demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
+    recipe = None
+    if size is not None and params is None and targets is None and not buys:
+        _check_units(rows, points, "size")
+        recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
+        place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
+    else:
+        place = _place(demand, size, tokens, params, flops, target_loss, targets)
+    # Everything the user gave is valid by now; only the fit itself takes long.
+    done = study(rows.drop_highest(drop_highest), law, tested=True)
+    places = place(done)
+    if unique is not None:
+        decide.needs_terms(done)
+    made = predict.forecast(done, places, unique)
+    data = _figures(done, places, made, demand, target_loss, one=targets is None)
+    if targets is None:
+        recipe = recipe or predict.recipe_at(made[0], ladder)
+    if recipe is not None:
+        keys = ("lr", "batch_tokens", "steps", "command")
+        data["recipe"] = {key: getattr(recipe, key) for key in keys}
+    if site is not None:
+        data["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, size)
+    if register:
+        folder = forecasts or forecasts_beside(runs, experiment, points)
+        paths = record.register(folder, made, finite(done.to_json()), now=time.time())
+        data["registered"] = [str(path) for path in paths]
+        failure = _copy_to_mlflow(paths, runs, experiment)  # the files are the record
+        data["warnings"] += [failure] if failure else []
+    print_json(data) if as_json else _print_forecast(data, made)
+
+
+def _figures(
+    done: "Study",
+    places: "Points",
+    made: "list[Forecast]",
+    demand: "Demand",
+    target_loss: float | None,
+    *,
+    one: bool,
+) -> dict[str, Any]:
+    """The forecasts as JSON; a single one is not wrapped in a list."""
+    from pipeline.scaling import decide, predict
+
+    warnings = [*done.warnings, *predict.cautions(done, places, made)]
+    data: dict[str, Any] = {"law": done.name, "warnings": warnings}
+    if not one:
+        return data | {"forecasts": [vars(run) for run in made]}
+    decision = decide.decision(done, places, demand)
+    if target_loss is not None:
+        total = decision.get("total_cost_flops", made[0].C)
+        low, high = decide.cost_range(done, target_loss, total, demand)
+        decision |= {"target_loss": target_loss, "flops_low": low, "flops_high": high}
+    return data | vars(made[0]) | {"decision": decision}
+
+
+def _demand(
+    inference_tokens: float | None,
+    inference_mfu: float | None,
+    unique: float | None,
+    *,
+    buys: bool,
+    targets: Path | None,
+) -> "Demand":
+    """The checked demand besides training."""
+    from pipeline.scaling.decide import MFU, Demand
+
+    if inference_tokens is not None and not buys:
+        raise ConfigError(
+            "--inference-tokens needs a loss to reach or compute to spend; give --target-loss L or "
+            "--flops C"
+        )
+    if inference_mfu is not None and inference_tokens is None:
+        raise ConfigError("--inference-mfu is the price of --inference-tokens; give both")
+    if unique is not None and targets is not None:
+        raise ConfigError("--unique is for one run; give --targets a column `unique`")
+    return Demand(
+        0.0 if inference_tokens is None else _above_zero("inference_tokens", inference_tokens),
+        MFU / inference_mfu if inference_mfu else 1.0,
+        None if unique is None else _above_zero("unique", unique),
+    )
+
+
+def _check_units(rows: "Points", points: Path | None, key: str) -> None:
+    """Refuse to combine a size, whose parameters we count, with points in other units."""
+    from pipeline.scaling.quality import doubts_about_units
+
+    doubts = doubts_about_units(rows) if points is not None else []
+    if doubts:
+        raise ConfigError(f"points={points} cannot be combined with --{key}: {doubts[0]}")
+
+
+def _place(
+    demand: "Demand",
+    size: str | None,
+    tokens: float | None,
+    params: float | None,
+    flops: float | None,
+    target_loss: float | None,
+    targets: Path | None,
+) -> "Place":
+    """Return a function from the law to the targets. Options are checked before the fit."""
+    import numpy as np
+
+    from pipeline.scaling import decide, predict
+
+    # Exactly one way to name the target. No pattern matches two of them together.
+    match size, params, flops, target_loss, targets:
+        case None, float(), None, None, None if tokens:
+            N = _above_zero("params", params)
+            return partial(predict.at_sizes, N=N, D=_above_zero("tokens", tokens))
+        case None, None, float(), None, None if tokens is None:
+            C = np.array([_above_zero("flops", flops)])
+            return lambda study: decide.best(study, C, demand)  # N and D depend on the law
+        case None, None, None, float(), None if tokens is None:
+            loss = _above_zero("target_loss", target_loss)
+            return lambda study: decide.best(
+                study, np.array([decide.least_cost(study, loss, demand)]), demand
+            )
+        case None, None, None, None, Path() if tokens is None:
+            return partial(predict.at_targets, targets=predict.read_targets(targets))
+    raise ConfigError(
+        "give one of --size S, --params N with --tokens D, --flops C, --target-loss L or --targets "
+        "FILE.csv"
+    )
+
+
+def _above_zero(key: str, value: float) -> float:
+    # NaN is refused too, because every comparison with it is false.
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
+    return value
+
+
+def _copy_to_mlflow(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
+    """Also keep forecasts in the experiment's MLflow store; return a line if that failed."""
+    from pipeline.track.mlflow_runs import keep
+
+    # By default the directory of a sweep has the name of its experiment.
+    name = experiment or (runs.resolve().name if runs else None)
+    return keep(name, forecasts=paths) if name else None
+
+
+def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
+    from pipeline.units import count, power
+
+    console = new_console()
+    columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
+    rows = []
+    for one in made:
+        # A law of compute alone has no best split into N and D.
+        best = [count(one.optimum[key]) if one.optimum else "–" for key in ("N", "D")]
+        # The fifth column is the compute over that of the largest fitted run.
+        place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
+        rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
+    console.print(table(f"forecast by {data['law']}", columns, rows))
+    _print_decision(console, data.get("decision", {}), made[0])
+    for key in ("recipe", "cost"):
+        figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
+        texts = [
+            f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
+            for name, value in figures.items()
+        ]
+        if texts:
+            console.print(f"{key}: {', '.join(texts)}")
+    command = data.get("recipe", {}).get("command")
+    if command:  # on one line, so that it can be copied
+        console.print(f"train it with: {command}", markup=False, soft_wrap=True)
+    for path in data.get("registered", []):
+        console.print(f"registered: {path}", markup=False)
+    print_warnings(console, data["warnings"])
+
+
+def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") -> None:
+    """What was asked besides a forecast, each in one line."""
+    from pipeline.units import count, power
+
+    if "target_loss" in found:
+        low, high = (
+            "more than we can say" if found[key] is None else power(found[key])
+            for key in ("flops_low", "flops_high")
+        )
+        console.print(
+            f"Loss {found['target_loss']:g} takes at least {power(run.C)} FLOPs of training; by "
+            f"the interval from {low} to {high}."
+        )
+    if "inference_flops" in found:
+        usual = found["training_optimum"]
+        console.print(
+            f"Inference adds {power(found['inference_flops'])} FLOPs. Training and inference cost "
+            f"{found['saved']:.1%} less than with N = {count(usual['N'])} on {count(usual['D'])} "
+            f"tokens, which is cheapest to train for this loss."
+        )
+    if "epochs" in found:
+        value = ""
+        if "worth_tokens" in found:
+            value = f", worth {count(found['worth_tokens'])} new ones"
+        console.print(
+            f"{found['epochs']:.3g} epochs{value} (constants of repetition from "
+            f"{found['repeats_from']}); with new data throughout the loss would be "
+            f"{found['loss_with_new_data']:.4f}."
+        )

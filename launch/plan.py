@@ -1,0 +1,225 @@
+"""`launch sweep plan`: the runs of a sweep, their cost, and how well they will forecast."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.law import progress
+from launch.options import AsJson
+from launch.tables import new_console, print_json, table
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipeline.sweep.design import Target, Width
+    from pipeline.sweep.grid import Planned, Sweep
+
+SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
+File = Annotated[str, typer.Argument(help=SHIPPED)]
+PlanFile = Annotated[
+    str | None, typer.Argument(help=f"{SHIPPED} [default with --target-size: ladder]")
+]
+Budget = Annotated[
+    float | None, typer.Option(help="FLOPs for all runs together, instead of budgets.")
+]
+Hours = Annotated[float | None, typer.Option(help="Hours on the sweep's GPUs, instead of budgets.")]
+Earlier = Annotated[
+    Path | None, typer.Option("--points", help="CSV of earlier runs; their law centers the grid.")
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Prepared data, instead of the sweep's `data`; sets the vocabulary."),
+]
+Mfu = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of peak FLOPs, for the time, instead of the estimate.", min=0.001, max=1
+    ),
+]
+TargetSize = Annotated[
+    str | None,
+    typer.Option(help="Size to forecast; simulates how wide the forecast's interval will be."),
+]
+WantedWidth = Annotated[
+    str | None,
+    typer.Option(
+        "--width", help="Half width of that interval, such as 3%; proposes the cheapest ladder."
+    ),
+]
+Noise = Annotated[
+    str | None,
+    typer.Option(help="Scatter of runs about a law, to simulate.  [default: 0.3%]"),
+]
+Save = Annotated[Path | None, typer.Option(help="Write the proposed ladder to this sweep file.")]
+
+
+def plan(
+    file: PlanFile = None,
+    budget: Budget = None,
+    hours: Hours = None,
+    points: Earlier = None,
+    data: Data = None,
+    mfu: Mfu = None,
+    target_size: TargetSize = None,
+    width: WantedWidth = None,
+    noise: Noise = None,
+    save: Save = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print every run with its cost, and how wide a forecast's interval will be.
+
+    The simulation draws laws from those published, adds the noise of runs, and fits each simulated
+    sweep as `launch fit` would.
+    """
+    from pipeline.sweep import design
+
+    if file is None and target_size is None:
+        raise ConfigError("give a sweep FILE, such as ladder, or --target-size to plan one for it")
+    if target_size is None and (width or noise or save):
+        raise ConfigError("--width, --noise and --save are about a forecast; give --target-size")
+    if save is not None and width is None:
+        raise ConfigError("--save writes the proposed ladder; give --width")
+    wanted = _share("width", width) if width else None
+    scatter = _share("noise", noise) if noise else design.NOISE
+    sweep, runs = lay_out(file or "ladder", budget, hours, points, data, mfu)
+    target = design.target_of(sweep, target_size) if target_size else None
+    found = None
+    if target is not None:
+        with progress(quiet=as_json) as show:
+            if wanted is None:
+                found = design.width(runs, target, scatter, show=show)
+            else:
+                sweep, runs, found = design.cheapest(sweep, target, wanted, scatter, show)
+    if save is not None and target is not None and found is not None:
+        from pipeline.atomic import replace
+
+        replace(save, design.as_toml(sweep, found, target).encode())
+    figures = _figures(sweep, runs, mfu)
+    if target is not None and found is not None:
+        figures["target"] = vars(target)
+        figures["width"] = vars(found)
+    if as_json:
+        print_json(figures)
+        return
+    console = new_console()
+    _print_plan(console, figures)
+    if target is not None and found is not None:
+        _print_width(console, target, found, scatter)
+
+
+def _share(key: str, text: str) -> float:
+    """A share written as 3% or 0.03."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < 1:
+        raise ConfigError(f"{key}={text} must be a share between 0 and 1, such as 3% or 0.03")
+    return value
+
+
+def _figures(sweep: "Sweep", runs: "list[Planned]", mfu: float | None) -> dict[str, Any]:
+    from pipeline.sweep.grid import TIMING
+
+    times = [run.hours for run in runs if run.hours is not None]
+    total = {
+        "runs": len(runs),
+        "flops": sum(run.cost for run in runs),
+        "saved": sum(run.C - run.cost for run in runs),  # by branching off longer runs
+        "hours": sum(times) if sweep.cluster else None,  # a CPU has no known rate
+        "timing": TIMING if mfu is None else f"MFU {mfu:g}",
+    }
+    rows = [vars(run) for run in runs]
+    return {"experiment": sweep.experiment, "kind": sweep.kind, "runs": rows, "total": total}
+
+
+def _print_width(console: "Console", target: "Target", found: "Width", noise: float) -> None:
+    from pipeline.units import count
+
+    console.print(
+        f"Forecast of {target.name} (N = {count(target.N)} on {count(target.D)} tokens, "
+        f"{found.beyond:.3g}× the largest run): interval ± {found.median:.1%}, at worst "
+        f"± {found.worst:.1%}, in {found.draws} simulated sweeps with {noise:.1%} noise; "
+        f"{found.inside} of them contain the truth, {found.error:.1%} off on average."
+    )
+
+
+def lay_out(
+    file: str,
+    budget: float | None,
+    hours: float | None,
+    points: Path | None,
+    data: Path | None,
+    mfu: float | None = None,
+) -> "tuple[Sweep, list[Planned]]":
+    """The sweep of a file within these limits, and its runs."""
+    from pipeline.sweep import grid
+
+    sweep = grid.read(file)
+    if data is not None:
+        sweep = sweep.model_copy(update={"data": str(data)})
+    # Without earlier points the grid is centered on the sweep's tokens_per_param.
+    best = _known_best(points) if points else None
+    if budget is not None or hours is not None:
+        sweep = grid.within(sweep, budget, hours, best, mfu)
+    return sweep, grid.plan(sweep, best, mfu)
+
+
+def _known_best(points: Path) -> Callable[[float], float]:
+    """N*(C) by the law of earlier runs."""
+    import numpy as np
+
+    from pipeline.scaling.points import read_csv
+    from pipeline.scaling.quality import doubts_about_units
+    from pipeline.scaling.study import study
+
+    rows = read_csv(points)
+    # The grid is made of sizes whose parameters we count, so N has to be counted alike.
+    doubts = doubts_about_units(rows)
+    if doubts:
+        raise ConfigError(f"points={points} cannot center a sweep: {doubts[0]}")
+    done = study(rows)
+
+    def best(C: float) -> float:
+        # A law of compute alone fits the losses and has no N*.
+        found = done.optimum(np.array([C]))
+        if found is None:
+            raise ConfigError(
+                f"points={points} do not determine N*(C); plan without them, around 20 tokens per "
+                f"parameter"
+            )
+        return float(found.N[0])
+
+    best(1.0)  # refuse before planning
+    return best
+
+
+def _print_plan(console: "Console", data: dict[str, Any]) -> None:
+    from pipeline.units import count, power
+
+    columns = ("run", "N", "D", "D/N", "FLOPs", "lr", "batch", "steps", "from", "GiB per rank")
+    rows = []
+    for run in data["runs"]:
+        place = [run["name"], count(run["N"]), count(run["D"]), f"{run['D'] / run['N']:.3g}"]
+        recipe = [f"{run['lr']:.2e}", count(run["batch_tokens"]), f"{run['steps']:,}"]
+        branch = f"{run['begins']:,}" if run["trunk"] else "–"
+        memory = f"{run['memory_bytes'] / 2**30:.2g}"
+        hours = "–" if run["hours"] is None else f"{run['hours']:.3g}"
+        rows.append([*place, power(run["C"]), *recipe, branch, memory, hours])
+    title = f"{data['kind']} sweep {data['experiment']}"
+    console.print(table(title, (*columns, "hours"), rows))
+    total = data["total"]
+    time = ""
+    if total["hours"] is not None:
+        time = f", {total['hours']:.3g} hours one after another ({total['timing']})"
+    console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
+    # FLOPs that branches share with their trunks (WSD) are computed once.
+    if total["saved"]:
+        whole = total["flops"] + total["saved"]
+        console.print(
+            f"Branches start in the plateau of their size's longest run, at the step under `from`: "
+            f"{total['saved'] / whole:.0%} less than {power(whole)} FLOPs for whole runs"
+        )

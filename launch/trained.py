@@ -1,0 +1,261 @@
+"""What to do with a trained model: `launch evaluate`, `generate`, `export` and `import`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Option
+
+from launch.options import AsJson, RunPath, TokenizerFile, examples
+from pipeline.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pipeline.data.tokenizer import Tokenizer
+
+Temperature = Annotated[
+    float, Option(help="Sampling temperature; 0 chooses the likeliest token.", min=0)
+]
+TopP = Annotated[
+    float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
+]
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "launch evaluate --run runs/1b",
+        "launch evaluate --run runs/1b/checkpoints/step-00002000 --data data/other --batches 64 "
+        "--json",
+        "sbatch --gpus-per-node=1 slurm/export.sbatch evaluate --run runs/1b",
+    )
+)
+def evaluate(
+    run: RunPath,
+    data: Annotated[
+        Path | None, Option(help="Prepared data; by default the data of the run.")
+    ] = None,
+    batches: Annotated[
+        int | None, Option(min=1, help="Held-out batches; by default as many as in training.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print nats per token and bits per byte on held-out text, computed on one device."""
+    import torch
+
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.data.corpus import Corpus
+    from pipeline.parallel.world import World
+    from pipeline.runs.directory import same_tokenizer
+    from pipeline.train.measure import Evaluator
+
+    # An empty environment: one process, even if a job with many ranks calls this command.
+    world = World.from_environment({})
+    # The usual precision of training on each kind of device.
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    model, config = load_model(run, dtype=dtype, device=world.device)
+    where = data or config.data.dir
+    if where is None:
+        raise ConfigError(f"{run} names no data; give --data DIR")
+    corpus = Corpus.open(Path(where))
+    remedy = "give data made with its tokenizer"
+    # Two tokenizers of the same size fit the same model, and the loss would mean nothing.
+    same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
+    # An imported run has no recorded fingerprint, so the size is checked as well.
+    if corpus.padded_vocab != config.model.vocab:
+        raise ConfigError(
+            f"--data {where} has {corpus.padded_vocab:,} pieces, but the run was trained on "
+            f"{config.model.vocab:,}; {remedy}"
+        )
+    # By default the batches that training evaluates on, so that the run's log is comparable.
+    evaluator = Evaluator(config, corpus, world, batches=batches)
+    with torch.no_grad():
+        figures = evaluator(lambda micro: model(*micro).nll)  # nats, without auxiliary losses
+    if as_json:
+        print(json.dumps({"run": str(run), "data": str(where), **figures}))
+        return
+    print(
+        f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte "
+        f"on {where}"
+    )
+
+
+@app.command(
+    epilog=examples(
+        'launch generate --run runs/1b --prompt "Once upon a time" --stream',
+        'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
+        "--temperature 0.8 --top-p 0.95 --seed 1 --json",
+        "launch generate --run runs/1b --file prompts.txt --beam 4",
+    )
+)
+def generate(
+    run: RunPath,
+    prompt: Annotated[list[str] | None, Option(help="Text to continue. Repeatable.")] = None,
+    file: Annotated[Path | None, Option(help="File with one prompt per line.")] = None,
+    max_new: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 64,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)] = None,
+    top_p: TopP = 1.0,
+    beam: Annotated[int | None, Option(help="Beam search of this width.", min=1)] = None,
+    seed: Annotated[int, Option(help="Sampling seed.", min=0)] = 0,
+    stream: Annotated[
+        bool, Option("--stream", help="Print tokens as they come; one prompt only.")
+    ] = False,
+    tokenizer: TokenizerFile = None,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
+) -> None:
+    """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
+    prompts = [*(prompt or ()), *(_lines(file) if file else ())]
+    samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
+    if not prompts:
+        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
+    if stream and (len(prompts) > 1 or beam or as_json):
+        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
+    if beam and samples:
+        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
+    if samples and not temperature:
+        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
+
+    # Imported after the checks, because torch takes seconds.
+    import torch
+
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.model.decode import Sampling, beam_search
+    from pipeline.model.decode import generate as continuations
+    from pipeline.model.decode import stream as stream_tokens
+    from pipeline.runs.directory import tokenizer_of
+
+    gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if gpu else torch.float32
+    model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
+    pieces = tokenizer_of(run, config.data.dir, tokenizer)
+    # An empty prompt starts like a document: after the end of another one.
+    ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if stream:
+        # There is one prompt, so a step has one token, or None after the end.
+        steps = stream_tokens(model, ids, max_new, pieces.eod, sampling)
+        _print_stream(prompts[0], (step[0] for step in steps if step[0] is not None), pieces)
+    elif beam:  # one prompt at a time: its beams are the batch
+        for text, one in zip(prompts, ids, strict=True):
+            best = beam_search(model, one, max_new, pieces.eod, beam)[0]
+            _print(text, list(best.tokens), pieces, as_json, log_likelihood=best.score)
+    else:
+        found = continuations(model, ids, max_new, pieces.eod, sampling)
+        for text, tokens in zip(prompts, found, strict=True):
+            _print(text, tokens, pieces, as_json)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        # An empty line is not a prompt; `--prompt ''` is.
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--file {file} cannot be read: {error}") from None
+
+
+def _print(
+    prompt: str, tokens: list[int], pieces: "Tokenizer", as_json: bool, **more: float
+) -> None:
+    # The end of the document is a flag in the JSON and never part of the text.
+    ended = tokens[-1:] == [pieces.eod]
+    text = pieces.decode(tokens[:-1] if ended else tokens)
+    row = {"prompt": prompt, "text": text, "tokens": tokens, "ended": ended, **more}
+    print(json.dumps(row, ensure_ascii=False) if as_json else f"{prompt}{text}")
+
+
+def _print_stream(prompt: str, tokens: Iterator[int], pieces: "Tokenizer") -> None:
+    """Print what each token adds; an incomplete character waits for its last byte."""
+    print(prompt, end="", flush=True)
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        if token == pieces.eod:
+            break
+        ids.append(token)
+        # All tokens each time: spaces and bytes of a piece depend on its neighbors.
+        text = pieces.decode(ids)
+        if not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
+            print(text.removeprefix(shown), end="", flush=True)
+            shown = text
+    print()
+
+
+# Trailing underscores: `import` is a Python keyword, and `export` the function that is called.
+@app.command(
+    "export",
+    epilog=examples(
+        "launch export --run runs/1b --to hub/1b",
+        "launch export --run runs/1b --to hub/1b --dtype bf16 --json",
+    ),
+)
+def export_(
+    run: RunPath,
+    to: Annotated[Path, Option(help="Directory to write, for transformers' Auto classes.")],
+    dtype: Annotated[str, Option(help="fp32 or bf16.")] = "fp32",
+    tokenizer: TokenizerFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export a run as a Hugging Face directory, after checking that transformers' logits match."""
+    import torch
+
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.hub.exporting import export
+    from pipeline.hub.families import choose_family
+    from pipeline.runs.directory import tokenizer_of
+
+    # Both sides are rounded to this dtype before their logits are compared.
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
+    # In fp32 on the CPU, where the logits of the two implementations can be compared closely.
+    model, config = load_model(run)
+    choose_family(config.model)  # refuse before the slow part
+    # An imported model may come without a tokenizer and has no data to take one from.
+    known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
+    found = tokenizer_of(run, config.data.dir, tokenizer) if known else None
+    # The directory appears under its name only after the logits match.
+    done = export(model, to, found, dtypes[dtype])
+    if as_json:
+        row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
+        print(json.dumps(row))
+        return
+    print(
+        f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; "
+        f"logits differ from transformers' by {done.difference:.1e} of the largest"
+    )
+    if found is None:
+        print(
+            "no tokenizer files: the run has none and names no data; add them yourself, or export "
+            "again with --tokenizer FILE"
+        )
+
+
+@app.command(
+    "import",
+    epilog=examples(
+        "launch import --from hub/llama --out runs/llama",
+        "launch pretrain --init runs/llama --data data/web --out runs/more",
+    ),
+)
+def import_(
+    source: Annotated[
+        Path, Option("--from", help="A directory that save_pretrained of transformers wrote.")
+    ],
+    out: Annotated[Path, Option(help="Directory to create, with a checkpoint at step 0.")],
+    as_json: AsJson = False,
+) -> None:
+    """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""
+    from pipeline.hub.importing import import_model
+
+    # The same check as in an export, in the other direction: a mismatch leaves no directory.
+    done = import_model(source, out)
+    if as_json:
+        print(json.dumps({"out": str(out), **done._asdict()}))
+        return
+    print(
+        f"{done.family} in {out}: {done.parameters:,} parameters; logits differ from "
+        f"transformers' by {done.difference:.1e} of the largest"
+    )
+    print(f"continue training with: launch pretrain --init {out} --data DATA --out RUN")

@@ -1,0 +1,172 @@
+"""The plain run that every layout is compared with: torch alone, in one process with every row.
+
+It has the same weights and batches as a layout, and torch's own optimizers and clipping. Nothing
+here is shared with the engines except the model; the parts of fused projections are written down
+a second time.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from pipeline.config import schema
+from pipeline.config.parts import GQA
+from pipeline.config.schema import RunConfig
+from pipeline.config.shape import Model
+from pipeline.model.build import build_model, init_weights
+from pipeline.model.stack import Losses
+from pipeline.objective.batch import Batch
+from pipeline.optim.groups import build_optimizer
+from pipeline.parallel.engine import balance
+from pipeline.parallel.fragments import Piece
+from pipeline.parallel.muon_shards import bind
+from pipeline.parallel.world import World
+from pipeline.train.measure import cut
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A run of some steps, to compare others with."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]  # of each step, on the host
+    hashes: list[int]
+
+
+def step_count(config: RunConfig) -> int:
+    """Steps to compare. Muon's errors grow with the steps, so it gets more of them."""
+    return 12 if isinstance(config.optim.optimizer, schema.Muon) else 3
+
+
+def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
+    """Train with torch alone, in one process that has every row."""
+    alone = World(0, 1, device)
+    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+    model = build_model(
+        config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk
+    )
+    init_weights(model, config.model, config.seed)
+    model.to(device, dtype)
+    # Like every engine, step in fp32 and cast the result: bf16 alone would lose small updates.
+    masters = deepcopy(model).float()
+    optimizer_step = plain_optimizer(masters, config)
+    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+    run = Trajectory([], [], [], [])
+    for step in range(step_count(config)):
+        batch = draw_batch(config, step, alone)
+        micros = cut(batch, config, alone)
+        nlls = []
+        routings = []
+        for micro in micros:
+            losses: Losses = model(*micro)
+            (losses.total / len(micros)).backward()  # type: ignore[no-untyped-call]
+            nlls.append(losses.nll.item())
+            routings.append(losses.routing)
+        trained = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        # An explicit copy: on a CPU `to` alone would return the gradient itself.
+        run.gradients.append({name: grad.to("cpu", copy=True) for name, grad in trained})
+        for weight, master in pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), config.optim.clip)
+        optimizer_step()
+        with torch.no_grad():
+            for weight, master in pairs:
+                weight.copy_(master)
+        balance(model, routings, alone)
+        run.norms.append(norm.item())
+        run.losses.append(sum(nlls) / len(nlls))
+        run.hashes.append(batch.hash)
+    return run
+
+
+def plain_optimizer(model: nn.Module, config: RunConfig) -> Callable[[], None]:
+    """Return a function that steps a model of fp32 weights by its gradients, with torch alone."""
+    cfg = config.optim.optimizer
+    if isinstance(cfg, schema.Muon) and not (cfg.normalize or cfg.cautious):
+        return _plain_muon(model, cfg, config)
+    # torch's own AdamW. torch has no normalized or cautious Muon: then it is ours, in one process.
+    optimizer = build_optimizer(model, config)
+    pieces = [Piece(name, p, p, 0, 0, p.numel()) for name, p in model.named_parameters()]
+    bind(optimizer, pieces, World(0, 1, pieces[0].master.device))
+    return lambda: optimizer.step()
+
+
+def _plain_muon(model: nn.Module, cfg: schema.Muon, config: RunConfig) -> Callable[[], None]:
+    """torch.optim.Muon over a copy of every matrix, and torch.optim.AdamW over the rest."""
+    lr = config.optim.lr
+    copies: dict[str, list[nn.Parameter]] = {}
+    rest = []
+    for name, p in model.named_parameters():
+        gate = name.endswith(("router.weight", "gate.weight"))
+        if name.startswith(("blocks.", "ahead.")) and p.ndim > 1 and not gate:
+            parts = _split(name, p.detach(), config.model)
+            copies[name] = [nn.Parameter(part.flatten(0, -2).clone()) for part in parts]
+        else:
+            rate = cfg.vector_rate
+            if name.startswith(("embedding.", "value_embeddings.")):
+                scale = config.model.embedding_scale if name.startswith("embedding.") else 1.0
+                rate = cfg.embedding_rate * scale
+            elif name.startswith("head."):
+                rate = cfg.head_rate
+            rest.append({"params": [p], "lr": lr * rate})
+    matrices = [part for parts in copies.values() for part in parts]
+    muon = torch.optim.Muon(matrices, lr=lr, momentum=cfg.momentum, weight_decay=cfg.decay)
+    betas = (cfg.beta1, cfg.beta2)
+    adamw = torch.optim.AdamW(rest, betas=betas, eps=cfg.eps, weight_decay=0.0, fused=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        weights = dict(model.named_parameters())
+        for name, parts in copies.items():
+            gradient = weights[name].grad
+            assert gradient is not None
+            for copy, part in zip(parts, _split(name, gradient, config.model), strict=True):
+                copy.grad = part.flatten(0, -2).clone()
+        muon.step()  # type: ignore[no-untyped-call]
+        adamw.step()
+        for name, parts in copies.items():
+            for copy, part in zip(parts, _split(name, weights[name], config.model), strict=True):
+                part.copy_(copy.view_as(part))
+
+    return step
+
+
+def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:
+    """The matrices of a parameter as views, outputs first."""
+    a = cfg.attention
+    halves = 2 if cfg.ffn.gated and name.endswith((".up", ".up.weight")) else 1
+    if ".experts." in name:
+        return [half for expert in p for half in expert.T.chunk(halves)]
+    if isinstance(a, GQA) and name.endswith(".qkv.weight"):
+        heads = (a.heads, a.kv_heads, a.kv_heads)
+        return list(torch.split(p, [count * a.head_dim for count in heads]))
+    if not isinstance(a, GQA) and name.endswith(".kv_down.weight"):
+        return list(torch.split(p, [a.kv_rank, a.rope_dim]))
+    if not isinstance(a, GQA) and name.endswith(".kv_up.weight"):
+        return list(torch.split(p.view(a.heads, -1, a.kv_rank), [a.nope_dim, a.v_dim], dim=1))
+    return list(p.chunk(halves))
+
+
+def draw_batch(config: RunConfig, step: int, world: World) -> Batch:
+    """Draw rows from a seed and hash them as the loader does.
+
+    In the second step all tokens are the same: all choose the same experts, and some ranks' experts
+    get none.
+    """
+    seq = config.model.seq
+    rows = config.rows
+    generator = torch.Generator().manual_seed(config.seed * 1000 + step)
+    tokens = torch.randint(config.model.vocab, (rows, seq + 1), generator=generator)
+    if step == 1:
+        tokens = tokens[:1, :1].repeat(rows, seq + 1)
+    reader, readers = world.reader(config.parallel.sp)
+    own = range(reader * rows // readers, (reader + 1) * rows // readers)
+    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in own)
+    tokens = tokens[own.start : own.stop]
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), digest % 2**64)

@@ -1,0 +1,117 @@
+"""What a layer gets beside its input: masks, the shared context, and the cache of past tokens.
+
+B batch · S sequence · W width · H query heads · G key/value heads · D head width
+Q queries · K keys
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from pipeline.model.position import Rotary
+
+# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal.
+Mask = Tensor | BlockMask | None
+
+
+def make_mask(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    documents_BK: Tensor | None = None,
+    padding_B: Tensor | None = None,
+    flex: bool = False,
+) -> Mask:
+    """Which query sees which key; the last query is the last key. A query always sees itself."""
+    # A window as long as the sequence hides nothing, and plain causal attention is faster.
+    if window is not None and window >= keys:
+        window = None
+    per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
+    # SDPA itself has a causal mask, and a single query at the end sees every key.
+    if not flex and window is None and not per_row and queries in (keys, 1):
+        return None
+    past = keys - queries  # tokens in the cache
+
+    # FlexAttention traces this function; it must not branch on the values of tensors.
+    def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = k <= q + past
+        if window is not None:
+            seen = seen & (q + past - k < window)
+        if documents_BK is not None:
+            seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
+        if padding_B is not None:
+            # Padding sees itself: a softmax over no key at all would be NaN.
+            seen = seen & ((k >= padding_B[b]) | (k == q + past))
+        return seen
+
+    rows = len(per_row[0]) if per_row else 1
+    if flex:
+        batch = rows if rows > 1 else None
+        return create_block_mask(sees, batch, None, queries, keys, device=str(device))
+    # The same function over all indices at once gives the dense mask.
+    b, q, k = (torch.arange(count, device=device) for count in (rows, queries, keys))
+    head = torch.zeros((), dtype=torch.long, device=device)
+    return sees(b[:, None, None, None], head, q[:, None], k).expand(rows, 1, queries, keys)
+
+
+class Context(NamedTuple):
+    """What all layers share in one forward pass, and the value embeddings of one."""
+
+    rotary: Rotary | None = None
+    bias_HQK: Tensor | None = None
+    near: Mask = None  # of windowed layers
+    far: Mask = None
+    first_BSW: Tensor | None = None  # input of the first layer, if later layers add it again
+    values_BSGD: Tensor | None = None  # value embeddings of the layer
+
+    def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
+        """Mask, bias and rotary table of a layer."""
+        mask = self.near if windowed else self.far
+        return (mask, self.bias_HQK, self.rotary) if placed else (mask, None, None)
+
+
+class LayerCache:
+    """What one layer keeps of past tokens, (B, S, …): keys and values, or MLA's latent."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.length = 0
+        self.kept: list[Tensor] = []
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        """Add the new tokens' tensors and return those of all tokens so far."""
+        if not self.kept:  # memory for all tokens at once, so that a step copies only new ones
+            self.kept = [t.new_empty(t.shape[0], self._capacity, *t.shape[2:]) for t in new]
+        end = self.length + new[0].shape[1]
+        for kept, tensor in zip(self.kept, new, strict=True):
+            kept[:, self.length : end] = tensor
+        self.length = end
+        return tuple(kept[:, :end] for kept in self.kept)
+
+
+class Cache:
+    def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(layers)]
+        self.padding_B = padding_B  # tokens to ignore on the left of each row
+        self.last_B1: Tensor | None = None  # the last token, which `smear` mixes into the next
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one sequence, over all layers."""
+        kept = [tensor for layer in self.layers for tensor in layer.kept]
+        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in kept)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let sequence i continue sequence rows[i], for beam search."""
+        for layer in self.layers:
+            layer.kept = [torch.index_select(tensor, 0, rows) for tensor in layer.kept]
+        if self.last_B1 is not None:
+            self.last_B1 = torch.index_select(self.last_B1, 0, rows)

@@ -1,0 +1,73 @@
+"""Learned mixing of the residual stream: with the previous token, the first input, the middle.
+
+B batch · S sequence · W width
+
+Each of these modules has a few scalars and is a switch of the model config. The formulas and the
+starts are those of nanochat, and of modded-nanogpt before it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.shape import Model
+
+BACKOUT = 0.2  # share of the middle stream that is subtracted at the start
+
+
+class Smear(nn.Module):
+    """A token's embedding adds a gated part of the previous token's: cheap bigrams."""
+
+    def __init__(self, cfg: Model) -> None:
+        super().__init__()
+        self.gate = nn.Linear(cfg.smear_inputs, 1, bias=False)
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_BSW: Tensor, follows: Tensor) -> Tensor:
+        """The input has one token more, on the left; `follows`, (S) or (B, S), is false where a
+        document starts."""
+        here_BSW = x_BSW[:, 1:]
+        gate_BS1 = torch.sigmoid(self.gate(here_BSW[..., : self.gate.in_features]))
+        gate_BS1 = self.scale * gate_BS1 * follows.unsqueeze(-1)
+        return here_BSW + gate_BS1 * x_BSW[:, :-1]
+
+
+class Scales(nn.Module):
+    """Scale the stream before a block, and add a share of the first block's input to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = nn.Parameter(torch.ones(1))
+        self.first = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_BSW: Tensor, pending: Tensor | None, first_BSW: Tensor) -> Tensor:
+        return self.stream * settle(x_BSW, pending) + self.first * first_BSW
+
+
+class Backout(nn.Module):
+    """Subtract a share of the middle layer's stream from the last one: what helped the layers on
+    the way, but not the prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), BACKOUT))
+
+    def forward(self, x_BSW: Tensor, pending: Tensor | None, middle_BSW: Tensor) -> Tensor:
+        return settle(x_BSW, pending) - self.scale * middle_BSW
+
+
+def settle(x_BSW: Tensor, pending: Tensor | None) -> Tensor:
+    """The stream with what was pending beside it (norm.py) added."""
+    return x_BSW if pending is None else x_BSW + pending
+
+
+def initial_scale(name: str, cfg: Model) -> float | None:
+    """What a scalar of this file starts from; None for any other parameter."""
+    if name == "smear.scale":
+        return 0.0
+    if name == "backout.scale":
+        return BACKOUT
+    # More of the stream and of the first input in early layers: 1.15 to 1.05 and 0.2 to 0.05.
+    if name.endswith((".scales.stream", ".scales.first")):
+        depth = int(name.split(".")[1]) / max(1, cfg.layers - 1)
+        return 1.15 - 0.1 * depth if name.endswith("stream") else 0.2 - 0.15 * depth
+    return None

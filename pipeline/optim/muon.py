@@ -1,0 +1,361 @@
+"""The optimizers: torch's fused AdamW, and Muon, which orthogonalizes the momentum of matrices.
+
+Muon (torch.optim.Muon, arXiv 2502.16982) steps the matrices of the blocks, and AdamW all other
+parameters. The masters of a rank may be any runs of the matrices' numbers, so a step is:
+
+1. update the momentum of the runs that this rank has;
+2. send each matrix's update to the one rank that owns the matrix (parallel/muon_shards.py);
+3. the owner splits fused projections and orthogonalizes every part, equal shapes in one batch;
+4. send the results back;
+5. decay and update the weights of this rank.
+
+Updates travel in bf16. That loses nothing, because orthogonalization starts with a cast to bf16.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeline.config.parts import GQA
+from pipeline.config.shape import GATES, Model
+from pipeline.planner.count import orthogonalization_flops
+
+MOMENTUM = "momentum_buffer"  # as in torch.optim.Muon
+VARIANCE = "row_variance"
+# Of torch.optim.Muon, from Keller Jordan's post: https://kellerjordan.github.io/posts/muon/
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPS = 1e-7
+_VARIANCE_BETA = 0.95
+# Temporary tensors have at most this many numbers: matrices in one batch, weights in one update.
+MOST = 2**26
+
+# torch marks these methods as not to be compiled by importing the compiler, which takes a tenth of
+# the start of a process. The mark itself costs nothing.
+for _method in (
+    Optimizer.add_param_group,
+    Optimizer.zero_grad,
+    Optimizer.state_dict,
+    Optimizer.load_state_dict,
+):
+    _method.__wrapped__.__dynamo_disable = _method.__wrapped__  # type: ignore[union-attr]
+
+
+class AdamW(torch.optim.AdamW):
+    step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
+
+
+# --- which parameters are matrices, and which parts of them are orthogonalized
+
+
+class Part(NamedTuple):
+    """Rows `start` to `stop` of every `period` rows."""
+
+    period: int
+    start: int
+    stop: int
+
+    def of(self, rows: Tensor) -> Tensor:
+        """A view: (rows / period, stop - start, ...)."""
+        return torch.unflatten(rows, 0, (-1, self.period))[:, self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices of one parameter: a single one, or one for each expert on this rank."""
+
+    shape: tuple[int, int]  # as stored
+    parts: tuple[Part, ...]  # they cover all rows
+    keys: tuple[str, ...]  # global names; an expert's ends with its number
+    transposed: bool = False  # stored as (inputs, outputs); rows are outputs everywhere else
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[1 if self.transposed else 0]
+
+    @property
+    def columns(self) -> int:
+        return self.shape[0 if self.transposed else 1]
+
+    @property
+    def flops(self) -> int:
+        """Of orthogonalizing one matrix, part by part."""
+        return sum(orthogonalization_flops(self._rows(part), self.columns) for part in self.parts)
+
+    def oriented(self, numbers: Tensor) -> Tensor:
+        """A view of one matrix's numbers as (outputs, inputs)."""
+        matrix = numbers.view(self.shape)
+        return matrix.T if self.transposed else matrix
+
+    def ratios(self) -> list[tuple[int, float]]:
+        """Runs of one matrix's numbers as stored: their length, and the factor of their rate."""
+        factors = [math.sqrt(max(1, self._rows(part) / self.columns)) for part in self.parts]
+        if len(set(factors)) == 1:
+            return [(self.numel, factors[0])]
+        assert not self.transposed, "parts of a transposed matrix have the same shape"
+        sizes = [(part.stop - part.start) * self.columns for part in self.parts]
+        return list(zip(sizes, factors, strict=True)) * (self.rows // self.parts[0].period)
+
+    def _rows(self, part: Part) -> int:
+        return self.rows // part.period * (part.stop - part.start)
+
+
+def matrices_of(module: nn.Module, cfg: Model) -> dict[str, Matrices]:
+    """Matrices of the blocks by parameter name; not those of routers and gates: few outputs."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        vector = parameter.ndim < 2 or name.endswith((*GATES, "router.weight"))
+        if vector or not name.startswith(("blocks.", "ahead.")):
+            continue
+        expert: tuple[int, int] | None = getattr(parameter, "expert", None)
+        if expert is None:
+            rows, columns = parameter.shape
+            found[name] = Matrices((rows, columns), _parts(name, rows, cfg), (name,))
+        else:
+            count, inputs, outputs = parameter.shape
+            keys = tuple(f"{name}.{expert[0] + local}" for local in range(count))
+            found[name] = Matrices((inputs, outputs), _parts(name, outputs, cfg), keys, True)
+    return found
+
+
+def _parts(name: str, rows: int, cfg: Model) -> tuple[Part, ...]:
+    """Split a projection into those that are fused in it (model/attention.py, ffn.py, moe.py)."""
+    a = cfg.attention
+    sizes = [rows]
+    if name.endswith("attention.qkv.weight") and isinstance(a, GQA):
+        sizes = [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)]
+    elif name.endswith("attention.kv_down.weight") and not isinstance(a, GQA):
+        sizes = [a.kv_rank, a.rope_dim]
+    elif name.endswith("attention.kv_up.weight") and not isinstance(a, GQA):
+        sizes = [a.nope_dim, a.v_dim]  # of each head in turn
+    elif name.endswith((".up.weight", ".experts.up")) and cfg.ffn.gated:
+        sizes = [rows // 2, rows // 2]
+    period = sum(sizes)
+    assert rows % period == 0, f"{name} has {rows} rows, not a multiple of {period}"
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(Part(period, stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
+
+
+# --- what a rank has of them
+
+
+class Run(NamedTuple):
+    """Consecutive numbers of a master that have one rate; `place` is where their updates are."""
+
+    master: Tensor
+    start: int
+    stop: int
+    place: int
+    ratio: float
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1)[self.start : self.stop]
+
+
+@dataclass(slots=True)
+class Owned:
+    """A matrix that this rank orthogonalizes, whoever has its numbers."""
+
+    key: str
+    matrices: Matrices
+    places: list[slice]  # of its numbers among the updates, in order
+    variance: Tensor | None = None  # of its rows
+
+    def collect(self, updates: Tensor) -> Tensor:
+        """The matrix's numbers: a view if they are in one place."""
+        pieces = [updates[place] for place in self.places]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def spread(self, numbers: Tensor, updates: Tensor) -> None:
+        if len(self.places) > 1:
+            pieces = [updates[place] for place in self.places]
+            torch._foreach_copy_(pieces, torch.split(numbers, [len(piece) for piece in pieces]))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Masters that are stepped together: all, or the flat one of a ZeRO group."""
+
+    masters: list[Tensor]
+    runs: list[Run]
+    owned: list[Owned]
+    numel: int  # of the updates: those of the masters, then those that other ranks sent
+    there: Callable[[Tensor], None]  # sends updates to their owners
+    back: Callable[[Tensor], None]  # sends results to the ranks that have the weights
+
+
+class Muon(AdamW):
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: dict[str, Matrices],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+        normalize: bool,
+        cautious: bool = False,
+    ) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self.matrices = matrices
+        self.normalize = normalize
+        self._momentum = momentum
+        self._cautious = cautious
+        self.buckets: list[Bucket] = []
+
+    def bind(self, buckets: list[Bucket]) -> None:
+        """Set what this rank steps; before this, matrices are not changed."""
+        self.buckets = buckets
+        self._bucket_of = {id(master): b for b in buckets for master in b.masters}
+        for owned in self.owned():
+            if self.normalize and owned.variance is None:
+                device = buckets[0].masters[0].device
+                owned.variance = torch.zeros(owned.matrices.rows, device=device)
+
+    def owned(self) -> Iterator[Owned]:
+        for bucket in self.buckets:
+            yield from bucket.owned
+
+    def create_state(self, master: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state[MOMENTUM] = torch.zeros_like(master, requires_grad=False)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group.get("matrices")]
+        _step_adamw(self)
+        self.param_groups = groups
+        # A ZeRO engine calls once per group or flat master, a plain one once for everything.
+        due: dict[int, tuple[Bucket, dict[str, Any]]] = {}
+        for group in groups:
+            for master in group["params"] if group.get("matrices") else ():
+                if master.grad is not None and self.buckets:
+                    bucket = self._bucket_of[id(master)]
+                    due.setdefault(id(bucket), (bucket, group))
+        for bucket, group in due.values():
+            self._step_bucket(bucket, group["lr"], group["weight_decay"])
+
+    def _step_bucket(self, bucket: Bucket, lr: float, decay: float) -> None:
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        apply = None if skip is None else skip == 0
+        device = bucket.masters[0].device
+        updates = torch.empty(bucket.numel, dtype=torch.bfloat16, device=device)
+        for master in bucket.masters:
+            self.create_state(master)["step"] += 1 if skip is None else 1 - skip
+        for run in bucket.runs:
+            assert run.master.grad is not None, "a matrix has no gradient"
+            momentum = run.of(self.state[run.master][MOMENTUM])
+            gradient = run.of(run.master.grad)
+            if apply is not None:
+                # In a skipped step gradients may be NaN. The momentum instead changes nothing.
+                gradient = torch.where(apply, gradient, momentum)
+            momentum.lerp_(gradient, 1 - self._momentum)
+            # Nesterov's momentum.
+            updates[run.place :][: len(momentum)] = gradient.lerp(momentum, self._momentum)
+        bucket.there(updates)
+        self._orthogonalize(bucket.owned, updates, apply)
+        bucket.back(updates)
+        for run in bucket.runs:
+            weights = run.of(run.master)
+            update = updates[run.place :][: len(weights)]
+            changed = (weights * self._kept(weights, update, lr * decay)).add_(
+                update, alpha=-lr * run.ratio
+            )
+            if apply is None:
+                weights.copy_(changed)
+            else:
+                torch.where(apply, changed, weights, out=weights)
+
+    def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
+        """The share of each weight that the decay leaves."""
+        if not self._cautious:
+            return 1 - decay
+        # Only weights that the update shrinks too: both then point the same way.
+        return 1 - decay * (weights * update >= 0)
+
+    def _orthogonalize(self, owned: list[Owned], updates: Tensor, apply: Tensor | None) -> None:
+        collected = [(matrix, matrix.collect(updates)) for matrix in owned]
+        batches: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
+        for matrix, numbers in collected:
+            oriented = matrix.matrices.oriented(numbers)
+            for part in matrix.matrices.parts:
+                view = part.of(oriented)
+                variance = None if matrix.variance is None else part.of(matrix.variance)
+                shape = (view.shape[0] * view.shape[1], view.shape[2])
+                batches.setdefault(shape, []).append((view, variance))
+        for (rows, columns), views in batches.items():
+            count = max(1, MOST // (rows * columns))
+            for first in range(0, len(views), count):
+                _orthogonalize_batch(views[first : first + count], apply)
+        for matrix, numbers in collected:
+            matrix.spread(numbers, updates)
+
+
+_step_adamw: Callable[[AdamW], None] = AdamW.step
+
+
+def _orthogonalize_batch(views: list[tuple[Tensor, Tensor | None]], apply: Tensor | None) -> None:
+    """Replace matrices of one shape by their orthogonalization, and update their row variances."""
+    results = newton_schulz(torch.stack([view.flatten(0, 1) for view, _ in views]))
+    variances = [variance for _, variance in views if variance is not None]
+    if variances:
+        old = torch.stack([variance.flatten() for variance in variances])
+        results, new = normalize_rows(results, old)
+        if apply is not None:
+            new = torch.where(apply, new, old)
+        for variance, now in zip(variances, new, strict=True):
+            variance.copy_(now.view_as(variance))
+    for (view, _), result in zip(views, results, strict=True):
+        view.copy_(result.unflatten(0, view.shape[:2]))
+
+
+def newton_schulz(batch_BRC: Tensor) -> Tensor:
+    """Orthogonalize matrices as torch.optim.Muon does, in bf16; the input may be overwritten."""
+    if batch_BRC.is_cuda:
+        return iterate(batch_BRC)
+    # A CPU gains nothing from a batch, and one by one this is torch.optim.Muon bit for bit.
+    return torch.stack([iterate(matrix) for matrix in batch_BRC])
+
+
+def iterate(x: Tensor) -> Tensor:
+    """Newton–Schulz iterations of one matrix or of a batch."""
+    a, b, c = _COEFFICIENTS
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    # The spectral norm is now at most 1.
+    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x.mT if tall else x
+
+
+def normalize_rows(updates_BRC: Tensor, variance_BR: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide rows by their running RMS and keep each matrix's norm; return the new variance too.
+
+    NorMuon (arXiv 2510.05491): orthogonalized updates still have rows of very different norms. A
+    bias correction of the running mean would cancel out, since the norm is kept."""
+    columns = updates_BRC.shape[2]
+    square_BR = updates_BRC.float().square().mean(2)
+    variance_BR = variance_BR.lerp(square_BR, 1 - _VARIANCE_BETA)
+    factor_BR = variance_BR.clamp(min=1e-10).rsqrt()
+    before_B1 = square_BR.sum(1, keepdim=True) * columns
+    after_B1 = (square_BR * factor_BR.square()).sum(1, keepdim=True) * columns
+    factor_BR = factor_BR * (before_B1 / after_B1.clamp(min=1e-20)).sqrt()
+    return updates_BRC * factor_BR.unsqueeze(2).to(updates_BRC.dtype), variance_BR

@@ -1,0 +1,231 @@
+"""Who orthogonalizes which matrix: plan Muon's exchange for any layout, and carry it out.
+
+Every matrix has one owner. At ZeRO-1 and 2 most matrices are whole on one rank, which owns them,
+and the few that are cut travel. At ZeRO-3 every rank has a part of each matrix, and without ZeRO
+a copy of it; there the matrices are dealt out by their FLOPs. Experts that ranks share have owners
+among the ranks that have them, because only those have any of their numbers.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.optim.muon import MOST, Bucket, Matrices, Muon, Owned, Run
+from pipeline.parallel.fragments import Piece
+from pipeline.parallel.world import World
+
+Places = list[tuple[int, int]]  # where runs of updates begin, and their lengths
+
+
+class _Held(NamedTuple):
+    """Consecutive numbers of one matrix that a rank has."""
+
+    key: str
+    offset: int  # in the matrix
+    numel: int
+    place: int  # among the updates of the rank
+    whole: int  # numbers of the matrix
+    flops: int
+
+
+def bind(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], world: World) -> None:
+    """Give Muon its masters; any other optimizer has them already. Every rank calls it."""
+    if not isinstance(optimizer, Muon):
+        return
+    mine = [piece for piece in pieces if piece.name in optimizer.matrices]
+    stepped = [
+        master
+        for group in optimizer.param_groups
+        if group.get("matrices")
+        for master in group["params"]
+    ]
+    # A flat master is stepped by itself; those with a parameter's shape are stepped together. A
+    # rank takes part in the exchange of a master also if all of its part is padding.
+    masters: dict[int, dict[int, Tensor]] = {}
+    for master in [*stepped, *(piece.master for piece in mine)]:
+        masters.setdefault(_bucket(master), {})[id(master)] = master
+    buckets = []
+    for number, group in masters.items():
+        inside = [piece for piece in mine if _bucket(piece.master) == number]
+        buckets.append(_plan(optimizer.matrices, list(group.values()), inside, world))
+    optimizer.bind(buckets)
+
+
+def _bucket(master: Tensor) -> int:
+    return id(master) if master.ndim == 1 else 0
+
+
+def _plan(
+    matrices: dict[str, Matrices], masters: list[Tensor], pieces: list[Piece], world: World
+) -> Bucket:
+    starts = {}
+    numel = 0
+    for master in masters:
+        starts[id(master)] = numel
+        numel += master.numel()
+    runs: list[Run] = []
+    held: list[_Held] = []
+    for piece in sorted(pieces, key=lambda piece: starts[id(piece.master)] + piece.start):
+        if piece.numel:
+            _add_runs(runs, piece, matrices[piece.name], starts[id(piece.master)])
+            held += _split(piece, matrices[piece.name], starts[id(piece.master)])
+    by_rank = world.gather(held)
+    exchange = _Exchange(world, numel)
+    exchange.plan(by_rank, _choose_owners(by_rank))
+    by_key = {key: each for each in matrices.values() for key in each.keys}
+    owned = [Owned(key, by_key[key], places) for key, places in exchange.owned().items()]
+    return Bucket(masters, runs, owned, exchange.numel, exchange.there, exchange.back)
+
+
+def _add_runs(runs: list[Run], piece: Piece, matrices: Matrices, start: int) -> None:
+    """Cut a piece where the rate changes, and join it with the run before if it continues that."""
+    lengths = matrices.ratios() * len(matrices.keys)
+    end = 0
+    for length, ratio in lengths:
+        begin = end
+        end += length
+        low = max(begin, piece.offset)
+        high = min(end, piece.offset + piece.numel)
+        while low < high:
+            at = piece.start + low - piece.offset
+            last = runs[-1] if runs else None
+            joins = last is not None and last.master is piece.master and last.stop == at
+            if last is not None and joins and last.ratio == ratio and last.stop - last.start < MOST:
+                cut = min(high, low + MOST - (last.stop - last.start))
+                runs[-1] = last._replace(stop=at + cut - low)
+            else:
+                cut = min(high, low + MOST)
+                runs.append(Run(piece.master, at, at + cut - low, start + at, ratio))
+            low = cut
+
+
+def _split(piece: Piece, matrices: Matrices, start: int) -> list[_Held]:
+    """Cut a piece where one matrix ends and the next expert's begins."""
+    size = matrices.numel
+    end = piece.offset + piece.numel
+    held = []
+    for index in range(piece.offset // size, -(-end // size)):
+        low = max(piece.offset, index * size)
+        high = min(end, (index + 1) * size)
+        place = start + piece.start + low - piece.offset
+        key = matrices.keys[index]
+        held.append(_Held(key, low - index * size, high - low, place, size, matrices.flops))
+    return held
+
+
+def _choose_owners(by_rank: Sequence[Sequence[_Held]]) -> dict[str, int]:
+    """Return the owner of every matrix: the same on every rank, because all know what all have.
+
+    An owner has at least half as much of the matrix as any other rank. Among such ranks, the one
+    with the least work so far is chosen."""
+    holders: dict[str, list[tuple[int, _Held]]] = {}
+    for rank, held in enumerate(by_rank):
+        for each in held:
+            holders.setdefault(each.key, []).append((rank, each))
+    possible = {}
+    flops = {}
+    for key, having in holders.items():
+        most = max(each.numel for _, each in having)
+        possible[key] = [rank for rank, each in having if 2 * each.numel >= most]
+        flops[key] = having[0][1].flops
+    work = [0] * len(by_rank)
+    owners = {}
+    # Matrices without a choice come first, so that the others can even out the work.
+    for key in sorted(possible, key=lambda key: (len(possible[key]), -flops[key], key)):
+        owner = min(possible[key], key=lambda rank: (work[rank], rank))
+        work[owner] += flops[key]
+        owners[key] = owner
+    return owners
+
+
+class _Exchange:
+    """The two collectives of a step, and where this rank keeps the updates that arrive."""
+
+    def __init__(self, world: World, numel: int) -> None:
+        self._rank = world.rank
+        self.numel = numel  # of this rank's own updates, then also of those that arrive
+        self.there = _Collective(world.size)
+        self.back = _Collective(world.size)
+        self._found: dict[str, list[tuple[int, int, int]]] = {}  # offset, place, numel by matrix
+
+    def plan(self, by_rank: Sequence[Sequence[_Held]], owners: dict[str, int]) -> None:
+        at_owner = {
+            each.key: each
+            for rank, theirs in enumerate(by_rank)
+            for each in theirs
+            if owners[each.key] == rank
+        }
+        # By rank and then by key, on every rank: what one sends is in the order the other expects.
+        for rank, theirs in enumerate(by_rank):
+            for each in sorted(theirs):
+                owner = owners[each.key]
+                own = at_owner[each.key]
+                if rank != owner:
+                    self._send(each, rank, owner, own)
+                elif owner == self._rank:
+                    self._keep(each, each.place)
+
+    def _send(self, each: _Held, rank: int, owner: int, own: _Held) -> None:
+        """Plan the way of one run to its owner and back."""
+        copied = own.numel == own.whole  # the owner has these numbers too
+        self.there.used |= not copied
+        self.back.used = True
+        if owner == self._rank:
+            place = own.place + each.offset if copied else self.numel
+            self.back.give[rank].append((place, each.numel))
+            if not copied:
+                self.there.take[rank].append((place, each.numel))
+                self._keep(each, place)
+                self.numel += each.numel
+        elif rank == self._rank:
+            self.back.take[owner].append((each.place, each.numel))
+            if not copied:
+                self.there.give[owner].append((each.place, each.numel))
+
+    def _keep(self, each: _Held, place: int) -> None:
+        self._found.setdefault(each.key, []).append((each.offset, place, each.numel))
+
+    def owned(self) -> dict[str, list[slice]]:
+        """Where this rank finds the numbers of each of its matrices, in order."""
+        return {
+            key: [slice(place, place + numel) for _, place, numel in sorted(runs)]
+            for key, runs in sorted(self._found.items())
+        }
+
+
+class _Collective:
+    """Runs of the updates that this rank sends to every rank, and places for those it gets."""
+
+    def __init__(self, ranks: int) -> None:
+        self.give: list[Places] = [[] for _ in range(ranks)]
+        self.take: list[Places] = [[] for _ in range(ranks)]
+        self.used = False  # by any rank: then all have to take part
+
+    def __call__(self, updates: Tensor) -> None:
+        if not self.used:
+            return
+        outgoing = [updates[place:][:numel] for place, numel in _join(self.give)]
+        incoming = [updates[place:][:numel] for place, numel in _join(self.take)]
+        sent = outgoing[0] if len(outgoing) == 1 else torch.cat([updates[:0], *outgoing])
+        in_place = len(incoming) == 1
+        sizes = [sum(numel for _, numel in places) for places in self.take]
+        arrived = incoming[0] if in_place else updates.new_empty(sum(sizes))
+        given = [sum(numel for _, numel in places) for places in self.give]
+        # With sizes as Python integers nothing waits for the device.
+        dist.all_to_all_single(arrived, sent, sizes, given)
+        if incoming and not in_place:
+            torch._foreach_copy_(incoming, torch.split(arrived, [len(run) for run in incoming]))
+
+
+def _join(ranks: list[Places]) -> Places:
+    """Join runs that follow each other."""
+    joined: Places = []
+    for place, numel in (run for places in ranks for run in places):
+        if joined and sum(joined[-1]) == place:
+            joined[-1] = (joined[-1][0], joined[-1][1] + numel)
+        else:
+            joined.append((place, numel))
+    return joined

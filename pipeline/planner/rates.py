@@ -1,0 +1,134 @@
+"""Rates, batch, decay and warmup as functions of size, tokens and batch: rules that transfer.
+
+AdamW's rules are those of OLMo-core's ladder. Muon's were measured on one H200 (docs/RECIPE.md has
+the table). In both, a run of any size and length gets settings near the best of a grid without a
+search.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from pipeline.config.schema import AdamWSpec, MuonSpec, RunSpec
+from pipeline.planner.count import Params
+
+_N0 = 108e6  # the size at which OLMo-core's ladder was tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number that follows from a rule."""
+
+    value: float
+    rule: str
+
+
+Settings = dict[str, Setting]  # by dotted key below `optim`
+
+
+def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Settings:
+    """Every setting of the optimizer and its schedule that may be "auto"."""
+    tokens_per_param = steps * batch / count.scaling
+    n = count.active_non_embedding
+    match spec.optim.optimizer:
+        case AdamWSpec():
+            return _adamw(n, tokens_per_param, steps, batch)
+        case MuonSpec():
+            lr = spec.optim.lr
+            peak = muon_lr(tokens_per_param) if lr == "auto" else lr
+            return _muon(peak, spec.model.width, steps)
+        case _:
+            assert_never(spec.optim.optimizer)
+
+
+def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
+    """The global batch in tokens. Without `tokens`, the length is spec.train.steps."""
+    match spec.optim.optimizer:
+        case AdamWSpec():
+            rule = "2048·160·(N/108M)^(2/3), N without embeddings: OLMo-core's ladder"
+            return Setting(adamw_batch(count.active_non_embedding), rule)
+        case MuonSpec():
+            if tokens is None:
+                # The batch for steps × batch tokens: batch = c·√(steps·batch) solved for it.
+                tokens = (spec.train.steps or 1) ** 2 * muon_batch(1) ** 2
+            return Setting(muon_batch(tokens), "32,768·√(tokens/35M): measured")
+        case _:
+            assert_never(spec.optim.optimizer)
+
+
+# --- AdamW
+
+
+def adamw_batch(n: float) -> float:
+    return float(2048 * 160 * (n / _N0) ** (2 / 3))
+
+
+def adamw_lr(n: float, tokens_per_param: float) -> float:
+    """Peak rate at 20 tokens per parameter; longer runs × 1/√multiple."""
+    multiple = max(1.0, tokens_per_param / 20)
+    return _digits(0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5)
+
+
+def _adamw(n: int, tokens_per_param: float, steps: int, batch: int) -> Settings:
+    # One token per parameter, at most a tenth of the run.
+    warmup = max(1, min(n // batch, 2000, steps // 10))
+    lr = "½·0.0047·(N/108M)^(−1/3), /√(tokens per parameter/20) above 20: OLMo-core's ladder"
+    return {
+        "lr": Setting(adamw_lr(n, tokens_per_param), lr),
+        "optimizer.beta2": Setting(
+            0.95 if batch >= 524_288 else 0.99,
+            "0.95, and 0.99 below 524,288 tokens per batch: OLMo-core's ladder",
+        ),
+        "schedule.warmup_steps": Setting(
+            warmup, "N tokens, at most 2000 steps and a tenth of the run: OLMo-core's ladder"
+        ),
+    }
+
+
+# --- Muon
+
+
+def muon_batch(tokens: float) -> float:
+    return 32_768 * math.sqrt(tokens / 35e6)
+
+
+def muon_lr(tokens_per_param: float) -> float:
+    """Peak rate of the matrices. Orthogonalized updates have the same size at every width, so the
+    best rate hardly depends on the size. Above 20 tokens per parameter it falls as AdamW's does,
+    which is not measured yet."""
+    return _digits(0.025 / max(1.0, tokens_per_param / 20) ** 0.5)
+
+
+def _muon(lr: float, width: int, steps: int) -> Settings:
+    # Rates of AdamW's groups fall with √width (nanochat), those of matrices do not.
+    narrow = math.sqrt(768 / width)
+    return {
+        "lr": Setting(lr, "0.025, /√(tokens per parameter/20) above 20: measured at 2.5 to 10"),
+        "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
+        "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
+        "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "as the head's"),
+        # The weights forget what is older than a fifth of the run.
+        "optimizer.decay": Setting(_digits(5 / (lr * steps)), "5/(rate·steps): arXiv 2405.13698"),
+        "optimizer.beta1": Setting(0.8, "nanochat"),
+        "optimizer.beta2": Setting(0.96, "nanochat"),
+        "schedule.warmup_steps": Setting(
+            max(1, min(40, steps // 10)), "40, at most a tenth of the run: nanochat"
+        ),
+    }
+
+
+def _digits(value: float) -> float:
+    # Three digits: these are rules of thumb.
+    return float(f"{value:.3g}")
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    """The numbers as a table of the config."""
+    table: dict[str, Any] = {}
+    for key, setting in settings.items():
+        *above, last = key.split(".")
+        inner = table
+        for name in above:
+            inner = inner.setdefault(name, {})
+        inner[last] = setting.value
+    return table

@@ -1,0 +1,154 @@
+"""Which law the points can determine, and which of several forecasts best."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.errors import DataError
+from pipeline.scaling.backtest import Backtest, backtest
+from pipeline.scaling.fitting import Fit, fit
+from pipeline.scaling.laws import LAWS, Law
+from pipeline.scaling.points import Points, runs_across
+from pipeline.scaling.quality import repeats
+from pipeline.units import count, power
+
+SPARE = 2  # points beyond the parameters before a law counts as determined at all
+TANGLED = 0.15  # spread of log D about its trend in log N; below, N and D cannot be separated
+EXACT = 1e-4  # relative; no measured losses lie this close to a law
+MANY = 30  # runs, from which on the γ-law is the default
+CLEARLY = 0.8  # a law with this share of the other's backtest error is clearly better
+
+
+def check(points: Points) -> None:
+    """Refuse points that no law can be drawn through."""
+    if len(points) < 2:
+        gone = f" ({len(points.dropped)} left out: {points.dropped[0]} …)" if points.dropped else ""
+        raise DataError(
+            f"points={len(points)}{gone}: a law needs at least two finished runs of different "
+            f"compute; train {runs_across(points)}"
+        )
+    if points.C.max() < 1.5 * points.C.min():
+        raise DataError(
+            f"compute spans only {points.C.max() / points.C.min():.2f}×; add runs with at least 4× "
+            f"more FLOPs (such as {power(4 * points.C.max())})"
+        )
+    # The best of the largest third must beat the best of the smallest: noise alone may swap two.
+    order = np.argsort(points.C)
+    third = max(1, len(order) // 3)
+    early = points.loss[order[:third]].min()
+    late = points.loss[order[-third:]].min()
+    if late >= early:
+        raise DataError(
+            f"loss rises with compute (best {early:.4g} at the smallest budgets, {late:.4g} at the "
+            f"largest): no law describes that; look for runs that diverged or stopped early, and "
+            f"train {points.run[order[-1]]} again at a lower learning rate"
+        )
+
+
+def check_law(points: Points, law: Law) -> None:
+    """Refuse a law that was asked for by name and lacks what it needs."""
+    missing = len(law.parameters) - len(points)
+    if missing > 0:
+        raise DataError(
+            f"law={law.name} has {len(law.parameters)} parameters and there are {len(points)} "
+            f"points; train {missing} more, such as {runs_across(points)}, or choose --law auto"
+        )
+    for key in ("N", "D") if law.name not in ("compute", "power") else ():
+        values = np.unique(getattr(points, key))
+        if len(values) < 2:
+            raise DataError(
+                f"law={law.name}: all runs have {key} = {count(values[0])}; train "
+                f"{runs_across(points)}"
+            )
+    if law.name == "moe" and (points.experts is None or len(np.unique(points.experts)) < 2):
+        raise DataError("law=moe needs a column `experts` with two or more values (1 for dense)")
+    if law.name == "data-constrained" and not repeats(points):
+        raise DataError(
+            "law=data-constrained needs a column `unique` (distinct tokens) and runs that repeat "
+            "data"
+        )
+
+
+class Choice(NamedTuple):
+    """A law, its backtest, and the reasons in plain words."""
+
+    law: Law
+    backtest: Backtest | None
+    reasons: list[str]
+
+
+def choose(points: Points) -> Choice:
+    """The law for these points: what they can determine, and of several what forecasts best."""
+    runs = len(points)
+    sizes = len(np.unique(points.N))
+    if runs < 5 + SPARE:
+        why = f"{runs} runs cannot determine the five parameters of L = E + A·N^−α + B·D^−β"
+    elif not _tangled(points):
+        return _by_backtest(points)
+    elif len(np.unique(points.D)) < 2:
+        why = "One length does not show the effect of D"
+    elif sizes < 3:
+        plural = "s do" if sizes > 1 else " does"
+        why = (
+            f"{sizes} size{plural} not show the effect of N; add runs of {3 - sizes} or more others"
+        )
+    else:
+        why = "N and D grow together in these runs, so their effects cannot be separated"
+    needed = max(2, 5 + SPARE - runs)
+    more = f"{needed} more runs would, off this line and at equal compute: {runs_across(points)}."
+    notes = []
+    if sizes > 1 and points.D.max() < 1.1 * points.D.min():
+        tokens = count(points.D[0])
+        notes = [f"All runs saw the same {tokens} tokens: this law is about size alone."]
+    if runs >= 3 + SPARE:
+        law = LAWS["compute"]
+        note = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more}"
+        return Choice(law, backtest(points, law, focused=True), [note, *notes])
+    note = (
+        f"{why}, nor a floor E; fitted the straight line L = K·C^−g instead. It has no floor, so "
+        f"it is too optimistic far beyond the last run: use it within the measured range. {more}"
+    )
+    return Choice(LAWS["power"], None, [note, *notes])
+
+
+def _tangled(points: Points) -> bool:
+    """Whether N and D grow together, so that their effects cannot be separated."""
+    if len(np.unique(points.N)) < 3 or len(points) < 4:
+        return True
+    n = np.log(points.N)
+    d = np.log(points.D)
+    # Only the part of log D that does not follow log N separates their effects.
+    slope, level = np.polyfit(n, d, 1)
+    return bool(np.std(d - slope * n - level) < TANGLED)
+
+
+def _by_backtest(points: Points) -> Choice:
+    """Chinchilla's law or the γ-law, by pooled backtests; the law of the columns, if they need one.
+
+    Kaplan's law is not a candidate: without a floor it is too low far beyond the runs, and on
+    public ladders it was the worst of the three.
+    """
+    names = ["chinchilla", "gamma"]
+    if points.experts is not None and len(np.unique(points.experts)) > 1:
+        names = ["moe"]
+    elif repeats(points):
+        names = ["chinchilla", "data-constrained"]
+    simple = LAWS[names[0]]
+    # Fitted as the final law will be, with weights and prior.
+    plain, *others = [backtest(points, LAWS[name], focused=True) for name in names]
+    if plain is None:
+        note = f"Too few runs to test {simple.name} on held-out larger ones: its interval is that "
+        return Choice(simple, None, [note + "of a typical public ladder."])
+    richer = others[0] if others else None
+    if richer is not None:
+        # Where the backtests do not decide clearly: the simpler law for few runs, and for computed
+        # points; the richer one for many.
+        limit = plain.score if len(points) < MANY else plain.score / CLEARLY
+        if richer.score < limit and not exact(fit(points, simple)):
+            return Choice(richer.law, richer, [])
+    return Choice(simple, plain, [])
+
+
+def exact(fit: Fit) -> bool:
+    """Whether the points lie on the law, as computed rather than measured ones do."""
+    return len(fit.points) > len(fit.theta) and bool(np.abs(fit.residuals).max() < EXACT)

@@ -1,0 +1,250 @@
+"""The run to buy: the least compute for a loss, with inference or with limited data; its price.
+
+Every answer is the best N and D for a total cost, found by the law that gives N* and D*, and the
+loss there by the law that is printed. The least cost of a loss is the same path, read backward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.layers import load, load_cluster, names
+from pipeline.config.schema import Cluster
+from pipeline.errors import ConfigError
+from pipeline.planner.check import resolve
+from pipeline.planner.count import params
+from pipeline.planner.speed import plan, recommend
+from pipeline.scaling.fitting import Fit
+from pipeline.scaling.frontier import at, flops_per_parameter_token
+from pipeline.scaling.laws import DataConstrained
+from pipeline.scaling.points import Array, Points
+from pipeline.scaling.study import Study
+from pipeline.units import count
+
+# Muennighoff et al. (arXiv 2305.16264), appendix A: 182 runs on C4, 1 to 500 epochs.
+R_TOKENS = 15.387756
+R_PARAMETERS = 5.309743
+FORWARD = 1 / 3  # inference FLOPs per token over those of training: no backward pass
+WIDEST = 12.0  # log N above and below the square root of N·D: tokens per parameter within e^±24
+LARGEST_FLOPS = 1e40
+MFU = 0.4  # where the planner knows no better; 1–7B on H100s reach 41–47% (llm-foundry, Megatron)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a run has to do besides being trained once on new data."""
+
+    inference_tokens: float = 0.0
+    inference_price: float = 1.0  # of an inference FLOP over a training FLOP
+    unique: float | None = None  # distinct tokens there are
+
+    @property
+    def served(self) -> float:
+        """Training tokens that cost as much as the inference."""
+        return self.inference_price * self.inference_tokens * FORWARD
+
+
+def best(study: Study, C: Array, demand: Demand) -> Points:
+    """The best run for each total cost, in training FLOPs; its own C is that of training."""
+    if demand == Demand():
+        return study.frontier(C)
+    needs_terms(study)
+    each = flops_per_parameter_token(study.fit.points)
+    split = np.array([_best_split(study.fit, c / each, demand) for c in C])
+    N, D = split.T
+    return at(study.fit.points, each * N * D, N, D)
+
+
+def needs_terms(study: Study) -> None:
+    """Refuse a law that does not know the effects of N and D apart."""
+    if study.fit.law.terms(study.fit.values, 1.0) is None or "experts" in study.fit.points.columns:
+        raise ConfigError(
+            f"law={study.name} does not give the loss of every N and D, which --inference-tokens "
+            f"and --unique need; add runs off the ladder, or choose --law chinchilla"
+        )
+
+
+def _best_split(fit: Fit, product: float, demand: Demand) -> tuple[float, float]:
+    """N and D of the least loss with N·(D + served tokens) = product."""
+    middle = 0.5 * math.log(product)
+    low = middle - WIDEST
+    high = middle + WIDEST
+    if demand.served:
+        high = min(high, math.log(product / demand.served) - 1e-9)  # D stays above zero
+        low = min(low, high - WIDEST)
+    # The loss has one valley in log N. Each round narrows it a hundredfold.
+    for _ in range(5):
+        n = np.linspace(low, high, 201)
+        N = np.exp(n)
+        D = product / N - demand.served
+        loss = loss_of(fit, at(fit.points, N * D, N, D), demand.unique)
+        low, high = n[np.clip(np.nanargmin(loss) + np.array([-1, 1]), 0, 200)]
+    N_best = math.exp((low + high) / 2)
+    return N_best, product / N_best - demand.served
+
+
+def loss_of(fit: Fit, places: Points, unique: float | None) -> Array:
+    return fit.predict(places if unique is None else worth(fit, places, unique))
+
+
+def worth(fit: Fit, places: Points, unique: float) -> Points:
+    """The places with N and D reduced to what they are worth if only `unique` tokens are new.
+
+    Repeated tokens count less, and so do parameters beyond those that the data can fill.
+    """
+    if isinstance(fit.law, DataConstrained):  # fitted, so the law knows
+        return replace(places, unique=np.full(len(places), unique))
+    terms = fit.law.terms(fit.values, 1.0)
+    assert terms is not None
+    # N*(U): one more parameter and one more token help alike, αA·N^−α = βB·U^−β.
+    level = math.log(terms.alpha / terms.beta) + terms.log_a - terms.log_b
+    filled = math.exp((level + terms.beta * math.log(unique)) / terms.alpha)
+    return replace(
+        places, D=_worth(places.D, unique, R_TOKENS), N=_worth(places.N, filled, R_PARAMETERS)
+    )
+
+
+def _worth(used: Array, distinct: float, half: float) -> Array:
+    """Equations 5 and 6 of arXiv 2305.16264."""
+    repeats = np.maximum(used / distinct - 1, 0)
+    return np.minimum(used, distinct) + distinct * half * -np.expm1(-repeats / half)
+
+
+def interval(study: Study, places: Points, unique: float | None) -> tuple[Array, Array, Array]:
+    """The law's loss and its 95% interval, with repeats counted."""
+    return study.interval(places if unique is None else worth(study.fit, places, unique))
+
+
+def least_cost(study: Study, target: float, demand: Demand) -> float:
+    """The least total cost, in training FLOPs, whose best run has the target loss."""
+
+    def loss(log_c: float) -> float:
+        places = best(study, np.array([math.exp(log_c)]), demand)
+        return float(loss_of(study.fit, places, demand.unique)[0])
+
+    low = math.log(study.fit.points.C.min()) - 15
+    if demand.served:  # below, inference alone costs more
+        each = flops_per_parameter_token(study.fit.points)
+        low = max(low, math.log(each * demand.served))
+    high = math.log(LARGEST_FLOPS)
+    floor = loss(high)
+    if not target > floor * (1 + 1e-6):
+        data = f" on {count(demand.unique)} distinct tokens" if demand.unique else ""
+        raise ConfigError(
+            f"target_loss={target:g} is out of reach: by this law no run{data} gets below "
+            f"{floor:.4g}; ask for more"
+        )
+    if target > loss(low):
+        raise ConfigError(
+            f"target_loss={target:g} is above every loss that the law describes; the largest "
+            f"measured is {study.fit.points.loss.max():.4g}"
+        )
+    return math.exp(_falling_root(lambda x: loss(x) - target, low, high))
+
+
+def _falling_root(f: Callable[[float], float], low: float, high: float) -> float:
+    for _ in range(60):
+        middle = (low + high) / 2
+        if f(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def cost_range(
+    study: Study, target: float, total: float, demand: Demand
+) -> tuple[float | None, float | None]:
+    """The total costs at which the interval's lower and upper end reach the target."""
+    # The interval widens with the distance, so its upper end may never get there.
+    C = total * np.geomspace(1e-4, 1e4, 161)
+    if demand.served:
+        C = C[flops_per_parameter_token(study.fit.points) * demand.served < C]
+    _, low, high = interval(study, best(study, C, demand), demand.unique)
+    reached = [np.flatnonzero(edge <= target) for edge in (low, high)]
+    first, last = (float(C[found[0]]) if len(found) else None for found in reached)
+    return first, last
+
+
+def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
+    """What the demand changes: inference FLOPs, epochs, and the run that ignores the demand."""
+    each = flops_per_parameter_token(study.fit.points)
+    N = float(places.N[0])
+    D = float(places.D[0])
+    loss = float(loss_of(study.fit, places, demand.unique)[0])
+    found: dict[str, Any] = {}
+    if demand.inference_tokens:
+        total = each * N * (D + demand.served)
+        plain = best(study, np.array([least_cost(study, loss, Demand())]), Demand())
+        usual = each * float(plain.N[0]) * (float(plain.D[0]) + demand.served)
+        found["inference_flops"] = each * N * demand.inference_tokens * FORWARD
+        found["total_cost_flops"] = total
+        found["training_optimum"] = {"N": float(plain.N[0]), "D": float(plain.D[0])}
+        found["saved"] = 1 - total / usual
+    if demand.unique is not None:
+        found["epochs"] = max(1.0, D / demand.unique)
+        found["worth_tokens"] = float(_worth(places.D, demand.unique, R_TOKENS)[0])
+        found["loss_with_new_data"] = float(study.fit.predict(places)[0])
+        fitted = isinstance(study.fit.law, DataConstrained)
+        found["repeats_from"] = "the fit" if fitted else "arXiv 2305.16264"
+        if fitted:
+            del found["worth_tokens"]  # by the published constants, which this law does not use
+    return found
+
+
+# --- the price ---------------------------------------------------------------------------------
+
+
+def priced(cluster: str) -> Cluster:
+    """A cluster whose speed is known."""
+    found = load_cluster(cluster)
+    if found.peak_flops is None:
+        raise ConfigError(
+            f"cluster={cluster} has no peak_flops; add it to configs/cluster/{cluster}.toml"
+        )
+    return found
+
+
+def cost(
+    runs: Sequence[tuple[float, float]], site: Cluster, gpus: int, size: str | None = None
+) -> dict[str, Any]:
+    """GPU-hours, hours and price of runs (C, N) at the speed that the planner predicts."""
+    assert site.peak_flops is not None
+    planned = [planned_mfu(N, site, gpus, size) for _, N in runs]
+    # peak_flops is of one GPU, so these are GPU-hours.
+    busy = [
+        C / (site.peak_flops * (mfu or MFU)) / 3600
+        for (C, _), mfu in zip(runs, planned, strict=True)
+    ]
+    hours = sum(busy)
+    found = {
+        "cluster": site.name,
+        "gpus": gpus,
+        "mfu": sum(C for C, _ in runs) / (site.peak_flops * 3600) / hours,
+        "mfu_from": "planner" if all(planned) else "assumed",
+        "gpu_hours": hours,
+        "hours": hours / gpus,
+    }
+    if site.usd_per_gpu_hour is not None:
+        found["usd"] = hours * site.usd_per_gpu_hour
+    return found
+
+
+def planned_mfu(N: float, site: Cluster, gpus: int, size: str | None) -> float | None:
+    """MFU of this size, or of the shipped size nearest to N; None where the planner knows none."""
+    if site.rates is None or not math.isfinite(N):
+        return None
+    if size is None:
+        known = {name: params(load(size=name).model).scaling for name in names("size")}
+        size = min(known, key=lambda name: abs(math.log(known[name] / N)))
+        if abs(math.log(known[size] / N)) > math.log(4):
+            return None
+    try:
+        spec = load(size=size).model_copy(update={"cluster": site})
+        chosen = recommend(spec, plan(resolve(spec, ranks=gpus, gpu=True), gpus, spec))
+    except ConfigError:  # the batch does not divide over these GPUs
+        return None
+    return chosen.mfu if chosen is not None else None

@@ -1,0 +1,247 @@
+"""Whether points suit a law at all: units and ranges, runs that went wrong, goodness of fit.
+
+A fit always returns numbers. These checks say when the numbers describe a mistake in the points.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from pipeline.scaling.fitting import Fit
+from pipeline.scaling.frontier import flops_per_parameter_token
+from pipeline.scaling.points import Array, Points
+
+# The loss of a model that knows only how frequent each token is. Trained models are far below.
+UNTRAINED_LOSS = 7.5
+FEWEST_PARAMETERS = 2000.0  # the smallest shipped size has 15,000
+# Tokens per parameter. Published runs have 0.3 to 60,000 (Qwen3-0.6B); a wrong unit is 1000× off.
+TOKENS_PER_PARAMETER = (0.02, 2e5)
+UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
+# C / (N·D) is 6 without attention. Small models with a large head or a long context have more.
+FLOPS_PER_PARAMETER_TOKEN = (1.5, 100.0)
+WORSE = 0.03  # relative; noise between seeds is a tenth of it
+SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
+NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% about a law
+EXPLAINED = 0.9  # R²; the public sets have 0.93 to 1.00
+OUTLIER_SIGMAS = 5.0
+SMALLEST_OUTLIER = 0.005  # relative; points without noise have tiny residuals and no outliers
+NAMED = 3
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A run far from the law that describes the others."""
+
+    run: str
+    error: float  # measured over predicted loss, less one
+    sigmas: float  # robust standard deviations
+
+
+@dataclass(frozen=True)
+class Goodness:
+    """How well a law fitted with equal weights describes the points."""
+
+    r2: float  # of log loss, adjusted for the parameters, without the outliers
+    noise: float  # robust relative scatter about the law
+    outliers: tuple[Outlier, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def goodness(fit: Fit) -> Goodness | None:
+    """None where no point is left over to show how wrong the law is."""
+    residuals = fit.residuals
+    spare = len(residuals) - len(fit.theta)
+    if spare < 1:
+        return None
+    size = np.sort(np.abs(residuals))
+    # The fit is nearly one of absolute deviations, which goes exactly through as many points as it
+    # has parameters. Those zeros say nothing about the scatter.
+    noise = float(np.median(size[len(fit.theta) :])) / float(stats.norm.ppf(0.75))
+    sigmas = np.abs(residuals) / max(noise, SMALLEST_OUTLIER / OUTLIER_SIGMAS)
+    # Few spare points give a poor estimate of the scatter, so that more is needed to stand out.
+    limit = max(OUTLIER_SIGMAS, float(stats.t.ppf(1 - 0.005 / len(residuals), max(spare - 1, 1))))
+    out = (sigmas > limit) & (np.abs(residuals) > SMALLEST_OUTLIER)
+    far = np.flatnonzero(out)
+    worst = far[np.argsort(-sigmas[far])]
+    named = tuple(
+        Outlier(fit.points.run[i], float(np.expm1(residuals[i])), float(sigmas[i])) for i in worst
+    )
+    return Goodness(_explained(fit, ~out), noise, named)
+
+
+def _explained(fit: Fit, kept: Any) -> float:
+    """Adjusted R² of log loss."""
+    log_loss = np.log(fit.points.loss[kept])
+    spare = len(log_loss) - len(fit.theta)
+    total = float(((log_loss - log_loss.mean()) ** 2).sum())
+    if spare < 1 or total == 0:
+        return math.nan
+    left = float((fit.residuals[kept] ** 2).sum())
+    return 1 - left / spare * (len(log_loss) - 1) / total
+
+
+def doubts_about_fit(found: Goodness | None) -> list[str]:
+    """What the scatter about the law says against it."""
+    if found is None:
+        return []
+    doubts = []
+    for one in found.outliers[:NAMED]:
+        side = "above" if one.error > 0 else "below"
+        doubts.append(
+            f"{one.run} lies {abs(one.error):.1%} {side} the law, {one.sigmas:.0f} robust standard "
+            f"deviations: check that run, or leave it out and fit again."
+        )
+    if len(found.outliers) > NAMED:
+        more = len(found.outliers) - NAMED
+        doubts.append(f"{more} more runs lie as far off: one law may not describe all of them.")
+    if found.r2 < EXPLAINED:
+        doubts.append(
+            f"The law explains {max(found.r2, 0):.0%} of the differences in loss (R²; a ladder of "
+            f"one recipe has 95% or more): most of what these points show is something else."
+        )
+    if found.noise > NOISE:
+        doubts.append(
+            f"The runs scatter {found.noise:.1%} about the law, where ladders of one recipe do "
+            f"by 0.2 to 1%: compare their data, rates and lengths before you trust a forecast."
+        )
+    return doubts
+
+
+def doubts_about_points(points: Points) -> list[str]:
+    """What looks wrong before any law is fitted: units, losses, runs that failed."""
+    if not len(points):
+        return []
+    return [*doubts_about_units(points), *_doubts_about_losses(points), *_lost_to_smaller(points)]
+
+
+def doubts_about_units(points: Points) -> list[str]:
+    """N, D and C that cannot be parameters, tokens and FLOPs."""
+    doubts = []
+    if points.N.max() < FEWEST_PARAMETERS:
+        doubts.append(
+            f"The largest N is {points.N.max():g}: N counts parameters, not millions or billions."
+        )
+    ratio = points.D / points.N
+    low, high = TOKENS_PER_PARAMETER
+    odd = np.flatnonzero((ratio < low) | (ratio > high))
+    if len(odd):
+        first = int(odd[0])
+        doubts.append(
+            f"{_rows(points, odd)}: {ratio[first]:.2g} tokens per parameter (N = "
+            f"{points.N[first]:g}, D = {points.D[first]:g}): is N in parameters and D in tokens?"
+        )
+    gap = _gap(ratio)
+    if gap is not None:
+        doubts.append(
+            f"Tokens per parameter fall into two groups, up to {gap[0]:.3g} and from {gap[1]:.3g}: "
+            f"is D or N of some rows in another unit?"
+        )
+    each = flops_per_parameter_token(points)
+    low, high = FLOPS_PER_PARAMETER_TOKEN
+    if not low < each < high:
+        doubts.append(
+            f"C / (N·D) is {each:.3g}, and 6 to 20 is usual: C counts FLOPs of the whole training, "
+            f"N parameters and D tokens. N* and D* mean nothing until they agree."
+        )
+    return doubts
+
+
+def _gap(values: Array) -> tuple[float, float] | None:
+    """The widest gap between values, if it is too wide for one grid of runs."""
+    ordered = np.sort(values)
+    steps = ordered[1:] / ordered[:-1]
+    if not len(steps) or steps.max() < UNIT_GAP:
+        return None
+    at = int(np.argmax(steps))
+    return float(ordered[at]), float(ordered[at + 1])
+
+
+def _rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
+    """The first runs by name, and how many there are."""
+    named = ", ".join(points.run[int(i)] for i in rows[:NAMED])
+    return named if len(rows) <= NAMED else f"{named} and {len(rows) - NAMED} more"
+
+
+def _doubts_about_losses(points: Points) -> list[str]:
+    doubts = []
+    if points.vocab:
+        ceiling = math.log(points.vocab)
+        above = np.flatnonzero(points.loss > ceiling)
+        if len(above):
+            doubts.append(
+                f"{_rows(points, above)}: loss {points.loss[above[0]]:.4g} is above "
+                f"ln({points.vocab}) = {ceiling:.4g}, worse than guessing: diverged, or not in "
+                f"nats per token."
+            )
+    median = float(np.median(points.loss))
+    if median > UNTRAINED_LOSS:
+        doubts.append(
+            f"Half of the losses are above {median:.3g}, and a model that only knows how frequent "
+            f"each token is has about {UNTRAINED_LOSS}: are these perplexities? Give nats "
+            f"per token (the logarithm of the perplexity)."
+        )
+    if len(points) > 2 and points.loss.max() < 1.0001 * points.loss.min():
+        doubts.append("All losses are alike: these points do not show any effect of N or D.")
+    return doubts
+
+
+def _lost_to_smaller(points: Points) -> list[str]:
+    """Runs that are worse than a smaller one on fewer tokens: diverged, or mislabeled."""
+    every = points.take(np.argsort(points.C)[:: -(-len(points) // SAMPLE)])
+    # `beats[i, j]`: run j has no more parameters, tokens or distinct tokens than i, and less loss.
+    beats = every.loss[None] * (1 + WORSE) < every.loss[:, None]
+    for key in ("N", "D", "unique"):
+        column = every.columns.get(key)
+        if column is not None:
+            beats &= column[None] <= column[:, None]
+    if every.experts is not None:
+        beats &= every.experts[None] == every.experts[:, None]
+    # A smaller run that is itself too good makes every other look bad: name the one at fault.
+    worse = np.flatnonzero(beats.any(axis=1))
+    better = np.flatnonzero(beats.any(axis=0))
+    if not len(worse):
+        return []
+    if len(better) < len(worse):
+        first = int(better[0])
+        other = int(np.flatnonzero(beats[:, first])[0])
+        what = f"better than {every.run[other]} ({every.loss[other]:.4g}), which is larger or saw"
+        return [
+            f"{_rows(every, better)}: loss {every.loss[first]:.4g} is {what} more tokens: is its "
+            f"loss, N or D wrong?"
+        ]
+    first = int(worse[0])
+    other = int(np.flatnonzero(beats[first])[0])
+    return [
+        f"{_rows(every, worse)}: loss {every.loss[first]:.4g} is worse than that of "
+        f"{every.run[other]} ({every.loss[other]:.4g}), which is no larger and saw no more tokens: "
+        f"it diverged, stopped early, or has a wrong N or D."
+    ]
+
+
+def repeats(points: Points) -> bool:
+    """Whether some runs repeat their data enough to show what repeats are worth."""
+    # Fewer repeats count nearly like new tokens (arXiv 2305.16264) and do not show R*.
+    return points.unique is not None and bool((1.5 * points.unique < points.D).any())
+
+
+def doubts_about_columns(points: Points, law: str) -> list[str]:
+    """Columns that vary and that this law does not use."""
+    found = []
+    experts = np.unique([] if points.experts is None else points.experts)
+    if len(experts) > 1 and law != "moe":
+        found.append(
+            f"law={law} ignores `experts` ({experts[0]:g} to {experts[-1]:g}): it mixes "
+            f"architectures. Fit each number of experts by itself, or choose --law moe."
+        )
+    if repeats(points) and law != "data-constrained":
+        found.append(
+            f"law={law} counts repeated tokens like new ones, and some runs repeat their data "
+            f"(`unique`); --law data-constrained does not."
+        )
+    return found

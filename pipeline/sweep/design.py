@@ -1,0 +1,239 @@
+"""How well a sweep will forecast a target, before anything runs, and the cheapest that does.
+
+Laws are drawn from a prior, losses from each law with the noise of runs, and every simulated sweep
+is fitted and judged by the code that will judge the real one (`study`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import tomli_w
+
+from pipeline.config.schema import RunSpec
+from pipeline.errors import ConfigError
+from pipeline.planner import count as account
+from pipeline.scaling.points import Array, Points
+from pipeline.scaling.study import study
+from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
+from pipeline.units import count, power
+
+NOISE = 0.003  # relative scatter of runs about a law; ladders of one recipe have 0.2 to 1%
+DRAWS = 8
+SEARCH_DRAWS = 3  # of a ladder that may be rejected
+TRIED = 6  # ladders that are simulated before giving up; each takes seconds
+# Lengths of a ladder, in tokens per parameter. Fewer than two do not separate N and D, and lengths
+# within a factor of four hardly do.
+LENGTHS = ((5.0, 20.0), (10.0, 40.0), (5.0, 20.0, 80.0), (5.0, 10.0, 20.0, 40.0, 80.0))
+FEWEST_SIZES = 3
+MOST_SIZES = 7
+SPREAD = 30.0  # compute of the largest run over that of the smallest
+STEP = 1.4  # between neighboring sizes of a ladder
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run that is to be forecast."""
+
+    name: str
+    N: float
+    D: float
+    C: float
+
+
+@dataclass(frozen=True)
+class Width:
+    """Half the 95% interval at the target, relative, over simulated sweeps."""
+
+    median: float
+    worst: float
+    error: float  # mean absolute error of the forecasts
+    inside: int  # sweeps whose interval contains the truth
+    draws: int
+    beyond: float  # compute of the target over that of the largest run
+
+
+@dataclass(frozen=True)
+class PriorLaw:
+    """L = E + a·(N/N0)^−α + b·(D/D0)^−β."""
+
+    E: float
+    a: float
+    alpha: float
+    b: float
+    beta: float
+    D0: float
+    N0: float = 1e8
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator) -> "PriorLaw":
+        """A law like those published for text and code (arXiv 2203.15556, 2305.16264, 2404.10102).
+
+        At 100M parameters and the optimal number of tokens for them, 1.3 to 2 nats are reducible.
+        """
+        alpha, beta = np.clip(rng.normal(0.35, 0.05, 2), 0.2, 0.55)
+        reducible = 1.6 * np.exp(rng.normal(0, 0.15))
+        ratio = np.exp(rng.uniform(np.log(10), np.log(40)))  # optimal tokens per parameter
+        # At the optimum both terms fall alike: α·a = β·b.
+        a = reducible * beta / (alpha + beta)
+        b = reducible * alpha / (alpha + beta)
+        floor = 1.8 * np.exp(rng.normal(0, 0.15))
+        return cls(float(floor), float(a), float(alpha), float(b), float(beta), 1e8 * float(ratio))
+
+    def loss(self, N: Array, D: Array) -> Array:
+        of_n = self.a * (N / self.N0) ** -self.alpha
+        of_d = self.b * (D / self.D0) ** -self.beta
+        return np.asarray(self.E + of_n + of_d)
+
+    def gradient(self, N: Array, D: Array) -> Array:
+        """Of log loss by the five parameters, (5, n)."""
+        of_n = self.a * (N / self.N0) ** -self.alpha
+        of_d = self.b * (D / self.D0) ** -self.beta
+        by_alpha = -np.log(N / self.N0) * of_n
+        by_beta = -np.log(D / self.D0) * of_d
+        rows = [np.full_like(N, self.E), of_n, by_alpha, of_d, by_beta]
+        return np.stack(rows) / self.loss(N, D)
+
+
+MIDDLE = PriorLaw(E=1.8, a=0.8, alpha=0.35, b=0.8, beta=0.35, D0=2e9)
+
+
+def target_of(sweep: Sweep, size: str) -> Target:
+    """A size trained for its usual length on the sweep's data."""
+    spec = configs_of(sweep.model_copy(update={"sizes": (size,)}))[size]
+    N = float(account.params(spec.model).scaling)
+    D = spec.train.tokens_per_param * N
+    return Target(size, N, D, D * account.flops_per_token(spec.model).model)
+
+
+def width(
+    runs: Sequence[Planned],
+    target: Target,
+    noise: float = NOISE,
+    draws: int = DRAWS,
+    show: Callable[[str, float], None] | None = None,
+) -> Width:
+    """Simulate the runs under laws from the prior and fit each simulation."""
+    N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
+    N_target, D_target, C_target = (np.array([value]) for value in (target.N, target.D, target.C))
+    place = Points(N_target, D_target, C_target, C_target * np.nan, ("",), "planned")
+    found = []
+    for seed in range(draws):
+        rng = np.random.default_rng(seed)
+        law = PriorLaw.draw(rng)
+        loss = law.loss(N, D) * np.exp(rng.normal(0, noise, len(N)))
+        points = Points(N, D, C, loss, tuple(run.name for run in runs), "planned")
+        middle, low, high = (float(x[0]) for x in study(points, profiled=False).interval(place))
+        truth = float(law.loss(place.N, place.D)[0])
+        found.append((np.log(high / low) / 2, abs(np.log(middle / truth)), low <= truth <= high))
+        if show is not None:
+            show(f"simulating {len(runs)} runs", (seed + 1) / draws)
+    half, error, inside = np.array(found, float).T
+    # A law without an interval has an infinite one, which the median shows.
+    half = np.nan_to_num(half, nan=np.inf)
+    return Width(
+        median=float(np.median(half)),
+        worst=float(half.max()),
+        error=float(error.mean()),
+        inside=int(inside.sum()),
+        draws=draws,
+        beyond=target.C / float(C.max()),
+    )
+
+
+def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -> float:
+    """The half width by linear error propagation: fast, for ranking, and too optimistic."""
+    N, D = (np.array([getattr(run, key) for run in runs], float) for key in "ND")
+    slope = MIDDLE.gradient(N, D)
+    # What the prior knows of the five parameters: E and the terms to 15%, the exponents to 0.05.
+    prior = np.diag(1 / np.array([0.15, 0.2, 0.05, 0.2, 0.05]) ** 2)
+    covariance = np.linalg.inv(slope @ slope.T / noise**2 + prior)
+    there = MIDDLE.gradient(np.array([target.N]), np.array([target.D]))[:, 0]
+    spare = max(len(N) - 5, 1)
+    # Student's t for few spare runs, to about 10%.
+    t = 2 * (1 + 2 / spare**1.5)
+    return float(t * np.sqrt(noise**2 + there @ covariance @ there))
+
+
+def cheapest(
+    sweep: Sweep,
+    target: Target,
+    wanted: float,
+    noise: float = NOISE,
+    show: Callable[[str, float], None] | None = None,
+) -> tuple[Sweep, list[Planned], Width]:
+    """The cheapest ladder whose simulated interval at the target is as narrow as wanted."""
+    options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))
+    if not options:
+        raise ConfigError(
+            f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes; choose a "
+            f"larger target"
+        )
+    factor = 1.5  # simulated over rough width, learned from every simulation
+    narrowest: Width | None = None
+    for _ in range(TRIED):
+        left = [o for o in options if factor * rough_width(o[1], target, noise) <= wanted]
+        if not left:
+            break
+        chosen, runs = left[0]
+        found = width(runs, target, noise, SEARCH_DRAWS, show)
+        if found.median <= wanted:
+            found = width(runs, target, noise, DRAWS, show)
+        if found.median <= wanted:
+            return chosen, runs, found
+        if narrowest is None or found.median < narrowest.median:
+            narrowest = found
+        factor = max(factor * 1.05, found.median / rough_width(runs, target, noise))
+        options = left[1:]
+    reached = narrowest.median if narrowest else min(rough_width(o[1], target) for o in options)
+    raise ConfigError(
+        f"width={wanted:.3g}: no ladder below {target.name} ({power(target.C)} FLOPs) gets there; "
+        f"the narrowest tried is ± {reached:.1%}. Ask for more, or for a target nearer to what "
+        f"you can train"
+    )
+
+
+def _price(runs: Sequence[Planned]) -> tuple[float, float]:
+    return sum(run.hours or 0 for run in runs), sum(run.cost for run in runs)
+
+
+def _candidates(sweep: Sweep, target: Target) -> list[tuple[Sweep, list[Planned]]]:
+    """Ladders of neighboring sizes, all of whose runs cost less than a third of the target."""
+    every = tuple(sorted({length for lengths in LENGTHS for length in lengths}))
+    configs = configs_of(sweep.model_copy(update={"sizes": ()}))
+    sizes = _ladder_sizes(configs, target.N)
+    if len(sizes) < FEWEST_SIZES:
+        return []
+    update = {"kind": "ladder", "sizes": sizes, "tokens": (), "tokens_per_param": every}
+    runs = {run.name: run for run in plan(sweep.model_copy(update={**update, "trunk": False}))}
+    found = []
+    for many, lengths in product(range(FEWEST_SIZES, MOST_SIZES + 1), LENGTHS):
+        for first in range(len(sizes) - many + 1):
+            part = sizes[first : first + many]
+            update |= {"sizes": part, "tokens_per_param": lengths}
+            chosen = sweep.model_copy(update=update)
+            picked = [runs[f"{name}-{length:g}x"] for name in part for length in lengths]
+            costs = [run.C for run in picked]
+            if max(costs) < target.C / 3 and max(costs) > SPREAD * min(costs):
+                found.append((chosen, branched(chosen, configs, picked)))
+    return found
+
+
+def _ladder_sizes(configs: dict[str, RunSpec], most: float) -> tuple[str, ...]:
+    """Sizes below the target, from small to large, without those that hardly differ."""
+    sizes = {name: account.params(config.model).scaling for name, config in configs.items()}
+    chosen: list[str] = []
+    for name in sorted(sizes, key=lambda name: sizes[name]):
+        if sizes[name] < most and (not chosen or sizes[name] > STEP * sizes[chosen[-1]]):
+            chosen.append(name)
+    return tuple(chosen)
+
+
+def as_toml(sweep: Sweep, found: Width, target: Target) -> str:
+    """The proposed ladder as a sweep file."""
+    note = (
+        f"# Planned for {target.name} ({count(target.N)} on {count(target.D)} tokens): ± "
+        f"{found.median:.1%} in simulation.\n"
+    )
+    return note + tomli_w.dumps(sweep.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,162 @@
+"""The runs to buy, against closed forms, brute-force grids and the figures of the papers."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.scaling.decide import Demand, best, cost, least_cost, loss_of, planned_mfu, priced
+from pipeline.scaling.fitting import Fit
+from pipeline.scaling.frontier import at
+from pipeline.scaling.intervals import scatter
+from pipeline.scaling.laws import LAWS, Inputs
+from pipeline.scaling.points import SIX_ND, Points
+from pipeline.scaling.study import Study
+
+# The coefficients that each paper's examples were computed with.
+SARDANA = {"E": 1.69, "A": 406.4, "alpha": 0.336, "B": 410.7, "beta": 0.283}
+MUENNIGHOFF = {
+    "E": math.exp(0.6254804),
+    "A": math.exp(6.255414),
+    "alpha": 0.3526596,
+    "B": math.exp(7.3049974),
+    "beta": 0.3526596,
+}
+
+
+def law_of(E: float, A: float, alpha: float, B: float, beta: float) -> Study:
+    """A study of a known law, through points that lie on it."""
+    N, D = (
+        grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 5), np.geomspace(1e9, 1e12, 5))
+    )
+    loss = E + A * N**-alpha + B * D**-beta
+    points = Points(N, D, 6 * N * D, loss, tuple(map(str, range(25))), SIX_ND)
+    x = Inputs.of(points)
+    theta = [E, A * math.exp(-alpha * x.centre[0]), 1, B * math.exp(-beta * x.centre[1]), 1]
+    theta = np.log(theta)
+    theta[2] = alpha
+    theta[4] = beta
+    fit = Fit(LAWS["chinchilla"], theta, x, points, 0.0, 1.0)
+    np.testing.assert_allclose(fit.predict(points), loss)
+    return Study("chinchilla", fit, scatter(fit), None, math.nan, None, None, None, None, ())
+
+
+@pytest.fixture(scope="module")
+def sardana() -> Study:
+    return law_of(**SARDANA)
+
+
+def test_least_compute_of_a_loss_is_hoffmanns_closed_form(sardana: Study) -> None:
+    law = SARDANA
+    for C in (1e19, 1e22, 1e25):
+        there = sardana.frontier(np.array([C]))
+        loss = float(sardana.fit.predict(there)[0])
+        assert least_cost(sardana, loss, Demand()) == pytest.approx(C, rel=1e-6)
+    G = (law["alpha"] * law["A"] / (law["beta"] * law["B"])) ** (1 / (law["alpha"] + law["beta"]))
+    found = best(sardana, np.array([6e22]), Demand())
+    assert found.N[0] == pytest.approx(G * 1e22 ** (law["beta"] / (law["alpha"] + law["beta"])))
+    with pytest.raises(ConfigError, match=r"target_loss=1\.6 is out of reach"):
+        least_cost(sardana, 1.6, Demand())
+    with pytest.raises(ConfigError, match="target_loss=1000 is above"):
+        least_cost(sardana, 1000, Demand())
+
+
+@pytest.mark.parametrize(
+    ("quality", "tokens", "N", "saved"),
+    [(13e9, 2e12, 7.0e9, 0.17), (30e9, 1e13, 13.6e9, 0.28)],  # arXiv 2401.00448, figure 1 and text
+)
+def test_inference_makes_the_model_smaller_as_published(
+    sardana: Study, quality: float, tokens: float, N: float, saved: float
+) -> None:
+    law = SARDANA
+    ratio = law["alpha"] * law["A"] / (law["beta"] * law["B"])
+    D = (quality ** law["alpha"] / ratio) ** (1 / law["beta"])  # Chinchilla's own for that N
+    loss = law["E"] + law["A"] * quality ** -law["alpha"] + law["B"] * D ** -law["beta"]
+    demand = Demand(tokens)
+    total = least_cost(sardana, loss, demand)
+    found = best(sardana, np.array([total]), demand)
+    assert found.N[0] == pytest.approx(N, rel=0.01)
+    assert 1 - total / (6 * quality * D + 2 * quality * tokens) == pytest.approx(saved, abs=0.006)
+    # Brute force: for every N, the D that the loss needs.
+    sizes = np.geomspace(quality / 5, quality, 200_001)
+    left = loss - law["E"] - law["A"] * sizes ** -law["alpha"]
+    with np.errstate(invalid="ignore"):
+        lengths = (law["B"] / left) ** (1 / law["beta"])
+    totals = np.where(left > 0, 6 * sizes * lengths + 2 * sizes * tokens, np.inf)
+    assert total == pytest.approx(totals.min(), rel=1e-6)
+    assert found.N[0] == pytest.approx(sizes[totals.argmin()], rel=1e-3)
+    # Inference that costs more per FLOP makes it smaller still.
+    dear = Demand(tokens, inference_price=4.0)
+    assert best(sardana, np.array([least_cost(sardana, loss, dear)]), dear).N[0] < found.N[0]
+
+
+def test_repeated_data_as_published() -> None:
+    """The two models of figure 1 and the best allocation, from the authors' repository."""
+    study = law_of(**MUENNIGHOFF)
+    N = np.array([6.34e9, 8.67e9])
+    D = np.array([242e9, 178e9])
+    places = at(study.fit.points, 6 * N * D, N, D)
+    np.testing.assert_allclose(
+        loss_of(study.fit, places, 25e9), [2.2256440889984477, 2.2269634075087867], rtol=1e-9
+    )
+    found = best(study, np.array([6 * 8.67e9 * 178e9]), Demand(unique=25e9))
+    assert found.N[0] == pytest.approx(6.8e9, rel=0.01)
+    assert found.D[0] == pytest.approx(227e9, rel=0.01)
+    # Brute force over N at the same compute.
+    sizes = np.geomspace(1e9, 1e11, 100_001)
+    grid = at(study.fit.points, sizes, sizes, 8.67e9 * 178e9 / sizes)
+    losses = loss_of(study.fit, grid, 25e9)
+    assert found.N[0] == pytest.approx(sizes[losses.argmin()], rel=1e-3)
+    # With enough data nothing changes, and with too little some losses are out of reach.
+    plenty = best(study, np.array([1e22]), Demand(unique=1e15))
+    assert plenty.N[0] == pytest.approx(study.frontier(np.array([1e22])).N[0], rel=1e-4)
+    with pytest.raises(ConfigError, match="1B distinct tokens"):
+        least_cost(study, 2.2, Demand(unique=1e9))
+
+
+def test_the_price_is_at_the_planners_speed() -> None:
+    site = priced("h100")
+    mfu = planned_mfu(1.1e9, site, 8, "1b")
+    assert mfu is not None and 0.3 < mfu < 0.7
+    found = cost([(1e21, 1.1e9)], site, 8, "1b")
+    assert found["gpu_hours"] == pytest.approx(1e21 / 989e12 / mfu / 3600)
+    assert found["hours"] == pytest.approx(found["gpu_hours"] / 8)
+    assert found["usd"] == pytest.approx(3.99 * found["gpu_hours"])
+    assert cost([(1e21, 1.1e9)], site, 8)["mfu"] == pytest.approx(mfu)  # the nearest shipped size
+    two = cost([(1e21, 1.1e9), (2e21, 1.1e9)], site, 8, "1b")
+    assert two["usd"] == pytest.approx(3 * found["usd"])
+    assert cost([(1e21, 1.1e9)], priced("example"), 8)["mfu_from"] == "assumed"
+
+
+def test_on_the_command_line(tmp_path: Path, launch) -> None:
+    points = law_of(**MUENNIGHOFF).fit.points
+    file = tmp_path / "p.csv"
+    rows = zip(points.N, points.D, points.loss, strict=True)
+    file.write_text("N,D,loss\n" + "".join(f"{n},{d},{loss}\n" for n, d, loss in rows))
+    source = f"forecast --law chinchilla --points {file} --json"
+    plain = json.loads(launch(source, "--target-loss 2.1 --cluster h100"))
+    assert plain["loss"] == pytest.approx(2.1)
+    low, high = (plain["decision"][key] for key in ("flops_low", "flops_high"))
+    assert low <= plain["C"] * 1.13 and high >= plain["C"] / 1.13
+    assert plain["cost"]["usd"] > 0
+    served = json.loads(launch(source, "--target-loss 2.1 --inference-tokens 1e13"))
+    assert served["N"] < plain["N"] and served["loss"] == pytest.approx(2.1)
+    assert served["decision"]["saved"] > 0.02
+    short = json.loads(launch(source, "--flops 1e22 --unique 25e9"))
+    assert short["decision"]["epochs"] > 2
+    assert short["loss"] > short["decision"]["loss_with_new_data"]
+    for wrong, words in {
+        "--size 1b --inference-tokens 1e12": "target-loss",
+        "--flops 1e22 --inference-mfu 0.1": "inference-tokens",
+        "--flops 1e22 --target-loss 2": "give one of",
+        "--target-loss nan": "target_loss=nan",
+        "--target-loss 1": "out of reach",
+        "--flops 1e22 --unique -1": "unique=-1",
+        "--flops 1e22 --unique 1e9 --law compute": "law=compute",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            launch(source, wrong)
+    assert "Loss 2.1 takes" in launch(source.replace(" --json", ""), "--target-loss 2.1")

@@ -1,0 +1,196 @@
+"""More than 200 malformed inputs: each ends in one line, or in a law that states its doubt."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import UserError
+from pipeline.scaling import predict
+from pipeline.scaling.points import read_csv
+from pipeline.scaling.study import study
+from tests.scaling.made_runs import true_loss
+
+Table = dict[str, list[str]]
+
+
+def table(seed: int = 0, noise: float = 0.002) -> Table:
+    """A ladder without fault: five sizes at three lengths."""
+    rng = np.random.default_rng(seed)
+    N = np.repeat(np.geomspace(1e6, 1e9, 5), 3)
+    D = N * np.tile([5.0, 20.0, 80.0], 5)
+    loss = true_loss(N, D) * np.exp(rng.normal(0, noise, len(N)))
+    return {
+        "N": [f"{n:.0f}" for n in N],
+        "D": [f"{d:.0f}" for d in D],
+        "loss": [f"{x:.4f}" for x in loss],
+    }
+
+
+def text_of(made: Table, separator: str = ",") -> str:
+    rows = [list(made), *zip(*made.values(), strict=True)]
+    return "".join(separator.join(row) + "\n" for row in rows)
+
+
+def column(key: str, change: Callable[[float], float], rows: slice | list[int]) -> Table:
+    made = table()
+    for i in range(len(made[key]))[rows] if isinstance(rows, slice) else rows:
+        made[key][i] = f"{change(float(made[key][i])):.6g}"
+    return made
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """A cell that is no number, in every required column and several rows."""
+    words = ("x", "12M", "1e6 params", "3.1%", "1.2.3", "0x10", "–", "1 000", "3,1", "$4", "None")
+    for key in ("N", "D", "loss"):
+        for row, word in enumerate(words):
+            made = table()
+            made[key][row] = word
+            yield f"{key} {word}", text_of(made)
+        for row, word in enumerate(("", "nan", "inf", "-inf", "-1", "0", "1e400", "-0.0")):
+            made = table()
+            made[key][row] = word
+            yield f"{key} {word or 'empty'}", text_of(made)
+        made = table()
+        made[key] = [
+            f"{float(value):,.4f}" if key == "loss" else f"{int(value):,}" for value in made[key]
+        ]
+        if key != "loss":
+            yield f"{key} with thousands", text_of(made)
+            made[key] = [f'"{value}"' for value in made[key]]
+            yield f"{key} with quoted thousands", text_of(made)
+
+
+def shapes() -> Iterator[tuple[str, str]]:
+    """Files whose rows and columns are wrong."""
+    good = text_of(table())
+    lines = good.splitlines()
+    yield "empty", ""
+    yield "header alone", lines[0] + "\n"
+    yield "no header", "\n".join(lines[1:])
+    yield "semicolons", text_of(table(), ";")
+    yield "tabs", text_of(table(), "\t")
+    yield "lower case", good.replace("N,D", "n,d")
+    yield "two columns of N", good.replace("N,D,loss", "N,N,loss")
+    for key in ("N", "D", "loss"):
+        made = table()
+        del made[key]
+        yield f"without {key}", text_of(made)
+    for row in (1, 5, 15):
+        yield (
+            f"cell too many in {row}",
+            "\n".join([*lines[:row], lines[row] + ",7", *lines[row + 1 :]]),
+        )
+        short = lines[row].rpartition(",")[0]
+        yield f"cell too few in {row}", "\n".join([*lines[:row], short, *lines[row + 1 :]])
+    for key in ("C", "experts", "unique"):
+        for empty in (0, 7, 14):
+            made = table()
+            made[key] = ["1e9"] * 15
+            made[key][empty] = ""
+            yield f"{key} empty in {empty}", text_of(made)
+    for key in ("vocab", "arch", "objective", "convention", "tokenizer"):
+        for at in (0, 9):
+            made = table()
+            made[key] = ["a"] * 15
+            made[key][at] = "b"
+            yield f"{key} mixed at {at}", text_of(made)
+    for name in ("flops", "Experts", "UNIQUE", "compute"):
+        made = table()
+        made[name] = ["8"] * 15
+        yield f"column {name}", text_of(made)
+    made = table()
+    made["experts"] = [str(2 ** (i % 3)) for i in range(15)]
+    made["D"] = ["1000000000"] * 15
+    yield "experts with one D", text_of(made)
+    for repeated in (1, 6):
+        yield f"{repeated} rows twice", good + "\n".join(lines[1 : 1 + repeated]) + "\n"
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """Well-formed numbers that mean something else."""
+    every = slice(None)
+    for key, factor in (
+        ("N", 1e-6),
+        ("N", 1e-9),
+        ("D", 1e-6),
+        ("D", 1e-9),
+        ("D", 1e-3),
+        ("N", 1e6),
+    ):
+        yield f"{key} × {factor:g}", text_of(column(key, lambda x, f=factor: x * f, every))
+    for key, factor in (("D", 1e-6), ("D", 1e-3), ("D", 1e3), ("N", 1e-6), ("N", 1e3), ("D", 1e-9)):
+        for start in range(3):
+            rows = slice(start, None, 3)
+            yield (
+                f"a third of {key} × {factor:g}, {start}",
+                text_of(column(key, lambda x, f=factor: x * f, rows)),
+            )
+    yield "perplexities", text_of(column("loss", np.exp, every))
+    for start in (0, 1):
+        yield f"half perplexities {start}", text_of(column("loss", np.exp, slice(start, None, 2)))
+    for row in range(15):
+        yield f"diverged {row}", text_of(column("loss", lambda _: 11.0, [row]))
+        yield f"outlier {row}", text_of(column("loss", lambda x: 1.3 * x, [row]))
+        yield f"low outlier {row}", text_of(column("loss", lambda x: 0.75 * x, [row]))
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        made = table()
+        made["loss"] = [f"{x:.4f}" for x in 3 * np.exp(rng.normal(0, 0.1, 15))]
+        yield f"noise {seed}", text_of(made)
+        made["loss"] = list(rng.permutation(table()["loss"]))
+        yield f"shuffled {seed}", text_of(made)
+    yield "reversed", text_of({**table(), "loss": table()["loss"][::-1]})
+    yield "all alike", text_of({**table(), "loss": ["3.0"] * 15})
+    yield "above ln(vocab)", text_of({**table(), "vocab": ["16"] * 15})
+    compute = [6 * float(n) * float(d) for n, d in zip(table()["N"], table()["D"], strict=True)]
+    for factor in (1e-18, 1e-3, 1e3, 8.64e-20):
+        yield f"C × {factor:g}", text_of({**table(), "C": [f"{c * factor:g}" for c in compute]})
+        mixed = [f"{c * (factor if i % 4 == 0 else 1):g}" for i, c in enumerate(compute)]
+        yield f"some C × {factor:g}", text_of({**table(), "C": mixed})
+
+
+CASES = [*cells(), *shapes(), *figures()]
+
+
+def outcome(file: Path) -> str:
+    """The error, or the first doubt, or nothing."""
+    try:
+        done = study(read_csv(file), "chinchilla", profiled=False)
+    except UserError as error:
+        return str(error)
+    return done.warnings[0] if done.warnings else ""
+
+
+def test_there_are_enough_and_the_original_is_clean(tmp_path: Path) -> None:
+    assert len(CASES) >= 200 and len({name for name, _ in CASES}) == len(CASES)
+    for seed in range(5):
+        file = tmp_path / "good.csv"
+        file.write_text(text_of(table(seed)))
+        assert outcome(file) == ""
+
+
+@pytest.mark.parametrize("text", [text for _, text in CASES], ids=[name for name, _ in CASES])
+def test_nothing_is_silent(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text(text)
+    said = outcome(file)
+    assert said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [text for _, text in [*cells(), *shapes()]],
+    ids=[name for name, _ in [*cells(), *shapes()]],
+)
+def test_targets_end_in_one_line(text: str, tmp_path: Path) -> None:
+    """The same files as targets: read, or refused in one line."""
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    try:
+        found = predict.read_targets(file)
+    except UserError as error:
+        assert "\n" not in str(error)
+    else:
+        assert (found["N"] > 0).all() and (found["D"] > 0).all()
