@@ -277,7 +277,7 @@ def submit(
         raise RunError(f"run {run} {queued}; `launch cancel {run}` ends it")
     if planned.run.finished:
         raise RunError(f"run {run} has finished; there is nothing to submit")
-    job.test()  # sbatch may refuse it; nothing is written yet
+    starts = job.test()  # sbatch may refuse it; nothing is written yet
     planned = planned.commit()  # perhaps in a new directory beside the existing one
     run = planned.run.path.absolute()
     # Built again, because `commit` may have chosen another directory.
@@ -287,7 +287,7 @@ def submit(
         print(json.dumps({"job": number, "run": str(run)}))
     else:
         print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}")
-        print(f"watch it with: launch status {run}")
+        print(f"{starts}\nwatch it with: launch status {run}")
 
 
 def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:

@@ -169,7 +169,7 @@ def _submit(
     # A new file for each submission: an earlier array may still be reading its own.
     members = root.absolute() / f"members-{secrets.token_hex(4)}.txt"
     job = array(members, len(wanted), jobs, tidy(sweep.experiment), site, nodes, track=track)
-    job.test()  # before any run directory is created
+    starts = job.test()  # before any run directory is created
     runs = [planned.commit().run.path.absolute() for planned, _ in wanted]
     members.write_text("".join(f"{run}\0" for run in runs))  # a path may contain a newline
     number = job.submit()
@@ -189,7 +189,7 @@ def _submit(
     then = f"; job {fit_job} fits them" if fit_job else ""
     then += f"; then {len(branches)} branches of them" if branches else ""
     typer.echo(f"job {number}: {len(runs)} runs, {jobs} at a time{then}")
-    typer.echo(f"watch them with: launch status {root}")
+    typer.echo(f"{starts}\nwatch them with: launch status {root}")
 
 
 def _submit_later(sweep: "Sweep", after: str) -> tuple[str, Path]:

@@ -20,6 +20,7 @@ from pipeline.config.schema import MASK, Container, Slurm
 from pipeline.errors import ConfigError, RunError
 from pipeline.runs.history import read_json
 
+NO_NODES = "node configuration is not available"  # in sbatch's words
 _PACKAGED = Path(__file__).resolve().parent / "templates"  # in an installed wheel
 _CHECKOUT = Path(__file__).resolve().parents[2] / "slurm"
 TEMPLATES = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
@@ -116,8 +117,22 @@ class Submission:
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n{script}"
 
     def test(self) -> str:
-        """Ask `sbatch --test-only`; raise if it refuses the job."""
-        return self._call("--test-only").stderr.strip().removeprefix("sbatch: ")
+        """Ask `sbatch --test-only` when the job would start; raise if it refuses the job."""
+        try:
+            return self._call("--test-only").stderr.strip().removeprefix("sbatch: ")
+        except RunError as refusal:
+            # It gives the same reason for nodes that are down and for nodes that do not exist.
+            # A job may wait for the former, as it does when sbatch itself submits it.
+            if NO_NODES not in str(refusal) or not (down := self._nodes_down()):
+                raise
+            return f"no start time: the job waits for {down} nodes that are down; see `sinfo`"
+
+    def _nodes_down(self) -> int:
+        """Nodes of the job's partition, or of all, that take no jobs at present."""
+        partition = [f"--partition={self.site.partition}"] if self.site.partition else []
+        ask = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,drain,fail"]
+        done = subprocess.run([*ask, *partition], capture_output=True, text=True)
+        return len(set(done.stdout.split()))
 
     def submit(self) -> str:
         """Submit the job; return its id."""

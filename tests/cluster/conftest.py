@@ -11,7 +11,7 @@ from tests.cluster.slurm import Slurm, absent, running
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
+def site() -> Iterator[Slurm]:
     if reason := absent():
         pytest.skip(reason)
     state = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: sockets live in it
@@ -20,3 +20,10 @@ def slurm() -> Iterator[Slurm]:
             yield cluster
     finally:
         shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture
+def slurm(site: Slurm) -> Slurm:
+    """The cluster with both nodes up, whatever an earlier test or a busy machine did to them."""
+    site.ready()
+    return site

@@ -147,9 +147,23 @@ class Slurm:
         self.until(lambda: _listens(f"{self._net}.{number}", self._port + int(number)))
         self.until(lambda: self._state(node) in ("idle", "mix", "alloc"))
 
+    def ready(self) -> None:
+        """Wait until both nodes take jobs. One that does not come back is switched off and on."""
+        for node in ("node1", "node2"):
+            deadline = time.monotonic() + 30
+            while self._state(node) not in ("idle", "mix", "alloc", "comp"):
+                if time.monotonic() > deadline:
+                    print(f"{node} is {self._state(node)}\n{self._said()}")
+                    self.power_off(node)
+                    self.power_on(node)
+                    break
+                time.sleep(0.1)
+
     def power_off(self, node: str) -> None:
         """The cable first: a process that dies would otherwise say so to its peers."""
-        process = self._nodes.pop(node)
+        process = self._nodes.pop(node, None)
+        if process is None:
+            return
         subprocess.run(["ip", "link", "del", f"{self._bridge}{node[-1]}"], capture_output=True)
         process.kill()  # --kill-child: everything in the namespace goes with it
         process.wait()

@@ -49,7 +49,7 @@ def verdicts(run: Path) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def runs(slurm, corpus, tmp_path_factory) -> Path:
+def runs(site, corpus, tmp_path_factory) -> Path:
     """Three jobs side by side on two nodes of one host: one wide, one long, and one that cannot work."""
     runs = tmp_path_factory.mktemp("cluster")
     wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
@@ -59,11 +59,11 @@ def runs(slurm, corpus, tmp_path_factory) -> Path:
         "wide": (*TINY, "--nodes", 2, "--nproc", 2),
     }
     jobs = [
-        submit(slurm, *shape, "--data", corpus, "--out", runs / name)
+        submit(site, *shape, "--data", corpus, "--out", runs / name)
         for name, shape in shapes.items()
     ]
     for job, state in zip(jobs, ("FAILED", "COMPLETED", "COMPLETED"), strict=True):
-        slurm.ends(job, state)
+        site.ends(job, state)
     return runs
 
 

@@ -111,6 +111,21 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     assert not list(tmp_path.rglob("pwned"))
 
 
+def test_a_job_may_wait_for_nodes_that_are_down(slurm, corpus, tmp_path):
+    """`sbatch --test-only` refuses it as if the nodes did not exist; sbatch itself queues it."""
+    out = tmp_path / "run"
+    asked = ("pretrain", *TINY, "--data", corpus, "--out", out, "--slurm", "--gpus-per-node", 0)
+    try:
+        slurm.run("scontrol", "update", "nodename=node[1-2]", "state=drain", "reason=maintenance")
+        assert "waits for 2 nodes that are down" in launch(*asked, "--dry-run", **slurm.env).stdout
+        job = submit(slurm, *TINY, "--data", corpus, "--out", out, "--nproc", 1)
+        assert slurm.field(job, "state") == "PENDING"
+    finally:
+        slurm.run("scontrol", "update", "nodename=node[1-2]", "state=resume")
+    slurm.ends(job)
+    assert (out / "checkpoints").exists()
+
+
 def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
     """Without --out each takes a directory of its own, however close they come."""
     job = ("--slurm", "--gpus-per-node", 0, "--nproc", 1, "--json", *HELD)
