@@ -149,7 +149,8 @@ Position = Annotated[
 class Scores(Frozen):
     """Settings of the attention scores that every kind of attention has."""
 
-    window: Positive | None = None  # tokens that a query sees, itself included
+    # Tokens that a query sees, itself included; in an encoder as many to its right.
+    window: Positive | None = None
     global_every: Positive | None = None  # with a window: every n-th layer sees everything
     score_scale: Rate = 1.0  # multiplies the softmax scale; nanochat has 1.2² = 1.44
     softcap: Rate | None = None

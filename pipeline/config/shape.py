@@ -53,6 +53,8 @@ class MuP(Frozen):
 class Design(Frozen):
     """Settings that an architecture gives to every size."""
 
+    # A decoder sees the past only, an encoder every token of the row.
+    stack: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
     norm: parts.Norm
     placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     parallel_block: bool = False  # attention and feed-forward read the same normed input
@@ -92,6 +94,11 @@ class Design(Frozen):
 
     @model_validator(mode="after")
     def _composes(self) -> Self:
+        # Multi-token prediction reads the next token, which an encoder's input holds already.
+        text = f'mtp={self.mtp} needs stack="decoder", got "{self.stack}"; set mtp=0'
+        require(self.mtp == 0 or self.stack == "decoder", text)
+        text = 'stack="encoder-decoder" has no cross-attention yet; use decoder or encoder'
+        require(self.stack != "encoder-decoder", text)
         pre = not self.parallel_block or self.placement == "pre"
         require(pre, f'parallel_block needs placement="pre", got "{self.placement}"')
         scaled_head = self.scaled_embedding and self.tied
@@ -119,12 +126,19 @@ class Model(Design):
     seq: Positive
     width: Positive
     layers: Layers
+    # Of an encoder–decoder, whose decoder has `layers` and `seq`; None: as many as those.
+    encoder_layers: Layers | None = None
+    source_seq: Positive | None = None
     attention: parts.Attention
     ffn: parts.Feed
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         self._check_position()
+        for key in ("encoder_layers", "source_seq"):
+            given = getattr(self, key)
+            both = given is None or self.stack == "encoder-decoder"
+            require(both, f'{key}={given} needs stack="encoder-decoder", got "{self.stack}"')
         a = self.attention
         if isinstance(a, parts.MLA):
             for key, rank in (("q_rank", a.q_rank or 0), ("kv_rank", a.kv_rank)):
@@ -191,6 +205,11 @@ class Model(Design):
     def smear_inputs(self) -> int:
         """Channels that the gate of `smear` reads, as in nanochat."""
         return min(24, self.width)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it, unless a prefix is given."""
+        return self.stack != "encoder"
 
     def windowed(self, layer: int) -> bool:
         a = self.attention

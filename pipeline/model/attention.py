@@ -3,12 +3,12 @@
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
-Plain causal attention goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
+Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
 documents, padding) or shaped scores (soft-cap, sinks) go to FlexAttention where a GPU trains, and
 to a dense mask elsewhere. The choice is made once, when the mask is made.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,8 @@ def attend(
     # One query at the end of the cache sees every key: no mask, and not "causal" to SDPA.
     causal = False
     added = None
-    if mask is None and bias_HQK is None:
-        causal = q_BHQD.shape[2] == k_BGKD.shape[2]
+    if bias_HQK is None and not isinstance(mask, Tensor):
+        causal = mask is None and q_BHQD.shape[2] == k_BGKD.shape[2]
     else:
         added = _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK)
     return F.scaled_dot_product_attention(
@@ -72,7 +72,7 @@ def eager(
     k_BGKD: Tensor,
     v_BGKE: Tensor,
     scoring: Scoring,
-    mask: Tensor | None = None,
+    mask: Tensor | Literal["all"] | None = None,
     bias_HQK: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -93,8 +93,12 @@ def eager(
     return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
 
 
-def _additive_mask(q: Tensor, k: Tensor, mask: Tensor | None, bias_HQK: Tensor | None) -> Tensor:
+def _additive_mask(
+    q: Tensor, k: Tensor, mask: Tensor | Literal["all"] | None, bias_HQK: Tensor | None
+) -> Tensor:
     """Mask and bias as one term of the scores."""
+    if isinstance(mask, str):
+        return q.new_zeros(()) if bias_HQK is None else bias_HQK[None].type_as(q)
     if mask is None:
         queries, keys = q.shape[2], k.shape[2]
         ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)

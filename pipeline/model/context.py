@@ -4,7 +4,7 @@ B batch · S sequence · W width · H query heads · G key/value heads · D head
 Q queries · K keys
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from pipeline.model.position import Rotary
 
-# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal.
-Mask = Tensor | BlockMask | None
+# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal, "all" hides nothing.
+Mask = Tensor | BlockMask | Literal["all"] | None
 
 
 def make_mask(
@@ -21,26 +21,34 @@ def make_mask(
     keys: int,
     device: torch.device,
     *,
+    causal: bool = True,
     window: int | None = None,
     documents_BK: Tensor | None = None,
     padding_B: Tensor | None = None,
+    prefix_B: Tensor | None = None,
     flex: bool = False,
 ) -> Mask:
-    """Which query sees which key; the last query is the last key. A query always sees itself."""
+    """Which query sees which key; the last query is the last key. A query always sees itself.
+
+    Every query sees the keys of the prefix, also those after it."""
     # A window as long as the sequence hides nothing, and plain causal attention is faster.
     if window is not None and window >= keys:
         window = None
-    per_row = [tensor for tensor in (documents_BK, padding_B) if tensor is not None]
+    per_row = [row for row in (documents_BK, padding_B, prefix_B) if row is not None]
     # SDPA itself has a causal mask, and a single query at the end sees every key.
     if not flex and window is None and not per_row and queries in (keys, 1):
-        return None
+        return None if causal else "all"
     past = keys - queries  # tokens in the cache
 
     # FlexAttention traces this function; it must not branch on the values of tensors.
     def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k <= q + past
+        seen = k <= q + past if causal else k >= 0
+        if prefix_B is not None:
+            seen = seen | (k < prefix_B[b])
         if window is not None:
             seen = seen & (q + past - k < window)
+            if not causal:
+                seen = seen & (k - q - past < window)
         if documents_BK is not None:
             seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
         if padding_B is not None:

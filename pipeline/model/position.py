@@ -95,19 +95,27 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
 
 
 class DistanceBias(nn.Module):
-    """T5's causal buckets: half for near distances, one each; half logarithmic to max_distance."""
+    """T5's buckets: half for near distances, one each; half logarithmic to max_distance.
 
-    def __init__(self, heads: int, cfg: RelativeBias) -> None:
+    Of an encoder, half of the buckets are for keys before the query and half for those after."""
+
+    def __init__(self, heads: int, cfg: RelativeBias, *, causal: bool) -> None:
         super().__init__()
         self.cfg = cfg
+        self.causal = causal
         self.weight = nn.Parameter(torch.empty(cfg.buckets, heads))
 
     def forward(self, distance_QK: Tensor) -> Tensor:
         buckets = self.cfg.buckets
+        after_QK = torch.zeros_like(distance_QK)
+        if not self.causal:
+            buckets //= 2
+            after_QK = buckets * (distance_QK < 0)
+            distance_QK = distance_QK.abs()
         near = buckets // 2
         far = torch.log(distance_QK.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
         # The last bucket holds everything beyond max_distance.
         bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
-        # Keys in the future get bucket 0; the mask hides them.
+        # Keys in the future get bucket 0; the mask hides them, unless they are in a prefix.
         bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
-        return self.weight[bucket].permute(2, 0, 1)
+        return self.weight[bucket + after_QK].permute(2, 0, 1)

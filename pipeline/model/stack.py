@@ -195,13 +195,16 @@ class Decoder(nn.Module):
         targets_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         cache: Cache | None = None,
+        *,
+        prefix_B: Tensor | None = None,
     ) -> Tensor | Losses:
         """Logits or, with targets, the losses; the logits then never exist as a whole.
 
         With documents, a token attends within its own and positions restart in each. With a cache,
-        the tokens follow those in it, and only the logits of the last token are returned."""
+        the tokens follow those in it, and only the logits of the last token are returned. A prefix
+        is the number of a row's first tokens that every token sees."""
         # Positions, masks and biases are computed once and shared by all layers.
-        places, context = self._context(tokens_BS, documents_BS, cache)
+        places, context = self._context(tokens_BS, documents_BS, cache, prefix_B)
         x_BSW = self._smeared(tokens_BS, places, cache)
         if self.cfg.residual_scales:
             context = context._replace(first_BSW=x_BSW)
@@ -308,7 +311,11 @@ class Decoder(nn.Module):
         return x_BSW
 
     def _context(
-        self, tokens_BS: Tensor, documents_BS: Tensor | None, cache: Cache | None
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor | None,
+        cache: Cache | None,
+        prefix_B: Tensor | None,
     ) -> tuple[Tensor, Context]:
         """The tokens' positions, (S) or (B, S), and what all layers share."""
         a = self.cfg.attention
@@ -331,14 +338,16 @@ class Decoder(nn.Module):
         def mask(window: int | None) -> Mask:
             # FlexAttention skips blocks that are hidden as a whole, which a dense mask cannot.
             hides = documents_BS is not None or (window is not None and window < queries)
-            special = hides or a.softcap is not None or a.sinks
+            special = hides or prefix_B is not None or a.softcap is not None or a.sinks
             return make_mask(
                 queries,
                 past + queries,
                 device,
+                causal=self.cfg.causal,
                 window=window,
                 documents_BK=documents_BS,
                 padding_B=padding_B,
+                prefix_B=prefix_B,
                 flex=device.type == "cuda" and cache is None and special,
             )
 
@@ -356,7 +365,8 @@ class Decoder(nn.Module):
             return None
         distance_QK = distances(queries, keys, device)
         if isinstance(position, ALiBi):
-            return alibi(distance_QK, self.cfg.attention.heads)
+            # Of keys after the query too, where a mask shows them: the distance alone counts.
+            return alibi(distance_QK.abs(), self.cfg.attention.heads)
         bias_HQK: Tensor = cast(nn.Module, self.position)(distance_QK)
         return bias_HQK
 
@@ -376,6 +386,6 @@ def _position(cfg: Model) -> nn.Module | None:
         case Learned():
             return nn.Embedding(cfg.seq, cfg.width)
         case RelativeBias():
-            return DistanceBias(cfg.attention.heads, cfg.position)
+            return DistanceBias(cfg.attention.heads, cfg.position, causal=cfg.causal)
         case _:
             return None

@@ -4,7 +4,7 @@ FLOPs are those of training one token. A multiply-add counts 2, and the backward
 forward. Matmuls cost 6 × the parameters that a token uses: with the head, without the input
 embedding and the value embeddings, which are lookups. Attention costs 3·heads·(score width + value
 width)·seq per layer (6·heads·head_dim·seq if both are head_dim): the causal half, because the
-kernel skips what the mask hides. A window hides more.
+kernel skips what the mask hides. A window hides more. An encoder has both halves.
 """
 
 from collections.abc import Callable
@@ -286,5 +286,7 @@ def _scores(model: Model, layer: int) -> int:
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
-    # The i-th query sees min(i, window) keys, on average window·(2·seq − window) / (2·seq).
-    return 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq
+    # The i-th query sees min(i, window) keys, on average window·(2·seq − window) / (2·seq), and in
+    # an encoder as many to its right.
+    sides = 1 if model.causal else 2
+    return sides * 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

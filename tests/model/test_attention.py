@@ -1,5 +1,6 @@
 """Fast attention against its eager twin, masks against what they should hide, positions against transformers'."""
 
+import itertools
 import math
 
 import pytest
@@ -23,14 +24,22 @@ MASKS = {
     "documents": {"documents_BK": DOCUMENTS},
     "padding": {"padding_B": PADDING},
     "window and documents": {"window": 4, "documents_BK": DOCUMENTS},
+    "all": {"causal": False},
+    "both sides": {"causal": False, "window": 4},
+    "both sides of documents": {"causal": False, "window": 4, "documents_BK": DOCUMENTS},
+    "prefix": {"prefix_B": PADDING},
+    "prefix of documents": {"prefix_B": PADDING, "documents_BK": DOCUMENTS},
 }
 
 
 def visible(row: int, query: int, key: int, how: dict) -> bool:
     """Said anew, one pair at a time."""
-    seen = key <= query
+    causal = how.get("causal", True)
+    seen = key <= query or not causal
+    if "prefix_B" in how:
+        seen |= key < int(PADDING[row])
     if "window" in how:
-        seen &= query - key < how["window"]
+        seen &= query - key < how["window"] and (causal or key - query < how["window"])
     if "documents_BK" in how:
         seen &= bool(DOCUMENTS[row, query] == DOCUMENTS[row, key])
     if "padding_B" in how:
@@ -47,8 +56,8 @@ def tensors(grouped: bool = True) -> list[Tensor]:
 @pytest.mark.parametrize("how", MASKS)
 def test_a_mask_hides_what_it_should(how):
     mask = make_mask(16, 16, torch.device("cpu"), **MASKS[how])
-    if mask is None:
-        assert how == "causal"
+    if not isinstance(mask, Tensor):
+        assert {None: "causal", "all": "all"}[mask] == how
         return
     for row in range(len(mask)):
         said = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
@@ -103,16 +112,17 @@ def test_the_eager_twin_is_the_definition():
     torch.testing.assert_close(out[row, head, query], said, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("stack", ["decoder", "encoder"])
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @torch.no_grad()
-def test_documents_in_one_row_are_each_document_alone(kind):
+def test_documents_in_one_row_are_each_document_alone(kind, stack):
     """Positions begin anew in each, whatever their kind; routed experts, without a capacity, see tokens one by one."""
     first, second, third = (torch.tensor([p]) for p in prompts(5, 9, 2))
     row = torch.cat((first, second, third), 1)
     documents = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2])
     cases = [{"position": p} for p in POSITIONS] + [{"scores": s} for s in SCORES] + [{"ffn": MOE}]
     for case in cases:
-        model = made(kind, **case)
+        model = made(kind, stack=stack, **case)
         packed = model(row, documents_BS=documents)
         alone = torch.cat([model(part) for part in (first, second, third)], 1)
         torch.testing.assert_close(packed, alone, atol=1e-4, rtol=1e-4, msg=str(case))
@@ -122,13 +132,14 @@ def test_documents_in_one_row_are_each_document_alone(kind):
 
 
 def test_buckets_are_t5s():
-    for buckets, far in [(32, 128), (8, 32), (16, 20)]:
-        bias = DistanceBias(1, RelativeBias(buckets=buckets, max_distance=far))
+    shapes = [(32, 128), (8, 32), (16, 20)]
+    for (buckets, far), causal in itertools.product(shapes, [True, False]):
+        bias = DistanceBias(1, RelativeBias(buckets=buckets, max_distance=far), causal=causal)
         with torch.no_grad():
             bias.weight.copy_(torch.arange(buckets)[:, None])
         distance = distances(300, 300, torch.device("cpu"))
-        theirs = T5Attention._relative_position_bucket(-distance, False, buckets, far)
-        seen = distance >= 0
+        theirs = T5Attention._relative_position_bucket(-distance, not causal, buckets, far)
+        seen = (distance >= 0) | (not causal)
         assert torch.equal(bias(distance)[0].long()[seen], theirs[seen])
 
 
