@@ -150,8 +150,8 @@ def train(
     }
     corpus = None if data is None else Corpus.open(data)
     # As in `launch pretrain`, the data determines the vocabulary.
-    layer = {} if corpus is None else {"model": {"vocab": corpus.padded_vocab}}
-    loaded = load(size=size, arch=arch, data=layer, cluster=cluster, sets=sets or (), over=over)
+    pieces = None if corpus is None else corpus.manifest.tokenizer.vocab
+    loaded = load(size=size, arch=arch, cluster=cluster, sets=sets or (), over=over, pieces=pieces)
     config, notes = _resolve(loaded, world, corpus, int(environment.get(_FAILED, 0)) or None)
     peer = None if compare is None else _peer(compare, config, world.size)
     terminal = False if as_json or not world.first else None  # None: detect
@@ -187,7 +187,8 @@ def _resolve(
         notes.append(("auto-batch", note))
     # Only the training split is timed, so the held-out split may be too small.
     if corpus is not None:
-        corpus.check(config.model.vocab, config.model.seq, "train")
+        special = config.objective.special_ids
+        corpus.check(config.model.vocab, config.text_length, "train", special_ids=special)
     return config, notes
 
 

@@ -311,7 +311,8 @@ def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None
     elif not quiet:
         figures = ""
         if last:
-            figures = f"held-out loss {last['loss']:.4f} nats/token, {last['bpb']:.4f} bits/byte"
+            figures = f"held-out loss {last['loss']:.4f} nats/token"
+            figures += f", {last['bpb']:.4f} bits/byte" if last.get("bpb") is not None else ""
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
         if status == "stopped":
             print(f"continue with: launch pretrain --resume --out {path}")

@@ -45,6 +45,7 @@ def evaluate(
     import torch
 
     from pipeline.checkpoint.restore import load_model
+    from pipeline.config.objective import padded_vocab
     from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
     from pipeline.runs.directory import same_tokenizer
@@ -63,22 +64,22 @@ def evaluate(
     # Two tokenizers of the same size fit the same model, and the loss would mean nothing.
     same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
     # An imported run has no recorded fingerprint, so the size is checked as well.
-    if corpus.padded_vocab != config.model.vocab:
+    vocab = padded_vocab(corpus.manifest.tokenizer.vocab, config.objective)
+    if vocab != config.model.vocab:
         raise ConfigError(
-            f"--data {where} has {corpus.padded_vocab:,} pieces, but the run was trained on "
+            f"--data {where} has {vocab:,} pieces, but the run was trained on "
             f"{config.model.vocab:,}; {remedy}"
         )
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
-        figures = evaluator(lambda micro: model(*micro).nll)  # nats, without auxiliary losses
+        # Nats, without auxiliary losses.
+        figures = evaluator(lambda micro: model(**micro.inputs).nll)
     if as_json:
         print(json.dumps({"run": str(run), "data": str(where), **figures}))
         return
-    print(
-        f"{run}: {figures['loss']:.4f} nats per token, {figures['bpb']:.4f} bits per byte "
-        f"on {where}"
-    )
+    bits = f", {figures['bpb']:.4f} bits per byte" if "bpb" in figures else ""
+    print(f"{run}: {figures['loss']:.4f} nats per predicted token{bits} on {where}")
 
 
 @app.command(

@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from pipeline.config import schema
@@ -19,7 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.stack import Losses
-from pipeline.objective.batch import Batch
+from pipeline.objective.batch import Batch, random_batch
 from pipeline.optim.groups import build_optimizer
 from pipeline.parallel.engine import balance
 from pipeline.parallel.fragments import Piece
@@ -63,7 +62,7 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
         nlls = []
         routings = []
         for micro in micros:
-            losses: Losses = model(*micro)
+            losses: Losses = model(**micro.inputs)
             (losses.total / len(micros)).backward()  # type: ignore[no-untyped-call]
             nlls.append(losses.nll.item())
             routings.append(losses.routing)
@@ -154,19 +153,12 @@ def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:
 
 
 def draw_batch(config: RunConfig, step: int, world: World) -> Batch:
-    """Draw rows from a seed and hash them as the loader does.
+    """Draw a rank's rows of a step from a seed.
 
     In the second step all tokens are the same: all choose the same experts, and some ranks' experts
     get none.
     """
-    seq = config.model.seq
     rows = config.rows
-    generator = torch.Generator().manual_seed(config.seed * 1000 + step)
-    tokens = torch.randint(config.model.vocab, (rows, seq + 1), generator=generator)
-    if step == 1:
-        tokens = tokens[:1, :1].repeat(rows, seq + 1)
     reader, readers = world.reader(config.parallel.sp)
     own = range(reader * rows // readers, (reader + 1) * rows // readers)
-    digest = sum(xxhash.xxh3_64_intdigest(tokens[row].numpy().data, row) for row in own)
-    tokens = tokens[own.start : own.stop]
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), digest % 2**64)
+    return random_batch(config, config.seed * 1000 + step, own, same=step == 1)

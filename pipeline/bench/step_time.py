@@ -24,7 +24,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import prefetch
 from pipeline.errors import RunError
-from pipeline.objective.batch import Batch
+from pipeline.objective.batch import Batch, random_batch
 from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
@@ -227,10 +227,7 @@ def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator
     # Reached only without a corpus: the loop above does not end.
     for step in itertools.count():
         # A seed for each step and reader: every rank draws other rows.
-        generator = torch.Generator().manual_seed(step * readers + reader)
-        shape = (config.rows // readers, config.model.seq + 1)
-        tokens = torch.randint(config.model.vocab, shape, generator=generator)
-        yield Batch(tokens[:, :-1], tokens[:, 1:], 0)
+        yield random_batch(config, step * readers + reader, range(config.rows // readers))
 
 
 def _parts(

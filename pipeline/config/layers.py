@@ -1,7 +1,7 @@
 """Layers of TOML become one config.
 
 base < size × architecture < recipe < data < cluster < file < --set. The recipe is itself a setting,
-so that every command that takes --set can change it.
+so that every command that takes --set can change it. An architecture may name its objective.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from pipeline.atomic import read_regular
+from pipeline.config.objective import Objective, Spans, padded_vocab
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
@@ -41,16 +42,40 @@ def load(
     file: Path | None = None,
     sets: Iterable[str] = (),
     over: Table | None = None,
+    pieces: int | None = None,
 ) -> RunSpec:
-    """Layer the shipped files, the user's file and the command line; `over` is applied last."""
-    if model is None:  # else that of --init
+    """Layer the shipped files, the user's file and the command line; `over` is applied last.
+
+    The vocabulary is that of a tokenizer of so many `pieces`, if the data is known, and of the
+    special ids of the objective."""
+    shape: Table = {"model": model}  # of --init
+    if model is None:
         assert size is not None
-        model = _named_model(size, arch)
+        shape = _named_model(size, arch)
     own = [*_own_layers(file, sets), over or {}]
-    layers = [read_toml(CONFIGS / "base.toml"), {"model": model}, recipe_layer(own), data or {}]
+    layers = [read_toml(CONFIGS / "base.toml"), shape, recipe_layer(own), data or {}]
     if cluster:
         layers.append(named_table("cluster", cluster))
-    return validate(RunSpec, reduce(merge, [*layers, *own]))
+    table = reduce(merge, [*layers, *own])
+    objective = validate(_Predicted, {"objective": table["objective"]}).objective
+    if pieces is not None:
+        layers.append({"model": {"vocab": padded_vocab(pieces, objective)}})
+        table = reduce(merge, [*layers, *own])
+    if isinstance(objective, Spans) and isinstance(table["model"], Mapping):
+        table = merge(table, _two_lengths(table["model"], objective))
+    return validate(RunSpec, table)
+
+
+class _Predicted(Frozen):
+    objective: Objective
+
+
+def _two_lengths(model: Table, objective: Spans) -> dict[str, Any]:
+    """`model.seq` of the user is what the encoder reads. What the decoder writes follows."""
+    reads = model.get("source_seq") or model.get("seq")
+    if model.get("stack") != "encoder-decoder" or not isinstance(reads, int) or reads < 8:
+        return {}  # refused when it is validated
+    return {"model": {"source_seq": reads, "seq": objective.target_length(reads)}}
 
 
 def recipe_layer(own: Iterable[Table] = ()) -> dict[str, Any]:
@@ -135,7 +160,8 @@ def names(kind: str) -> list[str]:
 
 
 def _named_model(name: str, arch: str | None) -> dict[str, Any]:
-    """A size in an architecture. A published model brings its own unless another is given."""
+    """A size in an architecture, and what that is usually trained to predict. A published model
+    brings its own architecture unless another is given."""
     rows = read_toml(CONFIGS / "sizes.toml")
     if name not in rows:
         known = nearest(_nearest_size(name, rows), rows)
@@ -143,7 +169,10 @@ def _named_model(name: str, arch: str | None) -> dict[str, Any]:
     size = validate(Size, rows[name], where="configs/sizes.toml")
     arch = arch or size.arch or "dense"
     path = _named("arch", arch)
-    return {"size": name, "arch": arch, **cross(size, validate(Arch, read_toml(path), str(path)))}
+    table = read_toml(path)
+    predicted = {key: table.pop(key) for key in ("objective",) if key in table}
+    crossed = cross(size, validate(Arch, table, str(path)))
+    return {"model": {"size": name, "arch": arch, **crossed}, **predicted}
 
 
 def _nearest_size(name: str, known: Iterable[str]) -> str:
@@ -229,7 +258,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     # Pydantic's words for these two do not say what to write instead.
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
-    if first["type"] == "model_type" and inner:
+    if first["type"] in ("model_type", "model_attributes_type") and inner:
         text = f"is a table; set {key}.{inner[0]} or another of its keys: {', '.join(inner)}"
     # A value of an environment table may be a credential.
     hidden = "env" in path or isinstance(first["input"], dict)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, model_validator
 
+from pipeline.config.objective import Causal, Objective, refuse
 from pipeline.config.parts import (
     Auto,
     Count,
@@ -346,11 +347,25 @@ class RunSpec(Frozen):
     recipe: str = "adamw"  # in configs/recipe; older runs, which name none, were trained with this
     init: str | None = None  # the run or checkpoint whose weights this run starts from
     model: Model
+    objective: Objective = Causal()
     data: Data
     optim: OptimSpec
     train: TrainSpec
     parallel: ParallelSpec
     cluster: Cluster
+
+    @model_validator(mode="after")
+    def _objective_is_served(self) -> Self:
+        model = self.model
+        apart = self.data.documents or self.data.packing == "best-fit"
+        refusal = refuse(self.objective, model.stack, model.seq, model.source_seq, apart=apart)
+        require(not refusal, refusal)
+        return self
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of text that a row is made of."""
+        return self.objective.text_length(self.model.source_seq or self.model.seq)
 
 
 class RunConfig(RunSpec):

@@ -236,7 +236,7 @@ class RunView:
     @property
     def group(self) -> str:
         """Runs that one law can describe share a group."""
-        keys = ("experiment", "arch", "tokenizer", "convention")
+        keys = ("experiment", "arch", "objective", "tokenizer", "convention")
         parts = [text(self.record.get(key)) for key in keys]
         return hashlib.sha256("\n".join(parts).encode("utf-8", "replace")).hexdigest()[:8]
 

@@ -59,24 +59,21 @@ class Corpus:
             corpus._check_file(f"{shard.name}.idx", idx_bytes, shard.idx_hash, verify)
         return corpus
 
-    @property
-    def padded_vocab(self) -> int:
-        """Vocabulary of a model: GPUs multiply by multiples of 64 much faster."""
-        return -(-self.manifest.tokenizer.vocab // 64) * 64
-
     def split(self, name: str) -> Split:
         if name not in self.manifest.splits:
             known = ", ".join(self.manifest.splits)
             raise DataError(f"{self.path}: split={name!r} does not exist; choose from {known}")
         return self.manifest.splits[name]
 
-    def check(self, vocab: int, seq: int, *splits: str) -> None:
-        """Check that a model of this vocabulary can read windows of this length."""
-        if vocab < self.manifest.tokenizer.vocab:
+    def check(self, vocab: int, seq: int, *splits: str, special_ids: int = 0) -> None:
+        """Check that a model of this vocabulary can read windows of this length, and has an id for
+        everything special that its objective adds to the text."""
+        pieces = self.manifest.tokenizer.vocab
+        if vocab < pieces + special_ids:
+            more = f" and the {special_ids:,} special ids of the objective" if special_ids else ""
             raise DataError(
-                f"model.vocab={vocab:,} is smaller than the {self.manifest.tokenizer.vocab:,} of "
-                f"the tokenizer in {self.path}; leave model.vocab out or prepare the data with "
-                "that vocabulary"
+                f"model.vocab={vocab:,} is smaller than the {pieces:,} of the tokenizer in "
+                f"{self.path}{more}; leave model.vocab out or prepare the data with that vocabulary"
             )
         for split in splits:
             if self.split(split).tokens <= seq:

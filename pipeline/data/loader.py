@@ -21,14 +21,16 @@ import torch
 import xxhash
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.order import BLOCK, I64, Permutation, Schedule
+from pipeline.data.order import BLOCK, Permutation, Schedule
 from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
+from pipeline.objective.draws import I64, Draws
+from pipeline.objective.noise import IGNORE, Noise, Text
 
-IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
 AHEAD = 2  # batches that are prepared while one is trained on
 PACKED_SHARDS = 8  # shuffled together, and cached packings
+HELD_OUT = 2**63  # seed of the noise of held-out text; no run has such a seed
 
 
 class Row(NamedTuple):
@@ -212,7 +214,8 @@ class Loader:
 
     Documents are concatenated by default; with packing="best-fit", no document crosses a row. With
     boundaries (always if packed), a batch has the document of each token, so that attention and
-    positions can restart there.
+    positions can restart there. With noise (objective/noise.py), a row is made of seq tokens of
+    text.
     """
 
     def __init__(
@@ -225,13 +228,16 @@ class Loader:
         seed: int,
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
+        noise: Noise | None = None,
     ) -> None:
-        self.seq = seq  # tokens per row
+        self.seq = seq  # tokens of text per row
         self.rows = rows  # of a batch, over all ranks
         self.seed = seed
         self._eod = corpus.manifest.tokenizer.eod
         self._packed = packing == "best-fit"
         self._boundaries = boundaries or self._packed
+        self._noise = noise
+        self._held_out = split != "train"
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
         weighted = [s for s in corpus.manifest.sources if s.weight is not None and split == "train"]
@@ -252,6 +258,8 @@ class Loader:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
+        if self._noise is not None:
+            return self._noisy_batch(step, rows, self._noise)
         # Tokens, targets and documents are separate and contiguous; each row is read once.
         tokens_BS, targets_BS, documents_BS = np.zeros((3, len(rows), self.seq), np.int64)
         digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
@@ -272,6 +280,27 @@ class Loader:
             hash=digest % 2**64,
             documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
         )
+
+    def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
+        examples = []
+        digest = 0
+        for number in rows:
+            sample = step * self.rows + number
+            stream, window = self._place(sample)
+            # Held-out text has the same noise in every evaluation of every run, training text
+            # another one each time it is read.
+            draws = Draws(HELD_OUT, window) if self._held_out else Draws(self.seed, sample)
+            example = noise(self._text(self._streams[stream].read(window)), draws)
+            examples.append(example)
+            digest += xxhash.xxh3_64_intdigest(example.raw, number)
+        return Batch.stack(examples, digest % 2**64)
+
+    def _text(self, row: Row) -> Text:
+        tokens = row.tokens.astype(np.int64)
+        documents = row.documents
+        if self._boundaries and documents is None:
+            documents = np.cumsum(np.append(0, tokens[:-1] == self._eod))
+        return Text(tokens, documents, int((row.targets != IGNORE).sum()))
 
     def _place(self, sample: int) -> tuple[int, int]:
         """Return the stream and the window that a sample number draws."""

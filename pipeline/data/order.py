@@ -9,29 +9,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.data.shards import SourceShare
 from pipeline.errors import ConfigError
+from pipeline.objective.draws import F64, I64, U64, Draws, mix
 
 if TYPE_CHECKING:  # training needs no recipe
     from pipeline.data.corpus_recipe import Mixture
 
-F64 = npt.NDArray[np.float64]
-I64 = npt.NDArray[np.int64]
-U64 = npt.NDArray[np.uint64]
-
 BLOCK = 4096  # samples; weights are rounded to 1/4096
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, as in SplitMix64
 # Four rounds suffice in theory (Luby & Rackoff 1988); two more as the mix is not cryptographic.
 ROUNDS = 6
-
-
-def mix(x: U64) -> U64:
-    """SplitMix64's finalizer (Steele et al. 2014): every input bit affects every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Permutation:
@@ -47,11 +35,7 @@ class Permutation:
         self.n = n
         self._a = max(1, int(np.ceil(np.sqrt(n))))
         self._b = -(-n // self._a)
-        # Python's integers may be negative or longer than 64 bits.
-        state = np.array([seed & (2**64 - 1), epoch & (2**64 - 1)], np.uint64)
-        base = mix(mix(state[:1] + np.uint64(GOLDEN)) + state[1:])
-        rounds = np.arange(1, ROUNDS + 1, dtype=np.uint64)
-        self._keys: U64 = mix(base + rounds * np.uint64(GOLDEN))
+        self._keys = Draws(seed, epoch).bits(ROUNDS)
 
     def __call__(self, index: I64) -> I64:
         out = self._feistel(index.astype(np.uint64))

@@ -23,7 +23,7 @@ from pipeline.data.corpus import WORK, Corpus, claimed, is_finished, publish
 from pipeline.data.corpus_recipe import Dedup, Malformed, Recipe, Task
 from pipeline.data.dedup import deduplicate
 from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
-from pipeline.data.order import U64, check_mixture, mixed
+from pipeline.data.order import check_mixture, mixed
 from pipeline.data.ray_pool import cluster, run
 from pipeline.data.readers import read, tokens_not_text
 from pipeline.data.shards import (
@@ -40,6 +40,7 @@ from pipeline.data.sketch import Sketched, ngrams, sketch, word_hashes
 from pipeline.data.sources import Warn, plan
 from pipeline.data.tokenizer import Tokenizer, check_vocab_size, train_on
 from pipeline.errors import DataError
+from pipeline.objective.draws import U64
 
 MALFORMED = "malformed.jsonl"
 MALFORMED_SHARE = 0.01  # of the documents; more looks like a wrong file, not like a few bad lines

@@ -24,8 +24,8 @@ from pipeline.atomic import sync_directory
 from pipeline.config.parts import Frozen
 from pipeline.data.clean import Batch, Document, Ledger, before_dedup
 from pipeline.data.corpus_recipe import MB, Malformed, Near, Recipe, Task
-from pipeline.data.order import U64, mix
 from pipeline.data.shards import Stage, save
+from pipeline.objective.draws import U64, mix
 
 BOTTOM = 512  # smallest shingle hashes per document: exact Jaccard up to that many, ±0.02 beyond
 PART_BYTES = 128 * MB  # of sketches in memory; sorting takes as much again

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.data.order import GOLDEN, U64, mix
+from pipeline.objective.draws import GOLDEN, U64, mix
 
 I64 = npt.NDArray[np.int64]
 

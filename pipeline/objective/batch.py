@@ -1,11 +1,19 @@
 """What the data stage hands to training.
 
-B rows of this rank · S tokens per row
+B rows of this rank · S tokens per row · E tokens per row of an encoder beside a decoder
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+import numpy as np
+import torch
+import xxhash
 from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.objective.draws import Draws
+from pipeline.objective.noise import Example, Text, Vocabulary, make_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +21,58 @@ class Batch:
     """One rank's rows of one global step."""
 
     tokens_BS: Tensor  # int64 inputs
-    targets_BS: Tensor  # int64, the next token; -100 where a packed row predicts nothing
+    targets_BS: Tensor  # int64, the token to predict; -100 where a place predicts nothing
     hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
     documents_BS: Tensor | None = None  # int64, a token's document in its row, if asked for
+    # Of objectives that need them, all int64.
+    source_BE: Tensor | None = None  # inputs of the encoder
+    source_documents_BE: Tensor | None = None  # cross-attention stays within each document
+    segments_BS: Tensor | None = None  # which of two texts a token belongs to
+    prefix_B: Tensor | None = None  # tokens at the start of a row that all others see
+    labels_B: Tensor | None = None  # of the row as a whole; -100 for none
+
+    @classmethod
+    def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":
+        found = {}
+        for name, column in zip(TENSORS, zip(*rows, strict=True), strict=True):
+            if column[0] is not None:
+                stacked_BS = torch.from_numpy(np.stack(column))
+                # One number per row is a vector, not a matrix of one column.
+                found[name] = stacked_BS.squeeze(1) if name.endswith("_B") else stacked_BS
+        return cls(hash=hash, **found)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that this batch has, by the names that the model knows them by."""
+        every = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def pinned(self) -> "Batch":
         """A copy in pinned memory, which a GPU reads while it computes."""
-        documents_BS = None if self.documents_BS is None else self.documents_BS.pin_memory()
-        tokens_BS = self.tokens_BS.pin_memory()
-        targets_BS = self.targets_BS.pin_memory()
-        return replace(self, tokens_BS=tokens_BS, targets_BS=targets_BS, documents_BS=documents_BS)
+        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        return Batch(hash=self.hash, **pinned)
+
+
+TENSORS = tuple(field.name for field in fields(Batch) if field.name != "hash")
+
+
+def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = False) -> Batch:
+    """These rows of a global batch of random text, made and hashed as the loader does it: for
+    checks and benchmarks without data. With `same`, all its tokens are the same."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = Vocabulary(config.model.vocab - config.objective.special_ids, eod=0)
+    noise = make_noise(config.objective, vocabulary)
+    # Without noise, a text is its inputs and one more target.
+    shape = (config.rows, config.text_length + (noise is None))
+    texts = torch.randint(vocabulary.pieces, shape, generator=generator)
+    if same:
+        texts = texts[:1, :1].repeat(shape)
+    if noise is None:
+        digest = sum(xxhash.xxh3_64_intdigest(texts[row].numpy().data, row) for row in rows)
+        texts = texts[rows.start : rows.stop]
+        return Batch(texts[:, :-1].contiguous(), texts[:, 1:].contiguous(), digest % 2**64)
+    whole = [Text(text, None, len(text)) for text in texts.numpy()]
+    examples = [noise(whole[row], Draws(seed, row)) for row in rows]
+    made = zip(rows, examples, strict=True)
+    digest = sum(xxhash.xxh3_64_intdigest(example.raw, row) for row, example in made)
+    return Batch.stack(examples, digest % 2**64)

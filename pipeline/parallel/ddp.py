@@ -66,7 +66,7 @@ class DDPEngine:
         routings = []
         for micro in micros:
             with self.clock("forward"):
-                losses: Losses = self._model(*micro)
+                losses: Losses = self._model(**micro.inputs)
             with self.clock("backward"):
                 # Without no_sync DDP reduces after every micro-batch. That is slow, and correct:
                 # what has been averaged before stays the same on every rank.
@@ -92,7 +92,7 @@ class DDPEngine:
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:
         self._model.eval()
-        losses: Losses = self._model(*micro)
+        losses: Losses = self._model(**micro.inputs)
         return losses.nll
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -18,11 +18,21 @@ from pipeline.parallel.world import World
 
 
 class Micro(NamedTuple):
-    """The input of one forward pass of one rank."""
+    """The input of one forward pass of one rank: the tensors of a `Batch`, cut into parts."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
     documents_BS: Tensor | None = None  # attention stays within each document
+    source_BE: Tensor | None = None
+    source_documents_BE: Tensor | None = None
+    segments_BS: Tensor | None = None
+    prefix_B: Tensor | None = None
+    labels_B: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of the model's forward pass."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Passed(NamedTuple):

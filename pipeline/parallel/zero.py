@@ -118,7 +118,7 @@ class ZeroEngine:
                 with self.clock("optimizer"):
                     self._engine.step()
             with self.clock("forward"):
-                losses: Losses = self._engine(*micro)
+                losses: Losses = self._engine(**micro.inputs)
             with self.clock("backward"):
                 self._engine.backward(losses.total)
             nlls.append(losses.nll.detach())
@@ -195,7 +195,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Tensor:
         self._engine.eval()
-        losses: Losses = self._engine(*micro)
+        losses: Losses = self._engine(**micro.inputs)
         return losses.nll
 
     # --- what a rank holds

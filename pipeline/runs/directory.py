@@ -276,6 +276,8 @@ def facts(
         "experiment": config.experiment,
         "size": config.model.size,
         "arch": config.model.arch,
+        # Older runs do not name theirs, which was causal.
+        **({} if config.objective.name == "causal" else {"objective": config.objective.name}),
         "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
         "flops_per_token": flops_per_token,
         "convention": account.CONVENTION,

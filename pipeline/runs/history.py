@@ -116,7 +116,7 @@ def read_record(path: Path) -> Record:
     valid = {"params.scaling": isinstance(params, dict) and _positive(params.get("scaling"))}
     for key in ("name", "convention", "tokenizer"):
         valid[key] = isinstance(record.get(key), str)
-    for key in ("experiment", "size", "arch", "data"):
+    for key in ("experiment", "size", "arch", "objective", "data"):
         valid[key] = isinstance(record.get(key), str | None)
     for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token"):
         valid[key] = record.get(key) is None or _positive(record[key])

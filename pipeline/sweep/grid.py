@@ -114,9 +114,9 @@ def _configs(
     sizes: tuple[str, ...], arch: str, data: str | None, cluster: str | None, sets: tuple[str, ...]
 ) -> dict[str, RunSpec]:
     # The vocabulary is that of the data, as in `launch pretrain`.
-    layer = {"model": {"vocab": Corpus.open(Path(data)).padded_vocab}} if data else None
+    pieces = Corpus.open(Path(data)).manifest.tokenizer.vocab if data else None
     return {
-        name: load(size=name, arch=arch, data=layer, cluster=cluster, sets=sets)
+        name: load(size=name, arch=arch, cluster=cluster, sets=sets, pieces=pieces)
         for name in sizes or names("size")
     }
 

@@ -162,7 +162,7 @@ def format_record(
         columns = [
             f"eval {steps}",
             f"loss {_number(record.get('loss'), 6)}",
-            f"bpb {_number(record.get('bpb'), 6)}",
+            *([f"bpb {_number(record['bpb'], 6)}"] if "bpb" in record else []),
         ]
     else:
         columns = [f"note {steps}", str(record.get("event", kind))]

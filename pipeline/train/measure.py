@@ -20,6 +20,7 @@ from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.objective.batch import Batch
+from pipeline.objective.noise import Vocabulary, make_noise
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 
@@ -40,7 +41,8 @@ class Evaluator:
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
-        """Nats per token, and bits per byte of the raw text, which compare across tokenizers."""
+        """Nats per predicted token, and bits per byte of the raw text, which compare across
+        tokenizers, if the objective predicts running text."""
         total = torch.zeros((), device=self._world.device)
         count = 0
         for step in range(self._batches):
@@ -49,6 +51,8 @@ class Evaluator:
                 total += nll(micro)  # stays on the device: read once, at the end
                 count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size
+        if not self._config.objective.whole_text:
+            return {"loss": loss}
         return {"loss": loss, "bpb": loss * self._bits_per_nat_token}
 
 
@@ -60,23 +64,25 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         # Best-fit packing keeps documents apart, so they are kept apart here as well.
         boundaries = boundaries or packing == "best-fit"
         packing = "concatenate"
+    tokenizer = corpus.manifest.tokenizer
     return Loader(
         corpus,
         split,
-        seq=config.model.seq,
+        seq=config.text_length,
         rows=config.rows,
         seed=config.seed,
         packing=packing,
         boundaries=boundaries,
+        noise=make_noise(config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod)),
     )
 
 
 def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
     """This rank's rows as micro-batches on its device; the copy does not wait for the device."""
-    micro = config.train.micro_batch
-    given = (batch.tokens_BS, batch.targets_BS, batch.documents_BS)
-    rows = [t.to(world.device, non_blocking=True) for t in given if t is not None]
-    return [Micro(*part) for part in zip(*(torch.split(t, micro) for t in rows), strict=True)]
+    names = list(batch.tensors)
+    rows = [t.to(world.device, non_blocking=True) for t in batch.tensors.values()]
+    parts = zip(*(torch.split(t, config.train.micro_batch) for t in rows), strict=True)
+    return [Micro(**dict(zip(names, part, strict=True))) for part in parts]
 
 
 # Time, speed and memory

@@ -250,9 +250,9 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     if name is not None:
         layer["name"] = re.sub(r"[^\w.-]", "-", name.resolve().name)[:64]
     model = None
-    if request.init is None:
-        layer["model"] = {"vocab": corpus.padded_vocab}
-    else:
+    pieces: int | None = corpus.manifest.tokenizer.vocab
+    if request.init is not None:
+        pieces = None  # the weights have a vocabulary already
         # Imports torch, which takes seconds.
         from pipeline.checkpoint.format import CONFIG
         from pipeline.checkpoint.restore import newest
@@ -261,15 +261,25 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         found = corpus.manifest.tokenizer.fingerprint
         same_tokenizer(request.init, found, f"--data {request.data}", remedy)
         start = newest(request.init).path
-        model = reload(start / CONFIG).model.model_dump(exclude_none=True)
+        before = reload(start / CONFIG)
+        model = before.model.model_dump(exclude_none=True)
         layer["init"] = str(start.resolve())
-    spec = load(size=request.size, arch=request.arch, model=model, data=layer, **request.layers)
+        layer["objective"] = before.objective.model_dump()
+    spec = load(
+        size=request.size,
+        arch=request.arch,
+        model=model,
+        data=layer,
+        pieces=pieces,
+        **request.layers,
+    )
     # A --config or --set may name other data than --data, which the run would fail to open.
     for key, value in data.items():
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
-    corpus.check(spec.model.vocab, spec.model.seq, "train", "valid")
+    special = spec.objective.special_ids
+    corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
     for key in _OF_THE_WEIGHTS if model is not None else ():
         asked = json.dumps(getattr(spec.model, key))
         was = json.dumps((model or {})[key])

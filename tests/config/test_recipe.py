@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.dump import flags
 from pipeline.config.layers import load, load_cluster, names
+from pipeline.config.objective import Causal, padded_vocab
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, UserError
@@ -216,7 +217,7 @@ def test_all_causes_are_named_at_once(arch, ranks, sets, remedy):
      ("1b", 8, ("train.micro_batch=2", "train.recompute=true"))],
 )  # fmt: skip
 def test_pretrain_uses_the_layout_that_show_recommends(corpus, tmp_path, inside, size, gpus, given):
-    vocab = f"model.vocab={Corpus.open(corpus).padded_vocab}"
+    vocab = f"model.vocab={padded_vocab(Corpus.open(corpus).manifest.tokenizer.vocab, Causal())}"
     sets = [part for each in (vocab, *given) for part in ("--set", each)]
     shown = inside("show", "--size", size, "--gpus", gpus, "--cluster", "h100", "--json", *sets)
     cluster = load_cluster("h100")

@@ -10,9 +10,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.objective import Masked, Objective, Prefix, Spans
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.order import Permutation
+from pipeline.objective.noise import Vocabulary, make_noise
 from tests.data.conftest import refused
 
 SEQ, ROWS = 64, 28
@@ -79,6 +81,52 @@ def test_ranks_split_the_same_batch(corpus: Corpus, world: int, packing: str) ->
             joined = torch.cat([getattr(part, name) for part in parts])
             assert torch.equal(joined, getattr(batch, name))
         assert sum(part.hash for part in parts) % 2**64 == batch.hash
+
+
+@pytest.mark.parametrize(
+    ("objective", "packing"),
+    [(Masked(), "concatenate"), (Masked(), "best-fit"), (Prefix(), "concatenate"),
+     (Spans(), "concatenate")],
+)  # fmt: skip
+def test_noise_is_the_same_on_any_number_of_ranks(
+    corpus: Corpus, objective: Objective, packing: str
+) -> None:
+    tokenizer = corpus.manifest.tokenizer
+
+    def fresh(seed: int = 3, split: str = "train") -> Loader:
+        noise = make_noise(objective, Vocabulary(tokenizer.vocab, tokenizer.eod))
+        seq = objective.text_length(SEQ)
+        return Loader(corpus, split, seq=seq, rows=ROWS, seed=seed, packing=packing, noise=noise)
+
+    whole = fresh()
+    whole_names = list(whole.batch(0).tensors)
+    for step in (0, 7, 10**6):
+        batch = whole.batch(step)
+        loader = fresh()  # as after a restart: no history
+        parts = [loader.batch(step, rank, 4) for rank in range(4)]
+        for name, tensor in batch.tensors.items():
+            assert torch.equal(torch.cat([part.tensors[name] for part in parts]), tensor)
+        assert sum(part.hash for part in parts) % 2**64 == batch.hash
+    # Held-out text has the same noise in every run, in whatever order it is read.
+    found = []
+    for seed in (3, 4):
+        loader = fresh(seed, "valid")
+        batches = [loader.batch(step) for step in range(-(-loader.windows // ROWS))]
+        columns = [torch.cat([batch.tensors[name] for batch in batches]) for name in whole_names]
+        rows = torch.cat([c.reshape(len(c), -1) for c in columns], 1)
+        found.append(sorted(map(str, rows[: loader.windows].tolist())))
+    assert found[0] == found[1]
+
+
+def test_the_hash_covers_the_noise(corpus: Corpus) -> None:
+    tokenizer = corpus.manifest.tokenizer
+    noise = make_noise(Masked(), Vocabulary(tokenizer.vocab, tokenizer.eod))
+    batch = Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=3, noise=noise).batch(5)
+    both = torch.cat([batch.tokens_BS, batch.targets_BS], 1).numpy()
+    hashes = [xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(both)]
+    assert batch.hash == sum(hashes) % 2**64
+    assert ((batch.targets_BS >= 0).sum(1) == round(0.15 * SEQ)).all()
+    assert (batch.tokens_BS == tokenizer.vocab).any()  # the mask: the first special id
 
 
 def test_the_hash_is_of_the_windows(loader: Loader) -> None:

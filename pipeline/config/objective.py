@@ -1,0 +1,181 @@
+"""What a model predicts, and from what: the closed union `[objective]` of a run.
+
+Special ids (mask, sentinels) lie above the tokenizer's own. A model's vocabulary includes as many
+as its objective needs, so that the same token shards serve every objective.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipeline.config.parts import Frozen, Positive, Share, require
+
+Stack = Literal["decoder", "encoder", "encoder-decoder"]
+_Part = Annotated[float, Field(gt=0, lt=1)]
+_Length = Annotated[float, Field(ge=1)]
+
+
+class _Objective(Frozen):
+    kind: str
+
+    @property
+    def stack(self) -> Stack:
+        """The only stack that can serve this objective."""
+        return "decoder"
+
+    @property
+    def special_ids(self) -> int:
+        """Ids above the tokenizer's."""
+        return 0
+
+    def text_length(self, seq: int) -> int:
+        """Tokens of text that a row of `seq` places is made of."""
+        return seq
+
+    @property
+    def name(self) -> str:
+        """The kind and every setting that is not the default one: losses of two names do not
+        compare."""
+        given = self.model_dump(exclude_defaults=True)
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in given.items())])
+
+    @property
+    def whole_text(self) -> bool:
+        """Whether the loss is one of running text, of which bits per byte can be told."""
+        return False
+
+
+class Causal(_Objective):
+    """Each token from those before it."""
+
+    kind: Literal["causal"] = "causal"
+
+    @property
+    def whole_text(self) -> bool:
+        return True
+
+
+class Prefix(_Objective):
+    """Each token of a continuation, from a prefix that is read in both directions, and from the
+    continuation so far (arXiv 1910.10683, §3.2.2). The end of the prefix is drawn."""
+
+    kind: Literal["prefix"] = "prefix"
+    share: _Part = 0.5  # of a row's tokens that are predicted, the same number in every row
+
+    @property
+    def whole_text(self) -> bool:
+        return True
+
+    def text_length(self, seq: int) -> int:
+        return seq + 1  # the last token is only predicted
+
+    def predicted(self, seq: int) -> int:
+        return min(max(round(self.share * seq), 1), seq - 1)
+
+
+class Masked(_Objective):
+    """Some tokens of a text, from all others (BERT, arXiv 1810.04805)."""
+
+    kind: Literal["masked"] = "masked"
+    rate: _Part = 0.15  # of the tokens, which are predicted
+    mask: Share = 0.8  # of these, replaced by the mask
+    random: Share = 0.1  # of these, replaced by a random token; the others stay
+
+    @model_validator(mode="after")
+    def _one_whole(self) -> Self:
+        text = f"mask={self.mask} and random={self.random} are together above 1; lower one of them"
+        require(self.mask + self.random <= 1 + 1e-9, text)
+        return self
+
+    @property
+    def stack(self) -> Stack:
+        return "encoder"
+
+    @property
+    def special_ids(self) -> int:
+        return 1
+
+
+class Spans(_Objective):
+    """Spans that were cut out of a text, from the rest (T5, arXiv 1910.10683, §3.1.4). Every row
+    has the same number of noise tokens and spans, and so the same two lengths."""
+
+    kind: Literal["spans"] = "spans"
+    rate: _Part = 0.15  # of the tokens, which are cut out
+    length: _Length = 3.0  # mean, in tokens, of a span
+    sentinels: Positive = 100  # ids that stand for spans, one each
+
+    @model_validator(mode="after")
+    def _tokens_between(self) -> Self:
+        """Spans do not touch, so there are at least as many tokens between them as spans."""
+        most = self.length / (1 + self.length)
+        text = f"rate={self.rate} leaves no token between spans of {self.length:g} tokens"
+        require(self.rate < most, f"{text}; use a rate below {most:.3g}, or longer spans")
+        return self
+
+    @property
+    def stack(self) -> Stack:
+        return "encoder-decoder"
+
+    @property
+    def special_ids(self) -> int:
+        return self.sentinels
+
+    def noise(self, tokens: int) -> tuple[int, int]:
+        """Tokens that are cut out of a text of so many, and in how many spans."""
+        cut = min(max(round(tokens * self.rate), 1), tokens - 1)
+        # Each span follows at least one token that stays.
+        return cut, min(max(round(cut / self.length), 1), tokens - cut)
+
+    def text_length(self, seq: int) -> int:
+        """The longest text whose rest, sentinels and end fill `seq` places: T5's 512 are of 568."""
+        tokens = max(2, seq // 2)  # shorter than any result: a span has at least one token
+        while self._rest(tokens + 1) <= seq:
+            tokens += 1
+        return tokens
+
+    def target_length(self, seq: int) -> int:
+        """Places of the decoder: what was cut out, its sentinels and the end. T5 has 114."""
+        return sum(self.noise(self.text_length(seq))) + 1
+
+    def _rest(self, tokens: int) -> int:
+        cut, spans = self.noise(tokens)
+        return tokens - cut + spans + 1
+
+
+Objective = Annotated[Causal | Prefix | Masked | Spans, Field(discriminator="kind")]
+
+
+def padded_vocab(pieces: int, objective: Objective) -> int:
+    """Vocabulary of a model: GPUs multiply by multiples of 64 much faster."""
+    return -(-(pieces + objective.special_ids) // 64) * 64
+
+
+def refuse(
+    objective: Objective, stack: Stack, seq: int, source_seq: int | None, *, apart: bool
+) -> str:
+    """Why a stack, a sequence length or documents kept `apart` cannot serve an objective, and the
+    remedy; empty if they can."""
+    usual = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "spans"}
+    arch = {"decoder": "dense", "encoder": "bert", "encoder-decoder": "t5"}
+    key = f'objective.kind="{objective.kind}"'
+    if objective.stack != stack:
+        text = f'{key} needs model.stack="{objective.stack}", not "{stack}"'
+        remedy = f"--arch {arch[objective.stack]}, or --set objective.kind={usual[stack]}"
+        return f"{text}; use {remedy}"
+    if isinstance(objective, Prefix | Spans) and apart:
+        text = f"{key} reads rows of running text, not documents kept apart"
+        return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    if isinstance(objective, Spans):
+        reads = source_seq or seq
+        if reads < 8:
+            return f"model.source_seq={reads} is too short for {key}; use at least 8"
+        _, spans = objective.noise(objective.text_length(reads))
+        if spans > objective.sentinels:
+            text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
+            return f"{text} of a row of {reads} tokens; set objective.sentinels={spans}"
+        writes = objective.target_length(reads)
+        if writes != seq:
+            text = f"model.seq={seq} but {key} cuts {writes} tokens of every {reads}"
+            return f"{text} that it reads; set model.seq={writes} and model.source_seq={reads}"
+    return ""

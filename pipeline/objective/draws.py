@@ -1,0 +1,49 @@
+"""Random numbers as a pure function of a key: no state to save, the same on any number of ranks."""
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, as in SplitMix64
+
+
+def mix(x: U64) -> U64:
+    """SplitMix64's finalizer (Steele et al. 2014): every input bit affects every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Draws:
+    """Random numbers of a key: SplitMix64 from a state that depends on both of its parts.
+
+    numpy's own generators are slower to make than a row, and may change between versions."""
+
+    def __init__(self, seed: int, number: int) -> None:
+        # Python's integers may be negative or longer than 64 bits.
+        state = np.array([seed & (2**64 - 1), number & (2**64 - 1)], np.uint64)
+        self._base = mix(mix(state[:1] + np.uint64(GOLDEN)) + state[1:])
+        self._drawn = 0
+
+    def bits(self, count: int) -> U64:
+        first = self._drawn + 1
+        self._drawn += count
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        return mix(self._base + numbers * np.uint64(GOLDEN))
+
+    def shares(self, count: int) -> F64:
+        """Uniform in [0, 1)."""
+        high_bits = (self.bits(count) >> np.uint64(11)).astype(np.float64)
+        return high_bits * 2.0**-53
+
+    def below(self, limit: int, count: int) -> I64:
+        # The remainder's bias is below limit / 2^64.
+        return (self.bits(count) % np.uint64(limit)).astype(np.int64)
+
+    def choice(self, among: I64, count: int) -> I64:
+        """Different ones, in no order."""
+        if count >= len(among):
+            return among
+        return among[np.argpartition(self.bits(len(among)), count)[:count]]

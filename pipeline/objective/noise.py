@@ -1,0 +1,120 @@
+"""From a text to what a model reads and what it predicts, row by row.
+
+A row's draws are a pure function of its key, so that they do not depend on the number of ranks and
+a resumed run sees the same rows. Every row predicts the same number of tokens, or fewer if it has
+padding: losses are means of means over micro-batches and ranks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, assert_never
+
+import numpy as np
+
+from pipeline.config.objective import Causal, Masked, Objective, Prefix, Spans
+from pipeline.objective.draws import I64, Draws
+
+IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
+
+
+class Example(NamedTuple):
+    """A row of a batch: the tensors of `Batch`, in the same order."""
+
+    tokens: I64
+    targets: I64
+    documents: I64 | None = None
+    source: I64 | None = None
+    source_documents: I64 | None = None
+    segments: I64 | None = None
+    prefix: I64 | None = None  # one number
+    labels: I64 | None = None  # one number
+
+    @property
+    def raw(self) -> memoryview:
+        """The bytes that the hash of a batch covers: everything that the model reads."""
+        return np.concatenate([part for part in self if part is not None]).data
+
+
+class Text(NamedTuple):
+    """What a row is made of."""
+
+    tokens: I64
+    documents: I64 | None  # of each token, if they are kept apart
+    length: int  # without padding
+
+
+class Vocabulary(NamedTuple):
+    pieces: int  # of the tokenizer; the special ids start here
+    eod: int  # ends every document, and starts what a decoder writes
+
+
+Noise = Callable[[Text, Draws], Example]
+
+
+def make_noise(objective: Objective, vocabulary: Vocabulary) -> Noise | None:
+    """What makes rows of texts; None if rows are texts as they are."""
+    match objective:
+        case Causal():
+            return None
+        case Prefix():
+            return lambda text, draws: continue_prefix(objective, text, draws)
+        case Masked():
+            return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
+        case Spans():
+            return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
+        case _:
+            assert_never(objective)
+
+
+def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
+    """Predict the same number of tokens after a prefix of any length that leaves as many."""
+    seq = len(text.tokens) - 1
+    predicted = objective.predicted(seq)
+    prefix = 1 + draws.below(seq - predicted, 1)
+    # The last token of the prefix predicts the first one after it.
+    first = int(prefix[0]) - 1
+    targets = np.full(seq, IGNORE)
+    targets[first : first + predicted] = text.tokens[first + 1 : first + predicted + 1]
+    return Example(text.tokens[:-1], targets, prefix=prefix)
+
+
+def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Predict some tokens, most of them hidden. The ends of documents are never predicted."""
+    words = np.flatnonzero(text.tokens[: text.length] != vocabulary.eod)
+    wanted = max(1, round(objective.rate * text.length))
+    chosen = draws.choice(words, wanted)
+    targets = np.full(len(text.tokens), IGNORE)
+    targets[chosen] = text.tokens[chosen]
+    share = draws.shares(len(chosen))
+    random = draws.below(vocabulary.pieces, len(chosen))
+    tokens = text.tokens.copy()
+    hidden = np.where(share < objective.mask + objective.random, random, tokens[chosen])
+    tokens[chosen] = np.where(share < objective.mask, vocabulary.pieces, hidden)
+    return Example(tokens, targets, text.documents)
+
+
+def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Replace each span by a sentinel; predict the sentinels, each followed by its span.
+
+    As T5's random_spans_noise_mask: text and noise are each divided into as many random parts as
+    there are spans, and the parts take turns, beginning with text."""
+    length = len(text.tokens)
+    cut, spans = objective.noise(length)
+    parts = np.empty(2 * spans, np.int64)
+    parts[0::2] = random_parts(length - cut, spans, draws)
+    parts[1::2] = random_parts(cut, spans, draws)
+    sentinels = vocabulary.pieces + np.arange(spans)
+    is_noise = np.repeat(np.arange(2 * spans) % 2 == 1, parts)
+    source = text.tokens[~is_noise]
+    # A sentinel stands where a span was: after the tokens that stay before it.
+    source = np.insert(source, np.cumsum(parts[0::2]), sentinels)
+    source = np.append(source, vocabulary.eod)
+    starts = np.cumsum(parts[1::2]) - parts[1::2]
+    targets = np.append(np.insert(text.tokens[is_noise], starts, sentinels), vocabulary.eod)
+    tokens = np.concatenate(([vocabulary.eod], targets[:-1]))
+    return Example(tokens, targets, source=source)
+
+
+def random_parts(total: int, parts: int, draws: Draws) -> I64:
+    """Lengths of parts of at least one that add up to a total, every such list as likely."""
+    borders = np.sort(draws.choice(np.arange(1, total), parts - 1))
+    return np.diff(np.concatenate(([0], borders, [total])))

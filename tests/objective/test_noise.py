@@ -1,0 +1,228 @@
+"""What is made of a text, against the code of Hugging Face and T5 and against closed forms."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+from pipeline.config.objective import Masked, Objective, Prefix, Spans
+from pipeline.objective.draws import Draws
+from pipeline.objective.noise import IGNORE, Example, Text, Vocabulary, make_noise
+
+PIECES = 1000
+EOD = 2
+MASK = PIECES
+VOCABULARY = Vocabulary(PIECES, EOD)
+
+
+def some_text(length: int, seed: int = 0) -> Text:
+    tokens = np.random.default_rng(seed).integers(3, PIECES, length)
+    return Text(tokens, None, length)
+
+
+def made(objective: Objective, text: Text, seed: int = 0, sample: int = 0) -> Example:
+    noise = make_noise(objective, VOCABULARY)
+    assert noise is not None
+    return noise(text, Draws(seed, sample))
+
+
+# ── Masks ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fates(tokens: np.ndarray, before: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Counts of predicted tokens that were hidden, replaced and kept."""
+    chosen = targets >= 0
+    assert (tokens[~chosen] == before[~chosen]).all()
+    assert (targets[chosen] == before[chosen]).all()
+    hidden = (tokens == MASK) & chosen
+    kept = (tokens == before) & chosen
+    return np.array([hidden.sum(), (chosen & ~hidden & ~kept).sum(), kept.sum()])
+
+
+def test_masks_have_the_statistics_of_hugging_face() -> None:
+    rows = 400
+    length = 512
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(PIECES)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]")
+    assert tokenizer.mask_token_id == MASK
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=1)
+    texts = np.stack([some_text(length, seed).tokens for seed in range(rows)])
+    special = torch.zeros(texts.shape, dtype=torch.bool)
+    theirs, labels = collator.torch_mask_tokens(torch.from_numpy(texts.copy()), special)
+    wanted = fates(theirs.numpy(), texts, labels.numpy())
+    ours = [made(Masked(), Text(text, None, length), 7, i) for i, text in enumerate(texts)]
+    tokens = np.stack([example.tokens for example in ours])
+    targets = np.stack([example.targets for example in ours])
+    found = fates(tokens, texts, targets)
+    # Five standard deviations of the difference of two counts.
+    assert (np.abs(found - wanted) < 5 * np.sqrt(found + wanted)).all()
+    # Theirs scatters around the mean; ours is the same number in every row.
+    assert ((targets >= 0).sum(axis=1) == round(0.15 * length)).all()
+    assert (labels.numpy() >= 0).sum(axis=1).std() > 5
+    # Every place is as likely: the counts of 512 places scatter as those of a binomial.
+    places = (targets >= 0).sum(axis=0)
+    assert places.std() == pytest.approx(np.sqrt(rows * 0.15 * 0.85), rel=0.2)
+    random = tokens[(targets >= 0) & (tokens != MASK) & (tokens != texts)]
+    assert random.min() < 50 and random.max() > PIECES - 50 and random.max() < PIECES
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(4, 300), st.floats(0.01, 0.99), st.integers(0, 2**63 - 1), st.data())
+def test_masks_are_exact_counts_of_words(length: int, rate: float, seed: int, data) -> None:
+    text = some_text(length, seed % 1000)
+    ends = data.draw(st.integers(0, length - 2))
+    text.tokens[np.random.default_rng(seed).permutation(length)[:ends]] = EOD
+    padding = data.draw(st.integers(0, length // 2))
+    text = Text(text.tokens, np.arange(length), length - padding)
+    example = made(Masked(rate=rate), text, seed)
+    words = (text.tokens[: length - padding] != EOD).sum()
+    chosen = example.targets >= 0
+    assert chosen.sum() == min(max(1, round(rate * (length - padding))), words)
+    assert not chosen[length - padding :].any() and (example.targets[chosen] != EOD).all()
+    assert example.documents is text.documents
+
+
+def test_shares_of_masks_are_settings() -> None:
+    text = some_text(1000)
+    for mask, random, wanted in ((1.0, 0.0, [150, 0, 0]), (0.0, 0.0, [0, 0, 150])):
+        example = made(Masked(mask=mask, random=random), text)
+        assert fates(example.tokens, text.tokens, example.targets).tolist() == wanted
+
+
+# ── Spans ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def t5_noise_mask(length: int, density: float, mean: float, rng: np.random.Generator):
+    """random_spans_noise_mask of t5/data/preprocessors.py, in numpy."""
+    noise = min(max(round(length * density), 1), length - 1)
+    spans = max(round(noise / mean), 1)
+
+    def segmentation(items: int, segments: int) -> np.ndarray:
+        first = np.arange(items - 1) < segments - 1
+        rng.shuffle(first)
+        segment_id = np.cumsum(np.concatenate(([False], first)))
+        return np.bincount(segment_id, minlength=segments)
+
+    lengths = np.stack([segmentation(length - noise, spans), segmentation(noise, spans)], axis=1)
+    starts = np.cumsum(lengths.reshape(-1))[:-1]
+    indicator = np.zeros(length, int)
+    indicator[starts] = 1
+    return np.cumsum(indicator) % 2 == 1
+
+
+def t5_sentinels(tokens: np.ndarray, noise: np.ndarray) -> list[int]:
+    """noise_span_to_unique_sentinel, with sentinels that count up from PIECES."""
+    previous = np.concatenate(([False], noise[:-1]))
+    first = noise & ~previous
+    sentinel = PIECES - 1 + np.cumsum(first)
+    return np.where(first, sentinel, tokens)[~(noise & previous)].tolist()
+
+
+def noise_of(example: Example, text: Text) -> np.ndarray:
+    """Which tokens of a text were cut out. Every token of the text is different."""
+    assert example.source is not None
+    return ~np.isin(text.tokens, example.source)
+
+
+def different(length: int) -> Text:
+    return Text(np.arange(3, 3 + length), None, length)
+
+
+def test_t5_reads_512_and_writes_114_of_568() -> None:
+    spans = Spans()
+    assert spans.text_length(512) == 568 and spans.target_length(512) == 114
+    example = made(spans, some_text(568))
+    assert example.source is not None
+    assert (len(example.source), len(example.tokens), len(example.targets)) == (512, 114, 114)
+    assert spans.noise(568) == (85, 28)
+
+
+@pytest.mark.parametrize("sample", range(20))
+def test_sentinels_stand_where_t5_puts_them(sample: int) -> None:
+    text = different(568)
+    example = made(Spans(), text, sample=sample)
+    noise = noise_of(example, text)
+    assert example.source is not None and noise.sum() == 85
+    assert example.source.tolist() == [*t5_sentinels(text.tokens, noise), EOD]
+    assert example.targets.tolist() == [*t5_sentinels(text.tokens, ~noise), EOD]
+    assert example.tokens.tolist() == [EOD, *example.targets.tolist()[:-1]]
+
+
+def test_spans_are_as_likely_as_those_of_t5() -> None:
+    """All cuts of a short text: each of them, and each as often."""
+    draws = 12_000
+    rng = np.random.default_rng(0)
+    text = different(9)
+    spans = Spans(rate=0.45, length=2.0)
+    theirs = Counter(tuple(t5_noise_mask(9, 0.45, 2.0, rng)) for _ in range(draws))
+    ours = Counter(tuple(noise_of(made(spans, text, 1, i), text)) for i in range(draws))
+    # 4 tokens in 2 spans between 5 in 2 parts: 3 × 4 ways.
+    assert ours.keys() == theirs.keys() and len(ours) == 12
+    expected = draws / len(ours)
+    chi2 = sum((count - expected) ** 2 / expected for count in ours.values())
+    assert chi2 < 35  # 11 degrees of freedom: one in 4,000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(8, 700), st.floats(0.02, 0.7), st.floats(1.0, 12.0), st.integers(0, 2**62))
+def test_every_row_has_the_same_lengths(seq: int, rate: float, length: float, seed: int) -> None:
+    if rate >= length / (1 + length) * 0.95:
+        return
+    spans = Spans(rate=rate, length=length, sentinels=10_000)
+    size = spans.text_length(seq)
+    text = different(size)
+    noise = make_noise(spans, Vocabulary(10**6, EOD))
+    assert noise is not None
+    example = noise(text, Draws(seed, 3))
+    assert example.source is not None
+    assert len(example.source) == seq and len(example.targets) == spans.target_length(seq)
+    cut = example.targets[(example.targets < 10**6) & (example.targets != EOD)]
+    # Nothing is lost: what was cut out and what is left are the text.
+    kept = example.source[(example.source < 10**6) & (example.source != EOD)]
+    assert sorted([*cut, *kept]) == text.tokens.tolist()
+
+
+# ── Prefixes, and what all kinds share ────────────────────────────────────────────────────────────
+
+
+def test_a_prefix_of_any_length_and_as_many_targets() -> None:
+    prefix = Prefix(share=0.25)
+    text = different(101)
+    ends = []
+    for sample in range(2000):
+        example = made(prefix, text, sample=sample)
+        assert example.prefix is not None
+        end = int(example.prefix[0])
+        ends.append(end)
+        predicted = np.flatnonzero(example.targets >= 0)
+        # The last token of the prefix predicts the first after it.
+        assert predicted.tolist() == list(range(end - 1, end + 24))
+        assert (example.targets[predicted] == text.tokens[predicted + 1]).all()
+        assert (example.tokens == text.tokens[:-1]).all()
+    assert set(ends) == set(range(1, 76))
+
+
+@pytest.mark.parametrize("objective", [Masked(), Spans(), Prefix()])
+def test_draws_are_a_function_of_seed_and_sample(objective: Objective) -> None:
+    text = some_text(568)
+    one = made(objective, text, 5, 9)
+    assert bytes(one.raw) == bytes(made(objective, text, 5, 9).raw)
+    assert bytes(one.raw) != bytes(made(objective, text, 5, 10).raw)
+    assert bytes(one.raw) != bytes(made(objective, text, 6, 9).raw)
+    assert (text.tokens == some_text(568).tokens).all()  # the text itself does not change
+    assert IGNORE not in one.tokens
+
+
+def test_the_stream_of_draws_never_changes() -> None:
+    """SplitMix64's published first outputs for the seed 1234567; a resumed run needs the same."""
+    draws = Draws(1234, 5)
+    assert draws.bits(2).tolist() == [16798086689510436074, 8632482709287447233]
+    assert draws.below(1000, 3).tolist() == [618, 785, 248]
+    draws._base = np.array([1234567], np.uint64)
+    draws._drawn = 0
+    assert draws.bits(2).tolist() == [6457827717110365317, 3203168211198807973]
