@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from launch.options import AsJson, RunPath, TokenizerFile, examples
+from launch.tasks import evaluate_tasks
 from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ app = typer.Typer()
         "launch evaluate --run runs/1b",
         "launch evaluate --run runs/1b/checkpoints/step-00002000 --data data/other --batches 64 "
         "--json",
+        "launch evaluate --run runs/1b --tasks blimp.jsonl.gz --questions 6700",
+        "launch evaluate --run runs/1b --tasks hellaswag --tasks lambada_openai --nproc 8",
         "sbatch --gpus-per-node=1 slurm/export.sbatch evaluate --run runs/1b",
     )
 )
@@ -39,9 +42,42 @@ def evaluate(
     batches: Annotated[
         int | None, Option(min=1, help="Held-out batches; by default as many as in training.")
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        Option(help="A JSON-lines file of questions, or a task of lm-eval. Repeatable."),
+    ] = None,
+    questions: Annotated[
+        int | None, Option(min=1, help="Of each task, evenly spread; by default all.")
+    ] = None,
+    shots: Annotated[
+        int | None, Option(min=0, help="Examples before each question, for tasks of lm-eval.")
+    ] = None,
+    task_dir: Annotated[
+        Path | None, Option(help="Directory with more lm-eval tasks, as YAML files.")
+    ] = None,
+    nproc: Annotated[
+        int | None, Option(min=1, help="Processes that share the tasks; by default one per GPU.")
+    ] = None,
+    tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print nats per token and bits per byte on held-out text, computed on one device."""
+    """Print nats per token and bits per byte on held-out text, or the scores of tasks."""
+    if tasks:
+        evaluate_tasks(
+            run,
+            tasks,
+            questions=questions,
+            shots=shots,
+            folder=task_dir,
+            processes=nproc,
+            tokenizer=tokenizer,
+            as_json=as_json,
+        )
+        return
+    for option, value in (("questions", questions), ("shots", shots), ("task-dir", task_dir)):
+        if value is not None:
+            raise ConfigError(f"--{option} {value} belongs to tasks; add --tasks")
+
     import torch
 
     from pipeline.checkpoint.restore import load_model

@@ -139,6 +139,11 @@ def load_weights(directory: Path, *, dtype: torch.dtype | None = None) -> Weight
     return Weights(newest(directory), dtype)
 
 
+def run_config(directory: Path) -> RunConfig:
+    """The config of a run, or of the run that a checkpoint belongs to."""
+    return reload(newest(directory).path / CONFIG)
+
+
 def load_model(
     directory: Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[Decoder, RunConfig]:

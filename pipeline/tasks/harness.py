@@ -1,0 +1,124 @@
+"""EleutherAI's lm-eval on our checkpoints, without an export. It is an optional extra."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
+from pipeline.tasks.likelihood import Pair
+from pipeline.tasks.readers import Reader
+
+if TYPE_CHECKING:
+    from pipeline.data.tokenizer import Tokenizer
+
+MAX_NEW = 256  # tokens that a task generates unless it says otherwise, as in lm-eval
+INSTALL = "lm-eval is not installed; run `pip install 'isoflop[tasks]'`"
+
+
+def evaluate(
+    names: Sequence[str],
+    reader: Reader,
+    tokenizer: "Tokenizer",
+    *,
+    folder: Path | None = None,
+    questions: int | None = None,
+    shots: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """lm-eval's figures for each task, by metric. `folder` has more tasks as YAML files."""
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}") from None
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            f"--tasks {', '.join(unknown)}: neither a file nor a task of lm-eval; "
+            "`lm-eval ls tasks` lists them, and --task-dir adds yours"
+        )
+    found = lm_eval.simple_evaluate(
+        _adapter(reader, tokenizer),
+        tasks=list(names),
+        num_fewshot=shots,
+        limit=questions,
+        task_manager=manager,
+        log_samples=False,
+        verbosity="ERROR",
+    )
+    return {
+        task: {
+            # lm-eval appends the name of the filter; "none" is no filter.
+            key.removesuffix(",none"): value
+            for key, value in figures.items()
+            if isinstance(value, int | float)
+        }
+        for task, figures in found["results"].items()
+    }
+
+
+def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
+    # The class exists only where lm-eval, its base, does.
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    class Adapter(TemplateLM):  # type: ignore[misc]
+        @property
+        def eot_token_id(self) -> int:
+            return tokenizer.eod
+
+        @property
+        def tokenizer_name(self) -> str:
+            return tokenizer.fingerprint
+
+        def tok_encode(self, string: str, *_: object, **__: object) -> list[int]:
+            ids: list[int] = tokenizer.encode(string).tolist()
+            return ids
+
+        def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
+            pairs = [Pair(tuple(context), tuple(answer)) for _, context, answer in requests]
+            return [(each.nats, each.greedy) for each in reader.score(pairs)]
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            """The likelihood of whole texts, in windows that share no predicted token."""
+            windows: list[Pair] = []
+            owners: list[int] = []
+            for number, request in enumerate(requests):
+                tokens = self.tok_encode(request.args[0])
+                cut = get_rolling_token_windows(tokens, tokenizer.eod, reader.longest, 1)
+                for context, answer in map(make_disjoint_window, cut):
+                    windows.append(Pair(tuple(context), tuple(answer)))
+                    owners.append(number)
+            totals = [0.0] * len(requests)
+            for owner, likelihood in zip(owners, reader.score(windows), strict=True):
+                totals[owner] += likelihood.nats
+            return totals
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            """Greedy continuations, each cut before the first of its stop texts."""
+            texts = [""] * len(requests)
+            lengths = {request.args[1].get("max_gen_toks", MAX_NEW) for request in requests}
+            for most in sorted(lengths):
+                numbers = [
+                    number
+                    for number, request in enumerate(requests)
+                    if request.args[1].get("max_gen_toks", MAX_NEW) == most
+                ]
+                room = max(1, reader.longest - most)
+                prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in numbers]
+                prompts = [prompt or [tokenizer.eod] for prompt in prompts]
+                found = reader.generate(prompts, most, tokenizer.eod)
+                for number, tokens in zip(numbers, found, strict=True):
+                    ended = tokens[-1:] == [tokenizer.eod]
+                    text = tokenizer.decode(tokens[:-1] if ended else tokens)
+                    texts[number] = _until(text, requests[number].args[1].get("until", ()))
+            return texts
+
+    return Adapter()
+
+
+def _until(text: str, stops: str | Sequence[str]) -> str:
+    for stop in [stops] if isinstance(stops, str) else stops:
+        if stop:
+            text = text.partition(stop)[0]
+    return text

@@ -1,0 +1,119 @@
+"""Task files: JSON lines with questions that a language model answers by likelihood.
+
+A line has one of three forms, and optionally a `task`, the part of the file that it belongs to:
+
+    {"good": "The cats sleep.", "bad": "The cats sleeps."}                    a minimal pair
+    {"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}               a multiple choice
+    {"prompt": "The capital of France is", "continuation": " Paris"}          a continuation
+
+A file may be compressed with gzip. Its name, without the extension, is the name of the task.
+"""
+
+import gzip
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.atomic import read_regular
+from pipeline.errors import DataError
+
+_MAX_BYTES = 2**30  # of a file
+_FORMS = "good and bad; or prompt, choices and answer; or prompt and continuation"
+
+
+class Question(NamedTuple):
+    part: str  # of the task
+    prompt: str
+    answers: tuple[str, ...]  # one answer is an exact continuation: the model has to say it
+    right: int  # which answer is right
+
+
+class Task(NamedTuple):
+    name: str
+    questions: tuple[Question, ...]
+
+    def sample(self, most: int | None) -> "Task":
+        """At most so many questions, evenly spread over the parts and within each."""
+        if most is None or most >= len(self.questions):
+            return self
+        parts: dict[str, list[Question]] = defaultdict(list)
+        for question in self.questions:
+            parts[question.part].append(question)
+        # The first parts get one question more if the number does not divide evenly.
+        each, more = divmod(most, len(parts))
+        chosen: list[Question] = []
+        for index, questions in enumerate(parts.values()):
+            wanted = min(each + (index < more), len(questions))
+            chosen += [questions[i * len(questions) // wanted] for i in range(wanted)]
+        return Task(self.name, tuple(chosen))
+
+
+def read_tasks(files: Sequence[str | Path]) -> list[Task]:
+    tasks = [read_task(Path(file)) for file in files]
+    names = [task.name for task in tasks]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise DataError(f"two task files are named {', '.join(sorted(twice))}; rename one of them")
+    return tasks
+
+
+def read_task(path: Path) -> Task:
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    try:
+        data = read_regular(path, _MAX_BYTES)
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"task file {path} cannot be read: {error}") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    questions = [_question(line, name, f"{path}:{at}") for at, line in enumerate(lines, 1)]
+    if not questions:
+        raise DataError(f"task file {path} has no questions; a line has {_FORMS}")
+    return Task(name, tuple(questions))
+
+
+def _question(line: str, name: str, where: str) -> Question:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}")
+    part = _text(row, "task", where) if "task" in row else name
+    if "good" in row or "bad" in row:
+        return Question(part, "", (_text(row, "good", where), _text(row, "bad", where)), 0)
+    prompt = _text(row, "prompt", where, empty=True)
+    if "continuation" in row:
+        return Question(part, prompt, (_text(row, "continuation", where),), 0)
+    choices = row.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise DataError(f"{where}: choices={choices!r} is not a list of two or more texts")
+    answers = tuple(_text({"choices": choice}, "choices", where) for choice in choices)
+    right = row.get("answer")
+    if type(right) is not int or not 0 <= right < len(answers):
+        raise DataError(f"{where}: answer={right!r} is not the number of a choice; count from 0")
+    return Question(part, prompt, answers, right)
+
+
+def _text(row: dict[str, Any], key: str, where: str, *, empty: bool = False) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not (value or empty):
+        raise DataError(f"{where}: {key}={value!r} is not a text; a line has {_FORMS}")
+    return value
+
+
+class Score(NamedTuple):
+    """How a model does on a task or a part of it."""
+
+    accuracy: float
+    accuracy_per_byte: float  # choosing by likelihood per byte, which favors no short answer
+    bits_per_byte: float  # of the right answers
+    questions: int
+
+
+def mean(scores: Iterable[Score]) -> Score:
+    """The mean over parts, as published for BLiMP: each part counts the same."""
+    accuracy, per_byte, bits, questions = zip(*scores, strict=True)
+    count = len(questions)
+    return Score(sum(accuracy) / count, sum(per_byte) / count, sum(bits) / count, sum(questions))

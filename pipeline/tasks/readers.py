@@ -1,0 +1,114 @@
+"""A trained model that scores and generates, in this process or in one process per device."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pipeline.checkpoint.restore import load_model, run_config
+from pipeline.errors import RunError
+from pipeline.model.decode import generate
+from pipeline.tasks.likelihood import Likelihood, Pair, scorer
+
+T = TypeVar("T")
+Prompt = Sequence[int]
+GENERATED_AT_ONCE = 32  # prompts
+
+
+class Reader(Protocol):
+    longest: int  # tokens that the model reads at once
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """The likelihoods of the answers, in order."""
+
+    def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
+        """The greedy continuation of each prompt, in order."""
+
+
+class Model:
+    """The model of a run on one device, in the usual precision of training there."""
+
+    def __init__(self, run: Path, device: torch.device) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._model, config = load_model(run, dtype=dtype, device=device)
+        self.longest = config.model.seq
+        self.score = scorer(self._model, self.longest, device)
+
+    def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        for at in range(0, len(prompts), GENERATED_AT_ONCE):
+            found += generate(self._model, prompts[at : at + GENERATED_AT_ONCE], most, end)
+        return found
+
+
+class Pool:
+    """The same model in several processes, which share the work."""
+
+    def __init__(self, workers: ProcessPoolExecutor, processes: int, longest: int) -> None:
+        self._workers = workers
+        self._processes = processes
+        self.longest = longest
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        return self._share(_score, pairs)
+
+    def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
+        return self._share(partial(_generate, most=most, end=end), prompts)
+
+    def _share(self, work: Callable[[Sequence[Any]], list[T]], items: Sequence[Any]) -> list[T]:
+        """Each process takes every n-th item: neighbors have similar lengths."""
+        count = self._processes
+        shares = [items[index::count] for index in range(count)]
+        out: list[Any] = [None] * len(items)
+        try:
+            for index, found in enumerate(self._workers.map(work, shares)):
+                out[index::count] = found
+        except BrokenProcessPool:
+            raise RunError(
+                f"a process of --nproc {count} ended; it may lack memory: give fewer"
+            ) from None
+        return out
+
+
+@contextmanager
+def open_model(run: Path, processes: int) -> Iterator[Reader]:
+    """A run's model in so many processes, each on its own GPU where there are any."""
+    if processes == 1:
+        yield Model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return
+    context = get_context("spawn")  # CUDA does not survive a fork
+    taken = context.Value("i", 0)
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    workers = ProcessPoolExecutor(
+        processes, context, initializer=_load, initargs=(run, taken, threads)
+    )
+    with workers:
+        yield Pool(workers, processes, run_config(run).model.seq)
+
+
+_model: Model  # of a worker process
+
+
+def _load(run: Path, taken: Any, threads: int) -> None:
+    global _model
+    with taken.get_lock():
+        number = taken.value
+        taken.value += 1
+    torch.set_num_threads(threads)
+    gpus = torch.cuda.device_count()
+    _model = Model(run, torch.device("cuda", number % gpus) if gpus else torch.device("cpu"))
+
+
+def _score(pairs: Sequence[Pair]) -> list[Likelihood]:
+    return _model.score(pairs)
+
+
+def _generate(prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
+    return _model.generate(prompts, most, end)
