@@ -18,7 +18,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 # Minutes each; they start first, so that no worker waits for another at the end.
 LONGEST = ("cluster/test_jobs.py", "train/test_survive.py", "train/test_run.py")
 # Whole suites that start training processes, and fixtures that take seconds to set up.
-SLOW_SUITES = ("attack", "bench", "hub", "parallel", "train", "test_legacy.py")
+SLOW_SUITES = ("attack", "bench", "hub", "parallel", "tasks", "train", "test_legacy.py")
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
 
 

@@ -1,0 +1,190 @@
+"""Scores of tasks, held against lm-eval's own Hugging Face backend and against plain torch."""
+
+import gzip
+import json
+import math
+
+import pytest
+import torch
+
+from pipeline.errors import DataError
+from pipeline.tasks.likelihood import Likelihood, Pair, encode_pair, score_parts, scorer
+from pipeline.tasks.questions import Question, Task, read_task
+from tests.conftest import launch
+from tests.train.test_run import TINY
+
+# A task of lm-eval whose data is a local file.
+YAML = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: {kind}
+target_delimiter: ""
+doc_to_text: "{{{{prompt}}}}"
+{more}
+"""
+CHOICE = """doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+ROLLING = """doc_to_target: "{{prompt}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+UNTIL = """doc_to_target: " x"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+QUESTIONS = [
+    {"prompt": "def f(x):\n    return", "choices": [" x", " import", " None, None"], "answer": 0},
+    {"prompt": "import ", "choices": ["os", "the number of", "sys"], "answer": 2},
+    {"prompt": "for i in range(10):\n    print(", "choices": ["i)", "zebra"], "answer": 0},
+    {
+        "prompt": "class A:\n    def __init__(self" + ", a" * 200,
+        "choices": ["):", "\n"],
+        "answer": 0,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tasks") / "run"
+    launch("pretrain", *TINY, "--data", corpus, "--out", out)
+    return out
+
+
+def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    data = tmp_path / "questions.jsonl"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    kinds = {"multiple_choice": CHOICE, "loglikelihood_rolling": ROLLING, "generate_until": UNTIL}
+    for kind, more in kinds.items():
+        (tmp_path / f"{kind}.yaml").write_text(
+            YAML.format(name=f"our_{kind}", data=data, kind=kind, more=more)
+        )
+    launch("export", "--run", run, "--to", tmp_path / "hub")
+    names = [f"our_{kind}" for kind in kinds]
+    truth = lm_eval.simple_evaluate(
+        HFLM(pretrained=str(tmp_path / "hub"), device="cpu", batch_size=2, dtype="float32"),
+        tasks=names, task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0,
+    )  # fmt: skip
+    asked = [part for name in names for part in ("--tasks", name)]
+    options = ("--task-dir", tmp_path, "--nproc", 2, "--tasks", data, "--json")
+    found = json.loads(launch("evaluate", "--run", run, *asked, *options).stdout)["tasks"]
+    choice, rolling, until = (truth["results"][name] for name in names)
+    assert found["our_multiple_choice"]["acc"] == choice["acc,none"]
+    assert found["questions"]["accuracy"] == choice["acc,none"]
+    assert found["our_generate_until"]["exact_match"] == until["exact_match,none"]
+    bits = found["our_loglikelihood_rolling"]["bits_per_byte"]
+    assert bits == pytest.approx(rolling["bits_per_byte,none"], rel=1e-4)
+    # The likelihoods themselves, not only who is ahead; and what was generated.
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.runs.directory import tokenizer_of
+    from pipeline.tasks.harness import _adapter
+    from pipeline.tasks.readers import Model
+
+    model, config = load_model(run)
+    ours = _adapter(Model(run, torch.device("cpu")), tokenizer_of(run, config.data.dir))
+    for kind in ("multiple_choice", "generate_until"):
+        for sample in truth["samples"][f"our_{kind}"]:
+            requests = [_Request(arguments) for arguments in sample["arguments"]]
+            if kind == "generate_until":
+                assert ours.generate_until(requests) == sample["resps"][0]
+                continue
+            likelihoods = [float(response[0][0]) for response in sample["resps"]]
+            mine = [nats for nats, _ in ours.loglikelihood(requests, disable_tqdm=True)]
+            assert mine == pytest.approx(likelihoods, abs=1e-4)
+
+
+class _Request:
+    def __init__(self, arguments):
+        self.args = arguments
+
+
+def test_likelihoods_do_not_depend_on_batch_or_padding():
+    torch.manual_seed(0)
+    table = torch.randn(50, 50)
+
+    def logits(tokens_BS):
+        return table[tokens_BS]  # the next token depends on the last one only
+
+    pairs = [Pair((1,), (2, 3)), Pair(tuple(range(40)), (5,)), Pair((7, 8), tuple(range(9, 30)))]
+    found = scorer(logits, 32, torch.device("cpu"))(pairs)
+    for pair, likelihood in zip(pairs, found, strict=True):
+        whole = [*pair.context, *pair.answer][-33:]
+        wanted = 0.0
+        greedy = True
+        for last, token in list(zip(whole, whole[1:], strict=False))[-len(pair.answer) :]:
+            wanted += table[last].log_softmax(-1)[token].item()
+            greedy &= table[last].argmax().item() == token
+        assert likelihood.nats == pytest.approx(wanted, abs=1e-5) and likelihood.greedy == greedy
+
+
+def test_scores_follow_from_likelihoods():
+    questions = (
+        Question("a", "", ("right", "wrong one"), 0),
+        Question("a", "", ("xy", "x"), 1),
+        Question("b", "say", (" it",), 0),
+    )
+    found = [(-2.0, False), (-3.0, False), (-2.0, False), (-1.5, False), (-1.0, True)]
+    parts = score_parts(Task("t", questions), [Likelihood(*each) for each in found])
+    # By byte: −0.4 against −0.33, and −1 against −1.5.
+    assert parts["a"][:2] == (1.0, 0.0) and parts["b"][:2] == (1.0, 1.0)
+    bits = (2.0 / 5 + 1.5 / 1) / 2 / math.log(2)
+    assert parts["a"].bits_per_byte == pytest.approx(bits) and parts["a"].questions == 2
+
+
+def test_a_sample_is_spread_over_the_parts():
+    questions = tuple(Question(f"p{i % 3}", "", (str(i), "x"), 0) for i in range(300))
+    parts = [question.part for question in Task("t", questions).sample(31).questions]
+    assert [parts.count(part) for part in ("p0", "p1", "p2")] == [11, 10, 10]
+
+
+def test_an_answer_takes_the_spaces_before_it(corpus):
+    from pipeline.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.open(corpus / "tokenizer.model")
+    spaced = encode_pair(tokenizer, "import  ", "os")
+    assert spaced == encode_pair(tokenizer, "import", "  os")
+    assert tokenizer.decode([*spaced.context, *spaced.answer]) == "import  os"
+    assert encode_pair(tokenizer, "", "os").context == (tokenizer.eod,)
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("[1, 2]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"good": "a"}', "bad=None"),
+        ('{"good": 1, "bad": "b"}', "good=1"),
+        ('{"prompt": "a"}', "choices=None"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "choices="),
+        ('{"prompt": "a", "choices": ["b", 2], "answer": 0}', "choices=2"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer=2"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer=True"),
+        ('{"choices": ["b", "c"], "answer": 0}', "prompt=None"),
+        ('{"prompt": "a", "continuation": ""}', "continuation=''"),
+        ("", "no questions"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, key):
+    file = tmp_path / "task.jsonl"
+    file.write_text(line)
+    with pytest.raises(DataError, match=key):
+        read_task(file)
+
+
+def test_bad_requests_are_one_line(run, tmp_path, inside):
+    broken = tmp_path / "t.jsonl.gz"
+    broken.write_bytes(gzip.compress(b"{}")[:-9])
+    for task, words in {
+        "no/such.jsonl": "no such file",
+        str(broken): "cannot be read",
+        "no_such_task": "neither a file nor a task",
+    }.items():
+        assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
+    assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
