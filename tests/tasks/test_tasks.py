@@ -1,6 +1,7 @@
 """Scores of tasks, held against lm-eval's own Hugging Face backend and against plain torch."""
 
 import gzip
+import itertools
 import json
 import math
 
@@ -87,7 +88,7 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     from pipeline.tasks.harness import _adapter
     from pipeline.tasks.readers import Model
 
-    model, config = load_model(run)
+    _model, config = load_model(run)
     ours = _adapter(Model(run, torch.device("cpu")), tokenizer_of(run, config.data.dir))
     for kind in ("multiple_choice", "generate_until"):
         for sample in truth["samples"][f"our_{kind}"]:
@@ -118,7 +119,7 @@ def test_likelihoods_do_not_depend_on_batch_or_padding():
         whole = [*pair.context, *pair.answer][-33:]
         wanted = 0.0
         greedy = True
-        for last, token in list(zip(whole, whole[1:], strict=False))[-len(pair.answer) :]:
+        for last, token in list(itertools.pairwise(whole))[-len(pair.answer) :]:
             wanted += table[last].log_softmax(-1)[token].item()
             greedy &= table[last].argmax().item() == token
         assert likelihood.nats == pytest.approx(wanted, abs=1e-5) and likelihood.greedy == greedy
