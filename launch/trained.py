@@ -77,7 +77,11 @@ def evaluate(
     for option, value in (("questions", questions), ("shots", shots), ("task-dir", task_dir)):
         if value is not None:
             raise ConfigError(f"--{option} {value} belongs to tasks; add --tasks")
+    _evaluate_text(run, data, batches, as_json=as_json)
 
+
+def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json: bool) -> None:
+    """Evaluate on held-out text, on one device."""
     import torch
 
     from pipeline.checkpoint.restore import load_model
