@@ -9,8 +9,8 @@ from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
+    from pipeline.tasks.answering import Reader
     from pipeline.tasks.questions import Task
-    from pipeline.tasks.readers import Reader
 
 
 def evaluate_tasks(
@@ -41,7 +41,7 @@ def evaluate_tasks(
 
     from pipeline.checkpoint.restore import run_config
     from pipeline.runs.directory import tokenizer_of
-    from pipeline.tasks.readers import open_model
+    from pipeline.tasks.answering import open_model
 
     config = run_config(run)
     pieces = tokenizer_of(run, config.data.dir, tokenizer)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
+from pipeline.tasks.answering import Reader
 from pipeline.tasks.likelihood import Pair
-from pipeline.tasks.readers import Reader
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer

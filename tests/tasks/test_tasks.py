@@ -85,8 +85,8 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     # The likelihoods themselves, not only who is ahead; and what was generated.
     from pipeline.checkpoint.restore import load_model
     from pipeline.runs.directory import tokenizer_of
+    from pipeline.tasks.answering import Model
     from pipeline.tasks.harness import _adapter
-    from pipeline.tasks.readers import Model
 
     _model, config = load_model(run)
     ours = _adapter(Model(run, torch.device("cpu")), tokenizer_of(run, config.data.dir))
