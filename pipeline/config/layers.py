@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from pipeline.atomic import read_regular
-from pipeline.config.objective import Objective, Spans, padded_vocab
+from pipeline.config.objective import Objective, padded_vocab
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Arch, Size, cross
@@ -61,8 +61,8 @@ def load(
     if pieces is not None:
         layers.append({"model": {"vocab": padded_vocab(pieces, objective)}})
         table = reduce(merge, [*layers, *own])
-    if isinstance(objective, Spans) and isinstance(table["model"], Mapping):
-        table = merge(table, _two_lengths(table["model"], objective))
+    if isinstance(table["model"], Mapping):
+        table = merge(table, _lengths(table["model"], objective))
     return validate(RunSpec, table)
 
 
@@ -70,12 +70,15 @@ class _Predicted(Frozen):
     objective: Objective
 
 
-def _two_lengths(model: Table, objective: Spans) -> dict[str, Any]:
-    """`model.seq` of the user is what the encoder reads. What the decoder writes follows."""
-    reads = model.get("source_seq") or model.get("seq")
-    if model.get("stack") != "encoder-decoder" or not isinstance(reads, int) or reads < 8:
+def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
+    """The two lengths of an encoder–decoder; one of them follows from the other."""
+    seq: Any = model.get("seq")
+    source_seq: Any = model.get("source_seq")
+    valid = all(type(length) is int and length > 1 for length in (seq, source_seq or seq))
+    if model.get("stack") != "encoder-decoder" or not valid:
         return {}  # refused when it is validated
-    return {"model": {"source_seq": reads, "seq": objective.target_length(reads)}}
+    seq, source_seq = objective.lengths(seq, source_seq)
+    return {"model": {"seq": seq, "source_seq": source_seq or seq}}
 
 
 def recipe_layer(own: Iterable[Table] = ()) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.parts import Frozen, Positive, Share, require
+from pipeline.config.parts import Count, Frozen, Positive, Share, require
 
 Stack = Literal["decoder", "encoder", "encoder-decoder"]
 _Part = Annotated[float, Field(gt=0, lt=1)]
@@ -28,9 +28,13 @@ class _Objective(Frozen):
         """Ids above the tokenizer's."""
         return 0
 
-    def text_length(self, seq: int) -> int:
-        """Tokens of text that a row of `seq` places is made of."""
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        """Tokens of text that a row of a model with these lengths is made of."""
         return seq
+
+    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
+        """`model.seq` and `model.source_seq` that go together, nearest to those given."""
+        return seq, source_seq
 
     @property
     def name(self) -> str:
@@ -66,7 +70,7 @@ class Prefix(_Objective):
     def whole_text(self) -> bool:
         return True
 
-    def text_length(self, seq: int) -> int:
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
         return seq + 1  # the last token is only predicted
 
     def predicted(self, seq: int) -> int:
@@ -96,14 +100,11 @@ class Masked(_Objective):
         return 1
 
 
-class Spans(_Objective):
-    """Spans that were cut out of a text, from the rest (T5, arXiv 1910.10683, §3.1.4). Every row
-    has the same number of noise tokens and spans, and so the same two lengths."""
+class _Cut(_Objective):
+    """Spans of a text are cut out. Every row has as many tokens cut out, and as many spans."""
 
-    kind: Literal["spans"] = "spans"
-    rate: _Part = 0.15  # of the tokens, which are cut out
-    length: _Length = 3.0  # mean, in tokens, of a span
-    sentinels: Positive = 100  # ids that stand for spans, one each
+    rate: _Part  # of the tokens, which are cut out
+    length: _Length  # mean, in tokens, of a span
 
     @model_validator(mode="after")
     def _tokens_between(self) -> Self:
@@ -117,22 +118,38 @@ class Spans(_Objective):
     def stack(self) -> Stack:
         return "encoder-decoder"
 
-    @property
-    def special_ids(self) -> int:
-        return self.sentinels
-
     def noise(self, tokens: int) -> tuple[int, int]:
         """Tokens that are cut out of a text of so many, and in how many spans."""
         cut = min(max(round(tokens * self.rate), 1), tokens - 1)
         # Each span follows at least one token that stays.
         return cut, min(max(round(cut / self.length), 1), tokens - cut)
 
-    def text_length(self, seq: int) -> int:
-        """The longest text whose rest, sentinels and end fill `seq` places: T5's 512 are of 568."""
-        tokens = max(2, seq // 2)  # shorter than any result: a span has at least one token
-        while self._rest(tokens + 1) <= seq:
+
+class Spans(_Cut):
+    """Spans that were cut out of a text, from the rest (T5, arXiv 1910.10683, §3.1.4)."""
+
+    kind: Literal["spans"] = "spans"
+    rate: _Part = 0.15
+    length: _Length = 3.0
+    sentinels: Positive = 100  # ids that stand for spans, one each
+
+    @property
+    def special_ids(self) -> int:
+        return self.sentinels
+
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        """The longest text whose rest, sentinels and end fill what the encoder reads: T5's 512 are
+        of 568."""
+        reads = source_seq or seq
+        tokens = max(2, reads // 2)  # shorter than any result: a span has at least one token
+        while self._rest(tokens + 1) <= reads:
             tokens += 1
         return tokens
+
+    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
+        """A length alone is what the encoder reads."""
+        reads = source_seq or seq
+        return self.target_length(reads), reads
 
     def target_length(self, seq: int) -> int:
         """Places of the decoder: what was cut out, its sentinels and the end. T5 has 114."""
@@ -143,7 +160,28 @@ class Spans(_Objective):
         return tokens - cut + spans + 1
 
 
-Objective = Annotated[Causal | Prefix | Masked | Spans, Field(discriminator="kind")]
+class Denoise(_Cut):
+    """A whole text, from one whose sentences are permuted and whose spans are masks, one for each
+    span of any length (BART, arXiv 1910.13461: infilling with Poisson lengths)."""
+
+    kind: Literal["denoise"] = "denoise"
+    rate: _Part = 0.3
+    length: _Length = 3.0
+    permute: bool = True
+    # Ids that end a sentence, beside the end of a document; a new run reads them off its tokenizer.
+    stops: tuple[Count, ...] = ()
+
+    @property
+    def special_ids(self) -> int:
+        return 1
+
+    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
+        """The decoder writes the whole text; the encoder reads what is left of it."""
+        cut, spans = self.noise(seq)
+        return seq, seq - cut + spans
+
+
+Objective = Annotated[Causal | Prefix | Masked | Spans | Denoise, Field(discriminator="kind")]
 
 
 def padded_vocab(pieces: int, objective: Objective) -> int:
@@ -163,19 +201,16 @@ def refuse(
         text = f'{key} needs model.stack="{objective.stack}", not "{stack}"'
         remedy = f"--arch {arch[objective.stack]}, or --set objective.kind={usual[stack]}"
         return f"{text}; use {remedy}"
-    if isinstance(objective, Prefix | Spans) and apart:
+    if isinstance(objective, Prefix | Spans | Denoise) and apart:
         text = f"{key} reads rows of running text, not documents kept apart"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    if objective.lengths(seq, source_seq) != (seq, source_seq):
+        writes, reads = objective.lengths(seq, source_seq)
+        text = f"model.seq={seq} and model.source_seq={source_seq} do not go with {key}"
+        return f"{text}; set model.seq={writes} and model.source_seq={reads}"
     if isinstance(objective, Spans):
-        reads = source_seq or seq
-        if reads < 8:
-            return f"model.source_seq={reads} is too short for {key}; use at least 8"
-        _, spans = objective.noise(objective.text_length(reads))
+        _, spans = objective.noise(objective.text_length(seq, source_seq))
         if spans > objective.sentinels:
             text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
-            return f"{text} of a row of {reads} tokens; set objective.sentinels={spans}"
-        writes = objective.target_length(reads)
-        if writes != seq:
-            text = f"model.seq={seq} but {key} cuts {writes} tokens of every {reads}"
-            return f"{text} that it reads; set model.seq={writes} and model.source_seq={reads}"
+            return f"{text} of {source_seq} tokens; set objective.sentinels={spans}"
     return ""

@@ -365,7 +365,7 @@ class RunSpec(Frozen):
     @property
     def text_length(self) -> int:
         """Tokens of text that a row is made of."""
-        return self.objective.text_length(self.model.source_seq or self.model.seq)
+        return self.objective.text_length(self.model.seq, self.model.source_seq)
 
 
 class RunConfig(RunSpec):

@@ -96,6 +96,14 @@ class Corpus:
             f"seq={seq} needs {seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
         )
 
+    def sentence_ends(self) -> tuple[int, ...]:
+        """Ids of pieces that end a sentence."""
+        from pipeline.data.tokenizer import Tokenizer
+
+        pieces = Tokenizer.open(self.path / self.manifest.tokenizer.file).sentencepiece
+        every = range(self.manifest.tokenizer.vocab)
+        return tuple(i for i in every if pieces.id_to_piece(i).endswith((".", "!", "?", "\n")))
+
     def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
         """Map the ids of a shard."""
         path = self.path / f"{shard.name}.bin"

@@ -10,7 +10,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from pipeline.config.objective import Causal, Masked, Objective, Prefix, Spans
+from pipeline.config.objective import Causal, Denoise, Masked, Objective, Prefix, Spans
 from pipeline.objective.draws import I64, Draws
 
 IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
@@ -61,6 +61,8 @@ def make_noise(objective: Objective, vocabulary: Vocabulary) -> Noise | None:
             return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
         case Spans():
             return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
+        case Denoise():
+            return lambda text, draws: corrupt(objective, vocabulary, text, draws)
         case _:
             assert_never(objective)
 
@@ -112,6 +114,37 @@ def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws
     targets = np.append(np.insert(text.tokens[is_noise], starts, sentinels), vocabulary.eod)
     tokens = np.concatenate(([vocabulary.eod], targets[:-1]))
     return Example(tokens, targets, source=source)
+
+
+def corrupt(objective: Denoise, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Permute the sentences, replace each span by one mask, and predict the whole text.
+
+    The lengths of the spans are Poisson under the condition that their sum is the number of tokens
+    to cut out: every token falls into a span at random. A span of no token is a mask between two.
+    """
+    length = len(text.tokens)
+    cut, spans = objective.noise(length)
+    given = text.tokens
+    if objective.permute:
+        given = permute_sentences(given, (vocabulary.eod, *objective.stops), draws)
+    spans_lengths = np.bincount(draws.below(spans, cut), minlength=spans)
+    # Each span stands before another of the tokens that stay, or at the end.
+    before = np.sort(draws.choice(np.arange(length - cut + 1), spans))
+    starts = before + np.cumsum(spans_lengths) - spans_lengths
+    stays = np.ones(length, bool)
+    offsets = np.arange(cut) - np.repeat(np.cumsum(spans_lengths) - spans_lengths, spans_lengths)
+    stays[np.repeat(starts, spans_lengths) + offsets] = False
+    source = np.insert(given[stays], before, vocabulary.pieces)
+    tokens = np.concatenate(([vocabulary.eod], text.tokens[:-1]))
+    return Example(tokens, text.tokens, source=source)
+
+
+def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:
+    """A sentence ends with one of the stops; the last may be cut off."""
+    after = np.flatnonzero(np.isin(tokens[:-1], stops)) + 1
+    sentences = np.split(tokens, after)
+    order = np.argsort(draws.bits(len(sentences)))
+    return np.concatenate([sentences[i] for i in order])
 
 
 def random_parts(total: int, parts: int, draws: Draws) -> I64:

@@ -13,6 +13,7 @@ import psutil
 
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, reload
+from pipeline.config.objective import Denoise
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, RunError
@@ -273,6 +274,8 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces=pieces,
         **request.layers,
     )
+    if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
+        spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
     # A --config or --set may name other data than --data, which the run would fail to open.
     for key, value in data.items():
         other = getattr(spec.data, key)

@@ -1,5 +1,6 @@
 """What is made of a text, against the code of Hugging Face and T5 and against closed forms."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -10,9 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from pipeline.config.objective import Masked, Objective, Prefix, Spans
+from pipeline.config.objective import Denoise, Masked, Objective, Prefix, Spans
 from pipeline.objective.draws import Draws
-from pipeline.objective.noise import IGNORE, Example, Text, Vocabulary, make_noise
+from pipeline.objective.noise import (
+    IGNORE,
+    Example,
+    Text,
+    Vocabulary,
+    make_noise,
+    permute_sentences,
+)
 
 PIECES = 1000
 EOD = 2
@@ -187,6 +195,52 @@ def test_every_row_has_the_same_lengths(seq: int, rate: float, length: float, se
     assert sorted([*cut, *kept]) == text.tokens.tolist()
 
 
+# ── Denoising ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_infilling_has_poisson_lengths_and_exact_counts() -> None:
+    length = 512
+    text = different(length)
+    counts: Counter[int] = Counter()
+    rows = 400
+    for sample in range(rows):
+        example = made(Denoise(), text, sample=sample)
+        assert example.source is not None
+        assert example.targets.tolist() == text.tokens.tolist()
+        assert example.tokens.tolist() == [EOD, *text.tokens[:-1].tolist()]
+        masks = np.flatnonzero(example.source == MASK)
+        assert len(masks) == 51 and len(example.source) == 512 - 154 + 51
+        assert (np.diff(masks) > 1).all()
+        # A span is what lies between the two tokens around its mask.
+        around = np.concatenate(([text.tokens[0] - 1], example.source, [text.tokens[-1] + 1]))
+        counts.update((around[masks + 2] - around[masks] - 1).tolist())
+    spans = 51 * rows
+    assert sum(n * count for n, count in counts.items()) == 154 * rows
+    for n in range(9):
+        # Poisson with the mean 154/51, given the sum: binomial.
+        share = math.comb(154, n) * (1 / 51) ** n * (50 / 51) ** (154 - n)
+        assert counts[n] / spans == pytest.approx(share, abs=5 * math.sqrt(share / spans))
+
+
+def test_sentences_are_permuted_and_whole() -> None:
+    sentences = [
+        [10 * i + j for j in range(i % 4 + 1)] + [5 if i % 2 else EOD] for i in range(1, 9)
+    ]
+    tokens = np.array([token for sentence in sentences for token in sentence] + [900, 901])
+    wanted = sorted([*sentences, [900, 901]])
+    orders = set()
+    for sample in range(50):
+        found = permute_sentences(tokens, (EOD, 5), Draws(0, sample))
+        ends = np.flatnonzero(np.isin(found, (EOD, 5, 901))) + 1
+        parts = [part.tolist() for part in np.split(found, ends) if len(part)]
+        assert sorted(parts) == wanted
+        orders.add(str(parts))
+    assert len(orders) == 50
+    # Without a permutation, what is left is in the order of the text.
+    source = made(Denoise(permute=False, stops=(7,)), different(100)).source
+    assert source is not None and (np.diff(source[source != MASK]) > 0).all()
+
+
 # ── Prefixes, and what all kinds share ────────────────────────────────────────────────────────────
 
 
@@ -207,7 +261,7 @@ def test_a_prefix_of_any_length_and_as_many_targets() -> None:
     assert set(ends) == set(range(1, 76))
 
 
-@pytest.mark.parametrize("objective", [Masked(), Spans(), Prefix()])
+@pytest.mark.parametrize("objective", [Masked(), Spans(), Prefix(), Denoise()])
 def test_draws_are_a_function_of_seed_and_sample(objective: Objective) -> None:
     text = some_text(568)
     one = made(objective, text, 5, 9)
