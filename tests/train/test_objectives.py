@@ -1,0 +1,69 @@
+"""Runs of every objective: the same loss and tokens in every layout, bit for bit after a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import worlds
+from tests.train.test_run import hashes, losses, records
+
+COMMON = (
+    "--size", "tiny", "--steps", 12, "--no-track", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
+    "--set", "train.save_every=4", "--set", "train.eval_every=6", "--set", "train.eval_batches=2",
+    "--set", "optim.lr=0.003", "--set", "train.micro_batch=4",
+)  # fmt: skip
+OBJECTIVES = {
+    "masked": ("--set", "model.stack=encoder", "--set", "objective.kind=masked"),
+    "prefix": ("--set", "objective.kind=prefix"),
+}
+LAYOUTS = {"one": (1, 1), "zero 0": (2, 0), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every objective in every layout, and a run that is stopped and continued."""
+    folder = tmp_path_factory.mktemp("objectives")
+    jobs: list[dict] = []
+    for name, options in OBJECTIVES.items():
+        for layout, (ranks, zero) in LAYOUTS.items():
+            out = folder / name / layout
+            command = ["pretrain", *COMMON, *options, "--data", corpus, "--out", out]
+            command += ["--nproc", ranks, "--zero", zero]
+            jobs.append({"do": "launch", "arguments": command})
+    # The last run again, from the middle on another number of ranks.
+    out = folder / "masked" / "stopped"
+    start = ["pretrain", *COMMON, *OBJECTIVES["masked"], "--data", corpus, "--out", out]
+    jobs.append({"do": "launch", "arguments": [*start, "--zero", 1]})
+    jobs.append({"do": "cut", "out": out, "step": 8})
+    again = ["pretrain", "--resume", "--out", out, "--no-track"]
+    jobs.append({"do": "launch", "arguments": again})
+    worlds(jobs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_trains_the_same_run(runs: Path, objective: str, layout: str) -> None:
+    run = runs / objective / layout
+    one = runs / objective / "one"
+    assert hashes(run) == hashes(one)
+    assert losses(run) == pytest.approx(losses(one), abs=1e-5)
+    assert losses(run, "eval") == pytest.approx(losses(one, "eval"), abs=1e-5)
+
+
+def test_a_stopped_run_continues_bit_for_bit(runs: Path) -> None:
+    stopped = runs / "masked" / "stopped"
+    assert [r["step"] for r in records(stopped, "event") if r["event"] == "resume"] == [8]
+    assert losses(stopped) == losses(runs / "masked" / "one")
+    assert hashes(stopped) == hashes(runs / "masked" / "one")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_loss_falls_and_is_that_of_evaluate(runs: Path, inside, objective: str) -> None:
+    run = runs / objective / "one"
+    assert losses(run)[-1] < losses(run)[0] - 0.3
+    found = json.loads(inside("evaluate", "--run", run, "--json"))
+    logged = records(run, "eval")[-1]
+    assert found["loss"] == pytest.approx(logged["loss"], abs=1e-6)
+    assert ("bpb" in found) == ("bpb" in logged) == (objective == "prefix")
