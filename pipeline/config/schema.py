@@ -212,6 +212,14 @@ class Data(Frozen):
     hash: str | None = None  # of the data manifest; a resumed run refuses other data
 
 
+class Eval(Frozen):
+    """Tasks to score the model on whenever its held-out loss is computed."""
+
+    tasks: tuple[str, ...] = ()  # files of questions, see pipeline/tasks/questions.py
+    share: Share = 0.01  # of the run's compute that all tasks together may cost
+    questions: Positive | None = None  # of each task; None: as many as `share` pays for
+
+
 _Efficiency = Annotated[float, Field(gt=0, le=1)]
 # An argument on its own, which sbatch, srun or apptainer must not read as an option.
 Operand = Annotated[str, Field(pattern=r"^[^-\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
@@ -351,6 +359,7 @@ class RunSpec(Frozen):
     data: Data
     optim: OptimSpec
     train: TrainSpec
+    eval: Eval = Eval()
     parallel: ParallelSpec
     cluster: Cluster
 
@@ -360,6 +369,18 @@ class RunSpec(Frozen):
         apart = self.data.documents or self.data.packing == "best-fit"
         refusal = refuse(self.objective, model.stack, model.seq, model.source_seq, apart=apart)
         require(not refusal, refusal)
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_are_served(self) -> Self:
+        tasks = f"eval.tasks={list(self.eval.tasks)}"
+        remedy = "leave it out and use `launch evaluate --tasks` after the run"
+        if self.eval.tasks:
+            stack = self.model.stack
+            text = f'{tasks} needs a decoder, got model.stack="{stack}"; remove it'
+            require(stack == "decoder", text)
+            shared = f"{tasks} with parallel.sp={self.parallel.sp}, which cuts questions"
+            require(self.parallel.sp == 1, f"{shared}; {remedy}")
         return self
 
     @property

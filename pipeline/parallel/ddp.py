@@ -95,6 +95,12 @@ class DDPEngine:
         losses: Losses = self._model(**micro.inputs)
         return losses.nll
 
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        self._model.eval()
+        out: Tensor = self._model(tokens_BS)
+        return out
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None)
 

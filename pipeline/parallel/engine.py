@@ -102,6 +102,9 @@ class Engine(Protocol):
     def evaluate(self, micro: Micro) -> Tensor:
         """Return the mean loss in nats, without gradients."""
 
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """Return the logits of every place, without gradients."""
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield reduced, whole gradients by name; of shared experts, those of this rank.
 

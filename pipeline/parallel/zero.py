@@ -198,6 +198,12 @@ class ZeroEngine:
         losses: Losses = self._engine(**micro.inputs)
         return losses.nll
 
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        self._engine.eval()
+        out: Tensor = self._engine(tokens_BS)
+        return out
+
     # --- what a rank holds
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

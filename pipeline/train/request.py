@@ -27,6 +27,7 @@ from pipeline.planner.memory import (
     uses_muon,
 )
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
+from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import begin, meeting
 from pipeline.units import byte_size
 
@@ -289,7 +290,10 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         if asked != was:
             text = f"the weights of --init {request.init} were trained with {was}"
             raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
-    return spec
+    # Absolute, because a job may start in another directory; and readable, before anything starts.
+    tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
+    read_tasks(tasks)
+    return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
 
 
 def _fit(

@@ -26,6 +26,7 @@ from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_paren
 from pipeline.runs.directory import RunDir, fault_line
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
+from pipeline.tasks.monitor import Monitor
 from pipeline.track.console import Console, Tracker
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
@@ -54,6 +55,7 @@ def run(
     with closing(Watchdog(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker = build_engine(config, world)
         evaluator = Evaluator(config, corpus, world)
+        tasks = Monitor(config, corpus, world)
         saver = Saver(worker, config, directory.checkpoints, world)
         rollback: RollbackError | None = None
         while True:  # once, and again after each rollback
@@ -63,7 +65,7 @@ def run(
             guard = Guard(world.broadcast(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
-                return loop.train(batches, evaluator, start)
+                return loop.train(batches, evaluator, tasks, start)
             except RollbackError as trouble:
                 watch.enter("rollback", trouble.last)
                 loop.saved(saver.wait())

@@ -1,0 +1,92 @@
+"""Tasks that a run is scored on while it trains."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.data.corpus import Corpus
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.parallel.world import World
+from pipeline.tasks.likelihood import (
+    PASS_TOKENS,
+    Batch,
+    Likelihood,
+    Pair,
+    make_batches,
+    pairs_of,
+    score_batch,
+    score_parts,
+)
+from pipeline.tasks.questions import Task, mean, read_tasks
+
+FEWEST = 32  # questions of a task: with fewer, a score says nothing
+
+
+class Monitor:
+    """Scores the model of an engine; the ranks share the questions.
+
+    The questions are the same at every step and on any number of ranks. There are as many as
+    `eval.share` of the run's compute pays for, unless `eval.questions` gives their number."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, world: World) -> None:
+        self._world = world
+        self._compiled = config.train.compile
+        self._tasks: list[Task] = []
+        self._batches: list[list[Batch]] = []  # by task
+        if not config.eval.tasks:
+            return
+        tokenizer = Tokenizer.open(corpus.path / corpus.manifest.tokenizer.file)
+        longest = config.model.seq
+        most_tokens = PASS_TOKENS[world.device.type]
+        for task in read_tasks(config.eval.tasks):
+            pairs = pairs_of(task, tokenizer)
+            chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
+            self._tasks.append(chosen)
+            chosen_pairs = pairs_of(chosen, tokenizer)
+            self._batches.append(list(make_batches(chosen_pairs, longest, most_tokens)))
+
+    def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """The accuracy and the bits per byte of each task, as figures of an evaluation."""
+        figures: dict[str, float] = {}
+        for task, batches in zip(self._tasks, self._batches, strict=True):
+            found = self._likelihoods(logits, batches)
+            score = mean(score_parts(task, found).values())
+            figures[f"{task.name}/accuracy"] = score.accuracy
+            figures[f"{task.name}/bpb"] = score.bits_per_byte
+        return figures
+
+    def _likelihoods(
+        self, logits: Callable[[Tensor], Tensor], batches: list[Batch]
+    ) -> list[Likelihood]:
+        """Of all pairs, on every rank."""
+        world = self._world
+        mine: dict[int, Likelihood] = {}
+        # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
+        # same number of passes. A rank without a batch repeats one.
+        for at in range(0, math.ceil(len(batches) / world.size) * world.size, world.size):
+            batch = batches[(at + world.rank) % len(batches)]
+            if self._compiled:
+                # Every new shape would be compiled.
+                with torch.compiler.set_stance("force_eager"):
+                    found = score_batch(logits, batch, world.device)
+            else:
+                found = score_batch(logits, batch, world.device)
+            mine.update(zip(batch.numbers, found, strict=True))
+        everything: dict[int, Likelihood] = {}
+        for part in world.gather(mine):
+            everything |= part
+        return [everything[number] for number in range(len(everything))]
+
+
+def affordable(config: RunConfig, task: Task, pairs: list[Pair]) -> int:
+    """How many questions of a task the run pays for with its share of `eval.share`."""
+    train = config.train
+    evaluations = math.ceil(train.steps / train.eval_every)
+    # A forward pass is a third of a training step.
+    tokens = 3 * config.eval.share * train.steps * train.batch_tokens
+    each = tokens / evaluations / len(config.eval.tasks)
+    asked = sum(min(len(p.context) + len(p.answer), config.model.seq) for p in pairs)
+    return max(FEWEST, math.floor(each / asked * len(task.questions)))
