@@ -42,11 +42,11 @@ class Task(NamedTuple):
         parts: dict[str, list[Question]] = defaultdict(list)
         for question in self.questions:
             parts[question.part].append(question)
-        # The first parts get one question more if the number does not divide evenly.
-        each, more = divmod(most, len(parts))
         chosen: list[Question] = []
         for index, questions in enumerate(parts.values()):
-            wanted = min(each + (index < more), len(questions))
+            # If the number does not divide evenly, evenly spaced parts get one question more.
+            wanted = most * (index + 1) // len(parts) - most * index // len(parts)
+            wanted = min(wanted, len(questions))
             chosen += [questions[i * len(questions) // wanted] for i in range(wanted)]
         return Task(self.name, tuple(chosen))
 

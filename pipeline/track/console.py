@@ -163,6 +163,8 @@ def format_record(
             f"eval {steps}",
             f"loss {_number(record.get('loss'), 6)}",
             *([f"bpb {_number(record['bpb'], 6)}"] if "bpb" in record else []),
+            # Scores of tasks: blimp/accuracy
+            *(f"{key} {_number(value, 6)}" for key, value in record.items() if "/" in key),
         ]
     else:
         columns = [f"note {steps}", str(record.get("event", kind))]

@@ -142,7 +142,30 @@ def test_scores_follow_from_likelihoods():
 def test_a_sample_is_spread_over_the_parts():
     questions = tuple(Question(f"p{i % 3}", "", (str(i), "x"), 0) for i in range(300))
     parts = [question.part for question in Task("t", questions).sample(31).questions]
-    assert [parts.count(part) for part in ("p0", "p1", "p2")] == [11, 10, 10]
+    assert [parts.count(part) for part in ("p0", "p1", "p2")] == [10, 10, 11]
+
+
+def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
+    """With 1 and 2 processes and ZeRO-3, the same scores as `launch evaluate` gives afterwards."""
+    data = tmp_path / "quiz.jsonl"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    logged = []
+    for nproc, zero in ((1, 1), (2, 3)):
+        out = tmp_path / f"{nproc}"
+        tasks = ("--set", f'eval.tasks=["{data}"]', "--set", f"parallel.zero={zero}")
+        said = launch("pretrain", *TINY, "--data", corpus, "--out", out, "--nproc", nproc, *tasks)
+        assert "quiz/accuracy" in said.stdout
+        evals = [r for r in map(json.loads, (out / "log.jsonl").open()) if r["kind"] == "eval"]
+        logged.append(evals[-1])
+    after = json.loads(launch("evaluate", "--run", out, "--tasks", data, "--json").stdout)
+    for record in logged:
+        assert record["quiz/accuracy"] == after["tasks"]["quiz"]["accuracy"]
+        bits = after["tasks"]["quiz"]["bits_per_byte"]
+        assert record["quiz/bpb"] == pytest.approx(bits, rel=1e-4)
+    refused = {'["none.jsonl"]': "cannot be read", f'["{data}", "{data}"]': "two task files"}
+    for value, words in refused.items():
+        asked = ("--data", corpus, "--out", tmp_path / "x", "--set", f"eval.tasks={value}")
+        assert words in inside("pretrain", *TINY, *asked, code=2)
 
 
 def test_an_answer_takes_the_spaces_before_it(corpus):
