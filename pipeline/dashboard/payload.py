@@ -23,6 +23,7 @@ from pipeline.scaling.points import Array
 AXES = ("step", "tokens", "flops", "hours")
 STEP_KEYS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "wait_s", "time")
 EVAL_KEYS = ("loss", "bpb", "time")
+MAX_TASK_KEYS = 100  # of one run
 SLACK = 4  # rows may grow to this multiple of their limit before they are thinned again
 SPIKE_WINDOW_STEPS = 128  # a spike as OLMo 3 defines it: 6σ above the 128 steps before it
 SPIKE_SIGMAS = 6.0
@@ -85,6 +86,11 @@ class Series:
         """Drop rows from `step` on: a resumed run logs those steps again, and the newest count."""
         while self.rows and self.rows[-1][0] >= step:
             self.rows.pop()
+
+    def admit(self, keys: Sequence[str]) -> None:
+        """Add columns; earlier rows have no value in them."""
+        self.keys = (*self.keys, *keys)
+        self.rows = [(*row, *(math.nan for _ in keys)) for row in self.rows]
 
     def add(self, record: Record, hours: float) -> None:
         values = (hours if key == "hours" else number(record.get(key)) for key in self.keys)
@@ -151,6 +157,9 @@ class RunLog:
                 self._add_step(step, record)
             case "eval":
                 self.evals.rewind(step)
+                # Scores of tasks, such as blimp/accuracy.
+                if new := [key for key in record if "/" in key and key not in self.evals.keys]:
+                    self.evals.admit(new[: max(0, MAX_TASK_KEYS - len(self.evals.keys))])
                 self.evals.add(record, self.hours)
             case "moe":
                 self._add_load(step, record.get("load"))
@@ -284,9 +293,11 @@ class RunView:
     def curves(self, limit: int) -> dict[str, Any]:
         """Return the curves of the overview."""
         keys = (*AXES, "loss")
+        scores = ["flops", *(key for key in self.log.evals.keys if "/" in key)]
         return {
             "train": self.log.steps.columns(keys, limit, log=True),
             "held_out": self.log.evals.columns(keys, max(20, limit // 2), log=True),
+            "tasks": self.log.evals.columns(scores, max(20, limit // 2), log=True),
         }
 
     def page(self, key: str, now: float, limit: int) -> dict[str, Any]:

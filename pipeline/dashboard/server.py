@@ -32,7 +32,9 @@ from pipeline.dashboard.live import Watcher
 # ── the page and its parts ───────────────────────────────────────────────────────────────────────
 
 PLOTLY = "plotly.js"  # the package's own copy; loaded last, because the table does not need it
-SCRIPTS = ("figures.js", "chart.js", "law.js", "runs.js", "compare.js", "app.js", PLOTLY)
+SCRIPTS = (
+    "figures.js", "chart.js", "tasks.js", "law.js", "runs.js", "compare.js", "app.js", PLOTLY,
+)  # fmt: skip
 STYLE = "page.css"
 # Plotly adds an empty style element and fills it by script: this is the digest of no text.
 PLOTLY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"

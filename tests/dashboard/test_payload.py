@@ -78,3 +78,13 @@ def test_events_that_decide_the_status_are_never_left_out() -> None:
         log.add(event(i, "skip"))
     log.add(event(3000, "finish"))
     assert log.events[-1]["event"] == "finish" and len(log.events) < 600
+
+
+def test_scores_of_tasks_are_columns_from_where_they_begin() -> None:
+    log = RunLog(limit=None)
+    log.add({"kind": "eval", "step": 1, "loss": 3.0})
+    log.add({"kind": "eval", "step": 2, "loss": 2.0, "quiz/accuracy": 0.5})
+    log.add({"kind": "eval", "step": 3, "loss": 1.5, **{f"t/{i}": 0.0 for i in range(1000)}})
+    scores = log.evals.column("quiz/accuracy")
+    assert math.isnan(scores[0]) and scores[1] == 0.5
+    assert len(log.evals.keys) == 100  # a hostile log does not grow the page without limit

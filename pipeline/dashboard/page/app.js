@@ -65,6 +65,7 @@
     setText($("convention"), convention ? `How N and FLOPs are counted: ${convention}.` : "");
     route(changed);
     iso.drawLoss();
+    iso.drawTasks();
     if (laws) iso.drawLaw();
     iso.drawRuns();
     iso.drawCompare();
