@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from tests import forks
+
 # Before torch is imported: `make test` runs two workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -47,15 +49,8 @@ def environment(**more: str) -> dict[str, str]:
 def launch(
     *arguments: object, code: int = 0, cwd: Path | None = None, timeout: float = 800, **env: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end and check its exit code."""
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=environment(**env),
-        timeout=timeout,
-    )
+    """Run a command to its end, in a fork of a process that has imported it; check its exit code."""
+    done = forks.run("launch", arguments, environment(**env), cwd, timeout)
     assert done.returncode == code, (
         f"exit {done.returncode}, wanted {code}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     )
@@ -66,9 +61,7 @@ def worlds(jobs: list[dict], tmp_path: Path) -> None:
     """Run jobs in forked ranks, one after the other: many runs for one import (tests/worlds.py)."""
     plan = tmp_path / "jobs.json"
     plan.write_text(json.dumps(jobs, default=str))
-    env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "tests.worlds", str(plan)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=env)
+    done = forks.run("tests.worlds", [plan], environment(DS_ACCELERATOR="cpu"))
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 

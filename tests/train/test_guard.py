@@ -8,7 +8,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from operator import itemgetter
 from pathlib import Path
@@ -23,6 +22,7 @@ from pipeline.runs.directory import RunDir
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.request import Devices, Request, plan_run
 from pipeline.train.watchdog import Watchdog
+from tests import forks
 from tests.conftest import environment
 from tests.train.test_run import hashes, losses, records
 
@@ -30,9 +30,7 @@ STEPS, BAD = 27, (2, 20, 21, 22)
 
 
 def forked(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    env = environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", f"tests.train.{module}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=800)
+    return forks.run(f"tests.train.{module}", arguments, environment(DS_ACCELERATOR="cpu"))
 
 
 def step(number: int, loss: float = 3.0, norm: float = 1.0) -> dict:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import command, environment, launch, worlds
+from tests.forks import Launched
 
 STEPS = 12
 TINY = (
@@ -43,8 +44,10 @@ def hashes(run: Path) -> list[str]:
 def base(corpus, tmp_path_factory) -> Path:
     """Two processes, ZeRO-1, never interrupted: what the others are held against."""
     out = tmp_path_factory.mktemp("runs") / "base"
-    done = launch(
-        "pretrain", *TINY, "--data", corpus, "--nproc", 2, "--out", out, OMP_NUM_THREADS="1"
+    options = ("--data", corpus, "--nproc", 2, "--out", out)
+    # Not a fork: what a user runs.
+    done = subprocess.run(
+        command("pretrain", *TINY, *options), capture_output=True, text=True, env=environment()
     )
     assert f"step {STEPS}/{STEPS}" in done.stdout and "finished at step 12/12" in done.stdout
     return out
@@ -134,11 +137,8 @@ def test_resumed_runs_continue_bit_for_bit(base, layouts, corpus, tmp_path):
     assert resumed[-1]["step"] == 8 and "checksum differs" in resumed[-1]["notes"]
 
 
-def pretrain(*options: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command("pretrain", *options),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+def pretrain(*options: object) -> Launched:
+    return Launched("launch", ["pretrain", *options], environment())
 
 
 def interrupt(arguments: tuple, send: Callable[[psutil.Process], object], *, code: int) -> None:
