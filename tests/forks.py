@@ -26,10 +26,13 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("scipy.optimize", "tests.worlds", "pipeline.parallel.ddp", "pipeline.parallel.zero")
-PRELOADED += tuple(
-    f"launch.{path.stem}" for path in sorted((ROOT / "launch").glob("[a-z]*.py"))
-)  # not __main__, which is run anew
+PRELOADED = [
+    "scipy.optimize",
+    "tests.worlds",
+    "pipeline.parallel.ddp",
+    "pipeline.parallel.zero",
+    *(f"launch.{path.stem}" for path in (ROOT / "launch").glob("[a-z]*.py")),
+]
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 # Children of a command; where Ray runs, threads hold locks that a fork would wait for.
 FORKED = ("launch", "pipeline.train.worker", "pipeline.track.sidecar")
@@ -119,7 +122,8 @@ def server() -> socket.socket:
         start_new_session=True,
     )
     theirs.close()
-    atexit.register(lambda: (ours.close(), process.wait()))
+    atexit.register(process.wait)  # after the next one: the last registered is called first
+    atexit.register(ours.close)
     return ours
 
 
@@ -217,7 +221,7 @@ def serve(requests: socket.socket) -> None:
                 status = socket.socket(fileno=descriptors[0])
                 pid = os.fork()
                 if pid == 0:
-                    subprocess.Popen = Fork  # type: ignore[misc]
+                    subprocess.Popen = Fork  # type: ignore[misc, assignment]
                     asked = json.loads(message)
                     become(**asked, ends=(-1, *descriptors[1:]))
                 for end in descriptors[1:]:

@@ -2,20 +2,21 @@
 
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.track import mlflow_sync
-from tests.conftest import command, environment
+from tests.conftest import environment
+from tests.forks import Launched
 from tests.scaling.made_runs import make_run
 from tests.track.mlflow_server import Server, until
 
 SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "train.eval_every=15",
          "--set", "train.eval_batches=1", "--set", "train.log_every=1", "--nproc", 1,
          "--experiment", "live")  # fmt: skip
+SAYS = "([id, words]) => document.getElementById(id).textContent.includes(words)"
 STEPS = "[...iso.runs.values()].map(r => r.row.step)"
 
 
@@ -28,12 +29,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def board(server: Server) -> Iterator["subprocess.Popen[str]"]:
+def board(server: Server) -> Iterator[Launched]:
     """`launch dashboard` over that server."""
     tracked = environment(MLFLOW_TRACKING_URI=server.uri)
-    process = subprocess.Popen(
-        command("dashboard", "--port", 0, "--json"), stdout=subprocess.PIPE, text=True, env=tracked
-    )
+    process = Launched("launch", ["dashboard", "--port", 0, "--json"], tracked)
     yield process
     process.kill()
     process.wait()
@@ -43,7 +42,7 @@ def board(server: Server) -> Iterator["subprocess.Popen[str]"]:
 def test_runs_appear_train_and_become_a_law(
     opened,
     server: Server,
-    board: "subprocess.Popen[str]",
+    board: Launched,
     corpus: Path,
     tmp_path: Path,
     forecast_json,
@@ -59,20 +58,14 @@ def test_runs_appear_train_and_become_a_law(
     for steps in (30, 150):
         out = tmp_path / f"s{steps}"
         arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", out)
-        call = command(*arguments, *SMALL)
-        runs.append(subprocess.Popen(call, stdout=subprocess.DEVNULL, env=environment()))
-    until(
-        lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400
-    )  # they show up by themselves,
+        runs.append(Launched("launch", [*arguments, *SMALL, "--quiet"], environment()))
+    # they show up by themselves,
+    until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)
     before = max(page.evaluate(STEPS))
     until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)  # and move
     assert [run.wait(400) for run in runs] == [0, 0]
-    until(
-        lambda: page.evaluate(
-            "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
-        ),
-        400,
-    )
+    finished = "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
+    until(lambda: page.evaluate(finished), 400)
     page.wait_for_selector("#formula:not(:empty)")  # two finished runs are a law
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert page.evaluate("window.mark") == 1  # without a reload
@@ -91,23 +84,15 @@ def test_runs_appear_train_and_become_a_law(
     for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "wait_s"):
         page.wait_for_selector(f"#run-{key}", state="attached")
     page.select_option("#other", index=1)
-    until(
-        lambda: page.evaluate(
-            "document.getElementById('agreement').textContent.includes('steps compared')"
-        ),
-        400,
-    )
+    until(lambda: page.evaluate(SAYS, ["agreement", "steps compared"]), 400)
     # the load of experts goes along as a file beside the numbers
-    mixture = make_run(
-        tmp_path / "live", "mixture", 3e5, 6e6, steps=20, arch="moe", experiment="live"
-    )
+    about = {"steps": 20, "arch": "moe", "experiment": "live"}
+    mixture = make_run(tmp_path / "live", "mixture", 3e5, 6e6, **about)
+    shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
     with (mixture / "log.jsonl").open("a") as log:
-        shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
         for step in (10, 20):
-            log.write(
-                json.dumps({"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares})
-                + "\n"
-            )
+            record = {"kind": "moe", "time": 1.0, "step": step, "tokens": 0, "load": shares}
+            log.write(json.dumps(record) + "\n")
     mlflow_sync.sync(mixture)
     page.get_by_role("link", name="all runs").click()
     page.get_by_role("link", name="mixture", exact=True).click()
@@ -116,16 +101,9 @@ def test_runs_appear_train_and_become_a_law(
     # On a run's page, the browser would log the 404 of a run that cannot be read any more.
     page.get_by_role("link", name="all runs").click()
     server.kill()  # the store goes away: the page says so and keeps what it has
-    until(
-        lambda: page.evaluate(
-            "document.getElementById('notes').textContent.includes('does not answer')"
-        ),
-        400,
-    )
+    until(lambda: page.evaluate(SAYS, ["notes", "does not answer"]), 400)
     assert page.locator("#table tbody tr").count() == 3
     page.close()
     board.send_signal(signal.SIGINT)
-    assert board.wait(60) in (
-        0,
-        130,
-    )  # uvicorn raises the signal again, unless it was already closing
+    # uvicorn raises the signal again, unless it was already closing
+    assert board.wait(60) in (0, 130)

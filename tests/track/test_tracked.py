@@ -1,13 +1,13 @@
 """A run against a real MLflow server that dies and comes back while it trains."""
 
 import json
-import subprocess
 from itertools import pairwise
 
 import pytest
 from mlflow_server import Server
 
-from tests.conftest import command, environment, launch
+from tests.conftest import environment, launch
+from tests.forks import Launched
 
 
 @pytest.mark.timeout(400)
@@ -19,9 +19,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
         "--experiment", "outage", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
         "--set", "train.eval_every=30", "--set", "train.eval_batches=1",
     )  # fmt: skip
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, text=True, env=environment(**tracked)
-    )
+    process = Launched("launch", arguments, environment(**tracked))
     for line in process.stdout:
         if line.startswith("step  20/"):
             server.kill()

@@ -19,7 +19,8 @@ from pipeline.planner.check import resolve
 from pipeline.runs.directory import out_of_memory
 from pipeline.train.measure import peak_flops
 from pipeline.train.request import Devices, Request, plan_run
-from tests.conftest import command, environment, launch
+from tests import forks
+from tests.conftest import environment, launch
 
 BENCH = ["bench", "train", "--size", "7k"]
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
@@ -27,7 +28,7 @@ SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
 # With ZeRO-0, because the buckets of the other stages are larger than that.
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 MICRO_BATCHES = [36, 18, 12, 9, 6, 4, 3, 2, 1]
-LIMIT_KIB = 2 << 20  # 36 rows need 2.6 GiB on x86 and more on Arm
+LIMIT_BYTES = 2 << 30  # 36 rows need 2.6 GiB on x86 and more on Arm
 TERMINAL = {"TTY_COMPATIBLE": "1", "TERM": "xterm"}  # rich takes the output for a terminal
 CPU = Devices(0, 2**34, "CPU")
 REPORT_GROUP = """
@@ -39,9 +40,7 @@ main()
 
 
 def limited(*arguments):
-    program = ["bash", "-c", f'ulimit -d {LIMIT_KIB}; exec "$@"', "limited", *command(*arguments)]
-    env = environment(OMP_NUM_THREADS="1", **TERMINAL)
-    return subprocess.run(program, capture_output=True, text=True, env=env, timeout=800)
+    return forks.run("tests.train.limited", [LIMIT_BYTES, *arguments], environment(**TERMINAL))
 
 
 def words(text):
