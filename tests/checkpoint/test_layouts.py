@@ -15,16 +15,42 @@ from pipeline.planner.memory import disk_bytes, uses_muon
 from pipeline.runs.directory import list_checkpoints
 from tests.conftest import worlds
 
-STEPS = 5
 BF16 = {"train": {"dtype": "bf16"}}
 DISK = {"optimizer": "nvme", "params": "nvme", "path": tempfile.gettempdir()}
-# processes, ZeRO, expert parallel, sequence parallel, resumed from
+ACCELERATE = (2, {"parallel": {"engine": "accelerate", "zero": 0, "ep": 1}})
+BF16_ZERO_0 = (2, {"parallel": {"zero": 0, "ep": 1}, **BF16})
+# A low rate: see launch/verify.py. A micro-batch of 1 divides the rows of every rank.
+MUON = [
+    "optim.optimizer.kind=muon",
+    "optim.optimizer.normalize=true",
+    "optim.lr=0.000002",
+    "train.micro_batch=1",
+    *(f"optim.optimizer.{part}_rate=500" for part in ("embedding", "head", "vector")),
+]
+# Processes, ZeRO, expert parallel, sequence parallel, resumed from.
 CHAIN = ((2, 1, 2, 1, 1), (1, 0, 1, 1, 2), (3, 3, 1, 1, 3), (4, 3, 2, 2, 4))
-CONVERTED = {  # processes, settings
-    "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
-    "bf16, zero 0": (2, {"parallel": {"zero": 0, "ep": 1}, **BF16}),
-    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0, "ep": 1}}),
-    "zero 3, on a disk": (2, {"parallel": {"zero": 3, "ep": 2, "offload": DISK}, **BF16}),
+MOVED = {  # settings, the chain, and for each layout that it is converted to: processes, settings
+    "adamw": (
+        [],
+        CHAIN,
+        {
+            "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
+            "bf16, zero 0": BF16_ZERO_0,
+            "accelerate": ACCELERATE,
+            "zero 3, on a disk": (2, {"parallel": {"zero": 3, "ep": 2, "offload": DISK}, **BF16}),
+        },
+    ),
+    "muon": (
+        MUON,
+        CHAIN[:3],
+        {
+            "zero 0, ep 2": (4, {"parallel": {"zero": 0, "ep": 2}}),
+            "bf16, zero 0": BF16_ZERO_0,
+            "zero 1, ep 2": (4, {"parallel": {"zero": 1, "ep": 2}}),
+            "bf16, zero 3": (2, {"parallel": {"zero": 3, "ep": 2}, **BF16}),
+            "accelerate": ACCELERATE,
+        },
+    ),
 }
 RESUMED = {
     "zero 0": (2, {"parallel": {"zero": 0}}),
@@ -32,8 +58,12 @@ RESUMED = {
     "zero 3, on a disk": (2, {"parallel": {"zero": 3, "offload": DISK}}),
     "bf16, zero 0": (2, {"parallel": {"zero": 0}, **BF16}),
     "bf16, zero 1": (2, {"parallel": {"zero": 1}, **BF16}),
-    "accelerate": (2, {"parallel": {"engine": "accelerate", "zero": 0}}),
+    "accelerate": ACCELERATE,
     "zero 1, experts": (2, {"parallel": {"zero": 1}}),
+    "muon, accelerate": ACCELERATE,
+    "muon, bf16, zero 0": (2, {"parallel": {"zero": 0}, **BF16}),
+    "muon, bf16, zero 2": (2, {"parallel": {"zero": 2}, **BF16}),
+    "muon, bf16, zero 3": (2, {"parallel": {"zero": 3}, **BF16}),
 }  # ZeRO-1 and 3 in fp32: tests/train
 
 
@@ -76,50 +106,61 @@ def check_sizes(*roots: Path) -> None:
             assert size < bound < 2 * size, path
 
 
-def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path):
+@pytest.mark.parametrize("optimizer", MOVED)
+def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path, optimizer):
     """A model with experts and router counters, compared with the run that never moved.
 
     4 ranks at ZeRO-2 with 2 experts each, then each from the one before: 2 at ZeRO-1 with 4 each,
     1 rank, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence. And other
-    layouts that load a checkpoint and save it at once write the same numbers.
+    layouts that load a checkpoint and save it at once write the same numbers; with Muon they reject
+    a step of NaN in between.
     """
+    sets, chain, converted = MOVED[optimizer]
+    steps = len(chain) + 1
+    muon = optimizer == "muon"
     whole = tmp_path / "whole"
     moved = tmp_path / "moved"
     small = {"model": {"ffn": {"experts": 8, "top_k": 2}}, "parallel": {"zero": 2, "ep": 4}}
-    start = {"out": whole, "nproc": 4, "over": small, "arch": "mla-moe", "sets": settings(1, STEPS)}
-    jobs = [{"do": "train", "data": corpus, **start}, {"do": "copy", "src": whole, "dst": moved}]
-    for nproc, zero, ep, sp, step in CHAIN:
+    start = {"do": "train", "out": whole, "nproc": 4, "over": small, "arch": "mla-moe"}
+    start |= {"data": corpus, "sets": [*settings(1, steps), *sets]}
+    jobs = [start, {"do": "copy", "src": whole, "dst": moved}]
+    for nproc, zero, ep, sp, step in chain:
         over = {"parallel": {"zero": zero, "ep": ep, "sp": sp}}
         jobs.append({"do": "cut", "out": moved, "step": step})
         jobs.append({"do": "train", "out": moved, "nproc": nproc, "over": over, "data": corpus})
-    for layout, (nproc, over) in CONVERTED.items():
-        to = tmp_path / layout
-        jobs.append({"do": "convert", "out": moved, "to": to, "nproc": nproc, "over": over})
+    for layout, (nproc, over) in converted.items():
+        convert = {"do": "convert", "out": moved, "nproc": nproc, "over": over, "reject": muon}
+        jobs.append({**convert, "to": tmp_path / layout})
     worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
     # It did run elsewhere: sums in another order round differently.
     assert losses(moved) != losses(whole)
     want = tensors(newest(moved))
-    assert {key.split("/")[0] for key in want} == {"model", "exp_avg", "exp_avg_sq"}
-    assert any("experts" in key and key.endswith(".7") for key in want)
+    kinds = {"model", "exp_avg", "exp_avg_sq"}
+    kinds |= {"momentum_buffer", "row_variance"} if muon else set()
+    assert {key.split("/")[0] for key in want} == kinds
+    up = "blocks.1.ffn.experts.up"
+    assert (f"momentum_buffer/{up}.7" in want) == muon == (f"exp_avg/{up}.7" not in want)
+    assert all(want[key].any() for key in want if key.startswith("row_variance/"))
     assert any(key.endswith("steps") for key in want)
     model, config = load_model(moved, dtype=torch.bfloat16)
     assert config.model.ffn.experts == 8 and not any(p.is_meta for p in model.parameters())
-    up = model.get_parameter("blocks.1.ffn.experts.up")
-    assert torch.equal(up[7].flatten(), want["model/blocks.1.ffn.experts.up.7"].bfloat16())
+    experts = model.get_parameter(up)
+    assert torch.equal(experts[7].flatten(), want[f"model/{up}.7"].bfloat16())
     assert torch.equal(model.embedding.weight.flatten(), want["model/embedding.weight"].bfloat16())
-    for layout in CONVERTED:
+    for layout in converted:
         there = newest(tmp_path / layout)
         found = tensors(there)
-        assert there.manifest.adam_steps == STEPS
+        assert there.manifest.adam_steps == steps
         assert found.keys() == want.keys()
         assert all(torch.equal(found[key], want[key]) for key in want), layout
-    maps = (tmp_path / "zero 3, on a disk" / "maps").read_text()
-    # Weights, masters, two moments and the copy to save are mapped files.
-    assert maps.count(f"{tempfile.gettempdir()}/tmp") >= 5
+        if "disk" in layout:
+            maps = (tmp_path / layout / "maps").read_text()
+            # Weights, masters, two moments and the copy to save are mapped files.
+            assert maps.count(f"{tempfile.gettempdir()}/tmp") >= 5
     check_sizes(*(run / "checkpoints" for run in (whole, moved)))
-    check_sizes(*(tmp_path / layout for layout in CONVERTED))
+    check_sizes(*(tmp_path / layout for layout in converted))
 
 
 def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
@@ -130,8 +171,9 @@ def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
         resumed = tmp_path / f"{layout} resumed"
         train = {"do": "train", "nproc": nproc, "over": over, "data": corpus}
         arch = "moe" if "experts" in layout else "dense"
+        sets = [*settings(2, 4), *(MUON if "muon" in layout else [])]
         jobs += [
-            {**train, "out": whole, "arch": arch, "sets": settings(2, 4)},
+            {**train, "out": whole, "arch": arch, "sets": sets},
             {"do": "copy", "src": whole, "dst": resumed},
             {"do": "cut", "out": resumed, "step": 2},
             {**train, "out": resumed},
@@ -144,8 +186,8 @@ def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
         assert losses(resumed) == losses(whole), layout
         assert newest(resumed).manifest == newest(whole).manifest, layout
         assert newest(whole).manifest.adam_steps == 4  # DeepSpeed added no step of its own
-        if "experts" in layout:
-            continue  # another model
+        if "experts" in layout or "muon" in layout:
+            continue  # another model, another optimizer
         bf16 = layout.startswith("bf16")
         alike = losses(tmp_path / ("bf16, zero 1" if bf16 else "zero 0"))
         assert losses(whole) == pytest.approx(alike, abs=1e-3 if bf16 else 1e-6), layout
