@@ -52,19 +52,20 @@ picture: demo system  ## take the README's pictures of the demo's page
 
 # ── tests ────────────────────────────────────────────────────────────────────────────────────────
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --dist loadfile
 
 quick: install  ## unit tests alone: under 90 seconds
-	$(PYTEST) -m 'not slow and not slurm and not browser and not gpu'
+	$(PYTEST) -n 2 -m 'not slow and not slurm and not browser and not gpu'
 
 test: install check  ## lint, types, layers and every test that needs no GPU
-	$(PYTEST) --no-loadscope-reorder -m 'not gpu'
+	@# Three workers for two cores: the tests of SLURM mostly wait.
+	$(PYTEST) -n 3 --no-loadscope-reorder -m 'not gpu'
 
 gpu-test: install  ## tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu
 
 attack: install  ## bad command lines, hostile files, damaged directories, open ports, signals
-	$(PYTEST) tests/attack tests/train/test_supervisor.py
+	$(PYTEST) -n 2 tests/attack tests/train/test_supervisor.py
 
 check: install  ## lint, types and layers alone
 	$(BIN)/ruff check .
@@ -73,4 +74,4 @@ check: install  ## lint, types and layers alone
 	$(BIN)/lint-imports
 
 clean:  ## remove what runs and tests leave behind
-	rm -rf $(RUNS) $(DATA) mlruns mlflow.db .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(RUNS) $(DATA) mlruns mlflow.db mlflow.db-journal .pytest_cache .mypy_cache .ruff_cache

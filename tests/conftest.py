@@ -17,25 +17,64 @@ from tests import forks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Minutes each; they start first, so that no worker waits for another at the end.
-LONGEST = ("cluster/test_jobs.py", "train/test_survive.py", "train/test_run.py")
-# Whole suites that start training processes, and fixtures that take seconds to set up.
-SLOW_SUITES = ("attack", "bench", "hub", "parallel", "tasks", "train", "test_legacy.py")
+# Minutes each; they start first, in this order, so that no worker is left with one at the end.
+# The jobs of SLURM mostly wait, so that the third worker of `make test` has a core.
+LONGEST = (
+    "cluster/test_jobs.py",
+    "train/test_guard.py",
+    "checkpoint/test_layouts.py",
+    "train/test_survive.py",
+    "train/test_verify.py",
+    "train/test_bench.py",
+    "browser/test_dashboard.py",
+    "attack/test_run_directories.py",
+    "train/test_run.py",
+)
+# What starts training processes or takes more than two seconds of CPU time.
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
+SLOW = (
+    "attack/",
+    "bench/",
+    "data/test_read.py::test_jsonl_in_any_pieces",
+    "data/test_synthetic.py",
+    "data/test_tokenizer.py::test_ids_are_sentencepieces",
+    "hub/",
+    "model/test_account.py::test_any_architecture",
+    "model/test_mixtures.py",
+    "optim/test_muon.py::test_a_step_is_that_of_torch_bit_for_bit[mla-moe",
+    "parallel/",
+    "scaling/test_decide.py::test_on_the_command_line",
+    "scaling/test_fit.py::test_standard_errors",
+    "scaling/test_fit.py::test_the_ladder_of_the_docs",
+    "scaling/test_fit.py::test_the_scatter_interval",
+    "scaling/test_forecast.py::test_an_error_is_quoted",
+    "scaling/test_forecast.py::test_by_size",
+    "scaling/test_forecast.py::test_the_forecast_is_the_printed_law",
+    "scaling/test_forecast.py::test_the_interval_covers",
+    "scaling/test_malformed.py",
+    "scaling/test_mlflow_runs.py",
+    "tasks/",
+    "test_legacy.py",
+    "track/test_mlflow.py",
+    "train/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they use; see `markers` in pyproject.toml."""
+    """Mark tests by what they use, and put the longest files first."""
     here = Path(__file__).parent
+    places = {}
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
+        file = str(item.path.relative_to(here))
         if "slurm" in fixtures:
             item.add_marker(pytest.mark.slurm)
         if "browser" in fixtures:
             item.add_marker(pytest.mark.browser)
-        if item.path.relative_to(here).parts[0] in SLOW_SUITES or fixtures & SLOW_FIXTURES:
+        if f"{file}::{item.name}".startswith(SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
+        places[item] = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    items.sort(key=lambda item: places[item])
 
 
 def command(*arguments: object) -> list[str]:

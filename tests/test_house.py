@@ -8,6 +8,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ def commented_lines(text: str) -> int:
     return sum(token.type == tokenize.COMMENT for token in tokens)
 
 
+@cache
 def figures() -> dict[str, float]:
     """Every figure of pipeline/ and launch/ that a limit is set for."""
     files = sources("pipeline", "launch")
