@@ -59,8 +59,8 @@ def batch(step: int) -> list[Micro]:
 
 
 def rows(step: int) -> Batch:
-    ((tokens, targets, _),) = batch(step)
-    return Batch(tokens, targets, step)
+    (micro,) = batch(step)
+    return Batch(micro.tokens_BS, micro.targets_BS, step)
 
 
 class Heard(list[dict[str, Any]]):
