@@ -105,9 +105,7 @@ def worlds(jobs: list[dict], tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def inside(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., str]:
+def inside(capsys, monkeypatch) -> Callable[..., str]:
     """Run a command in this process, where importing torch again would take longer than the command.
 
     Return what it printed, or the one line of an error.

@@ -205,9 +205,7 @@ def the_parts_are_there(page: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["light", "phone, dark"])
-def test_one_file_opens_from_disk_with_the_network_off(
-    opened, file: str, grid: Path, forecast_json, options
-) -> None:
+def test_one_file_opens_from_disk_with_the_network_off(opened, file, grid, forecast_json, options):
     page = opened(file, offline=True, **options)
     page.wait_for_selector("#chart .scatterlayer .trace")
     assert axe(page) == []
@@ -270,8 +268,8 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
 
 
 def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
-    opened, served, forecast_json, tmp_path: Path
-) -> None:
+    opened, served, forecast_json, tmp_path
+):
     """Records go through the real tracker while the page is open; nothing reloads it."""
     root = make_ladder(tmp_path / "live", 5)
     forecast_json("--runs", root, "--params", 5e7, "--tokens", 1e9, "--register")

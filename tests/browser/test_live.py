@@ -40,14 +40,8 @@ def board(server: Server) -> Iterator[Launched]:
 
 @pytest.mark.timeout(900)
 def test_runs_appear_train_and_become_a_law(
-    opened,
-    server: Server,
-    board: Launched,
-    corpus: Path,
-    tmp_path: Path,
-    forecast_json,
-    monkeypatch,
-) -> None:
+    opened, server, board, corpus, tmp_path, forecast_json, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     page = opened(json.loads(board.stdout.readline())["url"])
     page.context.set_default_timeout(400_000)

@@ -101,12 +101,7 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def corpus(
-    ray_cluster: None,
-    tokenizer: Tokenizer,
-    texts: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Corpus:
+def corpus(ray_cluster, tokenizer, texts, tmp_path_factory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
     parts = [write_jsonl(folder / f"{i}.jsonl", texts[i * 500 : i * 500 + 500]) for i in range(3)]
     make(parts, folder / "out", tokenizer, valid_share=0.1)

@@ -16,7 +16,7 @@ from pipeline.data import ray_pool
 from pipeline.data.corpus import Corpus
 from pipeline.data.ray_pool import cluster
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.errors import ConfigError, DataError, UserError
+from pipeline.errors import ConfigError, DataError
 from tests.data.conftest import refused, some_texts, write_jsonl
 
 
@@ -114,13 +114,8 @@ def test_inspect_finds_damage(corpus: Corpus, tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_are_refused_before_ray_starts(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    kind: type[UserError],
-    key: str,
-) -> None:
+    tmp_path, tokenizer, monkeypatch, options, kind, key
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_pool, "_connect", lambda *_: pytest.fail("Ray was started"))
     (tmp_path / "t.model").write_bytes(tokenizer.model)

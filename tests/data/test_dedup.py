@@ -202,9 +202,7 @@ def test_joining_takes_the_memory_of_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_sketch_in_parts_is_the_same_sketch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sketch_in_parts_is_the_same_sketch(tmp_path, monkeypatch):
     """A compressed file is one task of any length: its sketch is written when it has grown."""
     texts = [text for text in planted(1000, seed=5) for _ in range(2)]
     packed = tmp_path / "a.jsonl.gz"
@@ -230,9 +228,7 @@ def test_a_sketch_in_parts_is_the_same_sketch(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_corpus_with_duplicates_across_files(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_with_duplicates_across_files(tmp_path, tokenizer, monkeypatch):
     """Every pass through Ray: the first document of each cluster stays, and the counts add up."""
     monkeypatch.setattr(deduplicating, "RANGE_ROWS", 500)  # several ranges, several blocks
     monkeypatch.setattr(deduplicating, "BLOCK", 16)

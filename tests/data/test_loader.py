@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config.objective import Masked, Objective, Prefix, Spans
+from pipeline.config.objective import Masked, Prefix, Spans
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.order import Permutation
@@ -88,9 +88,7 @@ def test_ranks_split_the_same_batch(corpus: Corpus, world: int, packing: str) ->
     [(Masked(), "concatenate"), (Masked(), "best-fit"), (Prefix(), "concatenate"),
      (Spans(), "concatenate")],
 )  # fmt: skip
-def test_noise_is_the_same_on_any_number_of_ranks(
-    corpus: Corpus, objective: Objective, packing: str
-) -> None:
+def test_noise_is_the_same_on_any_number_of_ranks(corpus, objective, packing):
     tokenizer = corpus.manifest.tokenizer
 
     def fresh(seed: int = 3, split: str = "train") -> Loader:

@@ -82,13 +82,8 @@ def test_the_split_is_stable_when_tokens_are_added(tmp_path: Path, tokenizer: To
     ("documents", "sequences", "most"), [(1, 3, 40), (3, 4, 8), (7, 100, 2**20)]
 )
 def test_an_index_is_read_in_stretches(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    documents: int,
-    sequences: int,
-    most: int,
-) -> None:
+    tmp_path, tokenizer, monkeypatch, documents, sequences, most
+):
     """For any stretch length every document occurs once; one without sequences is none."""
     given: list[list[list[int]]] = [
         [[5, 6], [7]],
@@ -113,9 +108,7 @@ def test_an_index_is_read_in_stretches(
     assert found == [[*(i for s in d for i in s), tokenizer.eod] for d in given if d]
 
 
-def test_a_long_index_is_never_read_whole(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_index_is_never_read_whole(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(megatron, "DOCUMENTS", 2**12)
     lengths = [7] * 10**6 + [100]
     (tmp_path / "a.idx").write_bytes(index_bytes(lengths, "uint16"))

@@ -83,9 +83,7 @@ def test_caps_give_way_to_the_rest() -> None:
     st.integers(10**3, 10**12),
     st.floats(0.1, 50),
 )
-def test_no_source_passes_the_cap_and_remedies_are_accepted(
-    given: list[tuple[int, float]], tokens: int, epochs: float
-) -> None:
+def test_no_source_passes_the_cap_and_remedies_are_accepted(given, tokens, epochs):
     sources = [source(str(i), size) for i, (size, _) in enumerate(given)]
     weights = {str(i): weight for i, (_, weight) in enumerate(given)}
     for _ in range(3):

@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,9 +67,7 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
     assert padding / (loader.windows * SEQ) < 0.02
 
 
-def test_shards_are_packed_late_and_a_few_at_a_time(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_packed_late_and_a_few_at_a_time(corpus, monkeypatch):
     """An epoch draws every row once and packs every shard once, with only two packings cached."""
     monkeypatch.setattr(packing, "PACKED_SHARDS", 2)
     packed: list[int] = []

@@ -66,9 +66,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
     assert not any(name.startswith(".work") for name in results[0])
 
 
-def test_a_second_call_does_nothing_and_other_arguments_are_refused(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
     out = tmp_path / "out"
     first = make([source], out, tokenizer)
@@ -146,9 +144,7 @@ def test_built_in_corpora(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dedup", [{}, {"exact": True}])
-def test_malformed_documents_are_counted_and_listed(
-    tmp_path: Path, tokenizer: Tokenizer, dedup: dict[str, bool]
-) -> None:
+def test_malformed_documents_are_counted_and_listed(tmp_path, tokenizer, dedup):
     sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(200, seed=i)) for i in range(2)]
     size = sources[0].stat().st_size
     sources[0].open("ab").write(b'{"text": "\xff"}\n{"text": "   "}\n')
@@ -219,9 +215,7 @@ def test_a_line_of_one_gigabyte(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert _peak_bytes() < 1.5 * 2**30
 
 
-def test_unfinished_work_of_other_arguments_does_not_matter(
-    tmp_path: Path, tokenizer: Tokenizer, fails: Fails
-) -> None:
+def test_unfinished_work_of_other_arguments_does_not_matter(tmp_path, tokenizer, fails):
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
     out = tmp_path / "out"
     good = source.read_bytes()
@@ -240,13 +234,7 @@ def test_unfinished_work_of_other_arguments_does_not_matter(
 
 
 @pytest.mark.parametrize("source", ["nest", "nest/**/*.jsonl", "nest/*/*", "link"])
-def test_out_within_a_source_is_not_read(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    fails: Fails,
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-) -> None:
+def test_out_within_a_source_is_not_read(tmp_path, tokenizer, fails, monkeypatch, source):
     """Neither the shards of an unfinished call nor the files of a finished one, nor through links."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nest" / "text").mkdir(parents=True)
@@ -281,9 +269,7 @@ def test_two_at_once(tmp_path: Path, fails: Fails) -> None:
         assert {path.name for path in out.glob(".work/*")} == {"lock", "of somebody else"}
 
 
-def test_killed_while_files_are_moved(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_files_are_moved(tmp_path, tokenizer, monkeypatch):
     sources = [write_jsonl(tmp_path / f"{i}.jsonl", some_texts(30, seed=i)) for i in range(2)]
     rename = Path.rename
     moved: list[str] = []
@@ -328,9 +314,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_full_disk_then_space(
-    tmp_path: Path, disk: Path, tokenizer: Tokenizer, fails: Fails
-) -> None:
+def test_full_disk_then_space(tmp_path, disk, tokenizer, fails):
     """One line, nothing half-written; with space again, the same command finishes."""
     source = write_jsonl(tmp_path / "a.jsonl", some_texts(300))
     fails("disk full", [source], disk / "out")

@@ -132,9 +132,7 @@ def test_a_dataset_and_its_files_are_one_source(tmp_path: Path) -> None:
         {"compression": "snappy", "dictionary_pagesize_limit": 2**30},
     ],
 )
-def test_parquet_with_long_rows_and_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: dict[str, Any]
-) -> None:
+def test_parquet_with_long_rows_and_damage(tmp_path, monkeypatch, writing):
     path = tmp_path / "a.parquet"
     texts = [*some_texts(200), "x" * 300_000, *some_texts(200, seed=1)]
     table = pyarrow.table({"n": list(range(401)), "text": texts})
@@ -156,9 +154,7 @@ def test_parquet_with_long_rows_and_damage(
 
 @pytest.mark.parametrize("new", [pyarrow.ipc.new_file, pyarrow.ipc.new_stream])
 @pytest.mark.parametrize("compression", ["lz4", "zstd", None])
-def test_arrow_is_planned_without_reading_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Any, compression: str | None
-) -> None:
+def test_arrow_is_planned_without_reading_it(tmp_path, monkeypatch, new, compression):
     path = tmp_path / "a.arrow"
     texts: list[str | None] = [*some_texts(29), None]
     table = pyarrow.table({"text": pyarrow.array(texts).dictionary_encode(), "n": list(range(30))})
@@ -199,9 +195,7 @@ def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["offsets", "end", "reader"])
-def test_a_damaged_arrow_file_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_a_damaged_arrow_file_is_one_line(tmp_path, monkeypatch, damage):
     """Also where Arrow itself would crash the process, and whatever else a reader raises."""
     column = pyarrow.array(some_texts(30))
     if damage == "offsets":
@@ -218,9 +212,7 @@ def test_a_damaged_arrow_file_is_one_line(
         documents(pieces_of(path))
 
 
-def test_malformed_rows_are_counted_with_their_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malformed_rows_are_counted_with_their_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "DOCUMENT_BYTES", 20)
     monkeypatch.setattr(columns, "DOCUMENT_BYTES", 20)
     table = pyarrow.table({"text": pyarrow.array(["good", "ü" * 15, None, "good"])})
@@ -260,9 +252,7 @@ def test_malformed_lines_have_positions(tmp_path: Path, monkeypatch: pytest.Monk
         assert start <= item.position < start + len(line)
 
 
-def test_a_line_over_many_pieces_is_not_read_by_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_over_many_pieces_is_not_read_by_each(tmp_path, monkeypatch):
     """A 1 GB line in 64 pieces once took 32 GB of reading."""
     skip = reading._skip_line
     skipped: list[int] = []
@@ -320,9 +310,7 @@ def test_a_directory_with_links_loops_and_other_files(tmp_path: Path) -> None:
     assert "2 broken links" in warnings[2] and len(warnings) == 3
 
 
-def test_the_library_is_read_once_also_where_files_are_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_is_read_once_also_where_files_are_links(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "b.py").symlink_to("a.py")  # as in Debian's sysconfig data
     paths = {"stdlib": str(tmp_path), "purelib": str(tmp_path / "none")}

@@ -48,9 +48,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    address: None, arguments: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
+def undisturbed(address, arguments, tmp_path_factory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     command = ["prepare", "--out", str(out), *arguments]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -120,9 +118,7 @@ def disturb(arguments: list[str], out: Path) -> None:
     assert driver.returncode == 0, output
 
 
-def test_drivers_and_workers_are_killed(
-    arguments: list[str], undisturbed: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_drivers_and_workers_are_killed(arguments, undisturbed, tmp_path):
     for attempt in range(5):
         out = tmp_path / str(attempt)
         with suppress(TooLateError):
@@ -160,9 +156,7 @@ finally:
 """
 
 
-def test_a_node_is_lost(
-    undisturbed: dict[str, bytes], alone: None, arguments: list[str], tmp_path: Path
-) -> None:
+def test_a_node_is_lost(undisturbed, alone, arguments, tmp_path):
     """A real Ray cluster of two nodes; one disappears midway."""
     command = [sys.executable, "-c", NODE_LOSS, tmp_path / "out", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)

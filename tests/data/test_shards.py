@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.data.corpus import Corpus
 from pipeline.data.shards import MANIFEST, ShardWriter, dtype_for
-from pipeline.data.tokenizer import Tokenizer
 from tests.data.conftest import refused
 
 DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
@@ -37,9 +36,7 @@ def all_documents(corpus: Corpus, split: str) -> list[list[int]]:
     return [ids for shard in shards for ids in megatron_documents(corpus.path / shard.name)]
 
 
-def test_shards_contain_every_document_in_order(
-    corpus: Corpus, tokenizer: Tokenizer, texts: list[str]
-) -> None:
+def test_shards_contain_every_document_in_order(corpus, tokenizer, texts):
     decoded = {}
     for split in ("train", "valid"):
         found = all_documents(corpus, split)

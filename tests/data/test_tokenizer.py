@@ -42,9 +42,7 @@ def test_gigatoken_itself_agrees_where_it_is_used(tokenizer: Tokenizer, text: st
         assert tokenizer._gigatoken.encode(text).tolist() == tokenizer.sentencepiece.encode(text)
 
 
-def test_words_are_not_remembered_without_end(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_are_not_remembered_without_end(tokenizer, monkeypatch):
     """A terabyte has enough words to fill any memory; a new cache changes no id."""
     monkeypatch.setattr(tokenizing, "CACHE_BYTES", 8 * MB)
     monkeypatch.setattr(tokenizing, "CACHE_CHECK_CHARACTERS", 100_000)
@@ -105,9 +103,7 @@ def test_unigram_is_lossless_too() -> None:
     assert model.decode(model.encode(text)) == text
 
 
-def test_text_bytes_are_those_that_were_encoded(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_bytes_are_those_that_were_encoded(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizing, "DECODE_IDS", 50)
     for text in some_texts(20, seed=8):
         ids = np.append(tokenizer.encode(text), np.uint32(tokenizer.eod))
@@ -147,9 +143,7 @@ def test_a_control_that_text_could_produce_is_not_trained(control: str) -> None:
         ("word", "§§", True),
     ],
 )
-def test_a_given_model_whose_control_text_could_produce_is_refused(
-    kind: str, control: str, reached: bool
-) -> None:
+def test_a_given_model_whose_control_text_could_produce_is_refused(kind, control, reached):
     pieces = {"control_symbols": [control], "bos_id": -1, "eos_piece": "the end"}
     raw = sentencepiece_model(50, vocab_size=400, model_type=kind, **pieces)
     if reached:

@@ -119,9 +119,7 @@ def test_events_are_numbered_whatever_the_clock_says(path: Path) -> None:
     assert numbers == sorted(set(numbers)) and numbers[1] > numbers[0] + 10**12
 
 
-def test_full_disk_names_the_log_and_leaves_no_half_line(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_names_the_log_and_leaves_no_half_line(path, monkeypatch):
     log = Log(path)
     log.append({"kind": "step", "step": 1})
     whole = os.write

@@ -91,9 +91,7 @@ def test_header_and_warnings() -> None:
 @pytest.mark.parametrize(
     ("per_step_s", "eta"), [(0.01, "1s"), (1, "1m40"), (100, "2h46"), (2000, "2d07")]
 )
-def test_eta_is_a_moving_average(
-    capsys: pytest.CaptureFixture[str], per_step_s: float, eta: str
-) -> None:
+def test_eta_is_a_moving_average(capsys, per_step_s, eta):
     """A long compilation after the first step is soon forgotten; with quiet nothing is printed."""
     for quiet in (False, True):
         console = Console(200, quiet=quiet)

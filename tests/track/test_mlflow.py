@@ -122,9 +122,7 @@ def test_server_killed_and_restarted(server: Server, uri: str, run_dir: Path, lo
     assert the_run(uri, run_dir).info.status == "FINISHED"
 
 
-def test_frozen_server(
-    server: Server, uri: str, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_server(server, uri, run_dir, log, monkeypatch):
     """Requests time out here and are carried out there: sent again, they must not count twice."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     sidecar = Sidecar(run_dir)
@@ -248,9 +246,7 @@ def test_dead_server_is_given_up(run_dir: Path, log: Log, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("uri", ["htp://host:5000", "localhost:5000", "http//host", "file:///x"])
-def test_addresses_that_cannot_work(
-    run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch, uri: str
-) -> None:
+def test_addresses_that_cannot_work(run_dir, log, monkeypatch, uri):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     write(log, range(1, 3))
     with pytest.raises(Exception, match=f"MLFLOW_TRACKING_URI={uri}"):

@@ -7,7 +7,7 @@ import pytest
 import typer
 from conftest import SECRET
 from mlflow import MlflowClient
-from mlflow_server import Server, event, step_record
+from mlflow_server import event, step_record
 from typer.testing import CliRunner
 
 from launch import jobs, law
@@ -26,9 +26,7 @@ def app() -> typer.Typer:
     return app
 
 
-def test_replay_is_complete_and_happens_once(
-    app: typer.Typer, server: Server, run_dir: Path, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_is_complete_and_happens_once(app, server, run_dir, log, monkeypatch):
     log.append(event(0, "start"))
     for step in range(1, 301):
         log.append(step_record(step))
@@ -52,9 +50,7 @@ def test_replay_is_complete_and_happens_once(
     assert CliRunner().invoke(app, ["sync", str(run_dir), "--quiet"]).stdout == ""
 
 
-def test_a_sweep_comes_back_with_its_forecasts(
-    app: typer.Typer, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_comes_back_with_its_forecasts(app, server, tmp_path, monkeypatch):
     """Made and registered with no server in sight; then all of it from the directories alone."""
     root = make_ladder(tmp_path / "rebuilt")
     about = {"experiment": root.name, "kind": "ladder"}
