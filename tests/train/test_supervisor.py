@@ -21,6 +21,10 @@ from pipeline.train import supervisor
 from tests.conftest import command, environment
 from tests.train.test_run import TINY, processes, records, until
 
+# Steps of milliseconds: these tests are about processes.
+BRIEF = (*TINY, "--set", "model.layers=1", "--set", "train.batch_tokens=128",
+         "--set", "train.eval_every=100000", "--set", "train.save_every=1000")  # fmt: skip
+
 
 def steps(run: Path) -> int:
     log = run / "log.jsonl"
@@ -42,7 +46,7 @@ def test_hostile_surroundings(corpus, tmp_path):
     for name in ("random", "http", "queue"):
         (tmp_path / f"{name}.py").write_text(f"open('imported-{name}', 'w')\n")
     options = ("--steps", 100_000, "--data", corpus, "--nproc", 2, "--out", out)
-    launcher = [Path(sys.executable).with_name("launch"), *command(*TINY, *options)[3:]]
+    launcher = [Path(sys.executable).with_name("launch"), *command(*BRIEF, *options)[3:]]
     launcher.insert(1, "pretrain")
     process = subprocess.Popen(
         launcher, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
@@ -100,7 +104,7 @@ def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
 
     threading.Thread(target=fault, daemon=True).start()
     inside(
-        "pretrain", *TINY, "--steps", 30, "--data", corpus, "--nproc", 2, "--out", out, "--quiet"
+        "pretrain", *BRIEF, "--steps", 100, "--data", corpus, "--nproc", 2, "--out", out, "--quiet"
     )
     (_, none, _), (_, spare, second) = taken
     assert none is None and spare is second
@@ -112,7 +116,7 @@ def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
 def test_a_worker_that_cannot_start_is_a_fault_and_no_stop(corpus, tmp_path, monkeypatch, inside):
     monkeypatch.setattr(supervisor, "WORKER", "pipeline.train.nothing")
     never = ("--nproc", 1, "--set", "train.max_restarts=0")
-    said = inside("pretrain", *TINY, *never, "--data", corpus, "--out", tmp_path / "run", code=2)
+    said = inside("pretrain", *BRIEF, *never, "--data", corpus, "--out", tmp_path / "run", code=2)
     assert "No module named pipeline.train.nothing" in said
 
 
