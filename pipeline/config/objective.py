@@ -131,7 +131,7 @@ class Spans(_Cut):
     kind: Literal["spans"] = "spans"
     rate: _Part = 0.15
     length: _Length = 3.0
-    sentinels: Positive = 100  # ids that stand for spans, one each
+    sentinels: Positive = 128  # ids that stand for spans, one each; T5 has 100 and 28 unused ids
 
     @property
     def special_ids(self) -> int:
@@ -176,9 +176,13 @@ class Denoise(_Cut):
         return 1
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """The decoder writes the whole text; the encoder reads what is left of it."""
+        """The decoder writes the whole text; the encoder reads what is left of it, and padding."""
+        return seq, max(source_seq or seq, self.source_length(seq))
+
+    def source_length(self, seq: int) -> int:
+        """What is left of a text, with a mask for each span."""
         cut, spans = self.noise(seq)
-        return seq, seq - cut + spans
+        return seq - cut + spans
 
 
 Objective = Annotated[Causal | Prefix | Masked | Spans | Denoise, Field(discriminator="kind")]

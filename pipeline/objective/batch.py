@@ -61,7 +61,7 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
     checks and benchmarks without data. With `same`, all its tokens are the same."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = Vocabulary(config.model.vocab - config.objective.special_ids, eod=0)
-    noise = make_noise(config.objective, vocabulary)
+    noise = make_noise(config.objective, vocabulary, config.model.source_seq)
     # Without noise, a text is its inputs and one more target.
     shape = (config.rows, config.text_length + (noise is None))
     texts = torch.randint(vocabulary.pieces, shape, generator=generator)

@@ -50,8 +50,11 @@ class Vocabulary(NamedTuple):
 Noise = Callable[[Text, Draws], Example]
 
 
-def make_noise(objective: Objective, vocabulary: Vocabulary) -> Noise | None:
-    """What makes rows of texts; None if rows are texts as they are."""
+def make_noise(
+    objective: Objective, vocabulary: Vocabulary, source_seq: int | None = None
+) -> Noise | None:
+    """What makes rows of texts; None if rows are texts as they are. A source is padded to
+    `source_seq`."""
     match objective:
         case Causal():
             return None
@@ -62,7 +65,7 @@ def make_noise(objective: Objective, vocabulary: Vocabulary) -> Noise | None:
         case Spans():
             return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
         case Denoise():
-            return lambda text, draws: corrupt(objective, vocabulary, text, draws)
+            return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
         case _:
             assert_never(objective)
 
@@ -116,7 +119,13 @@ def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws
     return Example(tokens, targets, source=source)
 
 
-def corrupt(objective: Denoise, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+def corrupt(
+    objective: Denoise,
+    vocabulary: Vocabulary,
+    source_seq: int | None,
+    text: Text,
+    draws: Draws,
+) -> Example:
     """Permute the sentences, replace each span by one mask, and predict the whole text.
 
     The lengths of the spans are Poisson under the condition that their sum is the number of tokens
@@ -136,7 +145,16 @@ def corrupt(objective: Denoise, vocabulary: Vocabulary, text: Text, draws: Draws
     stays[np.repeat(starts, spans_lengths) + offsets] = False
     source = np.insert(given[stays], before, vocabulary.pieces)
     tokens = np.concatenate(([vocabulary.eod], text.tokens[:-1]))
-    return Example(tokens, text.tokens, source=source)
+    row = Example(tokens, text.tokens, source=source)
+    padding = (source_seq or len(source)) - len(source)
+    if not padding:
+        return row
+    # Padding is another document, which no token of the text sees.
+    return row._replace(
+        documents=np.zeros_like(tokens),
+        source=np.pad(source, (0, padding), constant_values=vocabulary.eod),
+        source_documents=np.pad(np.zeros_like(source), (0, padding), constant_values=1),
+    )
 
 
 def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:

@@ -73,7 +73,9 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         seed=config.seed,
         packing=packing,
         boundaries=boundaries,
-        noise=make_noise(config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod)),
+        noise=make_noise(
+            config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
+        ),
     )
 
 

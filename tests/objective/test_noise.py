@@ -222,6 +222,18 @@ def test_infilling_has_poisson_lengths_and_exact_counts() -> None:
         assert counts[n] / spans == pytest.approx(share, abs=5 * math.sqrt(share / spans))
 
 
+def test_padding_of_a_source_is_a_document_of_its_own() -> None:
+    assert Denoise().lengths(512, None) == (512, 512) and Denoise().lengths(512, 300) == (512, 409)
+    noise = make_noise(Denoise(), VOCABULARY, 512)
+    assert noise is not None
+    padded = noise(different(512), Draws(0, 0))
+    plain = made(Denoise(), different(512)).source
+    assert padded.source is not None and plain is not None and padded.documents is not None
+    assert padded.source.tolist() == [*plain.tolist(), *[EOD] * (512 - 409)]
+    assert padded.source_documents is not None and not padded.documents.any()
+    assert padded.source_documents.tolist() == [0] * 409 + [1] * (512 - 409)
+
+
 def test_sentences_are_permuted_and_whole() -> None:
     sentences = [
         [10 * i + j for j in range(i % 4 + 1)] + [5 if i % 2 else EOD] for i in range(1, 9)
