@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,8 @@ Temperature = Annotated[
 TopP = Annotated[
     float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
 ]
+AT_ONCE = 32  # prompts that are generated together
+
 app = typer.Typer()
 
 
@@ -128,12 +131,18 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
         'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
         "--temperature 0.8 --top-p 0.95 --seed 1 --json",
         "launch generate --run runs/1b --file prompts.txt --beam 4",
+        "launch generate --run runs/1b --file prompts.jsonl --shots examples.txt --json > out",
     )
 )
 def generate(
     run: RunPath,
     prompt: Annotated[list[str] | None, Option(help="Text to continue. Repeatable.")] = None,
-    file: Annotated[Path | None, Option(help="File with one prompt per line.")] = None,
+    file: Annotated[
+        Path | None, Option(help="File with one prompt per line, or .jsonl with a `prompt` each.")
+    ] = None,
+    shots: Annotated[
+        Path | None, Option(help="File with examples, which is put before every prompt.")
+    ] = None,
     max_new: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 64,
     temperature: Temperature = 0.0,
     top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)] = None,
@@ -147,16 +156,10 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
-    prompts = [*(prompt or ()), *(_lines(file) if file else ())]
+    prompts = [*(prompt or ()), *(_prompts(file) if file else ())]
+    before = _read(shots, "shots") if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
-    if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
-    if stream and (len(prompts) > 1 or beam or as_json):
-        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
-    if beam and samples:
-        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
-    if samples and not temperature:
-        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
+    _refuse_mixed(prompts, temperature, samples, beam, one_stream=stream, as_json=as_json)
 
     # Imported after the checks, because torch takes seconds.
     import torch
@@ -172,7 +175,7 @@ def generate(
     model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
     # An empty prompt starts like a document: after the end of another one.
-    ids = [pieces.encode(text).tolist() or [pieces.eod] for text in prompts]
+    ids = [pieces.encode(before + text).tolist() or [pieces.eod] for text in prompts]
     sampling = Sampling(temperature, top_k, top_p, seed)
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
@@ -183,17 +186,57 @@ def generate(
             best = beam_search(model, one, max_new, pieces.eod, beam)[0]
             _print(text, list(best.tokens), pieces, as_json, log_likelihood=best.score)
     else:
-        found = continuations(model, ids, max_new, pieces.eod, sampling)
-        for text, tokens in zip(prompts, found, strict=True):
-            _print(text, tokens, pieces, as_json)
+        # Some at a time: the cache of a long file of prompts would not fit.
+        for at in range(0, len(prompts), AT_ONCE):
+            few = slice(at, at + AT_ONCE)
+            # Each prompt has a seed of its own, whatever it is generated with.
+            draws = replace(sampling, seed=sampling.row_seed(at))
+            found = continuations(model, ids[few], max_new, pieces.eod, draws)
+            for text, tokens in zip(prompts[few], found, strict=True):
+                _print(text, tokens, pieces, as_json)
 
 
-def _lines(file: Path) -> list[str]:
+def _refuse_mixed(
+    prompts: list[str],
+    temperature: float,
+    samples: bool,
+    beam: int | None,
+    *,
+    one_stream: bool,
+    as_json: bool,
+) -> None:
+    """Refuse options of `generate` that do not go together."""
+    if not prompts:
+        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
+    if one_stream and (len(prompts) > 1 or beam or as_json):
+        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
+    if beam and samples:
+        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
+    if samples and not temperature:
+        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
+
+
+def _prompts(file: Path) -> list[str]:
+    # An empty line is not a prompt; `--prompt ''` is.
+    lines = [line for line in _read(file, "file").splitlines() if line]
+    if file.suffix != ".jsonl":
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line)["prompt"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            found.append(None)
+        if not isinstance(found[-1], str):
+            raise DataError(f"--file {file}:{number}: not an object with a text as `prompt`")
+    return found
+
+
+def _read(file: Path, option: str) -> str:
     try:
-        # An empty line is not a prompt; `--prompt ''` is.
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--file {file} cannot be read: {error}") from None
+        raise DataError(f"--{option} {file} cannot be read: {error}") from None
 
 
 def _print(

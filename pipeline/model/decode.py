@@ -23,6 +23,10 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
 
+    def row_seed(self, row: int) -> int:
+        """The seed of a prompt. Any odd constant would do: prompts need different seeds."""
+        return self.seed + 0x9E3779B9 * row
+
 
 class Beam(NamedTuple):
     score: float  # log likelihood, in nats
@@ -44,8 +48,7 @@ def stream(
     tokens_BS = torch.tensor(rows, device=device)
     # Allocated once for the prompt and every new token, so it never grows.
     cache = Cache(len(model.blocks), longest + most, padding_B if padding_B.any() else None)
-    # any odd constant would do: rows need different seeds
-    seeds = [sampling.seed + 0x9E3779B9 * row for row in range(len(prompts))]
+    seeds = [sampling.row_seed(row) for row in range(len(prompts))]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
     for _ in range(most):

@@ -95,6 +95,18 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     assert [row["prompt"] for row in rows] == ["a", "the state"] and all(
         len(r["tokens"]) <= 10 for r in rows
     )
+    # Many prompts are generated some at a time, which changes nothing; examples come before each.
+    many = tmp_path / "many.jsonl"
+    many.write_text("\n".join(json.dumps({"prompt": "the " * (n % 5 + 1)}) for n in range(40)))
+    shots = tmp_path / "shots"
+    shots.write_text("a state\n")
+    sampled = ("--json", "--temperature", 1.0)
+    texts = inside(*given, "--file", many, "--shots", shots, *sampled).splitlines()
+    assert len(texts) == 40 and len({json.loads(line)["text"] for line in texts[::5]}) > 1
+    alone = json.loads(inside(*given, "--prompt", "a state\nthe ", *sampled))
+    assert json.loads(texts[0])["tokens"] == alone["tokens"]
+    many.write_text('{"prompt": 3}')
+    assert "many.jsonl:1" in inside(*given, "--file", many, code=2)
     draw = ("--prompt", "the ", "--temperature", 1.0, "--top-p", 0.9, "--json")
     assert (
         inside(*given, *draw, "--seed", 1)
