@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from pipeline.config import schema
 from pipeline.config.parts import GQA
 from pipeline.config.schema import RunConfig
-from pipeline.config.shape import Model
+from pipeline.config.shape import BLOCKS, Model
 from pipeline.model.build import build_model, init_weights
-from pipeline.model.stack import Losses
+from pipeline.model.head import Losses
 from pipeline.objective.batch import Batch, random_batch
 from pipeline.optim.groups import build_optimizer
 from pipeline.parallel.engine import balance
@@ -103,7 +103,7 @@ def _plain_muon(model: nn.Module, cfg: schema.Muon, config: RunConfig) -> Callab
     rest = []
     for name, p in model.named_parameters():
         gate = name.endswith(("router.weight", "gate.weight"))
-        if name.startswith(("blocks.", "ahead.")) and p.ndim > 1 and not gate:
+        if name.startswith(BLOCKS) and p.ndim > 1 and not gate:
             parts = _split(name, p.detach(), config.model)
             copies[name] = [nn.Parameter(part.flatten(0, -2).clone()) for part in parts]
         else:
@@ -145,6 +145,8 @@ def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:
     if isinstance(a, GQA) and name.endswith(".qkv.weight"):
         heads = (a.heads, a.kv_heads, a.kv_heads)
         return list(torch.split(p, [count * a.head_dim for count in heads]))
+    if name.endswith(".cross.kv.weight"):
+        return list(p.chunk(2))
     if not isinstance(a, GQA) and name.endswith(".kv_down.weight"):
         return list(torch.split(p, [a.kv_rank, a.rope_dim]))
     if not isinstance(a, GQA) and name.endswith(".kv_up.weight"):

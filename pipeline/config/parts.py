@@ -23,7 +23,10 @@ Dtype = Literal["fp32", "bf16"]
 Recompute = Annotated[
     bool | Literal["selective"], BeforeValidator(lambda given: given == "full" or given)
 ]
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
+# Those that end with "glu" are gated.
+Activation = Literal[
+    "swiglu", "geglu", "tanh_geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"
+]
 
 
 class Frozen(BaseModel):
@@ -103,15 +106,18 @@ Scaling = Annotated[Linear | NTK | YaRN | Llama3, Field(discriminator="kind")]
 class RoPE(Frozen):
     kind: Literal["rope"] = "rope"
     theta: Annotated[float, Field(gt=1)]
+    window_theta: Annotated[float, Field(gt=1)] | None = None  # of layers with a window
     scaling: Scaling | None = None
 
 
 class Learned(Frozen):
     kind: Literal["learned"] = "learned"
+    offset: Annotated[int, Field(ge=0, le=1000)] = 0  # unused rows before the first: fairseq has 2
 
 
 class Sinusoidal(Frozen):
     kind: Literal["sinusoidal"] = "sinusoidal"
+    halves: bool = False  # sines in the first half of the channels, cosines in the second
 
 
 class RelativeBias(Frozen):
@@ -152,6 +158,8 @@ class Scores(Frozen):
     # Tokens that a query sees, itself included; in an encoder as many to its right.
     window: Positive | None = None
     global_every: Positive | None = None  # with a window: every n-th layer sees everything
+    global_first: bool = False  # that is the first of each n layers, not the last
+    scaled: bool = True  # scores are divided by √head_dim; T5 draws smaller queries instead
     score_scale: Rate = 1.0  # multiplies the softmax scale; nanochat has 1.2² = 1.44
     softcap: Rate | None = None
     sinks: bool = False  # a learned score per head that absorbs attention and has no value
@@ -161,6 +169,8 @@ class Scores(Frozen):
         every = self.global_every
         windowed = every is None or self.window is not None
         require(windowed, f"global_every={every} needs a window; without one every layer is global")
+        first = every is not None or not self.global_first
+        require(first, "global_first=true needs global_every, the step of the global layers")
         return self
 
 

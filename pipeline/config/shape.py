@@ -10,11 +10,21 @@ from typing import Annotated, Any, Literal, Self, assert_never
 from pydantic import Field, model_validator
 
 from pipeline.config import parts
-from pipeline.config.parts import Frozen, Positive, Rate, Weight, require
+from pipeline.config.parts import Frozen, Positive, require
+from pipeline.config.switches import Design
 from pipeline.errors import ConfigError
 
 # Prefixes of parameter names that are tables: a token or a position looks up a row.
-TABLES = ("embedding.", "value_embeddings.", "position.")
+TABLES = (
+    "embedding.",
+    "value_embeddings.",
+    "position.",
+    "segments.",
+    "encoder.embedding.",
+    "encoder.position.",
+)
+# Prefixes of the parameters that Muon may step: matrices of blocks.
+BLOCKS = ("blocks.", "encoder.blocks.", "ahead.")
 # Suffixes of small matrices that make gates. They read the first channels of their input, whatever
 # its width, and are vectors to the optimizer: neither decayed nor orthogonalized.
 GATES = ("value_gate.weight", "smear.gate.weight")
@@ -34,82 +44,6 @@ class Size(Frozen):
     ffn: Positive  # hidden width of a gated FFN; an architecture with its own ratio ignores it
     expert_ffn: Positive | None = None  # of one routed expert; None: the architecture's share
     arch: str | None = None  # the architecture of a published model; None: dense
-
-
-class Multipliers(Frozen):
-    embedding: Rate = 1.0
-    residual: Rate = 1.0  # of each layer's output
-    logits: Rate = 1.0
-
-
-class MuP(Frozen):
-    """Width transfer (arXiv 2203.03466, table 8 for Adam): a rate tuned at base_width holds at any
-    width."""
-
-    base_width: Positive
-    base_head_dim: Positive
-
-
-class Design(Frozen):
-    """Settings that an architecture gives to every size."""
-
-    # A decoder sees the past only, an encoder every token of the row.
-    stack: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
-    norm: parts.Norm
-    placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
-    parallel_block: bool = False  # attention and feed-forward read the same normed input
-    position: parts.Position
-    nope_every: Positive | None = None  # every n-th layer has no position
-    tied: bool  # the head is the input embedding
-    mtp: Annotated[int, Field(ge=0, le=100)] = (
-        0  # extra tokens predicted, one block each: DeepSeek-V3
-    )
-    mtp_weight: Weight = 0.3
-    init_std: Rate
-    # The std of a matrix is init_std, or with "fan_in" init_std/√inputs.
-    init: Literal["fixed", "fan_in"] = "fixed"
-    # Outputs into the stream: std/√(2·layers) (Megatron-LM), or zero, so that a block starts as the
-    # identity.
-    init_out: Literal["scaled", "zero"] = "scaled"
-    # Of an untied embedding and head. None, or tied: as a matrix that reads the stream.
-    embedding_std: Rate | None = None
-    head_std: Rate | None = None
-    # The input embedding's initial weights and rate × √width (arXiv 2312.16903).
-    scaled_embedding: bool = False
-    multipliers: Multipliers = Multipliers()
-    embedding_norm: bool = False  # RMS norm without gain right after the input embedding
-    # Every n-th layer, counted back from the last, adds an embedding of the token to its values,
-    # times a learned gate per head (modded-nanogpt, nanochat).
-    value_embeddings: Positive | None = None
-    smear: bool = False  # a token's embedding adds a gated part of the previous token's
-    residual_scales: bool = False  # learned scales of the stream and the embedding, per layer
-    backout: bool = False  # subtract a learned share of the middle layer's stream at the end
-    logit_softcap: Rate | None = None  # c·tanh(logits/c)
-    parametrization: Literal["standard", "mup"] = "standard"
-    mup_base: MuP = MuP(base_width=256, base_head_dim=64)  # where the rate was tuned
-
-    @property
-    def mup(self) -> MuP | None:
-        return self.mup_base if self.parametrization == "mup" else None
-
-    @model_validator(mode="after")
-    def _composes(self) -> Self:
-        # Multi-token prediction reads the next token, which an encoder's input holds already.
-        text = f'mtp={self.mtp} needs stack="decoder", got "{self.stack}"; set mtp=0'
-        require(self.mtp == 0 or self.stack == "decoder", text)
-        text = 'stack="encoder-decoder" has no cross-attention yet; use decoder or encoder'
-        require(self.stack != "encoder-decoder", text)
-        pre = not self.parallel_block or self.placement == "pre"
-        require(pre, f'parallel_block needs placement="pre", got "{self.placement}"')
-        scaled_head = self.scaled_embedding and self.tied
-        text = "scaled_embedding=true with tied=true would scale the head too; set one to false"
-        require(not scaled_head, text)
-        text = "embedding_std replaces the std of scaled_embedding=true; use --recipe adamw"
-        require(not (self.scaled_embedding and self.embedding_std), text)
-        scaled_twice = self.mup is not None and self.init == "fan_in"
-        text = 'init="fan_in" with parametrization="mup", which scales by the inputs itself'
-        require(not scaled_twice, f"{text}; use --recipe adamw")
-        return self
 
 
 class Arch(Design):
@@ -146,6 +80,16 @@ class Model(Design):
             text = f'value_embeddings={self.value_embeddings} needs attention.kind="gqa"'
             plain = self.value_embeddings is None
             require(plain, f"{text}; latent attention has no values to add to: remove it")
+            text = 'stack="encoder-decoder" needs attention.kind="gqa", got "mla"'
+            require(self.stack != "encoder-decoder", text)
+        text = "share_layers with attention.global_every, which differs by layer; remove one"
+        require(not (self.share_layers and a.global_every), text)
+        text = 'share_layers needs ffn.kind="ffn": a router balances one layer'
+        require(not (self.share_layers and isinstance(self.ffn, parts.MoE)), text)
+        text = 'attention.scaled=false with parametrization="mup", which scales scores; remove one'
+        require(a.scaled or self.mup is None, text)
+        rank = self.embedding_rank or 1
+        require(rank <= self.width, f"embedding_rank={rank} is above width={self.width}")
         if isinstance(self.ffn, parts.MoE):
             skipped = f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every}"
             text = f"{skipped} leave none of layers={self.layers} routed"
@@ -168,7 +112,8 @@ class Model(Design):
             text = f'nope_every={self.nope_every} with position.kind="{self.position.kind}"'
             require(by_layer, f"{text}: not a position by layer; use rope, relative or alibi")
         if isinstance(self.position, parts.Sinusoidal):
-            require(self.width % 2 == 0, f"width={self.width} is odd; sinusoidal needs pairs")
+            even = self.input_width % 2 == 0
+            require(even, f"width={self.input_width} is odd; sinusoidal needs pairs")
 
     def routed(self, layer: int) -> bool:
         """Whether the feed-forward of a layer is routed."""
@@ -183,7 +128,7 @@ class Model(Design):
 
     def sequence_degrees(self, ranks: int) -> list[int]:
         """Possible degrees of sequence parallelism: divisors of heads, sequence and ranks."""
-        return divisors(math.gcd(self.attention.heads, self.seq, ranks))
+        return divisors(math.gcd(self.attention.heads, self.seq, self.source_seq or 0, ranks))
 
     def value_layer(self, layer: int) -> bool:
         """Whether a layer adds a value embedding. The last layer is one of them."""
@@ -204,7 +149,37 @@ class Model(Design):
     @property
     def smear_inputs(self) -> int:
         """Channels that the gate of `smear` reads, as in nanochat."""
-        return min(24, self.width)
+        return min(24, self.input_width)
+
+    @property
+    def input_width(self) -> int:
+        """Of the embedding, before a projection to the stream."""
+        return self.embedding_rank or self.width
+
+    @property
+    def head_width(self) -> int:
+        """Of the vectors that the output matrix reads."""
+        return self.input_width if self.tied else self.width
+
+    @property
+    def source_layers(self) -> int:
+        """Layers of the encoder of an encoder–decoder."""
+        both = self.stack == "encoder-decoder"
+        return (self.encoder_layers or self.layers) if both else 0
+
+    @property
+    def source_length(self) -> int:
+        both = self.stack == "encoder-decoder"
+        return (self.source_seq or self.seq) if both else 0
+
+    @property
+    def learned_positions(self) -> int:
+        """Rows of a table of learned positions: both sides have those of the longer one."""
+        return max(self.seq, self.source_length)
+
+    def shares(self, side: Literal["encoder", "decoder"]) -> bool:
+        """Whether the blocks of a stack are one; of the only stack, by either name."""
+        return self.share_layers is True or self.share_layers == side
 
     @property
     def causal(self) -> bool:
@@ -213,6 +188,8 @@ class Model(Design):
 
     def windowed(self, layer: int) -> bool:
         a = self.attention
+        if a.global_first and a.global_every is not None:
+            return layer % a.global_every != 0
         return a.window is not None and not _every(a.global_every, layer)
 
     def placed(self, layer: int) -> bool:
@@ -223,7 +200,8 @@ class Model(Design):
         """Under muP, a matrix's input width where the rate was tuned, over its width here. An
         embedding's input is the vocabulary, and a latent's rank scales with the head; the output
         head is scaled at its output instead."""
-        if self.mup is None or name.startswith((*TABLES, "head.")) or name.endswith(GATES):
+        fixed = (*TABLES, "head.", "row_head.out.", "embedding_projection.")
+        if self.mup is None or name.startswith(fixed) or name.endswith(GATES):
             return 1.0
         a = self.attention
         if isinstance(a, parts.MLA):
@@ -246,13 +224,25 @@ class Model(Design):
         scaling = self.position.scaling if isinstance(self.position, parts.RoPE) else None
         factor = scaling.scores if isinstance(scaling, parts.YaRN) else 1.0
         a = self.attention
+        if not a.scaled:
+            return a.score_scale * factor
         widened = 1.0 if self.mup is None else a.head_dim / self.mup.base_head_dim
         return a.score_scale * factor / math.sqrt(a.score_dim * widened)
 
     @property
     def logit_scale(self) -> float:
         widened = 1.0 if self.mup is None else self.mup.base_width / self.width
-        return self.multipliers.logits * widened
+        return self.logit_multiplier * widened
+
+    @property
+    def logit_multiplier(self) -> float:
+        given = self.multipliers.logits
+        return self.width**-0.5 if given == "root_width" else given
+
+    @property
+    def embedding_multiplier(self) -> float:
+        given = self.multipliers.embedding
+        return self.width**0.5 if given == "root_width" else given
 
 
 def _every(n: int | None, layer: int) -> bool:
@@ -268,8 +258,11 @@ def divisors(n: int) -> list[int]:
 
 def cross(size: Size, arch: Arch) -> dict[str, Any]:
     """The model table of a run config, still without vocabulary and sequence length."""
+    # Small sizes keep a rank below their width.
+    rank = None if arch.embedding_rank is None else min(arch.embedding_rank, size.width // 2)
     return {
         **arch.model_dump(include=set(Design.model_fields)),
+        "embedding_rank": rank,
         "width": size.width,
         "layers": size.layers,
         "attention": _attention(size, arch.attention),

@@ -20,8 +20,9 @@ from pipeline.config.parts import MoE
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
-from pipeline.hub.families import Family, choose_family, to_hub_config
+from pipeline.hub.families import choose_family, to_hub_config
 from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_directory
+from pipeline.hub.settings import Family
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
@@ -69,7 +70,7 @@ def export(
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.iterdir():
             path.chmod(mode)
-        difference = check_logits(model, temporary, f"--to {directory}")
+        difference = check_logits(model, family, temporary, f"--to {directory}")
     return Exported(family.architecture, count, size, difference)
 
 
@@ -83,11 +84,13 @@ def _config(
     # a document begins after the end of another, so both ends are the same token
     end = None if tokenizer is None else tokenizer.eod
     name = str(dtype).removeprefix("torch.")
+    starts = {"decoder_start_token_id": end} if cfg.source_layers and end is not None else {}
     return {
+        **starts,
+        "pad_token_id": None,
         **to_hub_config(cfg, family),
         "bos_token_id": end,
         "eos_token_id": end,
-        "pad_token_id": None,
         "dtype": name,
         "torch_dtype": name,  # the key before transformers 4.56
         "use_cache": True,

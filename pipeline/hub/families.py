@@ -6,28 +6,17 @@ survive the round trip to config.json and back has no counterpart in that family
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.config.dump import flat
 from pipeline.config.layers import merge, nearest, validate
 from pipeline.config.parts import NTK, MoE, RoPE
 from pipeline.config.shape import Model
+from pipeline.config.switches import Multipliers
 from pipeline.errors import ConfigError
 from pipeline.hub import settings
-from pipeline.hub.settings import Converter, Table
-
-
-class Family(NamedTuple):
-    """How one model_type of transformers spells our settings."""
-
-    kind: str  # model_type
-    architecture: str  # the class of transformers
-    keys: str  # pairs "their key:our key"
-    implied: Table  # settings of ours that every model of the family has
-    fixed: Table  # settings of theirs that must have this value
-    converters: tuple[Converter, ...] = ()
-    zeros: tuple[str, ...] = ()  # their dropout rates, which we do not have
-
+from pipeline.hub.settings import Family, Table
+from pipeline.hub.stack_families import STACK_FAMILIES
 
 _ENDS = "vocab_size:vocab initializer_range:init_std tie_word_embeddings:tied"
 _SHAPE = (
@@ -173,6 +162,7 @@ FAMILIES = (
         _SILU,
         (settings.ROPE, settings.WINDOWS),
     ),
+    *STACK_FAMILIES,
     # Last, because a class of transformers itself runs in more programs.
     Family(
         "isoflop",
@@ -197,7 +187,7 @@ _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_s
 
 def to_hub_config(model: Model, family: Family) -> Table:
     """The model part of config.json, without token ids and dtype."""
-    model = _without_ntk(model)
+    model = _in_numbers(model)
     ours_flat = flat(model)
     table: Table = {"architectures": [family.architecture], "model_type": family.kind}
     table |= family.fixed
@@ -214,7 +204,11 @@ def to_hub_config(model: Model, family: Family) -> Table:
 def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
     """Our model of a config.json in which transformers has filled in every default."""
     kind = str(theirs.get("model_type"))
-    family = next((family for family in FAMILIES if family.kind == kind), None)
+    found = [family for family in FAMILIES if family.kind == kind]
+    # Some kinds have several classes, of which the first has every part.
+    classes = theirs.get("architectures") or []
+    family = next((each for each in found if each.architecture in classes), None)
+    family = family or next(iter(found), None)
     if family is None:
         known = nearest(kind, [family.kind for family in FAMILIES])
         raise ConfigError(f"model_type={kind!r} in config.json has no counterpart here{known}")
@@ -245,9 +239,9 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
 
 def choose_family(model: Model) -> Family:
     """The family that can express the model, or an error that names a setting it cannot express."""
-    lost = {family.kind: _lost(model, family) for family in FAMILIES}
-    family = min(FAMILIES, key=lambda family: len(lost[family.kind]))
-    missing = lost[family.kind]
+    lost = {family.architecture: _lost(model, family) for family in FAMILIES}
+    family = min(FAMILIES, key=lambda family: len(lost[family.architecture]))
+    missing = lost[family.architecture]
     if missing:
         # name a setting that no family has, if there is one
         nowhere = [key for key in missing if all(key in other for other in lost.values())]
@@ -261,25 +255,37 @@ def choose_family(model: Model) -> Family:
 
 def _lost(model: Model, family: Family) -> Table:
     """Our settings that do not survive the round trip through the family's config.json."""
-    ours = flat(_without_ntk(model))
+    ours = flat(_in_numbers(model))
     try:
-        back = flat(_read(to_hub_config(model, family), family))
+        back = flat(_in_numbers(_read(to_hub_config(model, family), family)))
     except (ConfigError, KeyError):
         return {**ours, "": ""}  # worse than any partial loss
     if isinstance(model.ffn, MoE) and all(model.routed(layer) for layer in range(model.layers)):
         ours["ffn.dense_hidden"] = back.get("ffn.dense_hidden")  # no layer uses it
-    keys = [key for key in {**ours, **back} if key not in _FREE]
+    free = set(_FREE)
+    if model.stack == "encoder-decoder":
+        free |= {"seq", "source_seq"}  # config.json has the longer one
+    keys = [key for key in {**ours, **back} if key not in free]
     return {key: ours.get(key) for key in keys if not _same(ours.get(key), back.get(key))}
 
 
-def _without_ntk(model: Model) -> Model:
-    """NTK scaling is the same as a larger theta, and config.json has only the latter."""
-    if not (isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK)):
-        return model
-    dim = model.attention.rotary_dim
-    # This exponent divides the slowest frequency by exactly `factor`.
-    theta = model.position.theta * model.position.scaling.factor ** (dim / (dim - 2))
-    return model.model_copy(update={"position": RoPE(theta=theta)})
+def _in_numbers(model: Model) -> Model:
+    """The same model in the words of config.json: factors as numbers, both lengths, and instead of
+    NTK scaling a larger theta."""
+    scales = Multipliers(
+        embedding=model.embedding_multiplier,
+        residual=model.multipliers.residual,
+        logits=model.logit_multiplier,
+    )
+    changes: Table = {"multipliers": scales}
+    if model.stack == "encoder-decoder":
+        changes |= {"encoder_layers": model.source_layers, "source_seq": model.source_length}
+    if isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK):
+        dim = model.attention.rotary_dim
+        # This exponent divides the slowest frequency by exactly `factor`.
+        theta = model.position.theta * model.position.scaling.factor ** (dim / (dim - 2))
+        changes["position"] = RoPE(theta=theta)
+    return model.model_copy(update=changes)
 
 
 def _pairs(family: Family) -> list[tuple[str, str]]:

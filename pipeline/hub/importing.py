@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,11 +24,13 @@ from transformers.utils import logging
 from pipeline import atomic
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, recipe_layer, validate
+from pipeline.config.objective import Denoise
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError, DataError, RunError, UserError
 from pipeline.hub.configuration_isoflop import IsoflopConfig
-from pipeline.hub.families import Family, from_hub_config
+from pipeline.hub.families import from_hub_config
 from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
+from pipeline.hub.settings import Family
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
@@ -45,6 +48,17 @@ _JSON_BYTES = 64 * 2**20  # far above the index of any published model
 _LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_config")
 # Constant tables that older files keep beside the weights.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# Keys of config.json that count layers.
+_LAYER_KEYS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_nextn_predict_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 _TOLERANCE = 1e-4  # of fp32 logits, relative to the largest
 
 
@@ -57,11 +71,19 @@ class Imported(NamedTuple):
 def import_model(source: Path, out: Path) -> Imported:
     """Write a checkpoint at step 0 with the weights of a Hugging Face directory."""
     with new_directory(out, "--out") as temporary, _checked_copy(source) as folder:
-        model = _load(folder, source)
-        difference = check_logits(model, folder, f"--from {source}")
+        model, family = _load(folder, source)
+        difference = check_logits(model, family, folder, f"--from {source}")
         # --out may be any path, but the name of a run allows few characters.
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
-        layer = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
+        layer: dict[str, Any] = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
+        if model.cfg.stack == "encoder":
+            layer["objective"] = {"kind": "masked"}
+        elif model.cfg.stack == "encoder-decoder":
+            # A run that starts from these weights may choose another objective and its lengths.
+            objective = Denoise()
+            seq, source_seq = objective.lengths(model.cfg.learned_positions, None)
+            layer["objective"] = objective.model_dump()
+            layer["model"] |= {"seq": seq, "source_seq": source_seq}
         base = read_toml(CONFIGS / "base.toml")
         config = validate(RunSpec, reduce(merge, [base, recipe_layer(), layer]))
         tokenizer = source / "tokenizer.model"
@@ -75,7 +97,7 @@ def import_model(source: Path, out: Path) -> Imported:
 def load_hub_model(directory: Path) -> Decoder:
     """The model of a Hugging Face directory, in fp32."""
     with _checked_copy(directory) as folder:
-        return _load(folder, directory)
+        return _load(folder, directory)[0]
 
 
 # ── Files ────────────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +209,7 @@ class _Weights:
 # ── The model ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _load(folder: Path, source: Path) -> Decoder:
+def _load(folder: Path, source: Path) -> tuple[Decoder, Family]:
     """Our model of a checked directory. A tensor that is left over is an error."""
     weights = _Weights(folder)
     model, family = _empty_model(folder, source, weights)
@@ -197,6 +219,7 @@ def _load(folder: Path, source: Path) -> Decoder:
         ours.pop("head.weight")
     state = dict(gather(cfg, family.kind, ours, weights))
     left = weights.names - weights.used - ({"lm_head.weight"} if cfg.tied else set())
+    left -= set(family.ignored)
     # what is left of the extra prediction layers are copies of the embedding and the head
     ahead = [f"model.layers.{cfg.layers + depth}." for depth in range(cfg.mtp)]
     left = {name for name in left if not name.endswith(_TABLES)}
@@ -216,7 +239,7 @@ def _load(folder: Path, source: Path) -> Decoder:
         parameter.requires_grad_(True)
         if name in stacks:  # `assign` replaced the parameter and lost its mark
             parameter.expert = stacks[name]  # type: ignore[attr-defined]
-    return model
+    return model, family
 
 
 def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder, Family]:
@@ -224,7 +247,7 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     where = source / CONFIG
     described = _read_json(folder / CONFIG)
     # Loops over layers are bounded before transformers or we run one: a layer has tensors.
-    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers"):
+    for key in _LAYER_KEYS:
         count = described.get(key, 0)
         if isinstance(count, int | float) and count > len(weights.names):
             raise DataError(f"{key}={count} in {where}, but {len(weights.names)} tensors in all")
@@ -250,10 +273,10 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
 # ── Parity ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_logits(model: Decoder, directory: Path, what: str) -> float:
+def check_logits(model: Decoder, family: Family, directory: Path, what: str) -> float:
     """The difference between our logits and transformers'; more than rounding is an error."""
     try:
-        difference = logit_difference(model, directory)
+        difference = logit_difference(model, family, directory)
     except Exception as error:  # transformers raises any class for bad files
         reason = _first_line(error)
         raise RunError(f"{what}: transformers cannot run the model: {reason}") from error
@@ -266,11 +289,14 @@ def check_logits(model: Decoder, directory: Path, what: str) -> float:
 
 
 @torch.no_grad()
-def logit_difference(model: Decoder, directory: Path) -> float:
+def logit_difference(model: Decoder, family: Family, directory: Path) -> float:
     """The largest difference over the largest logit, on seeded random tokens, both in fp32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(
+    loader = AutoModelForCausalLM
+    if model.cfg.stack != "decoder":
+        loader = getattr(transformers, family.architecture)
+    theirs = loader.from_pretrained(
         directory,
         dtype=torch.float32,
         local_files_only=True,
@@ -280,7 +306,18 @@ def logit_difference(model: Decoder, directory: Path) -> float:
     # Short enough for a CPU, and long enough to show a wrong rotation, mask or route.
     shape = (2, min(64, model.cfg.seq))
     tokens = torch.randint(model.cfg.vocab, shape, generator=torch.Generator().manual_seed(0))
-    logits = theirs(tokens).logits
-    difference = (model.eval()(tokens) - logits).abs().max()
+    padding = theirs.config.pad_token_id
+    if padding is not None:  # RoBERTa has no position for it
+        tokens[tokens == padding] = (padding + 1) % model.cfg.vocab
+    if model.cfg.stack == "encoder-decoder":
+        # Another source than the decoder's input, so that the two cannot be confused.
+        source = tokens.flip(1)
+        logits = theirs(input_ids=source, decoder_input_ids=tokens).logits
+        ours = model.eval()(tokens, source_BE=source)
+    else:
+        out = theirs(tokens)
+        logits = out.prediction_logits if hasattr(out, "prediction_logits") else out.logits
+        ours = model.eval()(tokens)
+    difference = (ours - logits).abs().max()
     # A head of zeros has logits of zero.
     return float(difference / logits.abs().max().clamp(min=1e-6))

@@ -135,7 +135,7 @@ class IsoflopMLP(nn.Module):
                 gate = F.silu(gate)
             case "geglu" | "gelu":
                 gate = F.gelu(gate)
-            case "gelu_tanh":
+            case "gelu_tanh" | "tanh_geglu":
                 gate = F.gelu(gate, approximate="tanh")
             case "reglu" | "relu":
                 gate = F.relu(gate)

@@ -18,6 +18,20 @@ class Converter(NamedTuple):
     read: Callable[[Mapping[str, Any]], Table]  # config.json → part of our model's table
 
 
+class Family(NamedTuple):
+    """How one model_type of transformers spells our settings."""
+
+    kind: str  # model_type
+    architecture: str  # the class of transformers
+    keys: str  # pairs "their key:our key"
+    implied: Table  # settings of ours that every model of the family has
+    fixed: Table  # settings of theirs that must have this value
+    converters: tuple[Converter, ...] = ()
+    zeros: tuple[str, ...] = ()  # their dropout rates, which we do not have
+    # Tensors in some of their files that are copies of others, or constants.
+    ignored: tuple[str, ...] = ()
+
+
 _SCALINGS: dict[str, type[Frozen]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN}
 # Their key → ours. Each kind of scaling has some of them.
 _SCALING_KEYS = {

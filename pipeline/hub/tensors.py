@@ -13,8 +13,7 @@ from torch import Tensor
 from pipeline.config.parts import GQA, MLA, MoE
 from pipeline.config.shape import Model
 from pipeline.errors import DataError
-
-Names = dict[str, str]  # our name → their names, several where they split what we fuse
+from pipeline.hub.stack_tensors import DEFAULT_LAYERS, LAYERS, STACK_TENSORS, Names
 
 
 def _each(at: str, *parts: str) -> str:
@@ -88,6 +87,7 @@ _OURS: Names = {
     "backout.scale": "model.backout_scale",
 }
 TENSORS: dict[str, Names] = {
+    **STACK_TENSORS,
     "isoflop": _OURS,
     "gpt2": {
         "embedding.weight": "transformer.wte.weight",
@@ -145,27 +145,34 @@ class Row(NamedTuple):
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
     """Where each of our tensors goes."""
     table = TENSORS[family]
-    stack = "transformer.h" if family == "gpt2" else "model.layers"
+    stack, source_stack = LAYERS.get(family, DEFAULT_LAYERS)
     for name, tensor in ours.items():
         prefix = ""
         leaf = name
         if name.startswith("blocks."):
             _, layer, leaf = name.split(".", 2)
-            prefix = f"{stack}.{layer}."
+            prefix = stack.format(layer)
+        elif name.startswith("encoder.blocks."):
+            _, _, layer, leaf = name.split(".", 3)
+            prefix = source_stack.format(layer)
+            if f"encoder.{leaf}" in table:
+                leaf = f"encoder.{leaf}"
         elif name.startswith("value_embeddings."):  # ours are beside the blocks, theirs inside
             _, layer, leaf = name.split(".", 2)
-            prefix = f"{stack}.{layer}."
+            prefix = stack.format(layer)
             leaf = f"value_embeddings.{leaf}"
         elif name.startswith("ahead."):
             if "ahead.join.weight" not in table:  # only training uses these layers
                 continue
             _, depth, leaf = name.split(".", 2)
-            prefix = f"{stack}.{model.layers + int(depth)}."  # they follow the others
+            prefix = stack.format(model.layers + int(depth))  # they follow the others
             inner = leaf.startswith("block.")
             leaf = leaf.removeprefix("block.") if inner else f"ahead.{leaf}"
         names = table[leaf].split()
-        if leaf.startswith("ffn.") and ".up" in leaf and not model.ffn.gated:
+        if "ffn." in leaf and ".up" in leaf and not model.ffn.gated:
             names = names[-1:]  # without a gate
+            if family == "t5":
+                names = [names[0].replace("wi_1", "wi")]
         if leaf == "attention.q_up.weight" and getattr(model.attention, "q_rank", 0) is None:
             # Without a rank for queries there is one matrix instead of q_a_proj and q_b_proj.
             names = ["self_attn.q_proj.weight"]

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,16 @@ from torch.overrides import TorchFunctionMode
 from pipeline.config.parts import FFN, GQA, MLA, MoE, Recompute
 from pipeline.config.shape import GATES, TABLES, Model
 from pipeline.model.attention import GroupedAttention, LatentAttention
+from pipeline.model.block import Block
+from pipeline.model.cross import CrossAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import deepnorm_beta
-from pipeline.model.stack import Block, Decoder
+from pipeline.model.side import Encoder
+from pipeline.model.stack import Decoder
 from pipeline.model.stream import Scales, initial_scale
+
+_QUERIES = ("attention.qkv.weight", "attention.q_up.weight", "cross.q.weight")
 
 
 def build_model(
@@ -32,16 +37,29 @@ def build_model(
 
     `experts` are those of every routed layer that this process holds: all of them by default."""
 
-    def block(layer: int, ahead: bool) -> Block:
+    def block(layer: int, ahead: bool, source: bool = False) -> Block:
         # The blocks of multi-token prediction are like the last, but see only their own input.
         attention = _attention(cfg, layer, valued=cfg.value_layer(layer) and not ahead)
         scales = Scales() if cfg.residual_scales and not ahead else None
-        ffn = _ffn(cfg, layer, experts)
-        return Block(cfg, attention, ffn, scales, recompute=recompute == "selective")
+        crosses = cfg.stack == "encoder-decoder" and not source
+        return Block(
+            cfg,
+            attention,
+            _ffn(cfg, layer, experts),
+            scales,
+            CrossAttention(cfg, cast(GQA, cfg.attention)) if crosses else None,
+            first=layer == 0 and not ahead,
+            recompute=recompute == "selective",
+        )
 
     with _SkipInit():
+        encoder = None
+        if cfg.stack == "encoder-decoder":
+            layers = 1 if cfg.shares("encoder") else cfg.source_layers
+            blocks = nn.ModuleList(block(layer, False, source=True) for layer in range(layers))
+            encoder = Encoder(cfg, blocks, recompute=recompute is True)
         return Decoder(
-            cfg, block, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True
+            cfg, block, encoder, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True
         )
 
 
@@ -114,6 +132,11 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
                 drawn.append(pool.submit(_normal, parameter, std, key))
         for each in drawn:
             each.result()  # raises what its thread raised
+    if not cfg.attention.scaled:
+        # Scores start as if they were divided by √head_dim.
+        for name, parameter in model.named_parameters():
+            if name.endswith(_QUERIES):
+                _query_rows(parameter, cfg.attention).mul_(cfg.attention.score_dim**-0.5)
     if cfg.placement == "deepnorm":
         for name, parameter in model.named_parameters():
             if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
@@ -133,8 +156,10 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
         # Experts are (in, out), linear layers (out, in). A row of a table counts as the stream.
         inputs = parameter.shape[-2 if hasattr(parameter, "expert") else -1]
         std /= math.sqrt(cfg.width if name.startswith(TABLES) else inputs)
-    if leaf == "embedding":
-        own = None if cfg.tied else cfg.embedding_std
+    if leaf in ("embedding", "encoder.embedding"):
+        # A tied head reads rows of the stream's scale, unless its logits are scaled down.
+        tied = cfg.tied and cfg.multipliers.logits != "root_width"
+        own = None if tied else cfg.embedding_std
         return own or std * cfg.embedding_scale
     if leaf == "head" and cfg.head_std:
         return cfg.head_std
@@ -146,7 +171,13 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
         # arXiv 2203.00555, figure 2.
         shrunk = leaf.endswith((".out", "ffn.up", "experts.up", "shared.up"))
         return std * deepnorm_beta(cfg.layers) if shrunk else std
-    return std / math.sqrt(2 * cfg.layers) if leaf.endswith(".out") else std
+    scaled = leaf.endswith(".out") and cfg.init_out == "scaled"
+    return std / math.sqrt(2 * cfg.layers) if scaled else std
+
+
+def _query_rows(weight: Tensor, cfg: GQA | MLA) -> Tensor:
+    """Of a projection that begins with queries; those of MLA and cross-attention have no others."""
+    return weight[: cfg.heads * cfg.score_dim]
 
 
 def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:

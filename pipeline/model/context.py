@@ -66,6 +66,29 @@ def make_mask(
     return sees(b[:, None, None, None], head, q[:, None], k).expand(rows, 1, queries, keys)
 
 
+def make_cross_mask(
+    queries: int, documents_BQ: Tensor | None, documents_BK: Tensor | None, *, flex: bool = False
+) -> Mask:
+    """Which decoder token sees which encoder token: one of the same document.
+
+    Without documents of its own, a row of the decoder belongs to the source's first document."""
+    if documents_BK is None:
+        return "all"
+    if documents_BQ is None:
+        documents_BQ = documents_BK[:, :1].expand(-1, queries)
+    if flex:
+
+        def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return documents_BQ[b, q] == documents_BK[b, k]
+
+        rows, keys = documents_BK.shape
+        device = str(documents_BK.device)
+        return create_block_mask(sees, rows, None, queries, keys, device=device)
+    mask = documents_BQ[:, None, :, None] == documents_BK[:, None, None, :]
+    # A softmax over no key at all would be NaN: padding of the decoder sees everything instead.
+    return mask | ~mask.any(-1, keepdim=True)
+
+
 class Context(NamedTuple):
     """What all layers share in one forward pass, and the value embeddings of one."""
 
@@ -73,13 +96,17 @@ class Context(NamedTuple):
     bias_HQK: Tensor | None = None
     near: Mask = None  # of windowed layers
     far: Mask = None
+    near_rotary: Rotary | None = None  # of windowed layers
     first_BSW: Tensor | None = None  # input of the first layer, if later layers add it again
     values_BSGD: Tensor | None = None  # value embeddings of the layer
+    source_BEW: Tensor | None = None  # output of the encoder
+    cross: Mask = "all"  # of cross-attention
 
     def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
         """Mask, bias and rotary table of a layer."""
         mask = self.near if windowed else self.far
-        return (mask, self.bias_HQK, self.rotary) if placed else (mask, None, None)
+        table = self.near_rotary if windowed else self.rotary
+        return (mask, self.bias_HQK, table) if placed else (mask, None, None)
 
 
 class LayerCache:
@@ -89,6 +116,7 @@ class LayerCache:
         self._capacity = capacity
         self.length = 0
         self.kept: list[Tensor] = []
+        self.source: tuple[Tensor, ...] = ()  # keys and values of cross-attention
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the new tokens' tensors and return those of all tokens so far."""
@@ -105,6 +133,7 @@ class Cache:
     def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.padding_B = padding_B  # tokens to ignore on the left of each row
+        self.source_documents_BE: Tensor | None = None  # what the decoder sees of the source
         self.last_B1: Tensor | None = None  # the last token, which `smear` mixes into the next
 
     @property
@@ -121,5 +150,8 @@ class Cache:
         """Let sequence i continue sequence rows[i], for beam search."""
         for layer in self.layers:
             layer.kept = [torch.index_select(tensor, 0, rows) for tensor in layer.kept]
+            layer.source = tuple(torch.index_select(each, 0, rows) for each in layer.source)
+        if self.source_documents_BE is not None:
+            self.source_documents_BE = torch.index_select(self.source_documents_BE, 0, rows)
         if self.last_B1 is not None:
             self.last_B1 = torch.index_select(self.last_B1, 0, rows)

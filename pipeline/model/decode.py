@@ -47,7 +47,7 @@ def stream(
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
     # Allocated once for the prompt and every new token, so it never grows.
-    cache = Cache(len(model.blocks), longest + most, padding_B if padding_B.any() else None)
+    cache = Cache(model.cfg.layers, longest + most, padding_B if padding_B.any() else None)
     seeds = [sampling.row_seed(row) for row in range(len(prompts))]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
@@ -104,7 +104,7 @@ def beam_search(
 ) -> list[Beam]:
     """The likeliest continuations found while keeping `width` of them, best first."""
     device = model.embedding.weight.device
-    cache = Cache(len(model.blocks), _longest(model, [prompt], most) + most)
+    cache = Cache(model.cfg.layers, _longest(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
     live = [Beam(0.0, ())]
     done: list[Beam] = []
@@ -139,6 +139,11 @@ def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache) -> Tensor:
 
 def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
     """The length of the longest prompt; an error if learned positions do not reach far enough."""
+    if model.cfg.stack != "decoder":
+        raise ConfigError(
+            f'model.stack="{model.cfg.stack}" cannot continue a text: only a decoder generates; '
+            "use the checkpoint of a decoder"
+        )
     longest = max(map(len, prompts))
     if isinstance(model.cfg.position, Learned) and longest + most > model.cfg.seq:
         raise ConfigError(

@@ -34,6 +34,8 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
             return F.silu(gate) * x
         case "geglu":
             return F.gelu(gate) * x
+        case "tanh_geglu":
+            return F.gelu(gate, approximate="tanh") * x  # T5 v1.1
         case "reglu":
             return F.relu(gate) * x
         case _:

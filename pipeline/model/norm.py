@@ -97,10 +97,12 @@ PLACEMENTS = {
 class Residual(nn.Module):
     """How one layer reads the residual stream and adds to it, for every norm placement."""
 
-    def __init__(self, cfg: Model) -> None:
+    def __init__(self, cfg: Model, *, normed: bool = False) -> None:
+        """`normed`: the stream is normed already, so its first reader has no norm of its own."""
         super().__init__()
         place = PLACEMENTS[cfg.placement]
-        self.before = make_stream_norm(cfg.width, cfg.norm) if place.before else nn.Identity()
+        before = place.before and not normed
+        self.before = make_stream_norm(cfg.width, cfg.norm) if before else nn.Identity()
         self.inside = make_norm(cfg.width, cfg.norm) if place.inside else nn.Identity()
         self.after = make_norm(cfg.width, cfg.norm) if place.after else nn.Identity()
         self.output_scale = cfg.multipliers.residual

@@ -15,10 +15,12 @@ from pipeline.config.parts import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
 
 
-def rotary(positions: Tensor, dim: int, cfg: RoPE) -> Rotary:
+def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
     """Cosines and sines, computed in every forward pass, which costs little beside a block.
 
     As a buffer they would be cast to bf16 with the weights, and positions above 256 would blur."""
+    if windowed and cfg.window_theta is not None:
+        cfg = RoPE(theta=cfg.window_theta)  # a window is short, so no scaling reaches it
     frequencies, factor = _frequencies(dim, cfg, positions.device)
     angle = positions.float()[..., None] * frequencies
     return angle.cos() * factor, angle.sin() * factor
@@ -68,10 +70,12 @@ def _yarn_pair(turns: float, dim: int, theta: float, scaling: YaRN) -> float:
     return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def sinusoidal(positions: Tensor, width: int) -> Tensor:
-    """Sines in even channels, cosines in odd ones (arXiv 1706.03762)."""
+def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor:
+    """Sines in even channels, cosines in odd ones (arXiv 1706.03762), or one half each."""
     exponents = -torch.arange(0, width, 2, device=positions.device) / width
     angle = positions.float()[..., None] * 10000**exponents
+    if halves:
+        return torch.cat((angle.sin(), angle.cos()), dim=-1)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 

@@ -82,6 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk: int,
         softcap: float | None,
+        bias_V: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # Zero where nothing is predicted.
         share_T = (targets_T >= 0) / count
@@ -91,18 +92,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h_TW) if train else None
         # In fp32, since it is a sum over all chunks.
         grad_w = torch.zeros_like(weight_VW, dtype=torch.float32) if train else None
+        grad_b = None
+        if train and bias_V is not None:
+            grad_b = torch.zeros_like(bias_V, dtype=torch.float32)
         nll, z = h_TW.new_zeros((2,), dtype=torch.float32)
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = h_TW[part] @ weight_VW.T
+            logits = torch.nn.functional.linear(h_TW[part], weight_VW, bias_V)
             part_nll, part_z, grad = terms(logits, targets_T[part], share_T[part], z_loss, softcap)
             nll = nll + part_nll
             z = z + part_z
             if grad_h is not None and grad_w is not None:
                 torch.mm(grad, weight_VW, out=grad_h[part])
                 _add_product(grad_w, grad.T, h_TW[part])
+            if grad_b is not None:
+                grad_b += grad.sum(0, dtype=torch.float32)
         if grad_h is not None and grad_w is not None:
-            ctx.save_for_backward(grad_h, grad_w.to(weight_VW.dtype))
+            saved = [grad_h, grad_w.to(weight_VW.dtype)]
+            if bias_V is not None and grad_b is not None:
+                saved.append(grad_b.to(bias_V.dtype))
+            ctx.save_for_backward(*saved)
         # Training minimizes the first output. The second one is logged.
         ctx.mark_non_differentiable(nll)
         return nll + z_loss * z, nll
@@ -111,8 +120,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
         # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
-        grad_h, grad_w = torch._foreach_mul(ctx.saved_tensors, scale)
-        return grad_h, grad_w, None, None, None, None, None
+        grad_h, grad_w, *grad_b = torch._foreach_mul(ctx.saved_tensors, scale)
+        return grad_h, grad_w, None, None, None, None, None, grad_b[0] if grad_b else None
 
 
 def next_token_loss(
@@ -124,12 +133,13 @@ def next_token_loss(
     z_loss: float,
     chunk: int,
     softcap: float | None = None,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss to minimize, with the z term, and the mean negative log likelihood in nats.
 
     `count` divides the sums, if these targets are only part of what the mean is over."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap
+        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, bias_V
     )
     return total, nll

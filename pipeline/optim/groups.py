@@ -45,7 +45,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
     faster, as it is larger. Experts that ranks share have groups named as DeepSpeed knows them."""
     groups: dict[tuple[str, bool, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
-        embedding = name.startswith("embedding.")
+        embedding = name.startswith(("embedding.", "encoder.embedding."))
         # The gates of value embeddings and smear are small matrices, but vectors in spirit.
         no_decay = parameter.ndim < 2 or name.startswith(TABLES) or name.endswith(GATES)
         scale = 1.0 if no_decay else model.narrower(name)
@@ -76,7 +76,7 @@ def muon_groups(
             group |= {"lr_scale": 1.0, "weight_decay": cfg.decay, "matrices": True}
             if cfg.decay_with_rate:
                 group["decay_at_peak"] = (cfg.decay, peak)
-        elif name.startswith("embedding."):  # a tied head too
+        elif name.startswith(("embedding.", "encoder.embedding.")):  # a tied head too
             kind = "embedding"
             group["lr_scale"] = cfg.embedding_rate * model.embedding_scale
         elif name.startswith("value_embeddings."):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline.config.parts import GQA
-from pipeline.config.shape import GATES, Model
+from pipeline.config.shape import BLOCKS, GATES, Model
 from pipeline.planner.count import orthogonalization_flops
 
 MOMENTUM = "momentum_buffer"  # as in torch.optim.Muon
@@ -114,7 +114,7 @@ def matrices_of(module: nn.Module, cfg: Model) -> dict[str, Matrices]:
     found = {}
     for name, parameter in module.named_parameters():
         vector = parameter.ndim < 2 or name.endswith((*GATES, "router.weight"))
-        if vector or not name.startswith(("blocks.", "ahead.")):
+        if vector or not name.startswith(BLOCKS):
             continue
         expert: tuple[int, int] | None = getattr(parameter, "expert", None)
         if expert is None:
@@ -133,6 +133,8 @@ def _parts(name: str, rows: int, cfg: Model) -> tuple[Part, ...]:
     sizes = [rows]
     if name.endswith("attention.qkv.weight") and isinstance(a, GQA):
         sizes = [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)]
+    elif name.endswith("cross.kv.weight"):
+        sizes = [rows // 2] * 2
     elif name.endswith("attention.kv_down.weight") and not isinstance(a, GQA):
         sizes = [a.kv_rank, a.rope_dim]
     elif name.endswith("attention.kv_up.weight") and not isinstance(a, GQA):

@@ -8,9 +8,10 @@ import torch
 from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.model.block import Block
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.fp8 import convert_to_fp8
-from pipeline.model.stack import Block, Decoder
+from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.sequence import share_sequences
 from pipeline.parallel.world import World, join
@@ -62,14 +63,14 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
         from pipeline.parallel.expert import announce
 
         announce(model, ep)
-    blocks = [*model.blocks, *(ahead.block for ahead in model.ahead)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     if train.fp8:
         _convert_to_fp8(blocks, config, world)
     if train.compile is True:
         # Per block: this starts faster than compiling the whole model, and all layers share one
         # graph. Hooks that an engine adds, such as ZeRO-3's gathering, stay outside of the graph.
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
     return model
 
 

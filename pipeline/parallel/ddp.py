@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
-from pipeline.model.stack import Decoder, Losses
+from pipeline.model.head import Losses
+from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import (

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
-from pipeline.model.stack import Block, Decoder, Losses
+from pipeline.model.block import Block
+from pipeline.model.head import Losses
+from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import (

@@ -4,7 +4,8 @@ FLOPs are those of training one token. A multiply-add counts 2, and the backward
 forward. Matmuls cost 6 × the parameters that a token uses: with the head, without the input
 embedding and the value embeddings, which are lookups. Attention costs 3·heads·(score width + value
 width)·seq per layer (6·heads·head_dim·seq if both are head_dim): the causal half, because the
-kernel skips what the mask hides. A window hides more. An encoder has both halves.
+kernel skips what the mask hides. A window hides more. An encoder has both halves. A token of an
+encoder–decoder is one of the decoder; its share of the source is counted with it.
 """
 
 from collections.abc import Callable
@@ -32,11 +33,12 @@ class Params:
 
     embedding: int
     value_embeddings: int
-    position: int  # learned
+    position: int  # learned, and segments
     head: int  # 0 if tied to the embedding
     attention: int
     ffn: int
     norm: int
+    ends: int  # between embedding and blocks, and between blocks and head
     mixing: int  # gate of smear and scales of the stream (model/stream.py)
     mtp: int  # of multi-token prediction, which only training uses
     experts: int  # routed parameters, part of ffn and mtp
@@ -54,7 +56,7 @@ class Params:
 
     @property
     def non_embedding(self) -> int:
-        return self.attention + self.ffn + self.norm + self.mixing
+        return self.attention + self.ffn + self.norm + self.ends + self.mixing
 
     @property
     def active_non_embedding(self) -> int:
@@ -63,23 +65,29 @@ class Params:
 
 @lru_cache(maxsize=256)  # one plan asks for the same model hundreds of times
 def params(model: Model) -> Params:
-    layers = [layer_params(model, layer) for layer in range(model.layers)]
+    decoder = range(1 if model.shares("decoder") else model.layers)
+    layers = [layer_params(model, layer) for layer in decoder]
+    if model.source_layers:
+        encoder = range(1 if model.shares("encoder") else model.source_layers)
+        layers += [layer_params(model, layer, source=True) for layer in encoder]
     attention = sum(each.attention + each.vectors for each in layers) + _value_gates(model)
     ffn = sum(each.ffn for each in layers)
     # With a norm after each layer, the stream leaves the last block already normed.
+    sides = 2 if model.source_layers else 1
     final_norm = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
-    norm = sum(each.norm for each in layers) + final_norm
-    embedding = model.vocab * model.width
-    head = 0 if model.tied else embedding
+    norm = sum(each.norm for each in layers) + sides * final_norm
+    embedding = (1 + model.own_encoder_embedding) * model.vocab * model.input_width
+    head = 0 if model.tied else head_matrix(model)
+    ends = _ends(model)
     position = _position(model)
     # Each extra block of multi-token prediction: a layer, a projection of two inputs, three norms.
-    extra = layers[-1]
+    extra = layer_params(model, model.layers - 1)
     joint = 2 * model.width**2 + 3 * _norm(model, model.width)
     mtp = model.mtp * (joint + extra.total)
     idle = sum(each.ffn - each.ffn_active for each in layers)  # experts not chosen
     mixing = (model.smear_inputs + 1) * model.smear + model.backout
-    mixing += 2 * model.layers * model.residual_scales
-    blocks = attention + ffn + norm + mixing - idle
+    mixing += 2 * len(decoder) * model.residual_scales
+    blocks = attention + ffn + norm + ends + mixing - idle
     values = value_layers(model) * model.vocab * value_width(model)
     return Params(
         embedding=embedding,
@@ -89,17 +97,48 @@ def params(model: Model) -> Params:
         attention=attention,
         ffn=ffn,
         norm=norm,
+        ends=ends,
         mixing=mixing,
         mtp=mtp,
         experts=sum(each.experts for each in layers) + model.mtp * extra.experts,
         active=embedding + values + position + head + blocks,
-        scaling=blocks + embedding,  # the head has the embedding's shape, tied or not
+        scaling=blocks + head_matrix(model),  # tied or not
     )
+
+
+def head_matrix(model: Model) -> int:
+    """Of the output matrix, which may be that of the embedding."""
+    return (1 if model.head == "replaced" else model.vocab) * model.head_width
+
+
+def _ends(model: Model) -> int:
+    """Norm and projection of the embedding, transform and bias of the head, head of the row."""
+    width = model.width
+    biased = isinstance(model.ffn, FFN) and model.ffn.bias
+    each = _norm(model, model.input_width) if model.embedding_norm == "sum" else 0
+    if model.embedding_rank is not None:
+        each += (model.embedding_rank + biased) * width
+    ends = each * (2 if model.source_layers else 1) + transform_matrix(model)
+    if model.head_transform:
+        ends += biased * model.head_width
+        ends += _norm(model, model.head_width) if model.head == "tokens" else 0
+    if model.head_bias:
+        ends += 1 if model.head == "replaced" else model.vocab
+    if model.row_classes:
+        ends += (width + 1) * (width + model.row_classes)
+    return ends
+
+
+def transform_matrix(model: Model) -> int:
+    """Of the layer before the head."""
+    projected = model.head_transform or model.head_width != model.width
+    return model.width * model.head_width if projected else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    attention: int  # matrices
+    attention: int  # matrices, of cross-attention too
+    source: int  # of which these read the encoder's output
     vectors: int  # biases and sinks of the attention
     norm: int
     ffn: int  # with biases and all experts
@@ -113,16 +152,23 @@ class LayerParams:
         return self.attention + self.vectors + self.ffn + self.norm
 
 
-def layer_params(model: Model, layer: int) -> LayerParams:
-    return _layer_params(model, model.routed(layer))
+def layer_params(model: Model, layer: int, *, source: bool = False) -> LayerParams:
+    """`source`: of the encoder of an encoder–decoder, which has no cross-attention."""
+    crosses = model.source_layers > 0 and not source
+    normed = model.placement in ("pre", "sandwich") and layer == 0 and not model.first_norm
+    return _layer_params(model, model.routed(layer), crosses, normed)
 
 
 @lru_cache(maxsize=256)
-def _layer_params(model: Model, routed: bool) -> LayerParams:
-    attention, vectors, inner_norms = _attention(model)
-    # Norms of the model's width per block.
-    outer = {"pre": 1 if model.parallel_block else 2, "post": 2, "sandwich": 4, "deepnorm": 2}
-    norm = outer[model.placement] * _norm(model, model.width) + inner_norms
+def _layer_params(model: Model, routed: bool, crosses: bool, normed: bool) -> LayerParams:
+    # Cross-attention has the same matrices, of which keys and values read the source.
+    times = 2 if crosses else 1
+    attention, vectors, inner_norms = (times * count for count in _attention(model))
+    source = 2 * model.width * value_width(model) if crosses else 0
+    # Norms of the model's width per layer: attention, cross-attention, feed-forward.
+    layers = 1 if model.parallel_block else times + 1
+    outer = layers * (2 if model.placement == "sandwich" else 1) - normed
+    norm = outer * _norm(model, model.width) + inner_norms
     f = model.ffn
     # Gate, up and down projections, or up and down without a gate.
     per_hidden = (3 if f.gated else 2) * model.width
@@ -133,7 +179,7 @@ def _layer_params(model: Model, routed: bool) -> LayerParams:
         shared = per_hidden * f.shared * f.hidden
         active = router + shared + per_hidden * f.top_k * f.hidden
         total = router + shared + experts
-        return LayerParams(attention, vectors, norm, total, active, active, active, experts)
+        return LayerParams(attention, source, vectors, norm, total, active, active, active, experts)
     hidden = f.hidden if isinstance(f, FFN) else f.dense_hidden
     biases = 0
     if isinstance(f, FFN) and f.bias:
@@ -142,7 +188,9 @@ def _layer_params(model: Model, routed: bool) -> LayerParams:
     # The backward pass does not need the output of the last matrix again.
     recomputed = matrices - model.width * hidden
     total = matrices + biases
-    return LayerParams(attention, vectors, norm, total, total, matrices, recomputed, experts=0)
+    return LayerParams(
+        attention, source, vectors, norm, total, total, matrices, recomputed, experts=0
+    )
 
 
 def _norm(model: Model, width: int) -> int:
@@ -207,7 +255,14 @@ def matrices(model: Model) -> list[tuple[int, int, int]]:
             assert_never(a)
     f = model.ffn
     found = [(width, 2 * width, model.mtp)]
-    for layer in block_layers(model):
+    decoder = block_layers(model)
+    if model.shares("decoder"):
+        decoder = decoder[model.layers - 1 :]
+    encoder = range(1 if model.shares("encoder") else model.source_layers)
+    if model.source_layers:
+        found += attention * len(decoder)  # cross-attention
+        decoder = [*decoder, *encoder]
+    for layer in decoder:
         found += attention
         hidden = {f.hidden: 1} if isinstance(f, FFN) else {f.dense_hidden: 1}
         if model.routed(layer):
@@ -229,12 +284,13 @@ def orthogonalization_flops(rows: int, columns: int) -> int:
 
 def _position(model: Model) -> int:
     match model.position:
-        case Learned():
-            return model.seq * model.width
+        case Learned(offset=offset):
+            rows = (model.learned_positions + offset) * (2 if model.source_layers else 1)
         case RelativeBias(buckets=buckets):
-            return buckets * model.attention.heads
+            return buckets * model.attention.heads * (2 if model.source_layers else 1)
         case _:
-            return 0
+            rows = 0
+    return (rows + model.segments) * model.input_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,18 +313,33 @@ class Flops:
 @lru_cache(maxsize=256)
 def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     projections = model.mtp * 2 * model.width**2
-    blocks = projections + sum_blocks(model, lambda each, _: each.attention + each.ffn_matmul)
+    blocks = projections + sum_blocks(
+        model, lambda each, _: each.attention - each.source + each.ffn_matmul
+    )
     blocks += _value_gates(model)
     smear = model.smear_inputs * model.smear
-    heads = (1 + model.mtp) * model.vocab * model.width
+    heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
+    inputs = (1 + model.mtp) * (model.embedding_rank or 0) * model.width
+    # Of the first token of each row.
+    heads += model.width * (model.width + model.row_classes) * bool(model.row_classes) // model.seq
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
+    if model.source_layers:
+        # Per row, and then the share of one of the decoder's tokens.
+        encoder = [layer_params(model, each, source=True) for each in range(model.source_layers)]
+        read = sum_blocks(model, lambda each, _: each.source)
+        read += sum(each.attention + each.ffn_matmul for each in encoder)
+        blocks += read * model.source_length // model.seq
+        inputs += inputs * model.source_length // model.seq
+        attention += _source_scores(model)
     again = 0
     if recompute is True:
         # One more forward pass, which is a third of forward and backward.
         again = 2 * blocks + attention // 3
     elif recompute == "selective":
         again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
-    return Flops(matmul=6 * (blocks + smear + heads), attention=attention, recompute=again)
+        source = [layer_params(model, each, source=True) for each in range(model.source_layers)]
+        again += 2 * sum(each.ffn_recomputed for each in source) * model.source_length // model.seq
+    return Flops(matmul=6 * (blocks + smear + heads + inputs), attention=attention, recompute=again)
 
 
 def block_layers(model: Model) -> list[int]:
@@ -278,6 +349,19 @@ def block_layers(model: Model) -> list[int]:
 
 def sum_blocks(model: Model, count: Callable[[LayerParams, int], int]) -> int:
     return sum(count(layer_params(model, layer), layer) for layer in block_layers(model))
+
+
+def _source_scores(model: Model) -> int:
+    """FLOPs of cross-attention and of the encoder's attention, per token of the decoder."""
+    a = model.attention
+    keys = model.source_length
+    each = 6 * a.heads * (a.score_dim + a.value_dim)
+    cross = model.layers * each * keys
+    for layer in range(model.source_layers):
+        window = min(a.window or keys, keys) if model.windowed(layer) else keys
+        # On average as many keys as in `_scores`, on both sides.
+        cross += each * window * (2 * keys - window) // model.seq
+    return cross
 
 
 def _scores(model: Model, layer: int) -> int:

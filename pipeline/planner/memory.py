@@ -150,7 +150,8 @@ def model_memory(
 
 @lru_cache(maxsize=256)
 def _largest_block(model: Model, ep: int) -> int:
-    layers = (layer_params(model, layer) for layer in range(model.layers))
+    layers = [layer_params(model, layer) for layer in range(model.layers)]
+    layers += [layer_params(model, layer, source=True) for layer in range(model.source_layers)]
     return max(each.total - each.experts + each.experts // ep for each in layers)
 
 

@@ -198,7 +198,7 @@ def _exists(run: RunDir) -> RunError:
 
 def _fp8_warning(config: RunConfig) -> str:
     model = config.model
-    scaled = model.tied or model.embedding_scale * model.multipliers.embedding != 1
+    scaled = model.tied or model.embedding_scale * model.embedding_multiplier != 1
     if scaled or not config.train.fp8:
         return ""
     return (
@@ -275,6 +275,11 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces=pieces,
         **request.layers,
     )
+    if spec.model.head == "replaced":
+        raise ConfigError(
+            'model.head="replaced" needs a generator that replaces tokens, which no objective has '
+            "yet; use --arch bert, or --set model.head=tokens --set model.tied=true"
+        )
     if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
         spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
     # A --config or --set may name other data than --data, which the run would fail to open.

@@ -1,0 +1,113 @@
+"""From the last layer to the losses: of tokens, of replaced tokens, and of whole rows.
+
+B batch · S sequence · W width · V vocabulary · T = B·S tokens
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config.parts import FFN
+from pipeline.config.shape import Model
+from pipeline.model.attention import Sequence
+from pipeline.model.ffn import activate
+from pipeline.model.moe import Routing
+from pipeline.model.norm import make_norm
+from pipeline.objective.loss import cap, next_token_loss
+
+IGNORED = -100  # a target or label that predicts nothing
+
+
+class Losses(NamedTuple):
+    total: Tensor  # the backward pass starts here
+    nll: Tensor  # nats per token: the loss of every curve and fit
+    routing: Routing | None = None  # of the routed layers, stacked
+
+
+class Transform(nn.Module):
+    """A layer between the stack and the head: activated and normed, or a bare projection to the
+    rank of a tied embedding."""
+
+    def __init__(self, cfg: Model) -> None:
+        super().__init__()
+        bias = cfg.head_transform and isinstance(cfg.ffn, FFN) and cfg.ffn.bias
+        self.dense = nn.Linear(cfg.width, cfg.head_width, bias=bias)
+        self.activation = None
+        if cfg.head_transform:
+            self.activation = "gelu" if cfg.ffn.gated else cfg.ffn.activation
+        # ELECTRA's discriminator has no norm here.
+        normed = cfg.head_transform and cfg.head == "tokens"
+        self.norm = make_norm(cfg.head_width, cfg.norm) if normed else nn.Identity()
+
+    def forward(self, h_BSW: Tensor) -> Tensor:
+        h_BSW = self.dense(h_BSW)
+        if self.activation is not None:
+            h_BSW = activate(h_BSW, self.activation)
+        out: Tensor = self.norm(h_BSW)
+        return out
+
+
+class Head(nn.Module):
+    """The output matrix. The loss is computed here, where ZeRO-3 has gathered the whole matrix."""
+
+    def __init__(self, cfg: Model, weight_VW: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight_VW
+        self.bias = nn.Parameter(torch.zeros(len(weight_VW))) if cfg.head_bias else None
+        self.replaced = cfg.head == "replaced"
+        self.scale = cfg.logit_scale
+        self.softcap = cfg.logit_softcap
+        self.sequence = Sequence()
+
+    def forward(
+        self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int
+    ) -> Tensor | Losses:
+        # Scaling the hidden state is cheaper than scaling the logits, V/W times as many numbers.
+        h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
+        if targets_BS is None:
+            logits_BSV = cap(F.linear(h_BSW, self.weight, self.bias), self.softcap)
+            return logits_BSV.squeeze(-1) if self.replaced else logits_BSV
+        # of the whole row: the mean over the ranks that share it is then the mean over its tokens
+        count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
+        h_TW = h_BSW.flatten(0, 1)
+        targets_T = self.sequence.cut(targets_BS, 1).flatten()
+        if self.replaced:
+            logits_T = F.linear(h_TW, self.weight, self.bias).squeeze(-1).float()
+            truth_T = targets_T.clamp(min=0).float()
+            nll_T = F.binary_cross_entropy_with_logits(logits_T, truth_T, reduction="none")
+            nll = (nll_T * (targets_T >= 0)).sum() / count
+            return Losses(nll, nll.detach())
+        total, nll = next_token_loss(
+            h_TW,
+            self.weight,
+            targets_T,
+            count,
+            z_loss=z_loss,
+            chunk=chunk,
+            softcap=self.softcap,
+            bias_V=self.bias,
+        )
+        return Losses(total, nll)
+
+
+class RowHead(nn.Module):
+    """Predicts the kind of a row from its first token: BERT's pooler and next-sentence head."""
+
+    def __init__(self, cfg: Model) -> None:
+        super().__init__()
+        self.pool = nn.Linear(cfg.width, cfg.width)
+        self.out = nn.Linear(cfg.width, cfg.row_classes)
+        self.sequence = Sequence()
+
+    def forward(self, h_BSW: Tensor, labels_B: Tensor | None) -> Tensor:
+        """The mean loss of the rows with a label, or the logits."""
+        logits_BC = self.out(torch.tanh(self.pool(h_BSW[:, 0])))
+        if labels_B is None:
+            return cast(Tensor, logits_BC)
+        nll_B = F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED, reduction="none")
+        nll = nll_B.sum() / (labels_B >= 0).sum().clamp(min=1)
+        # Of the ranks that share a row, the first has its first token. Losses are averaged over
+        # the ranks.
+        return nll * (self.sequence.parts if self.sequence.rank == 0 else 0)

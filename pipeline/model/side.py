@@ -1,0 +1,198 @@
+"""What the two sides of an encoder–decoder share, and any single stack has: inputs, masks, blocks.
+
+B batch · S sequence · W width · H heads · Q queries · K keys
+R width of the embedding, which is W without an embedding rank
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.parts import FFN, ALiBi, Learned, RelativeBias, RoPE, Sinusoidal
+from pipeline.config.shape import Model
+from pipeline.model.attention import Sequence
+from pipeline.model.block import Stream, recomputed
+from pipeline.model.context import Cache, Context, Mask, make_mask
+from pipeline.model.moe import Routing
+from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
+from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
+from pipeline.model.stream import settle
+
+
+class Seen(NamedTuple):
+    """What a token of a row may see, apart from the order of tokens."""
+
+    documents_BS: Tensor | None = None  # only its own document
+    prefix_B: Tensor | None = None  # also every token of the prefix
+
+
+class Side(nn.Module):
+    """A stack without its head. Subclasses add the parts in the order in which they are used."""
+
+    position: nn.Module | None
+    segments: nn.Module | None
+    embedding_norm: nn.Module | None
+    embedding_projection: nn.Module | None
+    blocks: nn.ModuleList
+    norm: nn.Module
+
+    def __init__(self, cfg: Model, *, causal: bool, recompute: bool) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.causal = causal
+        self.recompute = recompute
+        self.sequence = Sequence()
+
+    def add_inputs(self) -> None:
+        """The parts between the embedding and the first block."""
+        cfg = self.cfg
+        self.position = _position(cfg, causal=self.causal)
+        self.segments = nn.Embedding(cfg.segments, cfg.input_width) if cfg.segments else None
+        summed = cfg.embedding_norm == "sum"
+        self.embedding_norm = make_norm(cfg.input_width, cfg.norm) if summed else None
+        bias = isinstance(cfg.ffn, FFN) and cfg.ffn.bias
+        wider = None
+        if cfg.embedding_rank is not None:
+            wider = nn.Linear(cfg.embedding_rank, cfg.width, bias=bias)
+        self.embedding_projection = wider
+
+    def add_norm(self) -> None:
+        # Only blocks that norm their input leave a stream that still has to be normed.
+        before = PLACEMENTS[self.cfg.placement].before
+        norm = make_stream_norm(self.cfg.width, self.cfg.norm) if before else nn.Identity()
+        self.norm = norm
+
+    def embed(self, x_BSR: Tensor, places: Tensor, segments_BS: Tensor | None = None) -> Tensor:
+        """The input of the first block, from the embeddings of its tokens."""
+        position = self.cfg.position
+        if isinstance(position, Learned) and self.position is not None:
+            x_BSR = x_BSR + self.position(places + position.offset)
+        elif isinstance(position, Sinusoidal):
+            table = sinusoidal(places, self.cfg.input_width, halves=position.halves)
+            x_BSR = x_BSR + table.type_as(x_BSR)
+        if self.segments is not None:
+            # Without segments, every token is of the first.
+            first = torch.zeros_like(places).expand(x_BSR.shape[:2])
+            given = first if segments_BS is None else self.sequence.cut(segments_BS, 1)
+            x_BSR = x_BSR + self.segments(given)
+        if self.embedding_norm is not None:
+            x_BSR = self.embedding_norm(x_BSR)
+        return x_BSR if self.embedding_projection is None else self.embedding_projection(x_BSR)
+
+    def step(
+        self,
+        layer: int,
+        x_BSW: Tensor,
+        pending: Tensor | None,
+        context: Context,
+        cache: Cache | None = None,
+    ) -> Stream:
+        """Run one layer, again in the backward pass if everything is recomputed."""
+        on = self.recompute and self.training
+        if on:
+            x_BSW = settle(x_BSW, pending)  # one tensor to keep instead of two
+            pending = None
+        layer_cache = None if cache is None else cache.layers[layer]
+        block = self.blocks[layer % len(self.blocks)]  # shared layers are one block
+        out: Stream = recomputed(block, x_BSW, pending, context, layer_cache, on=on)
+        return out
+
+    def context(
+        self, tokens_BS: Tensor, seen: Seen, cache: Cache | None = None
+    ) -> tuple[Tensor, Context]:
+        """The tokens' positions, (S) or (B, S), and what all layers share."""
+        a = self.cfg.attention
+        documents_BS, prefix_B = seen
+        device = tokens_BS.device
+        queries = tokens_BS.shape[1]
+        past = 0 if cache is None else cache.length
+        padding_B = None if cache is None else cache.padding_B
+        places = torch.arange(past, past + queries, device=device)
+        if padding_B is not None:
+            # The first real token of a row has position 0, as in training.
+            places = (places - padding_B[:, None]).clamp(min=0)
+        if documents_BS is not None:
+            # A position counts from the last start of a document at or before it.
+            starts = torch.ones_like(documents_BS, dtype=torch.bool)
+            starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+            places = places - torch.where(starts, places, 0).cummax(dim=1).values
+        # Cut last, so that positions are those in the whole row.
+        places = self.sequence.cut(places, -1)
+
+        def mask(window: int | None) -> Mask:
+            # FlexAttention skips blocks that are hidden as a whole, which a dense mask cannot.
+            hides = documents_BS is not None or (window is not None and window < queries)
+            special = hides or prefix_B is not None or a.softcap is not None or a.sinks
+            return make_mask(
+                queries,
+                past + queries,
+                device,
+                causal=self.causal,
+                window=window,
+                documents_BK=documents_BS,
+                padding_B=padding_B,
+                prefix_B=prefix_B,
+                flex=device.type == "cuda" and cache is None and special,
+            )
+
+        position = self.cfg.position
+        table = near_table = None
+        if isinstance(position, RoPE):
+            table = near_table = rotary(places, a.rotary_dim, position)
+            if position.window_theta is not None:
+                near_table = rotary(places, a.rotary_dim, position, windowed=True)
+        bias_HQK = self._bias(queries, past + queries, device)
+        far = mask(None)
+        near = far if a.window is None else mask(a.window)
+        return places, Context(table, bias_HQK, near, far, near_table)
+
+    def _bias(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """What the position adds to the scores."""
+        position = self.cfg.position
+        if not isinstance(position, ALiBi | RelativeBias):
+            return None
+        distance_QK = distances(queries, keys, device)
+        if isinstance(position, ALiBi):
+            # Of keys after the query too, where a mask shows them: the distance alone counts.
+            return alibi(distance_QK.abs(), self.cfg.attention.heads)
+        assert self.position is not None
+        bias_HQK: Tensor = self.position(distance_QK)
+        return bias_HQK
+
+
+class Encoder(Side):
+    """The encoder of an encoder–decoder."""
+
+    def __init__(self, cfg: Model, blocks: nn.ModuleList, *, recompute: bool) -> None:
+        super().__init__(cfg, causal=False, recompute=recompute)
+        own = cfg.own_encoder_embedding
+        self.embedding = nn.Embedding(cfg.vocab, cfg.input_width) if own else None
+        self.add_inputs()
+        self.blocks = blocks
+        self.add_norm()
+
+    def forward(
+        self, tokens_BE: Tensor, embedded_BER: Tensor, documents_BE: Tensor | None
+    ) -> tuple[Tensor, list[Routing | None]]:
+        """The normed stream of the last layer, and the routing of every layer."""
+        places, context = self.context(tokens_BE, Seen(documents_BE))
+        x_BEW = self.embed(embedded_BER, places)
+        pending: Tensor | None = None
+        routings: list[Routing | None] = []
+        for layer in range(self.cfg.source_layers):
+            x_BEW, pending, routing = self.step(layer, x_BEW, pending, context)
+            routings.append(routing)
+        _, h_BEW = add_and_norm(self.norm, x_BEW, pending)
+        return h_BEW, routings
+
+
+def _position(cfg: Model, *, causal: bool) -> nn.Module | None:
+    """The learned part of the position, if there is one."""
+    match cfg.position:
+        case Learned(offset=offset):
+            return nn.Embedding(cfg.learned_positions + offset, cfg.input_width)
+        case RelativeBias():
+            return DistanceBias(cfg.attention.heads, cfg.position, causal=causal)
+        case _:
+            return None
