@@ -35,13 +35,20 @@ class Beam(NamedTuple):
 
 @torch.inference_mode()
 def stream(
-    model: Decoder, prompts: Sequence[Sequence[int]], most: int, end: int | None, sampling: Sampling
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    end: int | None,
+    sampling: Sampling,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every prompt, at most `most` times; None for one that has ended.
 
-    Prompts are padded on the left. The result of one does not depend on the others."""
+    Prompts are padded on the left. The result of one does not depend on the others. An
+    encoder–decoder reads one source for each; its prompt is what the decoder starts with."""
     device = model.embedding.weight.device
     longest = _longest(model, prompts, most)
+    fields = _source_fields(model, sources)
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -52,7 +59,8 @@ def stream(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
     for _ in range(most):
-        next_B = pick(_last_logits(model, tokens_BS, cache), sampling, generators)
+        next_B = pick(_last_logits(model, tokens_BS, cache, **fields), sampling, generators)
+        fields = {}  # the cache has the source's keys and values
         new = next_B.tolist()
         yield [None if over else token for token, over in zip(new, ended, strict=True)]
         ended = [over or token == end for token, over in zip(new, ended, strict=True)]
@@ -67,10 +75,11 @@ def generate(
     most: int,
     end: int | None = None,
     sampling: Sampling | None = None,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """The continuation of each prompt, including its end token."""
     out: list[list[int]] = [[] for _ in prompts]
-    for step in stream(model, prompts, most, end, sampling or Sampling()):
+    for step in stream(model, prompts, most, end, sampling or Sampling(), sources):
         for row, token in zip(out, step, strict=True):
             if token is not None:
                 row.append(token)
@@ -100,16 +109,23 @@ def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
 
 @torch.inference_mode()
 def beam_search(
-    model: Decoder, prompt: Sequence[int], most: int, end: int | None, width: int
+    model: Decoder,
+    prompt: Sequence[int],
+    most: int,
+    end: int | None,
+    width: int,
+    source: Sequence[int] | None = None,
 ) -> list[Beam]:
     """The likeliest continuations found while keeping `width` of them, best first."""
     device = model.embedding.weight.device
     cache = Cache(model.cfg.layers, _longest(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
+    fields = _source_fields(model, None if source is None else [source])
     live = [Beam(0.0, ())]
     done: list[Beam] = []
     for _ in range(most):
-        likely_BV = _last_logits(model, tokens_BS, cache).float().log_softmax(-1)
+        likely_BV = _last_logits(model, tokens_BS, cache, **fields).float().log_softmax(-1)
+        fields = {}  # the cache has the source's keys and values
         total_BV = likely_BV + torch.tensor([beam.score for beam in live], device=device)[:, None]
         # Twice the width: up to `width` of them may end here.
         best = total_BV.flatten().topk(min(2 * width, total_BV.numel()))
@@ -133,15 +149,34 @@ def beam_search(
     return sorted([*done, *live], reverse=True)[:width]
 
 
-def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache) -> Tensor:
-    return cast(Tensor, model(tokens_BS, cache=cache))[:, -1]
+def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache, **fields: Tensor) -> Tensor:
+    return cast(Tensor, model(tokens_BS, cache=cache, **fields))[:, -1]
+
+
+def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> dict[str, Tensor]:
+    """The encoder's input, padded on the right; padding is a document of its own."""
+    both = model.cfg.stack == "encoder-decoder"
+    if both != (sources is not None):
+        given = "needs a source for its encoder" if both else "has no encoder to read a source"
+        remedy = "give one for each prompt" if both else "give prompts only"
+        raise ConfigError(f'model.stack="{model.cfg.stack}" {given}; {remedy}')
+    if sources is None:
+        return {}
+    device = model.embedding.weight.device
+    longest = max(map(len, sources))
+    rows = [list(source) + [0] * (longest - len(source)) for source in sources]
+    padding = [[0] * len(source) + [1] * (longest - len(source)) for source in sources]
+    return {
+        "source_BE": torch.tensor(rows, device=device),
+        "source_documents_BE": torch.tensor(padding, device=device),
+    }
 
 
 def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
     """The length of the longest prompt; an error if learned positions do not reach far enough."""
-    if model.cfg.stack != "decoder":
+    if not model.cfg.causal:
         raise ConfigError(
-            f'model.stack="{model.cfg.stack}" cannot continue a text: only a decoder generates; '
+            'model.stack="encoder" sees both sides of a token and cannot continue a text; '
             "use the checkpoint of a decoder"
         )
     longest = max(map(len, prompts))

@@ -164,6 +164,7 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
     # keeps the embedding and its result, backout the middle stream.
     beside = value_layers(model) * value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
+    beside += _source_activations(model, recompute)
     match recompute:
         case False:
             return beside + sum(whole), max(whole)
@@ -172,6 +173,23 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
             return beside + sum(whole) - sum(ffns) + max(ffns), max(whole)
         case True:  # the stream at each block's start, and one block at a time
             return beside + 2 * model.width * len(blocks) + max(whole), max(whole)
+
+
+def _source_activations(model: Model, recompute: Recompute) -> int:
+    """Of the encoder and of cross-attention, per token of the decoder."""
+    if not model.source_layers:
+        return 0
+    a = model.attention
+    # Cross-attention: norm input and output, queries and result; keys and values of the source.
+    crossed = model.layers * (2 * model.width + 2 * a.heads * a.head_dim)
+    per_source = model.layers * 2 * value_width(model)
+    if recompute is True:
+        crossed = 0
+        per_source = 2 * model.width * model.source_layers
+    else:
+        each = (_kept(model, model.routed(layer)) for layer in range(model.source_layers))
+        per_source += sum(attention + (0 if recompute else ffn) for attention, ffn in each)
+    return crossed + -(-per_source * model.source_length // model.seq)
 
 
 def _kept(model: Model, routed: bool) -> tuple[int, int]:

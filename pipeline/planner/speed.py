@@ -117,7 +117,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     muon = uses_muon(config)
     sent = traffic(model, layout, dtype=dtype, micros=micros, muon=muon)
     tokens_s = batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
-    idle_s = micros * (model.layers + model.mtp) * BLOCK_S
+    idle_s = micros * (model.layers + model.source_layers + model.mtp) * BLOCK_S
     compute = tokens_s + idle_s + _update_s(model, layout, rates)
     if muon:
         compute += _muon_s(model, layout, peak, rates)
@@ -165,7 +165,7 @@ def _head_bytes(model: Model, sp: int, size: int) -> int:
     a = model.attention
     # With fewer key/value heads than ranks, several ranks have copies of the same head.
     kv_heads = math.lcm(a.kv_heads, sp) if isinstance(a, GQA) else a.heads
-    blocks = model.layers + model.mtp
+    blocks = model.layers + model.source_layers + model.mtp
     return blocks * (a.heads + kv_heads) * (a.score_dim + a.value_dim) * size
 
 
@@ -211,7 +211,7 @@ def _collectives_s(
     """The bytes of each group at the rate of its ring, and a latency for every collective."""
     groups = [(held * (ranks - 1) / ranks, ranks) for held, ranks in _groups(model, layout)]
     whole = sum(share for share, _ in groups) or 1
-    blocks = model.layers + model.mtp
+    blocks = model.layers + model.source_layers + model.mtp
     count = (1, 2, 1 + micros, 3 * micros * blocks)[layout.zero]
     time = 0.0
     for index, (share, ranks) in enumerate(groups):

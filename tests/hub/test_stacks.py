@@ -14,6 +14,7 @@ from pipeline.hub.families import FAMILIES, choose_family
 from pipeline.hub.importing import import_model, load_hub_model
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model, init_weights
+from pipeline.model.decode import beam_search, generate
 from pipeline.planner.count import params
 
 VOCAB, LENGTH, SOURCE = 96, 24, 17
@@ -213,3 +214,33 @@ def test_what_has_no_counterpart_is_named():
     with pytest.raises(ConfigError, match="share_layers='encoder'"):
         choose_family(cfg)
     assert len({family.architecture for family in FAMILIES}) == len(FAMILIES)
+
+
+@pytest.mark.parametrize("case", ["t5", "bart", "marian"])
+def test_an_encoder_decoder_generates_what_theirs_does(case, tmp_path):
+    """Greedily and by beam search, with sources of several lengths, each as if it were alone."""
+    theirs = random_hub_model(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_hub_model(tmp_path / "theirs").eval()
+    g = torch.Generator().manual_seed(3)
+    sources = [torch.randint(3, VOCAB, (n,), generator=g).tolist() for n in (11, 5)]
+    found = generate(ours, [[2], [2]], 9, sources=sources)
+    for source, tokens in zip(sources, found, strict=True):
+        row = [2]
+        for _ in range(9):  # the whole forward pass of theirs, without any cache
+            said = theirs(
+                input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row])
+            ).logits
+            row.append(int(said[0, -1].argmax()))
+        assert tokens == row[1:]
+        beams = beam_search(ours, [2], 9, None, 3, source)
+        assert beams[0].score >= beam_search(ours, [2], 9, None, 1, source)[0].score - 1e-4
+        assert list(beam_search(ours, [2], 9, None, 1, source)[0].tokens) == tokens
+    with pytest.raises(ConfigError, match="needs a source"):
+        generate(ours, [[2]], 3)
+
+
+def test_an_encoder_does_not_generate():
+    cfg = load(size="tiny", arch="bert", sets=["model.vocab=96", "model.seq=32"]).model
+    with pytest.raises(ConfigError, match="encoder"):
+        generate(build_model(cfg), [[2]], 3)
