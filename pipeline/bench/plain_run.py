@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import schema
+from pipeline.config import optimizer as settings
 from pipeline.config.parts import GQA
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import BLOCKS, Model
@@ -39,7 +39,7 @@ class Trajectory:
 
 def step_count(config: RunConfig) -> int:
     """Steps to compare. Muon's errors grow with the steps, so it gets more of them."""
-    return 12 if isinstance(config.optim.optimizer, schema.Muon) else 3
+    return 12 if isinstance(config.optim.optimizer, settings.Muon) else 3
 
 
 def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
@@ -87,7 +87,7 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
 def plain_optimizer(model: nn.Module, config: RunConfig) -> Callable[[], None]:
     """Return a function that steps a model of fp32 weights by its gradients, with torch alone."""
     cfg = config.optim.optimizer
-    if isinstance(cfg, schema.Muon) and not (cfg.normalize or cfg.cautious):
+    if isinstance(cfg, settings.Muon) and not (cfg.normalize or cfg.cautious):
         return _plain_muon(model, cfg, config)
     # torch's own AdamW. torch has no normalized or cautious Muon: then it is ours, in one process.
     optimizer = build_optimizer(model, config)
@@ -96,7 +96,7 @@ def plain_optimizer(model: nn.Module, config: RunConfig) -> Callable[[], None]:
     return lambda: optimizer.step()
 
 
-def _plain_muon(model: nn.Module, cfg: schema.Muon, config: RunConfig) -> Callable[[], None]:
+def _plain_muon(model: nn.Module, cfg: settings.Muon, config: RunConfig) -> Callable[[], None]:
     """torch.optim.Muon over a copy of every matrix, and torch.optim.AdamW over the rest."""
     lr = config.optim.lr
     copies: dict[str, list[nn.Parameter]] = {}

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.parts import Count, Frozen, Positive, Share, require
+from pipeline.config.shape import Model
 
 Stack = Literal["decoder", "encoder", "encoder-decoder"]
 _Part = Annotated[float, Field(gt=0, lt=1)]
@@ -84,6 +85,9 @@ class Masked(_Objective):
     rate: _Part = 0.15  # of the tokens, which are predicted
     mask: Share = 0.8  # of these, replaced by the mask
     random: Share = 0.1  # of these, replaced by a random token; the others stay
+    # A row is two parts of a text, and the model also predicts whether the second follows the first
+    # (BERT), or whether the two were swapped (ALBERT, arXiv 1909.11942).
+    pairs: Literal["none", "next", "order"] = "none"
 
     @model_validator(mode="after")
     def _one_whole(self) -> Self:
@@ -97,7 +101,23 @@ class Masked(_Objective):
 
     @property
     def special_ids(self) -> int:
-        return 1
+        """The mask, and of pairs the first token of a row and the end of a part."""
+        return 1 if self.pairs == "none" else 3
+
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        return seq if self.pairs == "none" else seq - 3
+
+
+class Replaced(_Objective):
+    """Which tokens of a text were replaced, from all of them (ELECTRA, arXiv 2003.10555). The
+    replacements are tokens of other texts: the generator is a unigram model."""
+
+    kind: Literal["replaced"] = "replaced"
+    rate: _Part = 0.15  # of the tokens, which are replaced; all are predicted
+
+    @property
+    def stack(self) -> Stack:
+        return "encoder"
 
 
 class _Cut(_Objective):
@@ -185,7 +205,9 @@ class Denoise(_Cut):
         return seq - cut + spans
 
 
-Objective = Annotated[Causal | Prefix | Masked | Spans | Denoise, Field(discriminator="kind")]
+Objective = Annotated[
+    Causal | Prefix | Masked | Replaced | Spans | Denoise, Field(discriminator="kind")
+]
 
 
 def padded_vocab(pieces: int, objective: Objective) -> int:
@@ -193,28 +215,36 @@ def padded_vocab(pieces: int, objective: Objective) -> int:
     return -(-(pieces + objective.special_ids) // 64) * 64
 
 
-def refuse(
-    objective: Objective, stack: Stack, seq: int, source_seq: int | None, *, apart: bool
-) -> str:
-    """Why a stack, a sequence length or documents kept `apart` cannot serve an objective, and the
-    remedy; empty if they can."""
+def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
+    """Why a model, or documents that are kept `apart`, cannot serve an objective, and the remedy;
+    empty if they can."""
     usual = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "spans"}
     arch = {"decoder": "dense", "encoder": "bert", "encoder-decoder": "t5"}
     key = f'objective.kind="{objective.kind}"'
-    if objective.stack != stack:
-        text = f'{key} needs model.stack="{objective.stack}", not "{stack}"'
-        remedy = f"--arch {arch[objective.stack]}, or --set objective.kind={usual[stack]}"
+    if objective.stack != model.stack:
+        text = f'{key} needs model.stack="{objective.stack}", not "{model.stack}"'
+        remedy = f"--arch {arch[objective.stack]}, or --set objective.kind={usual[model.stack]}"
         return f"{text}; use {remedy}"
-    if isinstance(objective, Prefix | Spans | Denoise) and apart:
+    pairs = isinstance(objective, Masked) and objective.pairs != "none"
+    if isinstance(objective, Replaced) != (model.head == "replaced"):
+        remedy = "--arch electra" if isinstance(objective, Replaced) else "objective.kind=replaced"
+        return f'{key} has another head than model.head="{model.head}"; use {remedy}'
+    if pairs and not (model.row_classes and model.segments):
+        text = "objective.pairs needs model.row_classes=2 and model.segments=2"
+        return f"{text}; use --arch bert, or --set objective.pairs=none"
+    if model.row_classes and not pairs:
+        text = f"model.row_classes={model.row_classes} labels rows, which {key} does not"
+        return f"{text}; set objective.pairs=next, or model.row_classes=0"
+    if apart and (pairs or isinstance(objective, Prefix | Spans | Denoise)):
         text = f"{key} reads rows of running text, not documents kept apart"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
-    if objective.lengths(seq, source_seq) != (seq, source_seq):
-        writes, reads = objective.lengths(seq, source_seq)
-        text = f"model.seq={seq} and model.source_seq={source_seq} do not go with {key}"
-        return f"{text}; set model.seq={writes} and model.source_seq={reads}"
+    lengths = objective.lengths(model.seq, model.source_seq)
+    if lengths != (model.seq, model.source_seq):
+        text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not go with {key}"
+        return f"{text}; set model.seq={lengths[0]} and model.source_seq={lengths[1]}"
     if isinstance(objective, Spans):
-        _, spans = objective.noise(objective.text_length(seq, source_seq))
+        _, spans = objective.noise(objective.text_length(model.seq, model.source_seq))
         if spans > objective.sentinels:
             text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
-            return f"{text} of {source_seq} tokens; set objective.sentinels={spans}"
+            return f"{text} of {model.source_seq} tokens; set objective.sentinels={spans}"
     return ""

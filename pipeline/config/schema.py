@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, model_validator
 
 from pipeline.config.objective import Causal, Objective, refuse
+from pipeline.config.optimizer import Optim, OptimSpec
 from pipeline.config.parts import (
     Auto,
     Count,
@@ -20,7 +21,6 @@ from pipeline.config.parts import (
     Rate,
     Recompute,
     Share,
-    Weight,
     Word,
     require,
 )
@@ -29,89 +29,6 @@ from pipeline.errors import ConfigError
 
 # Of the schema. Raise it when an old config.toml would be read with another meaning.
 VERSION: Literal[1] = 1
-
-
-class AdamWSpec(Frozen):
-    kind: Literal["adamw"] = "adamw"
-    beta1: Share = 0.9
-    beta2: Share | Auto = "auto"
-    eps: Rate = 1e-8
-    decay: Weight = 0.1
-
-
-class AdamW(AdamWSpec):
-    beta2: Share
-
-
-class MuonSpec(Frozen):
-    """Orthogonalized momentum for the matrices of the blocks, AdamW for everything else.
-
-    `optim.lr` is the rate of the matrices. The other rates are given as factors of it."""
-
-    kind: Literal["muon"] = "muon"
-    momentum: Share = 0.95
-    normalize: bool = False  # equal variance of an update's rows: NorMuon (arXiv 2510.05491)
-    decay: Weight | Auto = "auto"  # of the matrices; nothing else decays
-    decay_with_rate: bool = False  # multiply the decay by rate / peak rate
-    cautious: bool = False  # decay only weights that the update shrinks (arXiv 2510.12402)
-    embedding_rate: Rate | Auto = "auto"
-    head_rate: Rate | Auto = "auto"
-    vector_rate: Rate | Auto = "auto"  # of norms, biases, routers and everything else
-    # Of AdamW.
-    beta1: Share | Auto = "auto"
-    beta2: Share | Auto = "auto"
-    eps: Rate = 1e-10
-
-
-class Muon(MuonSpec):
-    decay: Weight
-    embedding_rate: Rate
-    head_rate: Rate
-    vector_rate: Rate
-    beta1: Share
-    beta2: Share
-
-
-class WSDSpec(Frozen):
-    """Warm up, stay at the peak, decay over the last share of the steps: as 1 − √x or 1 − x."""
-
-    kind: Literal["wsd"] = "wsd"
-    warmup_steps: Count | Auto = "auto"
-    decay_share: Share = 0.2
-    decay_shape: Literal["sqrt", "linear"] = "sqrt"
-    final_share: Share = 0.0  # of the peak, at the last step
-
-
-class WSD(WSDSpec):
-    warmup_steps: Count
-
-
-class CosineSpec(Frozen):
-    kind: Literal["cosine"] = "cosine"
-    warmup_steps: Count | Auto = "auto"
-    final_share: Share = 0.1
-
-
-class Cosine(CosineSpec):
-    warmup_steps: Count
-
-
-Optimizer = Annotated[AdamW | Muon, Field(discriminator="kind")]
-Schedule = Annotated[WSD | Cosine, Field(discriminator="kind")]
-
-
-class OptimSpec(Frozen):
-    lr: Rate | Auto
-    clip: Rate
-    z_loss: Weight
-    optimizer: Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
-    schedule: Annotated[WSDSpec | CosineSpec, Field(discriminator="kind")]
-
-
-class Optim(OptimSpec):
-    lr: Rate
-    optimizer: Optimizer
-    schedule: Schedule
 
 
 class TrainSpec(Frozen):
@@ -365,9 +282,8 @@ class RunSpec(Frozen):
 
     @model_validator(mode="after")
     def _objective_is_served(self) -> Self:
-        model = self.model
         apart = self.data.documents or self.data.packing == "best-fit"
-        refusal = refuse(self.objective, model.stack, model.seq, model.source_seq, apart=apart)
+        refusal = refuse(self.objective, self.model, apart=apart)
         require(not refusal, refusal)
         return self
 

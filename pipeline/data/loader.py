@@ -290,17 +290,22 @@ class Loader:
             # Held-out text has the same noise in every evaluation of every run, training text
             # another one each time it is read.
             draws = Draws(HELD_OUT, window) if self._held_out else Draws(self.seed, sample)
-            example = noise(self._text(self._streams[stream].read(window)), draws)
+            example = noise(self._text(self._streams[stream], window), draws)
             examples.append(example)
             digest += xxhash.xxh3_64_intdigest(example.raw, number)
         return Batch.stack(examples, digest % 2**64)
 
-    def _text(self, row: Row) -> Text:
+    def _text(self, stream: Stream | PackedStream, window: int) -> Text:
+        def another(draws: Draws) -> I64:
+            number = int(draws.below(stream.windows, 1)[0])
+            return stream.read(number).tokens.astype(np.int64)
+
+        row = stream.read(window)
         tokens = row.tokens.astype(np.int64)
         documents = row.documents
         if self._boundaries and documents is None:
             documents = np.cumsum(np.append(0, tokens[:-1] == self._eod))
-        return Text(tokens, documents, int((row.targets != IGNORE).sum()))
+        return Text(tokens, documents, int((row.targets != IGNORE).sum()), another)
 
     def _place(self, sample: int) -> tuple[int, int]:
         """Return the stream and the window that a sample number draws."""

@@ -77,7 +77,10 @@ def import_model(source: Path, out: Path) -> Imported:
         name = re.sub(r"[^\w.-]", "-", out.resolve().name)[:64]
         layer: dict[str, Any] = {"name": name, "model": model.cfg.model_dump(exclude_none=True)}
         if model.cfg.stack == "encoder":
-            layer["objective"] = {"kind": "masked"}
+            pairs = "next" if model.cfg.row_classes else "none"
+            layer["objective"] = {"kind": "masked", "pairs": pairs}
+            if model.cfg.head == "replaced":
+                layer["objective"] = {"kind": "replaced"}
         elif model.cfg.stack == "encoder-decoder":
             # A run that starts from these weights may choose another objective and its lengths.
             objective = Denoise()

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
-from pipeline.objective.draws import Draws
+from pipeline.objective.draws import I64, Draws
 from pipeline.objective.noise import Example, Text, Vocabulary, make_noise
 
 
@@ -71,7 +71,12 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
         digest = sum(xxhash.xxh3_64_intdigest(texts[row].numpy().data, row) for row in rows)
         texts = texts[rows.start : rows.stop]
         return Batch(texts[:, :-1].contiguous(), texts[:, 1:].contiguous(), digest % 2**64)
-    whole = [Text(text, None, len(text)) for text in texts.numpy()]
+
+    def another(draws: Draws) -> I64:
+        found: I64 = texts[int(draws.below(len(texts), 1)[0])].numpy()
+        return found
+
+    whole = [Text(text, None, len(text), another) for text in texts.numpy()]
     examples = [noise(whole[row], Draws(seed, row)) for row in rows]
     made = zip(rows, examples, strict=True)
     digest = sum(xxhash.xxh3_64_intdigest(example.raw, row) for row, example in made)

@@ -10,7 +10,7 @@ from typing import NamedTuple, assert_never
 
 import numpy as np
 
-from pipeline.config.objective import Causal, Denoise, Masked, Objective, Prefix, Spans
+from pipeline.config.objective import Causal, Denoise, Masked, Objective, Prefix, Replaced, Spans
 from pipeline.objective.draws import I64, Draws
 
 IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
@@ -40,6 +40,7 @@ class Text(NamedTuple):
     tokens: I64
     documents: I64 | None  # of each token, if they are kept apart
     length: int  # without padding
+    another: Callable[[Draws], I64] | None = None  # draws another text of the same length
 
 
 class Vocabulary(NamedTuple):
@@ -60,8 +61,12 @@ def make_noise(
             return None
         case Prefix():
             return lambda text, draws: continue_prefix(objective, text, draws)
+        case Masked() if objective.pairs != "none":
+            return lambda text, draws: mask_pair(objective, vocabulary, text, draws)
         case Masked():
             return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
+        case Replaced():
+            return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
         case Spans():
             return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
         case Denoise():
@@ -84,7 +89,8 @@ def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
 
 def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
     """Predict some tokens, most of them hidden. The ends of documents are never predicted."""
-    words = np.flatnonzero(text.tokens[: text.length] != vocabulary.eod)
+    is_word = (text.tokens != vocabulary.eod) & (text.tokens < vocabulary.pieces)
+    words = np.flatnonzero(is_word[: text.length])
     wanted = max(1, round(objective.rate * text.length))
     chosen = draws.choice(words, wanted)
     targets = np.full(len(text.tokens), IGNORE)
@@ -95,6 +101,42 @@ def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Dr
     hidden = np.where(share < objective.mask + objective.random, random, tokens[chosen])
     tokens[chosen] = np.where(share < objective.mask, vocabulary.pieces, hidden)
     return Example(tokens, targets, text.documents)
+
+
+def replace_tokens(
+    objective: Replaced, vocabulary: Vocabulary, text: Text, draws: Draws
+) -> Example:
+    """Replace some tokens by those of another text; predict 1 for each that differs, else 0."""
+    assert text.another is not None
+    words = np.flatnonzero(text.tokens[: text.length] != vocabulary.eod)
+    chosen = draws.choice(words, max(1, round(objective.rate * text.length)))
+    tokens = text.tokens.copy()
+    tokens[chosen] = text.another(draws)[chosen]
+    targets = (tokens != text.tokens).astype(np.int64)
+    targets[text.length :] = IGNORE
+    return Example(tokens, targets, text.documents)
+
+
+def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Divide a text in two and mask some tokens. In half of the rows the second part is that of
+    another text, or comes first."""
+    half = len(text.tokens) // 2
+    # Both parts have at least a quarter of the text.
+    border = half // 2 + int(draws.below(half, 1)[0])
+    first = text.tokens[:border]
+    second = text.tokens[border:]
+    label = draws.below(2, 1)
+    if label[0] and objective.pairs == "next":
+        assert text.another is not None
+        second = text.another(draws)[border:]
+    elif label[0]:
+        first, second = second, first
+    start = [vocabulary.pieces + 1]
+    end = [vocabulary.pieces + 2]
+    tokens = np.concatenate((start, first, end, second, end))
+    row = mask_tokens(objective, vocabulary, Text(tokens, None, len(tokens)), draws)
+    segments = np.repeat([0, 1], [len(first) + 2, len(second) + 1])
+    return row._replace(segments=segments, labels=label)
 
 
 def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:

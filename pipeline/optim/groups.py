@@ -5,7 +5,7 @@ from typing import Any, assert_never
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline.config import schema
+from pipeline.config import optimizer as settings
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import GATES, TABLES, Model
 from pipeline.optim.muon import AdamW, Muon, matrices_of
@@ -17,10 +17,10 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
     lr = config.optim.lr
     optimizer: AdamW
     match cfg:
-        case schema.AdamW():
+        case settings.AdamW():
             groups = parameter_groups(model, cfg.decay, config.model)
             optimizer = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-        case schema.Muon():
+        case settings.Muon():
             optimizer = Muon(
                 muon_groups(model, cfg, lr, config.model),
                 matrices_of(model, config.model),
@@ -64,7 +64,7 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
 
 
 def muon_groups(
-    module: nn.Module, cfg: schema.Muon, peak: float, model: Model
+    module: nn.Module, cfg: settings.Muon, peak: float, model: Model
 ) -> list[dict[str, Any]]:
     """Muon's groups: matrices, which alone decay, then embeddings, head and vectors for AdamW."""
     matrices = matrices_of(module, model)

@@ -3,7 +3,7 @@
 import math
 from typing import assert_never
 
-from pipeline.config.schema import WSD, Cosine, Schedule, WSDSpec
+from pipeline.config.optimizer import WSD, Cosine, InverseSqrt, Schedule, WSDSpec
 
 
 def decay_start(cfg: WSDSpec, steps: int) -> int:
@@ -26,6 +26,9 @@ def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)
             shape = 0.5 * (1 + math.cos(math.pi * done))
+        case InverseSqrt():
+            # Step warmup - 1 has the peak, and the step after it is number warmup + 1.
+            return peak * math.sqrt(max(1, warmup) / (step + 1))
         case _:
             assert_never(cfg)
     return peak * (cfg.final_share + (1 - cfg.final_share) * shape)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from pipeline.config.dump import Change, changed, flags
 from pipeline.config.layers import names
+from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import MoE, Recompute
-from pipeline.config.schema import MuonSpec, RunConfig, RunSpec
+from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError, UserError
 from pipeline.planner.count import params
 from pipeline.planner.memory import MEMORY_ERROR, PROCESS_BYTES, USABLE, DeviceMemory, Layout

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Literal, assert_never
 
 from pipeline.config.dump import Change, changed
+from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
-from pipeline.config.schema import MuonSpec, Offload, RunConfig, RunSpec
+from pipeline.config.schema import Offload, RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.count import (
     BYTES,

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from pipeline.config.schema import AdamWSpec, MuonSpec, RunSpec
+from pipeline.config.optimizer import AdamWSpec, MuonSpec
+from pipeline.config.schema import RunSpec
 from pipeline.planner.count import Params
 
 _N0 = 108e6  # the size at which OLMo-core's ladder was tuned

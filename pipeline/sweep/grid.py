@@ -11,8 +11,9 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.config.layers import CONFIGS, load, names, nearest, read_toml, validate
+from pipeline.config.optimizer import WSDSpec
 from pipeline.config.parts import Frozen
-from pipeline.config.schema import RunSpec, WSDSpec
+from pipeline.config.schema import RunSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError
 from pipeline.optim.schedule import decay_start

@@ -11,7 +11,8 @@ from fnmatch import fnmatch
 from pipeline.atomic import replace
 from pipeline.config.dump import differences
 from pipeline.config.layers import reload
-from pipeline.config.schema import WSD, RunConfig
+from pipeline.config.optimizer import WSD
+from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError
 from pipeline.optim.schedule import decay_start
 from pipeline.runs.directory import FREE, RunDir, checkpoint_path

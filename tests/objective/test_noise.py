@@ -102,6 +102,35 @@ def test_shares_of_masks_are_settings() -> None:
         assert fates(example.tokens, text.tokens, example.targets).tolist() == wanted
 
 
+@pytest.mark.parametrize("kind", ["next", "order"])
+def test_pairs_are_two_parts_with_a_label(kind: str) -> None:
+    objective = Masked.model_validate({"kind": "masked", "pairs": kind})
+    length = objective.text_length(128)
+    text = Text(np.arange(3, 3 + length), None, length, lambda _: np.arange(500, 500 + length))
+    labels = []
+    borders = set()
+    for sample in range(600):
+        row = made(objective, text, sample=sample)
+        assert row.segments is not None and row.labels is not None
+        whole = np.where(row.targets >= 0, row.targets, row.tokens)
+        assert (row.targets >= 0).sum() == round(0.15 * 128) and len(whole) == 128
+        start, end = PIECES + 1, PIECES + 2
+        ends = np.flatnonzero(whole == end)
+        assert whole[0] == start and len(ends) == 2 and ends[1] == 127
+        assert row.segments.tolist() == [0] * (ends[0] + 1) + [1] * (127 - ends[0])
+        first = whole[1 : ends[0]]
+        second = whole[ends[0] + 1 : -1]
+        label = int(row.labels[0])
+        labels.append(label)
+        borders.add(len(first))
+        if label and kind == "order":
+            first, second = second, first
+        follows = np.concatenate((first, second)).tolist() == text.tokens.tolist()
+        assert follows == (label == 0 or kind == "order")
+        assert len(first) + len(second) == length and min(len(first), len(second)) > length // 5
+    assert 240 < sum(labels) < 360 and len(borders) > 50
+
+
 # ── Spans ─────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.config.layers import load
-from pipeline.config.schema import WSD, Cosine
+from pipeline.config.optimizer import WSD, Cosine, InverseSqrt
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family
 from pipeline.model.build import build_model, init_weights
@@ -27,6 +27,19 @@ def test_no_decay_share_means_constant():
     assert {learning_rate(WSD(warmup_steps=0, decay_share=0.0), 1.0, s, 50) for s in range(50)} == {
         1.0
     }
+
+
+def test_the_inverse_square_root_is_that_of_the_transformer():
+    """d^-0.5 · min(n^-0.5, n · warmup^-1.5), whose peak is at n = warmup."""
+    warmup = 40
+    width = 512
+    peak = (width * warmup) ** -0.5
+    cfg = InverseSqrt(warmup_steps=warmup)
+    for step in range(400):
+        n = step + 1
+        wanted = width**-0.5 * min(n**-0.5, n * warmup**-1.5)
+        assert learning_rate(cfg, peak, step, 400) == pytest.approx(wanted)
+    assert learning_rate(InverseSqrt(warmup_steps=0), 1.0, 3, 10) == 0.5
 
 
 def test_cosine_ends_above_its_final_share():

@@ -9,13 +9,17 @@ from tests.conftest import worlds
 from tests.train.test_run import hashes, losses, records
 
 COMMON = (
-    "--size", "tiny", "--steps", 12, "--no-track", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
+    "--size", "tiny", "--steps", 12, "--no-track", "--set", "model.seq=64",
     "--set", "train.save_every=4", "--set", "train.eval_every=6", "--set", "train.eval_batches=2",
     "--set", "optim.lr=0.003", "--set", "train.micro_batch=4",
 )  # fmt: skip
+# The architecture names its objective. Sixteen rows; those of T5 write 14 tokens.
 OBJECTIVES = {
-    "masked": ("--set", "model.stack=encoder", "--set", "objective.kind=masked"),
-    "prefix": ("--set", "objective.kind=prefix"),
+    "masked": ("--arch", "bert", "--set", "train.batch_tokens=1024"),
+    "replaced": ("--arch", "electra", "--set", "train.batch_tokens=1024"),
+    "spans": ("--arch", "t5", "--set", "train.batch_tokens=224"),
+    "denoise": ("--arch", "bart", "--set", "train.batch_tokens=1024"),
+    "prefix": ("--set", "objective.kind=prefix", "--set", "train.batch_tokens=1024"),
 }
 LAYOUTS = {"one": (1, 1), "zero 0": (2, 0), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
 
@@ -62,7 +66,7 @@ def test_a_stopped_run_continues_bit_for_bit(runs: Path) -> None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_loss_falls_and_is_that_of_evaluate(runs: Path, inside, objective: str) -> None:
     run = runs / objective / "one"
-    assert losses(run)[-1] < losses(run)[0] - 0.3
+    assert losses(run)[-1] < 0.95 * losses(run)[0]
     found = json.loads(inside("evaluate", "--run", run, "--json"))
     logged = records(run, "eval")[-1]
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-6)
