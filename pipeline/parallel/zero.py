@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
+from pipeline.errors import ConfigError
 from pipeline.model.block import Block
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
@@ -77,6 +78,12 @@ class ZeroEngine:
             self._adam_device = torch.device("cpu")
         # In fp32 at ZeRO-0 there is no wrapper around the optimizer, and no separate masters.
         self._unwrapped = self._zero == 0 and config.train.dtype == "fp32"
+        if self._zero == 3 and config.model.share_layers:
+            # DeepSpeed 0.19.8 asserts that a parameter has one gradient in each bucket.
+            raise ConfigError(
+                "zero=3 with model.share_layers, whose block has a gradient from every layer; "
+                "use --zero 2"
+            )
         if self._zero == 3:
             # Gathered as one: no hook, and so no graph break, inside of a block.
             set_z3_leaf_modules(model, [Block])
