@@ -19,7 +19,11 @@ FEWEST = 6  # runs below a cut; the prior makes up for the rest
 ENOUGH = 8  # errors, before their average means anything
 MOST_POINTS = 1000  # evenly by compute; more points do not change the errors
 VALLEY = 0.025  # loss above the best for its compute, relative, at which a point counts half
-RECENT = 1.5  # power of compute: a run of a tenth of the largest compute counts 3%
+WIDE_VALLEY = 0.05  # the same, where only the place of the valley is asked
+RECENT = 1.0  # power of compute: a run of a tenth of the largest compute counts a tenth
+TOP = 2  # runs per parameter that count as largest: one far-off run does not outweigh the rest
+EFFECTIVE = 2  # points per parameter, by Kish, that the weights leave at least
+EFFECTIVE_SHARE = 0.2  # of all points, likewise
 NEIGHBOR = 1.2  # budgets within 20% are one
 # Public ladders, pooled: errors grow with the square of the decades beyond the fit (0.4% of the
 # loss at 1.6×, 1.7% at 10×, 7% at 90×, 16% at 1000×) and of the loss wasted by a bad split.
@@ -82,13 +86,35 @@ def focus(points: Points, law: Law) -> Array:
     No law here holds over four decades and for badly split runs too, and forecasts need neither
     (docs/SCALING.md).
     """
-    best = np.array([points.loss[NEIGHBOR * c >= points.C].min() for c in points.C])
-    excess = points.loss / best - 1
-    sharp = (points.C / points.C.max()) ** RECENT / (1 + (excess / VALLEY) ** 2)
-    # Soften the weights until Kish's effective number of points is twice the parameters.
+    top = np.sort(points.C)[-min(TOP * len(law.parameters), len(points))]
+    recent = np.minimum(points.C / top, 1) ** RECENT
+    return _softened(points, law, recent * _near_valley(points, VALLEY))
+
+
+def near_valley(points: Points, law: Law) -> Array:
+    """Weights for N* and D*: runs of every compute alike, badly split ones less.
+
+    Where the valley lies is seen at every budget. Weighting by compute would leave its slope to the
+    few largest runs.
+    """
+    return _softened(points, law, _near_valley(points, WIDE_VALLEY))
+
+
+def _near_valley(points: Points, width: float) -> Array:
+    order = np.argsort(points.C)
+    lowest = np.minimum.accumulate(points.loss[order])
+    # The best loss up to each run's own budget, which ends at the last run within NEIGHBOR of it.
+    last = np.searchsorted(points.C[order], NEIGHBOR * points.C, side="right") - 1
+    best = lowest[last]
+    return np.asarray(1 / (1 + ((points.loss / best - 1) / width) ** 2))
+
+
+def _softened(points: Points, law: Law, sharp: Array) -> Array:
+    """The weights to a power at which enough effective points (Kish's number) are left."""
+    enough = max(EFFECTIVE * len(law.parameters), EFFECTIVE_SHARE * len(points))
     for exponent in np.linspace(1, 0, 21):
         weights: Array = sharp**exponent
-        if weights.sum() ** 2 / (weights**2).sum() >= 2 * len(law.parameters):
+        if weights.sum() ** 2 / (weights**2).sum() >= enough:
             break
     return np.asarray(weights / weights.max())
 

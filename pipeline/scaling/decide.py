@@ -53,7 +53,7 @@ def best(study: Study, C: Array, demand: Demand) -> Points:
         return study.frontier(C)
     needs_terms(study)
     each = flops_per_parameter_token(study.fit.points)
-    split = np.array([_best_split(study.fit, c / each, demand) for c in C])
+    split = np.array([_best_split(study.split, c / each, demand) for c in C])
     N, D = split.T
     return at(study.fit.points, each * N * D, N, D)
 

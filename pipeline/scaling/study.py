@@ -1,9 +1,10 @@
 """From points to a law: which law they can determine, its uncertainty, and its doubts.
 
-One law is printed, drawn and used for forecasts and for N* and D*: `Study.fit`. With `auto` it is
-fitted to forecast: the runs nearest the largest compute count most (backtest.focus), and a weak
-prior from published laws (laws.prior) takes the place of what a few runs do not show. A law asked
-for by name is fitted as in its paper, all runs alike.
+One law is printed, drawn and used for every loss: `Study.fit`. With `auto` it is fitted to
+forecast: the runs nearest the largest compute count most (backtest.focus), and a weak prior from
+published laws (laws.prior) takes the place of what a few runs do not show. N* and D* then come from
+`Study.split`, Chinchilla's law over all budgets. A law asked for by name is fitted as in its paper,
+all runs alike, and used for both.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.scaling.backtest import TYPICAL, Backtest, backtest, focus, half_width, waste
+from pipeline.scaling.backtest import (
+    TYPICAL,
+    Backtest,
+    backtest,
+    focus,
+    half_width,
+    near_valley,
+    waste,
+)
 from pipeline.scaling.choice import SPARE, check, check_law, choose, exact
 from pipeline.scaling.fitting import Fit, Show, fit, silent, vpnls
 from pipeline.scaling.frontier import (
@@ -52,42 +61,51 @@ class Study:
     """A fitted law with its uncertainty, and its warnings in plain words."""
 
     name: str
-    fit: Fit  # the law: printed, drawn, and used for every forecast, N* and D*
+    fit: Fit  # the law: printed, drawn, and used for every loss
+    split: Fit  # the law that N* and D* come from; `fit` itself where a law was asked for by name
     scatter: Scatter  # about `fit`
     backtest: Backtest | None  # None where too few errors came out to mean anything
     scale: float  # of errors beyond the fit (Backtest.scale); NaN where nothing was backtested
     profile: Profile | None
     minima: Minima | None  # where N* and D* come from valleys or curves, by request
     valleys: Minima | None  # measured beside the law, which is used
-    draws: Array | None  # natural parameters of the bootstrap, (R, P)
+    draws: Array | None  # natural parameters of the bootstrap of `fit`, (R, P)
+    split_draws: Array | None  # the same of `split`
     warnings: tuple[str, ...]
-    goodness: Goodness | None = None  # of the fit with equal weights; None if no point is left over
+    goodness: Goodness | None  # of the fit with equal weights; None if no point is left over
 
     @quiet
     def optimum(self, C: Array, experts: Array | None = None) -> Optimum | None:
         """The compute-optimal N and D with the law's loss; None for a law of compute alone."""
         if self.minima is None:
-            return optimum(self.fit, C, experts)
+            best = optimum(self.split, C, experts)
+            if best is None or self.split is self.fit:
+                return best
+            # The split chooses N and D, and the printed law gives their loss.
+            return replace(best, loss=self.fit.predict(at(self.fit.points, C, best.N, best.D)))
         N, D = self.minima.path(C)
         return Optimum(C, N, D, self.fit.predict(at(self.fit.points, C, N, D, experts=experts)))
 
     @cached_property
     def sampled(self) -> Array | None:
-        """Natural parameters drawn from the bootstrap, or from the scatter where it did not run."""
-        if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
-            return self.draws
+        """Natural parameters of `split`, from the bootstrap or else from its scatter."""
+        if self.split_draws is not None:
+            return self.split_draws
+        covariance = scatter(self.split).covariance
+        if not np.isfinite(covariance).all():
+            return None
         rng = np.random.default_rng(0)
-        thetas = rng.multivariate_normal(self.fit.theta, self.scatter.covariance, 500)
-        return self.fit.law.natural(thetas, self.fit.inputs)
+        thetas = rng.multivariate_normal(self.split.theta, covariance, 500)
+        return self.split.law.natural(thetas, self.split.inputs)
 
     @quiet
     def optimum_range(self, C: Array) -> dict[str, tuple[Array, Array]] | None:
         """95% intervals of N* and D* at each compute, and of a and b; None where unknown."""
         drawn = None if self.minima is not None else self.sampled
-        terms = None if drawn is None else terms_of(self.fit.law, drawn, np.ones(1))
+        terms = None if drawn is None else terms_of(self.split.law, drawn, np.ones(1))
         if drawn is None or terms is None:
             return None
-        a_b = exponents(self.fit.law, drawn)
+        a_b = exponents(self.split.law, drawn)
         assert a_b is not None
         unit = np.log(C / flops_per_parameter_token(self.fit.points))
         n = np.array([best_split(terms, np.full(len(terms), one)) for one in unit]).T
@@ -167,11 +185,12 @@ class Study:
     def _exponents(self) -> dict[str, Any] | None:
         if self.minima is not None:
             return {"a": self.minima.a, "b": self.minima.b, "from": "valleys"}
-        natural = self.fit.law.natural(self.fit.theta[None], self.fit.inputs)
-        a_b = exponents(self.fit.law, natural)
+        natural = self.split.law.natural(self.split.theta[None], self.split.inputs)
+        a_b = exponents(self.split.law, natural)
         if a_b is None:
             return None
-        found = {"a": float(a_b[0, 0]), "b": float(a_b[0, 1]), "from": "law"}
+        source = "law" if self.split is self.fit else f"{self.split.law.name} over all budgets"
+        found = {"a": float(a_b[0, 0]), "b": float(a_b[0, 1]), "from": source}
         span = self.optimum_range(np.ones(1)) or {}
         for key in ("a", "b") if span else ():
             found |= {f"{key}_low": float(span[key][0][0]), f"{key}_high": float(span[key][1][0])}
@@ -225,6 +244,7 @@ def study(
     even = estimate(points)
     result = even
     valleys = None
+    split = None
     scale = float("nan")
     if law != "auto" and tested:
         test = backtest(points, chosen, focused=False)
@@ -235,24 +255,57 @@ def study(
         # Points that lie on a law to the last digits need no prior, and it would move them.
         if not exact(even) and chosen.name != "power":
             result = fit(points, chosen, weights=focus(points, chosen), full_grid=full_grid)
-        valleys, reasons = _valleys_beside(result)
+        split = _split(result)
+        valleys, reasons = _valleys_beside(split)
         notes += reasons
     elif test is not None:
         scale = test.scale
+    split = split or result
     # How far to trust the result: the range of E, the bootstrap and the scatter.
     wanted = profiled and law != "vpnls"
     of_e = _profile(even, result, free=law == "auto") if wanted else None
-    draws = None
     # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
-    if resamples and len(set(points.run)) >= 4 * len(chosen.parameters):
-        draws = result.law.natural(bootstrap(result, resamples, show=show), result.inputs)
+    resampled = resamples if len(set(points.run)) >= 4 * len(chosen.parameters) else 0
+    draws = _draws(result, resampled, show)
+    split_draws = draws if split is result else _draws(split, resampled, show)
     spread = scatter(result)
     notes += doubts(result, spread, of_e)
     quality = goodness(even)
     notes += doubts_about_fit(quality)
     name = chosen.name if law == "auto" else law
-    found = Study(name, result, spread, test, scale, of_e, minima, valleys, draws, tuple(notes))
-    return replace(found, goodness=quality)
+    return Study(
+        name,
+        result,
+        split,
+        spread,
+        test,
+        scale,
+        of_e,
+        minima,
+        valleys,
+        draws,
+        split_draws,
+        tuple(notes),
+        quality,
+    )
+
+
+def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
+    if not resamples:
+        return None
+    return fitted.law.natural(bootstrap(fitted, resamples, show=show), fitted.inputs)
+
+
+def _split(result: Fit) -> Fit:
+    """The fit that N* and D* come from: Chinchilla's law, runs of every compute alike.
+
+    The fit made to forecast follows the few largest runs. That is right for the level of the loss
+    beyond them, but the slope of N* is then that of a dozen runs (docs/LOG.md, 2026-11-17).
+    """
+    if result.weights is None or result.law.name not in ("chinchilla", "gamma"):
+        return result
+    simple = LAWS["chinchilla"]
+    return fit(result.points, simple, weights=near_valley(result.points, simple))
 
 
 def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | None, Sequence[str]]:
