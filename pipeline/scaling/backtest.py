@@ -25,13 +25,16 @@ TOP = 2  # runs per parameter that count as largest: one far-off run does not ou
 EFFECTIVE = 2  # points per parameter, by Kish, that the weights leave at least
 EFFECTIVE_SHARE = 0.2  # of all points, likewise
 NEIGHBOR = 1.2  # budgets within 20% are one
-# Public ladders, pooled: errors grow with the square of the decades beyond the fit (0.4% of the
-# loss at 1.6×, 1.7% at 10×, 7% at 90×, 16% at 1000×) and of the loss wasted by a bad split.
-PER_DECADE = 4.0
-WASTED = 0.065
+# Public ladders, pooled: errors grow with the square of the decades beyond the fit and of the loss
+# wasted by a bad split. These constants have nearly the best interval score (width and misses) on
+# 36 public splits and 95 small ladders drawn from them (docs/LOG.md, 2026-11-17).
+PER_DECADE = 3.0
+WASTED = 0.035
+MOST_WASTED = 0.1  # beyond, errors do not grow further
 TYPICAL = 0.005  # root mean square of errors over their growth, for a public ladder
 TYPICAL_CUTS = 4  # with more cuts than this, a ladder outweighs the typical one
-COVERAGE = 1.6  # half of a 95% interval in units of the scale
+COVERAGE = 1.2  # half of a 95% interval in units of the scale
+SCATTER_SHARE = 0.8  # of the scatter's own interval, which also has the misfit of distant runs
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Backtest:
 def growth(ratio: Array, excess: Array) -> Array:
     """How much larger errors get with the distance from the fit and with a bad split."""
     decades = np.log10(np.maximum(ratio, 1))
-    return np.asarray(1 + PER_DECADE * decades**2 + (np.minimum(excess, 1) / WASTED) ** 2)
+    wasted = np.minimum(excess, MOST_WASTED) / WASTED
+    return np.asarray(1 + PER_DECADE * decades**2 + wasted**2)
 
 
 def half_width(scale: float, ratio: Array, excess: Array) -> Array:

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import (
+    SCATTER_SHARE,
     TYPICAL,
     Backtest,
     backtest,
@@ -124,7 +125,8 @@ class Study:
         ratio = places.C / self.fit.points.C.max()
         tested = half_width(self.scale, ratio, waste(self.fit, places, loss))
         # fmax ignores NaN: where one of the two is unknown, the other is used.
-        half = np.fmax(self.scatter.half_width(places), tested)
+        share = 1.0 if self.backtest is None else SCATTER_SHARE
+        half = np.fmax(share * self.scatter.half_width(places), tested)
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
     def frontier(self, C: Array) -> Points:
