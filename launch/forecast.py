@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     Place = Callable[[Study], Points]  # the targets, which may depend on the law
 
+RESAMPLES = 200  # for the intervals of N* and D*; `launch fit` uses more
+
 TargetSize = Annotated[str | None, typer.Option(help="Model size, such as 1b.")]
 Tokens = Annotated[
     float | None,
@@ -119,7 +121,7 @@ def forecast(
     else:
         place = _place(demand, size, tokens, params, flops, target_loss, targets)
     # Everything the user gave is valid by now; only the fit itself takes long.
-    done = study(rows.drop_highest(drop_highest), law, tested=True)
+    done = study(rows.drop_highest(drop_highest), law, tested=True, resamples=RESAMPLES)
     places = place(done)
     if unique is not None:
         decide.needs_terms(done)
@@ -265,6 +267,14 @@ def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
         place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
         rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
     console.print(table(f"forecast by {data['law']}", columns, rows))
+    split = made[0].optimum or {}
+    if len(made) == 1 and "N_low" in split:
+        texts = [
+            f"{key}* {count(split[key])} ({count(split[f'{key}_low'])} … "
+            f"{count(split[f'{key}_high'])})"
+            for key in "ND"
+        ]
+        console.print(f"Best split with 95% intervals: {', '.join(texts)}")
     _print_decision(console, data.get("decision", {}), made[0])
     for key in ("recipe", "cost"):
         figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}

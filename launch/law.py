@@ -37,6 +37,7 @@ ForecastsDir = Annotated[
         "--forecasts", help="Directory of registered forecasts.  [default: beside the runs]"
     ),
 ]
+SPLIT = {"N*": "a", "D*": "b"}
 LEFT_OUT_SHOWN = 12  # reasons printed for points that were left out
 
 
@@ -149,7 +150,8 @@ def _print_fit(data: dict[str, Any]) -> None:
     if split:
         # N* and D* of a law fitted to forecast come from elsewhere: say from where.
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
-        console.print(f"N* ∝ C^{split['a']:.4f}   D* ∝ C^{split['b']:.4f}{source}")
+        texts = [f"{name} ∝ C^{split[key]:.4f}{_span(split, key)}" for name, key in SPLIT.items()]
+        console.print("   ".join(texts) + source)
     used = data["points"]["used"]
     # The bootstrap, or the scatter of the points around the law if --bootstrap is 0.
     errors = data["errors_from"]
@@ -175,6 +177,13 @@ def _print_fit(data: dict[str, Any]) -> None:
     if len(dropped) > LEFT_OUT_SHOWN:
         console.print(f"  … and {len(dropped) - LEFT_OUT_SHOWN} more", style="dim")
     print_warnings(console, data["warnings"])
+
+
+def _span(found: dict[str, Any], key: str) -> str:
+    """The 95% interval of an exponent, where one is known."""
+    if f"{key}_low" not in found:
+        return ""
+    return f" ({found[f'{key}_low']:.3f} … {found[f'{key}_high']:.3f})"
 
 
 def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:

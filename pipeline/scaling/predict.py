@@ -48,7 +48,7 @@ class Forecast:
     low: float
     high: float
     extrapolation: float  # compute over the largest fitted
-    optimum: dict[str, float] | None  # the best split of the same compute
+    optimum: dict[str, float] | None  # the best split of the same compute, with 95% intervals
 
 
 def at_sizes(study: Study, N: float, D: float) -> Points:
@@ -87,6 +87,8 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
     best = study.optimum(targets.C, targets.experts)
+    # The draws are of dense runs, so mixtures get no interval.
+    span = (study.optimum_range(targets.C) or {}) if targets.experts is None else {}
     _refuse_off_frontier(study, targets)
     loss, low, high = decide.interval(study, targets, unique)
     largest = float(study.fit.points.C.max())
@@ -95,6 +97,9 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
         split = None
         if best is not None:
             split = {key: float(getattr(best, key)[i]) for key in ("C", "N", "D", "loss")}
+            for key in "ND" if span else "":
+                split |= {f"{key}_low": float(span[key][0][i])}
+                split |= {f"{key}_high": float(span[key][1][i])}
         place = (float(targets.N[i]), float(targets.D[i]), float(targets.C[i]))
         interval = (float(loss[i]), float(low[i]), float(high[i]))
         made.append(Forecast(name, *place, *interval, float(targets.C[i]) / largest, split))

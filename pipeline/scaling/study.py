@@ -51,6 +51,9 @@ from pipeline.scaling.quality import (
 )
 
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
+# Beyond so many points, the scatter takes the place of the bootstrap and of E's profile: they agree
+# there, and a single refit costs seconds.
+MOST_RESAMPLED = 20_000
 VALLEYS_DIFFER = 0.1  # log N*: beyond, the law and the measured valleys are said to differ
 
 # A fit that makes no sense is reported in words, not in numpy's warnings.
@@ -264,10 +267,12 @@ def study(
         scale = test.scale
     split = split or result
     # How far to trust the result: the range of E, the bootstrap and the scatter.
-    wanted = profiled and law != "vpnls"
+    few = len(points) <= MOST_RESAMPLED
+    wanted = profiled and few and law != "vpnls"
     of_e = _profile(even, result, free=law == "auto") if wanted else None
     # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
-    resampled = resamples if len(set(points.run)) >= 4 * len(chosen.parameters) else 0
+    enough = len(set(points.run)) >= 4 * len(chosen.parameters)
+    resampled = resamples if enough and few else 0
     draws = _draws(result, resampled, show)
     split_draws = draws if split is result else _draws(split, resampled, show)
     spread = scatter(result)
