@@ -33,7 +33,7 @@ WASTED = 0.035
 MOST_WASTED = 0.1  # beyond, errors do not grow further
 TYPICAL = 0.005  # root mean square of errors over their growth, for a public ladder
 TYPICAL_CUTS = 4  # with more cuts than this, a ladder outweighs the typical one
-COVERAGE = 1.2  # half of a 95% interval in units of the scale
+COVERAGE = 1.3  # half of a 95% interval in units of the scale
 SCATTER_SHARE = 0.8  # of the scatter's own interval, which also has the misfit of distant runs
 
 

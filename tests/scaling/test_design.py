@@ -36,9 +36,9 @@ def test_more_noise_and_farther_targets_are_wider() -> None:
     widths = [design.rough_width(runs, target) for target in (near, far)]
     assert widths[0] < widths[1]
     assert design.rough_width(runs, near, noise=0.01) > 1.5 * widths[0]
-    found = design.width(runs, near, draws=2)
+    found = design.width(runs, near, draws=3)
     assert 0.5 * widths[0] < found.median < 6 * widths[0]
-    assert found.inside == 2 and found.error < found.median
+    assert found.inside >= 2 and found.error < found.median
 
 
 def test_the_gradient_of_the_prior_law() -> None:
