@@ -22,6 +22,7 @@ from pipeline.scaling.laws import (
     Law,
     Power,
     Routed,
+    hoffmann_grid,
     prior,
 )
 from pipeline.scaling.points import Array, Points
@@ -89,7 +90,7 @@ def fit(
     """The best of many descents: from screened starts, or Hoffmann's 4500 with `full_grid`."""
     x = Inputs.of(points)
     forecasting = weights is not None
-    thin = _thinned(points)
+    thin = points.thinned(THINNED)
     few = points.take(thin)
     x_few = Inputs.of(few, x.centre)
     weights_few = None if weights is None else weights[thin]
@@ -105,13 +106,6 @@ def fit(
         theta, value = descend(points, law, x, starts, weights, forecasting=forecasting, show=show)
     best = int(np.argmin(value))
     return Fit(law, theta[best], x, points, float(value[best]) * DELTA, float(near.mean()), weights)
-
-
-def _thinned(points: Points) -> Rows:
-    """All rows, or about THINNED of them, evenly by compute."""
-    if len(points) <= 2 * THINNED:
-        return np.arange(len(points))
-    return np.asarray(np.argsort(points.C)[:: len(points) // THINNED])
 
 
 def descend(
@@ -343,16 +337,6 @@ def _project(basis: Array, loss: Array) -> Array:
     ridge = 1e-9 * np.einsum("rii->ri", normal)[:, :, None] * np.eye(normal.shape[1])
     solved = np.linalg.solve(normal + ridge, design.sum(axis=2)[:, :, None])[:, :, 0]
     return np.asarray(np.log(np.maximum(solved, 1e-2 * loss.min())))
-
-
-def hoffmann_grid(x: Inputs) -> Array:
-    """The 4500 starts of arXiv 2203.15556, appendix D.3, in centered coordinates."""
-    steps = np.arange(0, 2.01, 0.5)
-    sizes = np.arange(0, 25.1, 5)
-    grid = np.array(list(itertools.product(np.arange(-1, 1.01, 0.5), sizes, steps, sizes, steps)))
-    grid[:, 1] -= grid[:, 2] * x.centre[0]
-    grid[:, 3] -= grid[:, 4] * x.centre[1]
-    return grid
 
 
 # --- variable projection -----------------------------------------------------------------------

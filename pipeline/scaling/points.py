@@ -66,6 +66,12 @@ class Points:
         kept: dict[str, Any] = {key: values[index] for key, values in self.columns.items()}
         return replace(self, run=tuple(self.run[i] for i in index), **kept)
 
+    def thinned(self, number: int) -> npt.NDArray[np.intp]:
+        """The rows of about `number` points, evenly by compute; all of fewer than twice that."""
+        if len(self) <= 2 * number:
+            return np.arange(len(self))
+        return np.asarray(np.argsort(self.C)[:: len(self) // number])
+
     def drop_highest(self, number: int) -> "Points":
         """Leave out the largest losses: runs that diverged or hardly trained."""
         if number <= 0:
