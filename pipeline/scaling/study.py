@@ -248,8 +248,7 @@ def study(
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     even = estimate(points)
     result = even
-    valleys = None
-    split = None
+    valleys = split = None
     scale = float("nan")
     if law != "auto" and tested:
         test = backtest(points, chosen, focused=False)
@@ -267,38 +266,25 @@ def study(
         scale = test.scale
     split = split or result
     # How far to trust the result: the range of E, the bootstrap and the scatter.
-    few = len(points) <= MOST_RESAMPLED
-    wanted = profiled and few and law != "vpnls"
+    wanted = profiled and law != "vpnls" and len(points) <= MOST_RESAMPLED
     of_e = _profile(even, result, free=law == "auto") if wanted else None
-    # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
-    enough = len(set(points.run)) >= 4 * len(chosen.parameters)
-    resampled = resamples if enough and few else 0
-    draws = _draws(result, resampled, show)
-    split_draws = draws if split is result else _draws(split, resampled, show)
+    draws = _draws(result, resamples, show)
+    split_draws = draws if split is result else _draws(split, resamples, show)
     spread = scatter(result)
     notes += doubts(result, spread, of_e)
     quality = goodness(even)
     notes += doubts_about_fit(quality)
     name = chosen.name if law == "auto" else law
-    return Study(
-        name,
-        result,
-        split,
-        spread,
-        test,
-        scale,
-        of_e,
-        minima,
-        valleys,
-        draws,
-        split_draws,
-        tuple(notes),
-        quality,
-    )
+    fits = (result, split, spread, test, scale, of_e)
+    beside = (minima, valleys, draws, split_draws)
+    return Study(name, *fits, *beside, tuple(notes), quality)
 
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
-    if not resamples:
+    """Natural parameters of the bootstrap, (R, P)."""
+    # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
+    few = len(set(fitted.points.run)) < 4 * len(fitted.law.parameters)
+    if not resamples or few or len(fitted.points) > MOST_RESAMPLED:
         return None
     return fitted.law.natural(bootstrap(fitted, resamples, show=show), fitted.inputs)
 
