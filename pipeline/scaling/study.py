@@ -275,9 +275,8 @@ def study(
     quality = goodness(even)
     notes += doubts_about_fit(quality)
     name = chosen.name if law == "auto" else law
-    fits = (result, split, spread, test, scale, of_e)
-    beside = (minima, valleys, draws, split_draws)
-    return Study(name, *fits, *beside, tuple(notes), quality)
+    found = (result, split, spread, test, scale, of_e, minima, valleys, draws, split_draws)
+    return Study(name, *found, tuple(notes), quality)
 
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
