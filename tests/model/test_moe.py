@@ -10,6 +10,7 @@ from pipeline.config.parts import MoE
 from pipeline.model.ffn import activate
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import add_and_norm
+from pipeline.model.side import Seen
 from tests.model.test_decode import made, prompts
 
 BASE = {"activation": "swiglu", "hidden": 16, "dense_hidden": 24, "experts": 8, "top_k": 2}
@@ -149,7 +150,7 @@ def test_further_tokens_are_predicted_as_in_the_paper():
     tokens = torch.tensor(prompts(13, 13))
     inputs_, targets = tokens[:, :-1], tokens[:, 1:]
     losses = model(inputs_, targets)
-    _, context = model._context(inputs_, None, None)
+    _, context = model.context(inputs_, Seen())
     h = model.embedding(inputs_)
     for block in model.blocks:
         h = sum(block(h, None, context)[:2])
@@ -178,7 +179,7 @@ def test_norms_stand_where_they_should(placement):
     model = made(placement=placement, multipliers={"residual": 0.7})
     block = model.blocks[0]
     x = inputs(1, 6, 32)
-    _, context = model._context(torch.zeros(1, 6, dtype=torch.long), None, None)
+    _, context = model.context(torch.zeros(1, 6, dtype=torch.long), Seen())
     rms = lambda t: t * torch.rsqrt(t.square().mean(-1, keepdim=True) + 1e-6)  # noqa: E731
 
     def by_hand(x, layer):
@@ -204,7 +205,7 @@ def test_norms_stand_where_they_should(placement):
 def test_a_parallel_block_reads_one_normed_input():
     model = made(parallel_block=True)
     block, x = model.blocks[0], inputs(1, 6, 32)
-    _, context = model._context(torch.zeros(1, 6, dtype=torch.long), None, None)
+    _, context = model.context(torch.zeros(1, 6, dtype=torch.long), Seen())
     _, normed = block.at_attention.read(x, None)
     torch.testing.assert_close(
         sum(block(x, None, context)[:2]), x + block.attention(normed, context) + block.ffn(normed)

@@ -9,6 +9,7 @@ from pipeline.model.context import Context
 from pipeline.model.ffn import activate
 from pipeline.model.norm import add_and_norm
 from pipeline.model.position import sinusoidal
+from pipeline.model.side import Seen
 from tests.model.test_decode import KINDS, MOE, made, prompts
 
 
@@ -64,7 +65,7 @@ def test_layers_take_position_and_window_in_turn():
     attention = {**KINDS["gqa"], "window": 3, "global_every": 3}
     model = made(layers=4, nope_every=2, attention=attention)
     tokens = torch.tensor(prompts(12))
-    _, context = model._context(tokens, None, None)
+    _, context = model.context(tokens, Seen())
     x = model.embedding(tokens)
     for layer, block in enumerate(model.blocks):
         mask = context.far if layer == 2 else context.near
