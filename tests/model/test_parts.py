@@ -70,7 +70,7 @@ def test_layers_take_position_and_window_in_turn():
     for layer, block in enumerate(model.blocks):
         mask = context.far if layer == 2 else context.near
         rotary = context.rotary if layer in (0, 2) else None
-        x = sum(block(x, None, Context(rotary, None, mask, mask))[:2])
+        x = sum(block(x, None, Context(rotary, None, mask, mask, rotary))[:2])
     torch.testing.assert_close(
         add_and_norm(model.norm, x, None)[1] @ model.head.weight.T, model(tokens)
     )
