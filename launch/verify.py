@@ -63,12 +63,12 @@ def verify(
     from pipeline.train.request import Devices
 
     given = sets or []
-    kind = load(size=size, arch=arch, sets=given).optim.optimizer.kind
+    asked = load(size=size, arch=arch, sets=["model.seq=64", *given])
+    kind = asked.optim.optimizer.kind
     settings = [
         f"optim.optimizer.kind={kind}",
-        "model.seq=64",
-        "model.vocab=512",
-        f"train.batch_tokens={nproc * 4 * 64}",  # 4 rows per rank
+        *("model.seq=64", "model.vocab=512"),
+        f"train.batch_tokens={nproc * 4 * asked.model.seq}",  # 4 rows per rank
         "train.micro_batch=2",  # two per step, so that gradients accumulate
         f"train.dtype={dtype}",
         "train.steps=100",  # the schedule's length; fewer steps are trained
