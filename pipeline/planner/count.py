@@ -283,14 +283,16 @@ def orthogonalization_flops(rows: int, columns: int) -> int:
 
 
 def _position(model: Model) -> int:
+    sides = 2 if model.source_layers else 1
+    learned = model.segments * model.input_width
     match model.position:
         case Learned(offset=offset):
-            rows = (model.learned_positions + offset) * (2 if model.source_layers else 1)
+            learned += (model.learned_positions + offset) * sides * model.input_width
         case RelativeBias(buckets=buckets):
-            return buckets * model.attention.heads * (2 if model.source_layers else 1)
+            learned += buckets * model.attention.heads * sides
         case _:
-            rows = 0
-    return (rows + model.segments) * model.input_width
+            pass
+    return learned
 
 
 @dataclass(frozen=True, slots=True)
