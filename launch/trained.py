@@ -131,7 +131,7 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
         'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
         "--temperature 0.8 --top-p 0.95 --seed 1 --json",
         "launch generate --run runs/1b --file prompts.txt --beam 4",
-        "launch generate --run runs/1b --file prompts.jsonl --shots examples.txt --json > out",
+        "launch generate --run runs/1b --file prompts.jsonl --shots examples.txt --json",
     )
 )
 def generate(

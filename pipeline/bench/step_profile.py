@@ -212,7 +212,7 @@ def measure_overheads(
         timer = _LoopTimer(loop, batches)
         timer.step()
         timer.launch()  # now the next step has one before it to read
-        yield "host reads in a step", count_host_reads(timer.launch, world.device)
+        yield "host reads in a step", count_host_reads(timer.launcher(), world.device)
         loop.settle()
         step_s = yield from _part_costs(timer, config, steps)
         # The loader hashes in its own thread: this is its time, not a delay of the step.
@@ -231,7 +231,12 @@ class _LoopTimer:
         self._count = itertools.count()
 
     def launch(self) -> None:
-        self.loop.step(next(self._count), next(self._batches), 0.0)
+        self.launcher()()
+
+    def launcher(self) -> Callable[[], None]:
+        """A function that launches the next step; its batch is made before."""
+        batch = next(self._batches)
+        return lambda: self.loop.step(next(self._count), batch, 0.0)
 
     def step(self, **changes: Any) -> float:
         """Return the seconds of one step, with some attributes of the loop changed for it."""

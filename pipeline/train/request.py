@@ -275,11 +275,6 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces=pieces,
         **request.layers,
     )
-    if spec.model.head == "replaced":
-        raise ConfigError(
-            'model.head="replaced" needs a generator that replaces tokens, which no objective has '
-            "yet; use --arch bert, or --set model.head=tokens --set model.tied=true"
-        )
     if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
         spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
     # A --config or --set may name other data than --data, which the run would fail to open.
