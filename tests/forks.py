@@ -22,7 +22,6 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -62,7 +61,7 @@ class Launched:
             ends.append(write)
         asked = {"module": module, "arguments": [*map(str, arguments)], "env": env}
         asked["cwd"] = str(cwd or Path.cwd())
-        socket.send_fds(server(), [json.dumps(asked).encode()], [theirs.fileno(), *ends])
+        SERVER.ask(json.dumps(asked).encode(), [theirs.fileno(), *ends])
         for end in ends:
             os.close(end)
         theirs.close()
@@ -109,23 +108,47 @@ def run(
     return subprocess.CompletedProcess([module, *map(str, arguments)], code, *printed)
 
 
-@cache
-def server() -> socket.socket:
+class Server:
     """The process that forks, started at the first use; it ends when this process does."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    words = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * TITLE_BYTES]
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "NO_COLOR": "1", "COLUMNS": "200"},
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    theirs.close()
-    atexit.register(process.wait)  # after the next one: the last registered is called first
-    atexit.register(ours.close)
-    return ours
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = socket.socket()
+
+    def ask(self, message: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._connected(), [message], descriptors)
+        except OSError:  # it has ended since
+            socket.send_fds(self._connected(), [message], descriptors)
+
+    def _connected(self) -> socket.socket:
+        # A test may end it, for example by a signal to every process of a name.
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        return self._socket
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), " " * TITLE_BYTES]
+        self._process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "NO_COLOR": "1", "COLUMNS": "200"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+SERVER = Server()
+atexit.register(SERVER.close)
 
 
 class Fork(subprocess.Popen[str]):
