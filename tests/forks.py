@@ -118,7 +118,8 @@ class Server:
     def ask(self, message: bytes, descriptors: Sequence[int]) -> None:
         try:
             socket.send_fds(self._connected(), [message], descriptors)
-        except OSError:  # it has ended since
+        except OSError:  # it is about to end
+            self.close()
             socket.send_fds(self._connected(), [message], descriptors)
 
     def _connected(self) -> socket.socket:
@@ -142,8 +143,10 @@ class Server:
         theirs.close()
 
     def close(self) -> None:
+        """End the process; commands that it has forked go on."""
         self._socket.close()
         if self._process is not None:
+            self._process.kill()
             self._process.wait()
 
 
