@@ -52,7 +52,6 @@ class Launched:
         stderr: IO[str] | None = None,
     ) -> None:
         """Without files, `stdout` and `stderr` are pipes to read from."""
-        self._status, theirs = socket.socketpair()
         self.returncode: int | None = None
         ends = []
         for name, file in (("stdout", stdout), ("stderr", stderr)):
@@ -61,11 +60,16 @@ class Launched:
             ends.append(write)
         asked = {"module": module, "arguments": [*map(str, arguments)], "env": env}
         asked["cwd"] = str(cwd or Path.cwd())
-        SERVER.ask(json.dumps(asked).encode(), [theirs.fileno(), *ends])
+        for _ in range(3):
+            self._status, theirs = socket.socketpair()
+            SERVER.ask(json.dumps(asked).encode(), [theirs.fileno(), *ends])
+            theirs.close()
+            said = self._status.recv(20)
+            if said:  # a server that ends before it forks says nothing
+                break
         for end in ends:
             os.close(end)
-        theirs.close()
-        self.pid = int(self._status.recv(20))
+        self.pid = int(said)
 
     stdout: IO[str]
     stderr: IO[str]
