@@ -189,7 +189,7 @@ def generate(
         # Some at a time: the cache of a long file of prompts would not fit.
         for at in range(0, len(prompts), AT_ONCE):
             few = slice(at, at + AT_ONCE)
-            # Each prompt has a seed of its own, whatever it is generated with.
+            # The seed of a prompt does not depend on what it is generated with.
             draws = replace(sampling, seed=sampling.row_seed(at))
             found = continuations(model, ids[few], max_new, pieces.eod, draws)
             for text, tokens in zip(prompts[few], found, strict=True):

@@ -46,7 +46,7 @@ class _Objective(Frozen):
 
     @property
     def whole_text(self) -> bool:
-        """Whether the loss is one of running text, of which bits per byte can be told."""
+        """Whether the loss covers running text, so that bits per byte exist."""
         return False
 
 

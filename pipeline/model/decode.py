@@ -154,7 +154,7 @@ def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache, **fields: Tens
 
 
 def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> dict[str, Tensor]:
-    """The encoder's input, padded on the right; padding is a document of its own."""
+    """The encoder's input, padded on the right; padding is a separate document."""
     both = model.cfg.stack == "encoder-decoder"
     if both != (sources is not None):
         given = "needs a source for its encoder" if both else "has no encoder to read a source"

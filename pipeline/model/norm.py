@@ -98,7 +98,7 @@ class Residual(nn.Module):
     """How one layer reads the residual stream and adds to it, for every norm placement."""
 
     def __init__(self, cfg: Model, *, normed: bool = False) -> None:
-        """`normed`: the stream is normed already, so its first reader has no norm of its own."""
+        """`normed`: the stream is normed already, so its first reader does not norm it again."""
         super().__init__()
         place = PLACEMENTS[cfg.placement]
         before = place.before and not normed

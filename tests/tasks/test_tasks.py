@@ -1,4 +1,4 @@
-"""Scores of tasks, held against lm-eval's own Hugging Face backend and against plain torch."""
+"""Compare scores of tasks with lm-eval's own Hugging Face backend and with plain torch."""
 
 import gzip
 import itertools
