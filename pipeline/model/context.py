@@ -71,7 +71,7 @@ def make_cross_mask(
 ) -> Mask:
     """Which decoder token sees which encoder token: one of the same document.
 
-    If the decoder's documents are not given, its whole row belongs to the source's first document."""
+    Without documents, the decoder's whole row belongs to the source's first document."""
     if documents_BK is None:
         return "all"
     if documents_BQ is None:
