@@ -48,15 +48,19 @@ def test_runs_appear_train_and_become_a_law(
     page.wait_for_selector("#empty:not([hidden])")  # an empty store says what to do
     page.evaluate("window.mark = 1")
 
-    runs = []
-    for steps in (30, 150):
+    def train(steps):
         out = tmp_path / f"s{steps}"
         arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", out)
-        runs.append(Launched("launch", [*arguments, *SMALL, "--quiet"], environment()))
-    # they show up by themselves,
+        return Launched("launch", [*arguments, *SMALL, "--quiet"], environment())
+
+    # A run shows up by itself and moves. It is far too long to end while the page is read.
+    long = train(1_000_000)
     until(lambda: page.evaluate(f"{STEPS}.some(step => step > 0)"), 400)
     before = max(page.evaluate(STEPS))
-    until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)  # and move
+    until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)
+    long.send_signal(signal.SIGTERM)
+    long.wait(400)
+    runs = [train(30), train(150)]
     assert [run.wait(400) for run in runs] == [0, 0]
     finished = "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
     until(lambda: page.evaluate(finished), 400)
@@ -96,7 +100,7 @@ def test_runs_appear_train_and_become_a_law(
     page.get_by_role("link", name="all runs").click()
     server.kill()  # the store goes away: the page says so and keeps what it has
     until(lambda: page.evaluate(SAYS, ["notes", "does not answer"]), 400)
-    assert page.locator("#table tbody tr").count() == 3
+    assert page.locator("#table tbody tr").count() == 4
     page.close()
     board.send_signal(signal.SIGINT)
     # uvicorn raises the signal again, unless it was already closing
