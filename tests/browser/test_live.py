@@ -49,9 +49,9 @@ def test_runs_appear_train_and_become_a_law(
     page.evaluate("window.mark = 1")
 
     def train(steps):
-        out = tmp_path / f"s{steps}"
-        arguments = ("pretrain", "--size", "tiny", "--steps", steps, "--data", corpus, "--out", out)
-        return Launched("launch", [*arguments, *SMALL, "--quiet"], environment())
+        where = ("--data", corpus, "--out", tmp_path / f"s{steps}")
+        arguments = ["pretrain", "--size", "tiny", "--steps", steps, *where, *SMALL, "--quiet"]
+        return Launched("launch", arguments, environment())
 
     # A run shows up by itself and moves. It is far too long to end while the page is read.
     long = train(1_000_000)
@@ -60,8 +60,7 @@ def test_runs_appear_train_and_become_a_law(
     until(lambda: page.evaluate(f"Math.max(...{STEPS}) > {before}"), 400)
     long.send_signal(signal.SIGTERM)
     long.wait(400)
-    runs = [train(30), train(150)]
-    assert [run.wait(400) for run in runs] == [0, 0]
+    assert [run.wait(400) for run in [train(30), train(150)]] == [0, 0]
     finished = "[...iso.runs.values()].filter(r => r.row.status === 'finished').length === 2"
     until(lambda: page.evaluate(finished), 400)
     page.wait_for_selector("#formula:not(:empty)")  # two finished runs are a law
