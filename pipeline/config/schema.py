@@ -135,6 +135,8 @@ class Eval(Frozen):
     tasks: tuple[str, ...] = ()  # files of questions, see pipeline/tasks/questions.py
     share: Share = 0.01  # of the run's compute that all tasks together may cost
     questions: Positive | None = None  # of each task; None: as many as `share` pays for
+    # The in-context score and the heads' prefix matching; the two tokens whose losses are compared.
+    in_context: bool | tuple[Positive, Positive] = False
 
 
 _Efficiency = Annotated[float, Field(gt=0, le=1)]
@@ -298,6 +300,34 @@ class RunSpec(Frozen):
             shared = f"{tasks} with parallel.sp={self.parallel.sp}, which cuts questions"
             require(self.parallel.sp == 1, f"{shared}; {remedy}")
         return self
+
+    @model_validator(mode="after")
+    def _in_context_is_served(self) -> Self:
+        if self.in_context_tokens is None:
+            return self
+        given = self.eval.in_context
+        asked = f"eval.in_context={list(given) if isinstance(given, tuple) else 'true'}"
+        early, late = self.in_context_tokens
+        seq = self.model.seq
+        kind = self.objective.kind
+        causal = kind == "causal" and self.model.stack == "decoder"
+        require(causal, f'{asked} needs objective.kind="causal", got "{kind}"; remove it')
+        text = f"{asked} with parallel.sp={self.parallel.sp}, which cuts rows; remove one"
+        require(self.parallel.sp == 1, text)
+        require(seq >= 16, f"{asked} needs model.seq of 16 or more, got {seq}; remove it")
+        ordered = early < late <= seq
+        require(ordered, f"{asked}: give two tokens in order, at most model.seq={seq}")
+        return self
+
+    @property
+    def in_context_tokens(self) -> tuple[int, int] | None:
+        """The two tokens whose losses are compared. Olsson et al. use 50 and 500; in a shorter
+        context they are at a tenth and nine tenths of it."""
+        given = self.eval.in_context
+        if isinstance(given, tuple):
+            return given
+        seq = self.model.seq
+        return ((50, 500) if seq >= 500 else (seq // 10, seq * 9 // 10)) if given else None
 
     @property
     def text_length(self) -> int:

@@ -8,6 +8,7 @@ documents, padding) or shaped scores (soft-cap, sinks) go to FlexAttention where
 to a dense mask elsewhere. The choice is made once, when the mask is made.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
     FlexKernelOptions,
+    create_mask,
     flex_attention,
 )
 
@@ -77,9 +79,21 @@ def eager(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The definition of attention, in fp32, with every score in memory."""
-    group = q_BHQD.shape[1] // k_BGKD.shape[1]
-    k_BHKD = k_BGKD.repeat_interleave(group, 1)
-    v_BHKE = v_BGKE.repeat_interleave(group, 1)
+    weights_BHQK = weigh(q_BHQD, k_BGKD, scoring, mask, bias_HQK, sinks_H)
+    v_BHKE = v_BGKE.repeat_interleave(q_BHQD.shape[1] // v_BGKE.shape[1], 1)
+    return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
+
+
+def weigh(
+    q_BHQD: Tensor,
+    k_BGKD: Tensor,
+    scoring: Scoring,
+    mask: Tensor | Literal["all"] | None = None,
+    bias_HQK: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """How much each query attends to each key, (B, H, Q, K), in fp32."""
+    k_BHKD = k_BGKD.repeat_interleave(q_BHQD.shape[1] // k_BGKD.shape[1], 1)
     scores_BHQK = (q_BHQD.float() @ k_BHKD.float().mT) * scoring.scale
     if scoring.softcap is not None:
         scores_BHQK = scoring.softcap * torch.tanh(scores_BHQK / scoring.softcap)
@@ -87,10 +101,8 @@ def eager(
     if sinks_H is not None:
         # a sink is one more key whose value is zero
         sink = sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
-        weights_BHQK = torch.cat((scores_BHQK, sink), -1).softmax(-1)[..., :-1]
-    else:
-        weights_BHQK = scores_BHQK.softmax(-1)
-    return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
+        return torch.cat((scores_BHQK, sink), -1).softmax(-1)[..., :-1]
+    return scores_BHQK.softmax(-1)
 
 
 def _additive_mask(
@@ -187,6 +199,31 @@ class Sequence:
     def to_tokens(self, y_BHQE: Tensor) -> Tensor:
         """All heads of this process's tokens."""
         return y_BHQE
+
+
+class Watched(Sequence):
+    """Attention by its definition, which reports its weights: in place of `Sequence` it shows what
+    a layer attends to. For measurements only."""
+
+    def __init__(self, report: Callable[[Tensor], None]) -> None:
+        self._report = report
+
+    def attend(
+        self,
+        q_BHQD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKE: Tensor,
+        scoring: Scoring,
+        mask: Mask,
+        bias_HQK: Tensor | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        if isinstance(mask, BlockMask):  # the function behind it also makes the dense mask
+            rows, heads, queries, keys = mask.shape
+            device = str(q_BHQD.device)
+            mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device)
+        self._report(weigh(q_BHQD, k_BGKD, scoring, mask, bias_HQK, sinks_H))
+        return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
 
 
 class GroupedAttention(nn.Module):

@@ -79,6 +79,15 @@ def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
+def places_in(documents_BS: Tensor) -> Tensor:
+    """The position of each token in its document, from 0."""
+    places = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    # A position counts from the last start of a document at or before it.
+    starts = torch.ones_like(documents_BS, dtype=torch.bool)
+    starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return places - torch.where(starts, places, 0).cummax(dim=1).values
+
+
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
     """How far each key lies before each query, (Q, K); the last query is the last key."""
     # Negative in the future, which the mask hides.

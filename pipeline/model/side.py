@@ -16,7 +16,14 @@ from pipeline.model.block import Stream, recomputed
 from pipeline.model.context import Cache, Context, Mask, make_mask
 from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
-from pipeline.model.position import DistanceBias, alibi, distances, rotary, sinusoidal
+from pipeline.model.position import (
+    DistanceBias,
+    alibi,
+    distances,
+    places_in,
+    rotary,
+    sinusoidal,
+)
 from pipeline.model.stream import settle
 
 
@@ -113,10 +120,7 @@ class Side(nn.Module):
             # The first real token of a row has position 0, as in training.
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
-            # A position counts from the last start of a document at or before it.
-            starts = torch.ones_like(documents_BS, dtype=torch.bool)
-            starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-            places = places - torch.where(starts, places, 0).cummax(dim=1).values
+            places = places_in(documents_BS)
         # Cut last, so that positions are those in the whole row.
         places = self.sequence.cut(places, -1)
 

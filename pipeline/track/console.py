@@ -121,6 +121,9 @@ def header(
         yield f"time    {about} │ {count(expected.tokens_s)} tokens/s"
     else:
         yield f"time    the speed of {device} is not known; see eta below"
+    if config.in_context_tokens is not None:
+        early, late = config.in_context_tokens
+        yield f"score   in-context: loss at token {late} minus loss at token {early} of {model.seq}"
     yield f"tracked {tracked}"
 
 

@@ -21,6 +21,7 @@ from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
 from pipeline.runs.log import read
+from pipeline.tasks.in_context import InContext
 from pipeline.tasks.monitor import Monitor
 from pipeline.track.console import Tracker
 from pipeline.train.exchange import PendingStep, StepCheck, StepResult
@@ -55,7 +56,14 @@ class Loop:
         self._routing_every = max(1, self.steps // 100)  # as many columns as a heat map can show
         self._pending: PendingStep | None = None
 
-    def train(self, loader: Loader, evaluator: Evaluator, tasks: Monitor, start: int) -> bool:
+    def train(
+        self,
+        loader: Loader,
+        evaluator: Evaluator,
+        tasks: Monitor,
+        in_context: InContext,
+        start: int,
+    ) -> bool:
         """Train from step `start`; return whether the last step was reached, not a stop request."""
         train = self.config.train
         share, shares = self.world.reader(self.config.parallel.sp)
@@ -78,6 +86,7 @@ class Loop:
                 if evaluate:
                     self.watch.enter("evaluation", done)
                     figures = evaluator(self.engine.evaluate) | tasks(self.engine.logits)
+                    figures |= in_context(self.engine)
                     self._record("eval", done, **figures)
                 if save or self.stopping:
                     self.watch.enter("save", done)

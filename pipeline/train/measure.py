@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -45,15 +45,19 @@ class Evaluator:
         tokenizers, if the objective predicts running text."""
         total = torch.zeros((), device=self._world.device)
         count = 0
-        for step in range(self._batches):
-            batch = self._loader.batch(step, *self._reader)
-            for micro in cut(batch, self._config, self._world):
-                total += nll(micro)  # stays on the device: read once, at the end
-                count += 1
+        for micro in self.micros():
+            total += nll(micro)  # stays on the device: read once, at the end
+            count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size
         if not self._config.objective.whole_text:
             return {"loss": loss}
         return {"loss": loss, "bpb": loss * self._bits_per_nat_token}
+
+    def micros(self) -> Iterator[Micro]:
+        """This rank's held-out rows."""
+        for step in range(self._batches):
+            batch = self._loader.batch(step, *self._reader)
+            yield from cut(batch, self._config, self._world)
 
 
 def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) -> Loader:

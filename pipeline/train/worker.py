@@ -26,6 +26,7 @@ from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_paren
 from pipeline.runs.directory import RunDir, fault_line
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
+from pipeline.tasks.in_context import InContext
 from pipeline.tasks.monitor import Monitor
 from pipeline.track.console import Console, Tracker
 from pipeline.train.guard import Guard, RollbackError, relevant
@@ -56,6 +57,7 @@ def run(
         worker = build_engine(config, world)
         evaluator = Evaluator(config, corpus, world)
         tasks = Monitor(config, corpus, world)
+        in_context = InContext(config, corpus, world, evaluator.micros)
         saver = Saver(worker, config, directory.checkpoints, world)
         rollback: RollbackError | None = None
         while True:  # once, and again after each rollback
@@ -65,7 +67,7 @@ def run(
             guard = Guard(world.broadcast(relevant(read(directory.log)) if world.first else []))
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
-                return loop.train(batches, evaluator, tasks, start)
+                return loop.train(batches, evaluator, tasks, in_context, start)
             except RollbackError as trouble:
                 watch.enter("rollback", trouble.last)
                 loop.saved(saver.wait())

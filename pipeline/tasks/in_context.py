@@ -1,0 +1,168 @@
+"""How a model uses its context, while it trains: two figures of Olsson et al. (arXiv 2209.11895).
+
+The in-context score is the loss late in a held-out row minus the loss early in it. The prefix
+matching of an attention head is how much it attends, in repeated random tokens, from a token to
+the one after its previous occurrence. Heads that do this appear at once, together with a drop of
+the in-context score: the induction phase change.
+
+B rows · S tokens · L layers · H heads · Q queries · K keys · T pairs of a query and a key
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.schema import RunConfig
+from pipeline.config.shape import Model
+from pipeline.data.corpus import Corpus
+from pipeline.model.attention import Sequence, Watched
+from pipeline.model.head import IGNORED
+from pipeline.model.position import places_in
+from pipeline.model.stack import Decoder
+from pipeline.parallel.engine import Engine, Micro
+from pipeline.parallel.world import World
+
+PERIODS = 16  # different ones: a head that looks at a fixed distance matches one of them
+LONGEST = 64  # tokens until the random tokens repeat
+
+
+class Repeats(NamedTuple):
+    """Random tokens that repeat, with another period in every row, and what an induction head
+    attends to in them."""
+
+    tokens_BS: Tensor
+    rows_T: Tensor
+    queries_T: Tensor
+    keys_T: Tensor
+    shares_T: Tensor  # of a pair in the mean, in which all rows count the same
+
+
+class InContext:
+    """Measures the model of an engine: all ranks share the held-out rows, and each has the same
+    random tokens."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        world: World,
+        held_out: Callable[[], Iterable[Micro]],  # this rank's rows
+    ) -> None:
+        self._world = world
+        self._held_out = held_out
+        self._compiled = config.train.compile
+        self._tokens = config.in_context_tokens
+        self._repeats: Repeats | None = None
+        if self._tokens is not None:
+            tokenizer = corpus.manifest.tokenizer
+            made = make_repeats(config.model, tokenizer.vocab, tokenizer.eod)
+            self._repeats = Repeats(*(part.to(world.device) for part in made))
+
+    def __call__(self, engine: Engine) -> dict[str, Any]:
+        """The score and the best head, as figures of an evaluation, and every head by layer."""
+        if self._tokens is None or self._repeats is None:
+            return {}
+        early, late = (self._loss(engine, token) for token in self._tokens)
+        with self._uncompiled():
+            heads_LH = prefix_matching(engine.evaluate, engine.module, self._repeats)
+        best = heads_LH.max().item()
+        figures: dict[str, Any] = {
+            "in_context/score": late - early,
+            "in_context/prefix_matching": best,
+            "in_context_tokens": list(self._tokens),
+        }
+        if best == best:  # a list in the log has no NaN
+            rounded = [[round(head, 4) for head in heads] for heads in heads_LH.tolist()]
+            figures["prefix_matching_heads"] = rounded
+        return figures
+
+    def _loss(self, engine: Engine, token: int) -> float:
+        """The mean held-out loss at one token of the context, over the rows of all ranks."""
+        # Their sum and number; on the device, so that nothing waits before the end.
+        total = torch.zeros(2, dtype=torch.double, device=self._world.device)
+        for micro in self._held_out():
+            one = only(micro, token)
+            count = (one.targets_BS >= 0).sum()
+            # Rows that were cut have a new shape, which would be compiled.
+            cut = one.tokens_BS.shape != micro.tokens_BS.shape
+            with self._uncompiled() if cut else nullcontext():
+                nll = engine.evaluate(one)
+            total += torch.stack((nll.double() * count, count.double()))
+        summed, number = self._world.reduce(total).tolist()
+        # With documents apart, none may be so long.
+        return summed / number if number else math.nan
+
+    def _uncompiled(self) -> AbstractContextManager[None]:
+        if not self._compiled:
+            return nullcontext()
+        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+        return stance
+
+
+def only(micro: Micro, token: int) -> Micro:
+    """The rows with a single target: what the token-th token predicts.
+
+    Where attention stays within documents, that is a token of every document that is so long."""
+    if micro.documents_BS is None:
+        # A causal model does not see what follows, so the rows may end here.
+        targets_BS = torch.full_like(micro.targets_BS[:, :token], IGNORED)
+        targets_BS[:, -1] = micro.targets_BS[:, token - 1]
+        return Micro(micro.tokens_BS[:, :token], targets_BS)
+    asked_BS = places_in(micro.documents_BS) == token - 1
+    return micro._replace(targets_BS=torch.where(asked_BS, micro.targets_BS, IGNORED))
+
+
+def make_repeats(model: Model, pieces: int, eod: int) -> Repeats:
+    """The same for every run of a vocabulary. A row begins with the end of a document, as rows in
+    training do, and has no other repetition than that of its period."""
+    # A windowed head must reach the previous occurrence; within 4 tokens there is little to see.
+    reach = max(4, model.attention.window or LONGEST)
+    longest = min(LONGEST, reach, (model.seq - 1) // 2, pieces - 1)
+    periods = range(longest // 2 + 1, longest + 1)[-PERIODS:]
+    generator = torch.Generator().manual_seed(0)
+    tokens_BS = torch.full((len(periods), 2 * longest + 1), eod)
+    pairs = []
+    for row, period in enumerate(periods):
+        drawn = torch.randperm(pieces - 1, generator=generator)[:period]
+        drawn += drawn >= eod  # every piece but the end of a document
+        tokens_BS[row, 1:] = drawn[torch.arange(2 * longest) % period]
+        # The second copy alone: in a third one, two earlier tokens would match.
+        for query in range(period + 1, 2 * period + 1):
+            pairs.append((row, query, query - period + 1, 1 / (period * len(periods))))
+    rows_T, queries_T, keys_T, shares_T = map(torch.tensor, zip(*pairs, strict=True))
+    return Repeats(tokens_BS, rows_T, queries_T, keys_T, shares_T)
+
+
+@torch.no_grad()
+def prefix_matching(
+    evaluate: Callable[[Micro], object], model: nn.Module, repeats: Repeats
+) -> Tensor:
+    """The prefix matching of every head, (L, H), from 0 to 1."""
+    layers: list[Tensor] = []
+
+    def report(weights_BHQK: Tensor) -> None:
+        chosen_TH = weights_BHQK[repeats.rows_T, :, repeats.queries_T, repeats.keys_T]
+        layers.append(repeats.shares_T @ chosen_TH)
+
+    with _watched(cast(Decoder, model), report):
+        # With targets, though the loss is not asked for: a pass without them would make all logits.
+        evaluate(Micro(repeats.tokens_BS, repeats.tokens_BS))
+    return torch.stack(layers)
+
+
+@contextmanager
+def _watched(model: Decoder, report: Callable[[Tensor], None]) -> Iterator[None]:
+    """Report the attention weights of every layer, in order; shared layers report several times."""
+    layers = [cast(nn.Module, block.attention) for block in model.blocks]
+    before = [cast(Sequence, layer.sequence) for layer in layers]
+    for layer in layers:
+        layer.sequence = Watched(report)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, sequence in zip(layers, before, strict=True):
+            layer.sequence = sequence  # type: ignore[assignment]
