@@ -293,7 +293,7 @@ class RunView:
     def curves(self, limit: int) -> dict[str, Any]:
         """Return the curves of the overview."""
         keys = (*AXES, "loss")
-        scores = ["flops", *(key for key in self.log.evals.keys if "/" in key)]
+        scores = ["tokens", "flops", *(key for key in self.log.evals.keys if "/" in key)]
         return {
             "train": self.log.steps.columns(keys, limit, log=True),
             "held_out": self.log.evals.columns(keys, max(20, limit // 2), log=True),

@@ -1,41 +1,60 @@
-// Scores of tasks against compute: one line per run, colored by its size.
+// Scores during the runs: of tasks against compute, and of in-context learning against tokens. One
+// line per run, colored by its size.
 (() => {
   "use strict";
-  const { $, el, fill, escapeHtml, sizeColor, power, plot } = iso;
+  const { $, el, fill, escapeHtml, sizeColor, power, short, plot } = iso;
+  const IN_CONTEXT = "in_context/";
 
   const members = () => [...iso.runs.values()].filter(({ row }) => !iso.hidden.has(row.size));
 
-  function drawTask() {
-    const key = $("task").value;
+  const AXES = {
+    flops: { title: "training compute (FLOPs)", at: (flops) => `${power(flops)} FLOPs` },
+    tokens: { title: "training tokens", at: (tokens) => `${short(tokens)} tokens` },
+  };
+
+  function draw(id, key, axis, title) {
     const traces = members()
       .filter(({ curves }) => curves.tasks[key])
       .map(({ row, curves: { tasks } }) => ({
-        x: tasks.flops,
+        x: tasks[axis],
         y: tasks[key],
-        customdata: tasks.flops.map((flops) => power(flops)),
+        customdata: tasks[axis].map(AXES[axis].at),
         mode: "lines+markers",
         name: row.name,
         line: { color: sizeColor(row.size), width: 2 },
         marker: { size: 5, color: sizeColor(row.size) },
-        hovertemplate: `<b>${escapeHtml(row.name)}</b><br>%{y:.4~g}<br>%{customdata} FLOPs<extra></extra>`,
+        hovertemplate: `<b>${escapeHtml(row.name)}</b><br>%{y:.4~g}<br>%{customdata}<extra></extra>`,
       }));
-    plot("task-chart", traces, {
+    plot(id, traces, {
       key,
-      xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, nticks: 6 },
-      yaxis: { title: { text: key.endsWith("/bpb") ? "bits per byte" : "accuracy" } },
+      xaxis: { type: "log", title: { text: AXES[axis].title }, nticks: 6 },
+      yaxis: { title: { text: title } },
     });
+  }
+
+  function drawTask() {
+    const key = $("task").value;
+    draw("task-chart", key, "flops", key.endsWith("/bpb") ? "bits per byte" : "accuracy");
   }
 
   iso.drawTasks = () => {
     const keys = members().flatMap(({ curves }) => Object.keys(curves.tasks));
-    const names = [...new Set(keys)].filter((key) => key.includes("/")).sort();
+    const scores = [...new Set(keys)].filter((key) => key.includes("/")).sort();
+    const names = scores.filter((key) => !key.startsWith(IN_CONTEXT));
     $("tasks").hidden = !names.length;
-    if (!names.length) return;
-    const select = $("task");
-    const before = select.value;
-    fill(select, ...names.map((key) => el("option", { value: key, textContent: key.replace("/", ": ") })));
-    if (names.includes(before)) select.value = before;
-    drawTask();
+    if (names.length) {
+      const select = $("task");
+      const before = select.value;
+      const option = (key) => el("option", { value: key, textContent: key.replace("/", ": ") });
+      fill(select, ...names.map(option));
+      if (names.includes(before)) select.value = before;
+      drawTask();
+    }
+    $("in-context").hidden = names.length === scores.length;
+    if (names.length < scores.length) {
+      draw("in-context-score", `${IN_CONTEXT}score`, "tokens", "loss late − loss early (nats)");
+      draw("prefix-matching", `${IN_CONTEXT}prefix_matching`, "tokens", "attention of the best head");
+    }
   };
 
   $("task").addEventListener("input", drawTask);
