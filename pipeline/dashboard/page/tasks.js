@@ -52,8 +52,8 @@
     }
     $("in-context").hidden = names.length === scores.length;
     if (names.length < scores.length) {
-      draw("in-context-score", `${IN_CONTEXT}score`, "tokens", "loss late − loss early (nats)");
-      draw("prefix-matching", `${IN_CONTEXT}prefix_matching`, "tokens", "attention of the best head");
+      draw("in-context-score", `${IN_CONTEXT}score`, "tokens", "nats");
+      draw("prefix-matching", `${IN_CONTEXT}prefix_matching`, "tokens", "best head");
     }
   };
 
