@@ -33,23 +33,21 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 Figures = Iterable[tuple[str, Any]]
 Megabytes = Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")]
 CompareData = Annotated[
-    str | None, Option(help=f"datatrove: also its pipelines ({_DATATROVE}); takes minutes more.")
+    str | None, Option(help=f"datatrove: also time its pipelines ({_DATATROVE}); takes minutes.")
 ]
-Tenfold = Annotated[bool, Option("--tenfold", help="Also ten times the text; takes minutes more.")]
+Tenfold = Annotated[bool, Option("--tenfold", help="Also use ten times the text; takes minutes.")]
 Shards = Annotated[Path, Argument(help="Directory made by `launch data prepare`.")]
-TrainData = Annotated[
-    Path | None, Option(help="Prepared shards. Default: random tokens, nothing to read.")
-]
+TrainData = Annotated[Path | None, Option(help="Prepared shards; by default random tokens.")]
 Zero = Annotated[int | None, Option(min=0, max=3, help="ZeRO stage. Default: 1.")]
 Parts = Annotated[bool, Option(help="Also time forward, backward and optimizer separately.")]
 Profile = Annotated[
-    bool, Option("--profile", help="Print the kernels of one step, and a GPU's pauses.")
+    bool, Option("--profile", help="Print the kernels of one step and a GPU's idle gaps.")
 ]
 CompareTrain = Annotated[
     str | None,
     Option(
-        help="hf: Hugging Face's model of the same shape, in turn with ours; hf-mixed: the same "
-        "with fp32 weights, as ours has; bf16: our own without fp8 (fp32 on a CPU)."
+        help="hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
+        "weights, like ours; bf16: our own model without fp8 (fp32 on a CPU)."
     ),
 ]
 AutoBatch = Annotated[
@@ -59,7 +57,7 @@ Overheads = Annotated[
     bool, Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
 ]
 
-app = typer.Typer(help="Measure speed as ratios within one run.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed, relative to other tools.", no_args_is_help=True)
 
 
 @app.command(

@@ -31,24 +31,24 @@ def _out_path(text: str) -> Path:
 
 
 SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
-LIMIT_HELP = "Text to read from each --source; the files of a directory or glob share it."
+LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share the limit."
 # Both commands read text in the same way.
 LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
 TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
 # Options of prepare. Without a value, --config decides, and then the default of the recipe.
-RecipeName = Annotated[str | None, typer.Option(help="A name in configs/data or a TOML file.")]
-VocabSize = Annotated[int | None, typer.Option(help="Train a BPE of this size (default: 4096).")]
+RecipeName = Annotated[str | None, typer.Option(help="Name in configs/data, or a TOML file.")]
+VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (default: 4096).")]
 GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed of samples (default: 0).")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: 0).")]
 ValidShare = Annotated[
-    float | None, typer.Option(min=0, max=0.5, help="Documents to hold out (default: 0.01).")
+    float | None, typer.Option(min=0, max=0.5, help="Share to hold out (default: 0.01).")
 ]
 MalformedShare = Annotated[
-    float, typer.Option(min=0, max=1, help="More malformed documents than this is an error.")
+    float, typer.Option(min=0, max=1, help="Stop if a larger share of documents is malformed.")
 ]
 RecipeSettings = Annotated[
-    list[str] | None, typer.Option("--set", help="A setting, e.g. dedup.near.threshold=0.7.")
+    list[str] | None, typer.Option("--set", help="KEY=VALUE, such as dedup.near.threshold=0.7.")
 ]
 # Options of tokenizer.
 Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
@@ -57,7 +57,7 @@ Specials = Annotated[
 ]
 Weights = Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT (default: by size).")]
 SampleBytes = Annotated[
-    int | None, typer.Option(min=1, help="Text to train on (default: by vocabulary).")
+    int | None, typer.Option(min=1, help="Bytes to train on (default: by vocabulary).")
 ]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",
@@ -174,7 +174,7 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
     out: Annotated[Path, typer.Option(parser=_out_path, help="The .model file to write.")],
-    vocab_size: Annotated[int, typer.Option(help="Byte and control pieces included.")] = 32768,
+    vocab_size: Annotated[int, typer.Option(help="Pieces, with bytes and controls.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
     weight: Weights = None,

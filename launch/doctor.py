@@ -1,4 +1,4 @@
-"""`launch doctor`: check whether this machine is ready, and say how to fix what is not."""
+"""`launch doctor`: check whether this machine is ready, and print how to fix each problem."""
 
 import importlib.metadata
 import json
@@ -151,7 +151,7 @@ def _memory() -> Finding:
     # Available, not free: the system can reclaim its page cache.
     found = f"{memory.available / GIB:.0f} of {memory.total / GIB:.0f} GiB available"
     if memory.available < LOW_MEMORY_BYTES:
-        return Finding("memory", "note", found, "close other programs: the demo needs 8 GiB")
+        return Finding("memory", "note", found, "close other programs; the demo needs 1.3 GB")
     return Finding("memory", "ok", found)
 
 

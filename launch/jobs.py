@@ -62,7 +62,7 @@ def status(
 def logs(
     run: RunArgument,
     rank: Annotated[
-        int | None, Option(help="One process; default: the job and rank 0.", min=0)
+        int | None, Option(help="Rank to print; by default the job and rank 0.", min=0)
     ] = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
 ) -> None:
@@ -119,7 +119,7 @@ def _read_from(path: Path, start: int) -> bytes | None:
 @app.command(epilog=examples("launch cancel runs/1b", "launch cancel runs/1b --now"))
 def cancel(
     run: RunArgument,
-    now: Annotated[bool, Option("--now", help="Do not wait until it has saved.")] = False,
+    now: Annotated[bool, Option("--now", help="Cancel at once, without a save.")] = False,
 ) -> None:
     """End a run's job. It saves first and is not requeued; --resume --slurm continues it."""
     from pipeline.slurm import queue
@@ -153,7 +153,7 @@ def sync(
     as_json: JsonLines = False,
     quiet: Quiet = False,
 ) -> None:
-    """Send MLflow what is missing: after an outage, or for runs made without a server."""
+    """Send missing records to MLflow: after an outage, or for runs made without a server."""
     from pipeline.runs.history import find_runs
     from pipeline.track import mlflow_sync
     from pipeline.track.mlflow_runs import read_sweep

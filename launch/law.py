@@ -1,4 +1,4 @@
-"""`launch fit | score`: from runs to a law, and from forecasts to what was measured."""
+"""`launch fit | score`: fit a law to runs, and compare forecasts with measured losses."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ Resamples = Annotated[
     int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)
 ]
 FullGrid = Annotated[
-    bool, typer.Option("--full-grid", help="Start from all of Hoffmann's 4500 points.")
+    bool, typer.Option("--full-grid", help="Use all 4,500 starts of Hoffmann et al.; slow.")
 ]
 ForecastsDir = Annotated[
     Path | None,
@@ -64,7 +64,7 @@ def read_points(
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
     if points is not None:
-        return read_csv(points), Ladder()  # a CSV says nothing about the recipe
+        return read_csv(points), Ladder()  # a CSV file does not contain the recipe
     found = read(runs, experiment)
     # Only the envelope (Hoffmann's first approach) uses curves; other laws use final losses.
     return points_of(found, curves=law == "envelope"), ladder_of(found)
@@ -148,7 +148,7 @@ def _print_fit(data: dict[str, Any]) -> None:
     console.print(table(f"{data['law']}: {data['formula']}", columns, rows))
     split = data["exponents"]
     if split:
-        # N* and D* of a law fitted to forecast come from elsewhere: say from where.
+        # If the law was fitted for forecasting, N* and D* come from another fit, which is named.
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
         texts = [f"{name} ∝ C^{split[key]:.4f}{_span(split, key)}" for name, key in SPLIT.items()]
         console.print("   ".join(texts) + source)
@@ -159,18 +159,18 @@ def _print_fit(data: dict[str, Any]) -> None:
     fitted = data["goodness"]
     if fitted:
         console.print(
-            f"Runs scatter {fitted['noise']:.2%} about the law with all of them alike; it explains "
-            f"{fitted['r2']:.1%} of the differences in log loss (R²)"
+            f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
+            f"{fitted['r2']:.1%} of the variance of log loss (R²)"
         )
     # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]
     if test:
         console.print(
-            f"Larger runs forecast from smaller ones: {test['mean_absolute_error']:.2%} off on "
-            f"average ({test['errors']} held-out errors)"
+            f"Backtest, larger runs predicted from smaller ones: "
+            f"{test['mean_absolute_error']:.2%} off on average ({test['errors']} held-out errors)"
         )
     # Text from files may have square brackets, which rich would read as markup.
-    console.print(f"Counted as: {data['convention']}", markup=False)
+    console.print(f"Counting convention: {data['convention']}", markup=False)
     dropped = data["points"]["dropped"]
     for reason in dropped[:LEFT_OUT_SHOWN]:
         console.print(f"  left out: {reason}", markup=False, style="dim")
@@ -197,8 +197,8 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     for one in scores:
         measured = "–" if one.measured is None else f"{one.measured:.4f}"
         error = "–" if one.error is None else f"{one.error:+.2%}"
-        late = one.counts is False  # it was no forecast any more
-        counts = "no: registered after it began" if late else yes[one.counts]
+        late = one.counts is False
+        counts = "no: registered after the run began" if late else yes[one.counts]
         place = [one.run or "not yet", count(one.N), count(one.D), f"{one.forecast:.4f}"]
         interval = f"{one.low:.4f} … {one.high:.4f}"
         rows.append([*place, interval, measured, error, yes[one.inside], counts])

@@ -19,7 +19,7 @@ Arch = Annotated[
     Option(help="Architecture, a name in configs/arch.  [default: dense, or the size's own]"),
 ]
 Recipe = Annotated[
-    str | None, Option(help="Optimizer, rates and initialization, a name in configs/recipe.")
+    str | None, Option(help="Training recipe, a name in configs/recipe.  [default: adamw]")
 ]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
@@ -30,7 +30,7 @@ Settings = Annotated[
 # A trained run.
 RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
 TokenizerFile = Annotated[
-    Path | None, Option("--tokenizer", help="SentencePiece model, if the run's data is not here.")
+    Path | None, Option("--tokenizer", help="SentencePiece model, if the run's data is elsewhere.")
 ]
 
 # Where runs or points are read from, and the law fitted to them.

@@ -23,9 +23,9 @@ PlanFile = Annotated[
     str | None, typer.Argument(help=f"{SHIPPED} [default with --target-size: ladder]")
 ]
 Budget = Annotated[
-    float | None, typer.Option(help="FLOPs for all runs together, instead of budgets.")
+    float | None, typer.Option(help="FLOPs for all runs together, instead of the file's budgets.")
 ]
-Hours = Annotated[float | None, typer.Option(help="Hours on the sweep's GPUs, instead of budgets.")]
+Hours = Annotated[float | None, typer.Option(help="The same in hours on the sweep's GPUs.")]
 Earlier = Annotated[
     Path | None, typer.Option("--points", help="CSV of earlier runs; their law centers the grid.")
 ]
@@ -36,7 +36,7 @@ Data = Annotated[
 Mfu = Annotated[
     float | None,
     typer.Option(
-        help="Share of peak FLOPs, for the time, instead of the estimate.", min=0.001, max=1
+        help="MFU from which to compute times, instead of the planner's.", min=0.001, max=1
     ),
 ]
 TargetSize = Annotated[
@@ -51,7 +51,7 @@ WantedWidth = Annotated[
 ]
 Noise = Annotated[
     str | None,
-    typer.Option(help="Scatter of runs about a law, to simulate.  [default: 0.3%]"),
+    typer.Option(help="Simulated scatter of runs around a law.  [default: 0.3%]"),
 ]
 Save = Annotated[Path | None, typer.Option(help="Write the proposed ladder to this sweep file.")]
 
@@ -69,17 +69,17 @@ def plan(
     save: Save = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every run with its cost, and how wide a forecast's interval will be.
+    """Print every run with its cost; with --target-size, also how wide a forecast would be.
 
-    The simulation draws laws from those published, adds the noise of runs, and fits each simulated
-    sweep as `launch fit` would.
+    The simulation draws laws that resemble published ones, adds the noise of runs, and fits each
+    simulated sweep as `launch fit` would.
     """
     from pipeline.sweep import design
 
     if file is None and target_size is None:
         raise ConfigError("give a sweep FILE, such as ladder, or --target-size to plan one for it")
     if target_size is None and (width or noise or save):
-        raise ConfigError("--width, --noise and --save are about a forecast; give --target-size")
+        raise ConfigError("--width, --noise and --save need a run to forecast; give --target-size")
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")
     wanted = _share("width", width) if width else None

@@ -39,7 +39,7 @@ EXAMPLES = examples(
 # The options of this command; those that others share are in launch/options.py.
 Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
-# A help text has a name if its option would not fit on one line.
+# A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
 _OUT = "Run directory.  [default: runs/EXPERIMENT/SIZE]"
@@ -50,20 +50,21 @@ Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 _LAYOUT = "[default: the fastest layout if --cluster has rates, else {}]"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3.  {_LAYOUT.format(1)}")]
 Ep = Annotated[int | None, Option(help=f"Ranks that share the experts.  {_LAYOUT.format(1)}")]
-Sp = Annotated[int | None, Option(help="Ranks that share each sequence, for long ones.")]
-Engine = Annotated[str | None, Option(help="deepspeed, or accelerate as a reference.")]
+Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence.  [default: 1]")]
+Engine = Annotated[str | None, Option(help="deepspeed, or accelerate, a second engine for tests.")]
 Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]
 Tokens = Annotated[float | None, Option(help="Length in tokens, such as 1e9.")]
 Flops = Annotated[float | None, Option(help="Length in training FLOPs.")]
-DtypeName = Annotated[str | None, Option("--dtype", help="fp32 or bf16.")]
+_DTYPE = "fp32 or bf16.  [default: bf16 on GPUs, fp32 on CPUs]"
+DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
 AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
 Init = Annotated[Path | None, Option(help="Start from the weights of a run or an import.")]
 Resume = Annotated[bool, Option("--resume", help="Continue the run in --out bit for bit.")]
-Branch = Annotated[Path | None, Option(help="Start in the plateau of this run (WSD).")]
-Experiment = Annotated[str | None, Option(help="MLflow experiment of the run.")]
+Branch = Annotated[Path | None, Option(help="Branch off this longer run before its WSD decay.")]
+Experiment = Annotated[str | None, Option(help="Experiment of the run, also in MLflow.")]
 Seed = Annotated[int | None, Option(help="Random seed for weights and data order.", min=0)]
-Track = Annotated[bool, Option("--track/--no-track", help="Log to MLflow beside the local log.")]
+Track = Annotated[bool, Option("--track/--no-track", help="Also send the log to MLflow.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a SLURM job that requeues itself.")]
 _NODES = "Nodes of the job: 4, or 2-4 for as many as are free.  [default: 1]"
 NodeCount = Annotated[str | None, Option(help=_NODES)]
@@ -110,7 +111,7 @@ def pretrain(
     time: Time = None,
     dry_run: DryRun = False,
 ) -> tuple[Any, Any]:  # PlannedRun and Nodes | None; typer evaluates annotations, so no names here
-    """Train a size on prepared shards, by default on 20 tokens per parameter."""
+    """Train a model of one size on prepared shards, by default on 20 tokens per parameter."""
     from pipeline.train.request import Request, plan_run
 
     _refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
@@ -155,7 +156,7 @@ def _given(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
-    """Print what the run is about to do, and warn of data that is too small for it."""
+    """Print what the run is about to do, and warn if there is too little data for it."""
     from pipeline.data.corpus import Corpus
     from pipeline.track import console, mlflow_store
 
@@ -200,7 +201,7 @@ def _train(
         )
         if note:
             typer.echo(note, err=True)
-    elif not list_checkpoints(run.checkpoints):  # trained, but nothing left to use
+    elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
         remedy = "restore it, or train again with another --out"
         typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
     _print_result(run.path, config.steps, as_json=as_json, quiet=quiet)

@@ -1,4 +1,4 @@
-"""`launch sweep plan | run`: a grid of runs, its cost before any of them starts, and the runs."""
+"""`launch sweep plan | run`: plan a grid of runs with its cost, and train the runs."""
 
 import secrets
 import sys
@@ -37,12 +37,12 @@ Track = Annotated[bool, typer.Option("--track/--no-track", help="Send runs to ML
 Slurm = Annotated[bool, typer.Option("--slurm", help="Submit one job array; --jobs limits it.")]
 GpusPerNode = Annotated[
     int | None,
-    typer.Option(help="Per array member.  [default: one per process, 0 without a cluster]", min=0),
+    typer.Option(help="GPUs of a run.  [default: one per process, 0 without a cluster]", min=0),
 ]
 After = Annotated[
-    str | None, typer.Option(help="A job that must succeed first, such as the data's.")
+    str | None, typer.Option(help="Job that must succeed first, such as `launch data prepare`.")
 ]
-ThenFit = Annotated[bool, typer.Option("--fit", help="Then `launch fit` the runs, in its own job.")]
+ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
 
 
 @app.command(
@@ -68,7 +68,7 @@ def run(
     after: After = None,
     fit: ThenFit = False,
 ) -> None:
-    """Train the missing runs of a sweep. Ctrl-C saves those that run; run it again to continue."""
+    """Train the missing runs of a sweep. After Ctrl-C, the same command continues them."""
     from pipeline.sweep import execute
 
     if not slurm and (after or fit or gpus_per_node is not None):
@@ -254,7 +254,7 @@ def _display(
             for name, reason in state.failed.items():
                 once(f"{name}: failed: {reason}", "bold red")
             if state.stopping:
-                once("stopping: running ones save first (again to end at once)", "bold yellow")
+                once("stopping: runs save first (Ctrl-C again ends them at once)", "bold yellow")
             # Read from each run's own log: the processes print nothing.
             steps = [f"{name} {m.step}/{m.steps}" for name, m in state.running.items()]
             finished = before + len(state.finished)

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from pipeline.bench.equivalence import Layout, Outcome
 
-Processes = Annotated[int, typer.Option("--nproc", min=1, help="Ranks; on GPUs one per GPU.")]
+Processes = Annotated[int, typer.Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
 Layouts = Annotated[
     str, typer.Option("--layouts", help="all, or names as printed, separated by commas.")
 ]
@@ -25,8 +25,9 @@ Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
 app = typer.Typer()
 
 # Muon orthogonalizes in bf16, so the last bit of a gradient may change an update by 0.4%. At a high
-# rate such differences would let tokens choose other experts. At this one they stay far below the
-# bound, and an update that is wrong by 10% is above it. All else learns as fast as with AdamW.
+# learning rate such differences would let tokens choose other experts. At this low rate they stay
+# far below the bound, while an update that is wrong by 10% exceeds it. The embedding, the head and
+# the vectors, which AdamW trains, learn as fast as in the AdamW run.
 _RATES = {
     "adamw": ["optim.lr=0.001"],
     "muon": [
@@ -74,8 +75,8 @@ def verify(
         "train.steps=100",  # the schedule's length; fewer steps are trained
         "train.compile=false",  # so few steps do not pay for it
         *_RATES[kind],
-        "optim.clip=0.3",  # low, so that clipping takes part
-        # A smaller epsilon, or outputs that start at zero, make whole steps of rounding errors.
+        "optim.clip=0.3",  # low, so that clipping is tested too
+        # With a smaller epsilon, or outputs that start at zero, updates amplify rounding errors.
         *("optim.optimizer.eps=0.001", "model.init_out=scaled"),
     ]
     gpu = Devices.here().gpus > 0
@@ -86,7 +87,7 @@ def verify(
     known = list_layouts(config, nproc)
     layouts = _choose(known, chosen, REFERENCE)
     if REFERENCE not in known and not as_json:
-        print("no referee: Accelerate's run is plain fp32 DDP, with nothing offloaded")
+        print("no referee column: Accelerate runs only plain fp32 DDP without offloading")
     outcomes: list[Outcome] = []
     with tempfile.NamedTemporaryFile() as output:  # what the ranks print
         try:

@@ -1,7 +1,7 @@
-"""Branches: a run that starts in the plateau of another run's WSD schedule.
+"""Branches: runs that start from the constant-rate phase of a longer run's WSD schedule.
 
-Several lengths of training then cost one trunk and their decays. The loader is a pure function of
-the step, so a branch sees the same tokens as a run from scratch.
+Several lengths of training then cost one long run, the trunk, plus the decay of each shorter run.
+The loader is a pure function of the step, so a branch sees the same tokens as a run from scratch.
 """
 
 import os
@@ -18,7 +18,7 @@ from pipeline.optim.schedule import decay_start
 from pipeline.runs.directory import FREE, RunDir, checkpoint_path
 from pipeline.runs.log import encode, read
 
-# what a branch may change, beside what a resumed run may
+# Settings that a branch may change, in addition to those that a resumed run may change.
 _FREE = (
     *FREE,
     "train.steps",
@@ -29,7 +29,8 @@ _FREE = (
 
 
 def meeting(config: RunConfig, trunk: RunDir) -> int:
-    """The step up to which both runs are the same; raise if they are not, or it was not saved."""
+    """Return the step at which the branch starts; raise if the two runs differ before it, or if
+    the trunk has no checkpoint of it."""
     flag = f"--branch {trunk.path}"
     if not trunk.exists:
         raise RunError(f"{flag} is not a run directory; name one, such as runs/ladder/tiny-60x")
@@ -37,7 +38,7 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
     schedule = config.optim.schedule
     if not isinstance(schedule, WSD) or not isinstance(whole.optim.schedule, WSD):
         raise ConfigError(
-            f"optim.schedule.kind={schedule.kind}: a branch leaves a plateau; use wsd in both runs"
+            f"optim.schedule.kind={schedule.kind} has no plateau to branch from; use wsd in both"
         )
     changed = [
         f"{key} is {there!r} there and {here!r} here"
@@ -60,7 +61,7 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
 
 
 def begin(run: RunDir, trunk: RunDir, step: int) -> None:
-    """Put the trunk's checkpoint and log up to that step into a run that does not exist yet."""
+    """Copy the trunk's checkpoint of a step, and its log up to it, into a new run."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # left by an attempt that was killed here
     source = checkpoint_path(trunk.checkpoints, step)
     shutil.copytree(source, checkpoint_path(run.checkpoints, step), copy_function=_link)
@@ -69,7 +70,7 @@ def begin(run: RunDir, trunk: RunDir, step: int) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Link instead of copying: checkpoints are never written to."""
+    """Link instead of copying, because the files of a checkpoint never change."""
     try:
         os.link(source, target)
     except OSError:  # another file system

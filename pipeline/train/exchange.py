@@ -1,8 +1,8 @@
-"""What the ranks tell each other about a step, and how the host reads it, one step late.
+"""The one exchange between ranks in a step. The host reads its result one step late.
 
-Before the weights change, the ranks add up one short vector of fp64 numbers. Each derives the
-same decision from the sums, on its device. The host does not wait for them: it launches the next
-step first and reads the sums of the one before afterwards, so that the device always has work.
+Before the weights change, the ranks add up one short vector of fp64 numbers. Each rank derives the
+same decision from the sums, on its device. The host does not wait for the sums: it launches the
+next step first and reads the sums afterwards, so that the device always has work.
 """
 
 from dataclasses import InitVar, dataclass, field
@@ -27,7 +27,7 @@ _SHIFTS = (0, 16, 32, 48)
 
 @dataclass
 class StepCheck:
-    """Decides whether a step is taken, once its loss and gradient norm are known on the device.
+    """Decides whether to apply a step, once its loss and gradient norm are known on the device.
 
     The engine calls it after the backward pass and before anything is written.
     """
@@ -35,9 +35,9 @@ class StepCheck:
     world: World
     stop: StopRequest
     batch_hash: int
-    limits: list[float]  # of the mean loss and of the gradient norm
-    replicas: Replicas | None  # to be compared in this step
-    # Set by the call. The decision is the same on every rank.
+    limits: list[float]  # the largest accepted loss and gradient norm
+    replicas: Replicas | None  # None: not compared in this step
+    # Set by __call__. The decision is the same on every rank.
     look: Look | None = None
     sums: Tensor = field(init=False)
     accepted: Tensor = field(init=False)
@@ -67,18 +67,18 @@ class StepResult(NamedTuple):
     grad_norm: float
     hash: str  # of the tokens of all ranks
     accepted: bool
-    diverged: bool  # some rank holds other numbers than it should
+    diverged: bool  # some rank has wrong weights or gradients
     stop: bool  # some rank has a stop request
-    routing: dict[str, Any] | None  # of a mixture of experts, in some steps
+    routing: dict[str, Any] | None  # loads of experts; only in some steps
 
 
 @dataclass
 class PendingStep:
-    """A launched step whose numbers are on their way to the host."""
+    """A launched step whose results are still being copied to the host."""
 
     step: int  # counted from 1
     lr: float
-    wait_s: float  # the host waited for the batch; the device may have been busy meanwhile
+    wait_s: float  # time that the host waited for the batch; the device may have been busy
     began: DeviceTime
     check: InitVar[StepCheck]
     routing: InitVar[Routing | None]
@@ -94,7 +94,7 @@ class PendingStep:
         self.ended = DeviceTime(check.sums.device)
 
     def read(self, ranks: int, readers_per_row: int) -> StepResult:
-        """Wait for the device; nothing else in a training step does.
+        """Wait for the device and read the result. Nothing else in a training step waits.
 
         Ranks that share a sequence read the same rows, and each adds their hash to the sum.
         """

@@ -10,10 +10,10 @@ that does not help, it stops. The guard's whole state is in the run's log, so th
 decides like one that was never interrupted. The host reads results one step late, so the limits of
 a step come from the steps up to the one before the last.
 
-Replicas find silent corruption. Most of what a broken device does is no NaN. Copies of weights and
-of reduced gradients must agree between ranks, and the weights of a rank must not change during a
-forward and backward pass. Hashes are computed on the device and compared with one small collective.
-Only a difference costs more.
+`Replicas` finds silent corruption: a broken device usually computes wrong numbers, not NaN. Copies
+of weights and of reduced gradients must agree between ranks, and the weights of a rank must not
+change during a forward and backward pass. Hashes are computed on the device and compared with one
+small collective. More is exchanged only if a hash differs.
 """
 
 import math
@@ -34,7 +34,7 @@ _SIGMAS = 6.0
 # The smallest σ of the logarithms. A loss that hardly moves is not compared with its own noise,
 # and 6σ of norms are at least twenty times the usual norm.
 _FLOOR = {"loss": 1e-3, "gradient norm": 0.5}
-# so many skips within so many steps are a rollback
+# _REPEATED skips within _NEAR steps cause a rollback.
 _REPEATED = 3
 _NEAR = 16
 
@@ -59,7 +59,8 @@ class _Usual(NamedTuple):
 
 class Guard:
     def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
-        # (step, log of loss and gradient norm); one more, since the last may be too late to count
+        # (step, log of loss and gradient norm). One more than the window, because limits() ignores
+        # the last step.
         self._window: deque[tuple[int, tuple[float, float]]] = deque(maxlen=_WINDOW + 1)
         self._skips: list[int] = []
         self._rolled_back_from = -math.inf  # the last step before the last rollback
@@ -68,7 +69,7 @@ class Guard:
             self.hear(record)
 
     def hear(self, record: Mapping[str, Any]) -> None:
-        """Take a record of the log into account."""
+        """Update the state from a record of the log."""
         if record["kind"] == "step":
             logarithms = (_log(record["loss"]), _log(record["grad_norm"]))
             self._window.append((record["step"], logarithms))
@@ -104,7 +105,7 @@ class Guard:
         return f"{worst.name} {values[worst.name]:.4g} is {usual}"
 
     def _usual(self, step: int) -> list[_Usual]:
-        """What was known when the step was launched; empty if that is too little."""
+        """Mean and σ of the steps known when this step was launched; empty if they are too few."""
         window = [logarithms for at, logarithms in self._window if at < step - 1][-_WINDOW:]
         if len(window) < _WINDOW // 2:
             return []
@@ -134,7 +135,7 @@ def _log(value: float) -> float:
 
 
 def relevant(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The records of a log that a guard needs."""
+    """Select the records of a log that the guard needs."""
     records = list(records)
     keys = ("kind", "step", "loss", "grad_norm")
     steps = [{key: r[key] for key in keys} for r in records if r["kind"] == "step"]
@@ -145,21 +146,21 @@ def relevant(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 # Replicas
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# the copies, in the order of Look.copies; the first two are equal on all ranks, the others on
-# every ep-th rank
+# Names of Look.copies, in order. The first two are equal on all ranks, the others on every ep-th
+# rank.
 _COPIES = ("weights", "gradients", "experts", "experts' gradients")
 _ON_ALL_RANKS = 2
 
 
 class DivergenceError(RuntimeError):
-    """A rank holds other numbers than it should."""
+    """A rank has weights or gradients that differ from what they should be."""
 
 
 class Look(NamedTuple):
-    """One comparison, on the device of this rank."""
+    """The result of one comparison, on the device of this rank."""
 
-    flags: Tensor  # two numbers above zero if: ranks differ, this rank's weights have changed
-    copies: Tensor  # hashes, as in _COPIES
+    flags: Tensor  # [ranks differ, this rank's weights changed]; each above zero if true
+    copies: Tensor  # hashes, in the order of _COPIES
 
 
 class Replicas:
@@ -170,14 +171,14 @@ class Replicas:
         self._weights_after_step: Tensor | None = None  # hashes
 
     def remember(self, needed: bool = True) -> None:
-        """Hash the weights after a step: nothing may write to them until the next `look`.
+        """Hash the weights after a step, because nothing may write to them until the next `look`.
 
-        Without `needed`, forget them: the next look is not due before the next step.
+        Without `needed`, drop the hash: the next step is not checked.
         """
         self._weights_after_step = self._hash_weights() if needed else None
 
     def look(self) -> Look:
-        """Compare; called by every rank, between the backward pass and the step."""
+        """Compare hashes; called by every rank, between the backward pass and the step."""
         tensors = self._engine.local_tensors()
         weights = self._hash_weights()
         gradients = self._hash(tensors.gradient_copies)
@@ -194,13 +195,13 @@ class Replicas:
         return Look(torch.stack((differ.any(), changed.any())).double(), copies)
 
     def blame(self, look: Look, step: int) -> DivergenceError:
-        """Name the rank that is wrong; called by every rank, with a look that found something."""
+        """Name the rank that is wrong; called by every rank, after a look found a difference."""
         changed_here = bool(look.flags[1])
         seen = self._world.gather((changed_here, look.copies.tolist()))
         changed = [rank for rank, (has_changed, _) in enumerate(seen) if has_changed]
-        if changed:  # first: a rank whose memory changes also differs from the others
+        if changed:  # reported first, because such a rank also differs from the others
             return DivergenceError(
-                f"step {step}: the weights of {_ranks(changed)} changed while none was to write"
+                f"step {step}: the weights of {_ranks(changed)} changed without an update"
             )
         for index, what in enumerate(_COPIES):
             every = 1 if index < _ON_ALL_RANKS else self._ep
@@ -212,8 +213,8 @@ class Replicas:
                     continue
                 if count <= len(ranks) / 2:
                     return DivergenceError(
-                        f"step {step}: the {what} of {_ranks(list(ranks))} differ, and no majority "
-                        "says whose are right"
+                        f"step {step}: the {what} of {_ranks(list(ranks))} differ, and there is no "
+                        "majority to show which are right"
                     )
                 odd = [rank for rank in ranks if hashes[rank] != common]
                 return DivergenceError(
@@ -235,7 +236,7 @@ class Replicas:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """One 64-bit number of all their bits, on their device; any single flipped bit changes it.
+    """Return a 64-bit hash of all tensors, on their device; any single flipped bit changes it.
 
     The words of a tensor are added up, which turns a flipped bit into ± a power of two. The sums
     are added with odd factors, modulo 2^64.

@@ -80,7 +80,7 @@ class Loop:
                 last = done == self.steps
                 evaluate = last or done % train.eval_every == 0
                 save = last or done % train.save_every == 0 or done in train.keep_at
-                # The device is read before it is used for something else than the next step.
+                # Read the pending step before the device does anything but train.
                 if evaluate or save or self.stopping:
                     self.settle()
                 if evaluate:
@@ -98,7 +98,7 @@ class Loop:
                     reason = self.stop.reason or "another rank's signal"
                     self._record_end(done, event="interrupt", reason=reason)
                     return False
-                # until it is settled, the device may still be compiling the first step
+                # Until the first step is settled, the device may still be compiling it.
                 if done > start + 1 or self._pending is None:
                     self.watch.enter("step", done + 1)
                 asked_s = time.perf_counter()
@@ -193,9 +193,9 @@ class Loop:
 
     @contextmanager
     def _settle_on_error(self) -> Iterator[None]:
-        """When a launch fails, log the step before it, which is done, and raise the first error.
+        """If a step fails, log the step before it, which is complete, and raise the first error.
 
-        A divergence is left out: to name the rank takes all ranks, and they are elsewhere.
+        A divergence is not reported here: naming the rank needs a collective of all ranks.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""What is measured during training: the held-out loss, time, speed and memory.
+"""Measurements during training: the held-out loss, time, speed and memory.
 
 The held-out batches are fixed: the same tokens at every step, on any number of ranks. This file
 also builds a run's loaders and cuts its batches, which training and evaluation share.
@@ -35,14 +35,14 @@ class Evaluator:
         self._loader = loader(config, corpus, "valid")
         wanted = batches or config.train.eval_batches
         self._batches = max(1, min(wanted, self._loader.steps_per_epoch))
-        # Sequences are shared by fewer ranks where there are fewer, as in `launch evaluate`.
+        # `launch evaluate` has one rank, so fewer ranks may share a sequence than in training.
         self._reader = world.reader(min(config.parallel.sp, world.size))
-        # Bits per byte of raw text: tokens per byte of the split, and nats to bits.
+        # Converts nats per token to bits per byte of raw text.
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
-        """Nats per predicted token, and bits per byte of the raw text, which compare across
-        tokenizers, if the objective predicts running text."""
+        """Return nats per predicted token. If the objective predicts running text, also return
+        bits per byte of raw text, which can be compared across tokenizers."""
         total = torch.zeros((), device=self._world.device)
         count = 0
         for micro in self.micros():
@@ -95,9 +95,9 @@ def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
 
 
 class DeviceTime:
-    """The time at which the device has done everything launched so far.
+    """The time at which the device has finished everything launched so far.
 
-    On a CPU that is now. On a GPU it is known only once the device has come that far (`wait`).
+    On a CPU that is now. On a GPU it is known only after `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -119,15 +119,15 @@ class DeviceTime:
 
 
 class Speed(NamedTuple):
-    seconds: float  # of the step, and of what the device waited for before it
-    idle_s: float  # the device was idle before the step
+    seconds: float  # duration of the step, including idle time before it
+    idle_s: float  # idle time of the device before the step
     tokens_per_s: float
     mfu: float | None  # model FLOPs utilization; None if the peak of the device is unknown
 
 
 @dataclass
 class Meter:
-    """Measures the speed of steps; evaluations and checkpoints are left out."""
+    """Measures the speed of training steps, without evaluations and checkpoints."""
 
     tokens_per_step: int
     flops_per_token: int
@@ -138,7 +138,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Leave out the time since the last step."""
+        """Do not count the time since the last step."""
         self._last = DeviceTime(self.device)
 
     def step(self, began: DeviceTime, ended: DeviceTime) -> Speed:
@@ -159,8 +159,8 @@ def device_name(device: torch.device) -> str:
 def peak_flops(cluster: Cluster, device: torch.device) -> float | None:
     """Peak FLOP/s of one device; None if it is unknown, since a guess would give a wrong MFU.
 
-    It is the cluster's own figure if this is one of its devices. Without a cluster, it is that of
-    the shipped cluster with the same device.
+    A configured cluster gives the peak of its own devices. Without one, the peak comes from the
+    shipped cluster file that names this device.
     """
     name = device_name(device)
     if cluster.peak_flops is not None:

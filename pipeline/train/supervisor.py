@@ -33,9 +33,9 @@ WORKER = "pipeline.train.worker"
 
 _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
-_GRACE_S = 5.0  # for the other ranks to report their own error after one has failed
-_SPARE_AFTER_S = 15.0  # of training: a short run does not pay for a spare group
-_SIDECAR_WAIT_S = 30.0  # for MLflow, after the end
+_GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
+_SPARE_AFTER_S = 15.0  # training time before a spare is started; short runs do not need one
+_SIDECAR_WAIT_S = 30.0  # time to wait for MLflow after the end
 
 
 class Ended(NamedTuple):
@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 def start(
     run: RunDir, *, nproc: int, gpu: bool, max_restarts: int, quiet: bool, track: bool
 ) -> Ended:
-    """Train until the run is finished or stopped as asked; raise RunError with one line otherwise.
+    """Train until the run is finished or stopped on request; otherwise raise a one-line RunError.
 
     After a fault the whole group of ranks is restarted from the last checkpoint.
     """
@@ -66,9 +66,9 @@ def start(
 
 
 def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> bool:
-    """Train with one group; False after a fault, which is then in the run's history."""
+    """Train with one group; return False after a fault, which is recorded in the run."""
     group = groups.take()
-    with closing(group):  # no rank outlives its group, also if this raises
+    with closing(group):  # ends all ranks, even after an exception
         codes = group.wait(stop, groups.prepare)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     if run.fault() is None and (stop.signal or not failed):
@@ -87,7 +87,7 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
 
 
 def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
-    """Raise the reason of the last fault if the run is not to be restarted."""
+    """Raise the reason of the last fault if the run must not be restarted."""
     reason = no_restart(history, max_restarts)
     if reason is None:
         return
@@ -97,7 +97,7 @@ def _give_up(run: RunDir, history: list[Record], max_restarts: int) -> None:
 
 
 def record_death(run: RunDir, death: "Death") -> None:
-    """Replace what the other ranks report, which only miss the one that died."""
+    """Replace the reports of other ranks: they only lost their connection to the dead rank."""
     known = run.fault() or {"kind": None, "user": False}
     if not known["user"] and known["kind"] != HangError.__name__:
         run.forget_fault()
@@ -110,7 +110,7 @@ class Death(NamedTuple):
 
 
 class Group:
-    """Worker processes on this node that train together, and what became of each."""
+    """Worker processes on this node that train together, and their exit codes."""
 
     def __init__(
         self, run: RunDir, environments: list[dict[str, str]], *options: str, terminal: bool = False
@@ -132,18 +132,18 @@ class Group:
                 stdin=subprocess.PIPE,
                 stdout=None if terminal else log,
                 stderr=log,
-                # Ctrl-C reaches the supervisor alone, which passes it on as a request to stop
+                # Ctrl-C reaches the supervisor only, which passes it on as a stop request.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
 
     @property
     def alive(self) -> bool:
-        """Whether no rank has ended."""
+        """Whether all ranks are running."""
         return all(process.poll() is None for process in self._ranks.values())
 
     def begin(self) -> None:
-        """Let the workers start, which wait for this once they have imported everything."""
+        """Let the workers start. They import everything first and then wait for this."""
         for process in self._ranks.values():
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
@@ -157,12 +157,12 @@ class Group:
         """
         asked = False
         failed_s: float | None = None
-        looks = Counter[int]()  # at which a rank was stopped, in a row
+        looks = Counter[int]()  # consecutive looks at which a rank was stopped
         ticks = 0
         while living := [rank for rank, p in self._ranks.items() if p.poll() is None]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._ranks[living[0]].wait(timeout=_TICK_S)
-                continue  # it ended; see which others have
+                continue  # it ended; check the others
             between()
             ticks += 1
             if stop.signal and not asked:
@@ -177,20 +177,20 @@ class Group:
             codes = [process.returncode for process in self._ranks.values()]
             if failed_s is None and any(code not in (None, 0, STOPPED) for code in codes):
                 failed_s = time.monotonic()
-                # a rank that hangs writes its stack, also one that holds Python's lock
+                # At SIGTERM a hanging rank writes its stack, even if it holds Python's lock.
                 self._end(living, signal.SIGTERM)
             elif failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
                 self._end(living, signal.SIGKILL)
         return {rank: process.returncode for rank, process in self._ranks.items()}
 
     def death(self, codes: Mapping[int, int]) -> Death | None:
-        """The rank that a signal killed, other than one of ours."""
+        """Return the rank that was killed by a signal that we did not send."""
         deaths = [
             Death(rank, signal.Signals(-code))
             for rank, code in codes.items()
             if code < 0 and rank not in self._ended_by_us
         ]
-        # SIGKILL, the kernel's answer when memory runs out, is never the consequence of another
+        # Prefer SIGKILL, which the kernel sends when memory runs out: no other death causes it.
         return max(deaths, key=lambda death: death.signal == signal.SIGKILL, default=None)
 
     def last_line(self, rank: int) -> str:
@@ -204,9 +204,9 @@ class Group:
             process.wait()
 
     def _end_stopped(self, living: list[int], looks: "Counter[int]") -> None:
-        """End a rank that a signal has stopped (SIGSTOP), in whatever phase it is.
+        """End a rank that a signal has stopped (SIGSTOP), in any phase.
 
-        Time is counted in looks: while this process is suspended itself, no time passes.
+        Time is counted in looks, so that time during which this process is suspended is ignored.
         """
         for rank in living:
             process = self._ranks[rank]
@@ -216,7 +216,7 @@ class Group:
                     continue
                 looks[rank] += 1
                 if looks[rank] * _LOOK_EVERY * _TICK_S > self._hang_s / 2:
-                    self._run.fail(HangError(f"rank {rank} stands still: a signal has stopped it"))
+                    self._run.fail(HangError(f"rank {rank} was stopped by a signal (SIGSTOP)"))
                     self._end([rank], signal.SIGKILL)
 
     def _end(self, ranks: list[int], how: signal.Signals) -> None:
@@ -244,13 +244,13 @@ class _Groups:
         self._spare: Group | None = None
         self._taken_s = 0.0
         self._training_since_s: float | None = None
-        # mkdtemp's mode is 0700: no other user can join the group or write to its store
+        # mkdtemp uses mode 0700: no other user can join the group or write to its store.
         self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
         self._made = 0
         (run.path / "logs").mkdir(exist_ok=True)
 
     def take(self) -> Group:
-        """Start the spare group if it lives, otherwise a new one."""
+        """Start the spare group if it is alive, otherwise a new one."""
         group = self._spare
         self._spare = None
         if group is not None and not group.alive:
@@ -293,5 +293,5 @@ class _Groups:
 
 
 def _warn(line: str) -> None:
-    """Write to standard error from a thread: a terminal that is not read must not block us."""
+    """Write to standard error from a thread, because a terminal that is not read would block."""
     threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()

@@ -53,7 +53,7 @@ class Watchdog:
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._closed = threading.Event()
         self._file = self._stacks(world.rank).open("a", encoding="utf-8")
-        # written from C: also a rank that holds Python's lock shows its stack when it is ended
+        # Written from C, so that a rank that holds Python's lock also shows its stack at SIGTERM.
         faulthandler.register(signal.SIGTERM, self._file, chain=True)
         self._begin("start", 0)
         threading.Thread(target=self._work, name="watchdog", daemon=True).start()
@@ -87,7 +87,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(_POLL_S):
             now = time.monotonic()
-            # while this process itself is suspended, no time passes
+            # Time during which this process was suspended does not count.
             self._age_s += min(now - last, 2 * _POLL_S)
             last = now
             limit_s = self._limit_s()
@@ -95,7 +95,7 @@ class Watchdog:
                 self._end(limit_s)
 
     def _end(self, limit_s: float) -> None:
-        # from C, whatever happens to this thread: torch's flight recorder may never answer
+        # From C, in case this thread blocks: torch's flight recorder may never answer.
         faulthandler.dump_traceback_later(5 * _STACKS_S, file=self._file, exit=True)
         where = f"{self._phase.name} {self._phase.step}"
         age_s = self._age_s
@@ -106,10 +106,10 @@ class Watchdog:
             print(f"\nlast collectives\n{_collectives()}\n", file=self._file, flush=True)
         time.sleep(_STACKS_S)
         silent = sorted(set(range(self._world.size)) - self._reported())
-        who = f"rank {', '.join(map(str, silent))} stands still" if silent else "every rank waits"
+        who = f"rank {', '.join(map(str, silent))} is stuck" if silent else "every rank waits"
         self._run.fail(
             HangError(
-                f"{where} did not end within {age_s:.1f} s, its limit is {limit_s:.1f} s: {who}; "
+                f"{where} did not end within {age_s:.1f} s (limit {limit_s:.1f} s): {who}; "
                 f"the stacks are in {self._logs}/stacks-rank-*.txt"
             )
         )

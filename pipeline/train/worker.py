@@ -38,7 +38,7 @@ from pipeline.train.watchdog import Watchdog
 def run(
     path: Path, world: World, stop: StopRequest, *, quiet: bool = False, data: Path | None = None
 ) -> bool:
-    """Train a run from where it stands; return whether it reached its last step.
+    """Train a run from its last checkpoint; return whether it reached its last step.
 
     `data` is a copy of the corpus on a nearer disk.
     """
@@ -68,10 +68,10 @@ def run(
             loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
             try:
                 return loop.train(batches, evaluator, tasks, in_context, start)
-            except RollbackError as trouble:
-                watch.enter("rollback", trouble.last)
+            except RollbackError as error:
+                watch.enter("rollback", error.last)
                 loop.saved(saver.wait())
-                rollback = trouble
+                rollback = error
             finally:
                 tracker.close()
 
@@ -123,7 +123,7 @@ def _tracker(
     # The last fault, if nothing was logged after it.
     fault = faults[-1] if faults and faults[-1]["time"] > logged_until else None
     log = Log(directory.log)
-    log.truncate_after(start)  # what was logged after the checkpoint is trained again
+    log.truncate_after(start)  # later steps are trained and logged again
     tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
     reason = ""
     if rollback:
@@ -189,7 +189,7 @@ if __name__ == "__main__":
     sys.stdout = output
     if output.isatty():  # rich asks descriptor 1 for the width
         os.environ.setdefault("COLUMNS", str(os.get_terminal_size(1).columns))
-    # What libraries write past Python, such as NCCL's log, goes to the file of this rank.
+    # Libraries such as NCCL write to descriptor 1 directly; that output goes to this rank's log.
     os.dup2(2, 1)
     code = main(sys.argv[1:])
     output.drain(timeout_s=2.0)
