@@ -35,6 +35,8 @@ LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob s
 # Both commands read text in the same way.
 LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
 TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]
+_PAIRS = "Columns with a text and its translation, such as en,de; more are more languages."
+Pairs = Annotated[str | None, typer.Option(metavar="SOURCE,TARGET", help=_PAIRS)]
 # Options of prepare. Without a value, --config decides, and then the default of the recipe.
 RecipeName = Annotated[str | None, typer.Option(help="Name in configs/data, or a TOML file.")]
 VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (default: 4096).")]
@@ -67,6 +69,7 @@ PREPARE_EXAMPLES = examples(
     "--out data/crawl",
     "launch data prepare --source hf:roneneldan/TinyStories:train --tokenizer t.model "
     "--out data/stories",
+    "launch data prepare --source talks.jsonl.gz --pairs en,de --out data/en-de",
 )
 
 
@@ -82,6 +85,7 @@ def prepare(
     valid_share: ValidShare = None,
     limit_bytes: LimitBytes = None,
     text_key: TextKey = None,
+    pairs: Pairs = None,
     malformed_share: MalformedShare = 0.01,
     sets: RecipeSettings = None,
     as_json: AsJson = False,
@@ -100,6 +104,8 @@ def prepare(
         raise ConfigError(
             f"vocab-size={vocab_size} and tokenizer={tokenizer} exclude each other; give one"
         )
+    if text_key is not None and pairs is not None:
+        raise ConfigError(f"text-key={text_key} and pairs={pairs} exclude each other; give one")
     given = Tokenizer.open(tokenizer) if tokenizer else None
     settings = {
         "sources": tuple(source) if source else None,
@@ -109,6 +115,7 @@ def prepare(
         "valid_share": valid_share,
         "limit_bytes": limit_bytes,
         "text_key": text_key,
+        "pairs": pairs.split(",") if pairs is not None else None,
     }
     recipe = load_recipe(config, settings, sets or ())
     model = given.model if given else None

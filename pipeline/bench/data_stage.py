@@ -68,7 +68,7 @@ def measure_data_stage(
         folder = Path(name)
         recipe = Recipe(sources=("python",), limit_bytes=megabytes * MB, vocab_size=32768)
         tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=0)
-        documents = (text for task in tasks for piece in task for text in read(piece, "text"))
+        documents = (text for task in tasks for piece in task for text in read(piece, ("text",)))
         texts = [text for text in documents if not isinstance(text, Malformed)]
         size_mb = sum(len(text.encode()) for text in texts) / 1e6
         yield "text, MB", round(size_mb, 1)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pipeline.data.corpus_recipe import (
     C4,
     MB,
+    PAIR,
     Filters,
     Malformed,
     Normalize,
@@ -136,8 +137,8 @@ def total(parts: Iterable[tuple[Stage, ...]]) -> tuple[Stage, ...]:
 
 def before_dedup(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
     rules = recipe.filters
-    for batch in _read_batches(task, recipe.text_key, ledger):
-        normalized = _normalized(batch, recipe.normalise, ledger)
+    for batch in _read_batches(task, recipe, ledger):
+        normalized = _normalized(batch, recipe, ledger)
         if rules != Filters():
             normalized = ledger.sift(
                 "filter", normalized, lambda document: reason_to_drop(document.text, rules)
@@ -149,21 +150,23 @@ def after_dedup(
     task: Task, recipe: Recipe, keep: npt.NDArray[np.bool_], ledger: Ledger
 ) -> Iterator[Batch]:
     """Read again the documents that the sketch pass, which filtered and counted them, kept."""
-    for batch in _read_batches(task, recipe.text_key, ledger):
+    for batch in _read_batches(task, recipe, ledger):
         kept = [document for document in batch if keep[document.item]]
-        yield _normalized(kept, recipe.normalise, ledger)
+        yield _normalized(kept, recipe, ledger)
 
 
-def _read_batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
+def _read_batches(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:
     batch: Batch = []
     size = 0
-    for item, found in enumerate(found for piece in task for found in read(piece, key)):
+    texts = (found for piece in task for found in read(piece, recipe.columns))
+    for item, found in enumerate(texts):
         if isinstance(found, Malformed):
             ledger.report(found)
             continue
         raw = found.encode()  # every later stage needs the bytes
-        if not found or found.isspace():
-            ledger.drop("read", "empty", 1, len(raw))
+        empty = _why_empty(found, recipe)
+        if empty:
+            ledger.drop("read", empty, 1, len(raw))
             continue
         ledger.keep("read", 1, len(raw), len(raw))
         batch.append(Document(item, found, raw))
@@ -176,18 +179,28 @@ def _read_batches(task: Task, key: str, ledger: Ledger) -> Iterator[Batch]:
         yield batch
 
 
-def _normalized(batch: Batch, rules: Normalize, ledger: Ledger) -> Batch:
+def _why_empty(text: str, recipe: Recipe) -> str:
+    if recipe.pairs is None:
+        return "empty" if not text or text.isspace() else ""
+    # Of several languages, a row needs any two.
+    filled = sum(bool(part.strip()) for part in text.split(PAIR))
+    return "empty side" if filled < 2 else ""
+
+
+def _normalized(batch: Batch, recipe: Recipe, ledger: Ledger) -> Batch:
+    rules = recipe.normalise
     if rules == Normalize():
         return batch
     found = []
     for document in batch:
         text = normalize(document.text, rules)
-        if text and not text.isspace():
+        empty = _why_empty(text, recipe)
+        if empty:
+            ledger.drop("normalise", empty, 1, len(document.raw))
+        else:
             raw = text.encode()
             found.append(Document(document.item, text, raw))
             ledger.keep("normalise", 1, len(document.raw), len(raw))
-        else:
-            ledger.drop("normalise", "empty", 1, len(document.raw))
     return found
 
 

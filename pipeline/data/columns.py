@@ -3,7 +3,7 @@
 An hf: source is a hub name, a directory of data files, or a dataset saved by `save_to_disk`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ HUB_SHARD_BYTES = 64 * MB  # assumed: the size of a streamed shard is unknown
 
 class Row(NamedTuple):
     number: int  # in the file, in the piece of an Arrow file, in the shard of a streamed dataset
-    value: object  # of the text column
+    values: tuple[object, ...]  # of the text columns; None where there is none
     bytes: int
 
 
@@ -34,19 +34,19 @@ def row_group_bytes(path: Path) -> list[int]:
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
-def parquet_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
-    """Read the text column of row groups start to stop - 1, a few rows at a time."""
+def parquet_rows(path: str, start: int, stop: int, keys: Sequence[str]) -> Iterator[Row]:
+    """Read the text columns of row groups start to stop - 1, a few rows at a time."""
     # Without these options pyarrow loads whole row groups into memory.
     file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)
-    _check_column(path, key, file.schema_arrow.names)
+    present = _check_columns(path, keys, file.schema_arrow.names)
     number = sum(file.metadata.row_group(i).num_rows for i in range(start))
     for index in range(start, stop):
         group = file.metadata.row_group(index)
         row_bytes = group.total_byte_size // max(1, group.num_rows)
         rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
-        for batch in file.iter_batches(rows, row_groups=[index], columns=[key]):
-            for value in batch.column(key):
-                yield _row(number, value)
+        for batch in file.iter_batches(rows, row_groups=[index], columns=present):
+            for values in zip(*(_column(batch, key, present) for key in keys), strict=True):
+                yield _row(number, values)
                 number += 1
 
 
@@ -59,14 +59,15 @@ def record_batch_bytes(path: Path) -> list[int]:
     return [message.body.size for message in messages if message.type == "record batch"]
 
 
-def arrow_rows(path: str, start: int, stop: int, key: str) -> Iterator[Row]:
-    """Read the text column of record batches start to stop - 1, numbered from the first of them."""
+def arrow_rows(path: str, start: int, stop: int, keys: Sequence[str]) -> Iterator[Row]:
+    """Read the text columns of record batches start to stop - 1; the first row has number 0."""
     number = 0
     for batch in _read_batches(path, start, stop):
-        _check_column(path, key, batch.schema.names)
-        _check_offsets(batch.column(key))
-        for value in batch.column(key):
-            yield _row(number, value)
+        present = _check_columns(path, keys, batch.schema.names)
+        for key in present:
+            _check_offsets(batch.column(key))
+        for values in zip(*(_column(batch, key, present) for key in keys), strict=True):
+            yield _row(number, values)
             number += 1
 
 
@@ -88,19 +89,30 @@ def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
     yield from map(reader.get_batch, range(start, stop))
 
 
-def _row(number: int, value: Any) -> Row:
-    """Convert a value to Python; of a text that is too long, only enough to show that it is."""
+def _column(batch: Any, key: str, present: Sequence[str]) -> Any:
+    return batch.column(key) if key in present else [None] * batch.num_rows
+
+
+def _row(number: int, values: Sequence[Any]) -> Row:
+    found = [_value(value) for value in values]
+    return Row(number, tuple(value for value, _ in found), sum(size for _, size in found))
+
+
+def _value(value: Any) -> tuple[object, int]:
+    """A value in Python and its size; of a text that is too long, enough to show that it is."""
+    if value is None:
+        return None, 0
     if isinstance(value, pyarrow.DictionaryScalar):
         value = value.value
     if not isinstance(value, pyarrow.BinaryScalar) or not value.is_valid:
-        return Row(number, value.as_py(), 0)
+        return value.as_py(), 0
     raw = value.as_buffer()  # a view, so that a text of gigabytes is not decoded
     if raw.size > DOCUMENT_BYTES:
-        return Row(number, str(raw[: DOCUMENT_BYTES + 4], errors="ignore"), raw.size)
+        return str(raw[: DOCUMENT_BYTES + 4], errors="ignore"), raw.size
     try:
-        return Row(number, value.as_py(), raw.size)
+        return value.as_py(), raw.size
     except UnicodeDecodeError:
-        return Row(number, b"", raw.size)
+        return b"", raw.size
 
 
 def _check_offsets(column: Any) -> None:
@@ -113,9 +125,15 @@ def _check_offsets(column: Any) -> None:
             raise
 
 
-def _check_column(path: str, key: str, names: list[str]) -> None:
-    if key not in names:
-        raise DataError(f"{path}: text-key={key!r} is not a column; choose from {', '.join(names)}")
+def _check_columns(path: str, keys: Sequence[str], names: list[str]) -> list[str]:
+    """The columns that are there: the one with the text, or at least two of those of pairs."""
+    present = [key for key in keys if key in names]
+    known = f"choose from {', '.join(names)}"
+    if len(keys) == 1 and not present:
+        raise DataError(f"{path}: text-key={keys[0]!r} is not a column; {known}")
+    if len(keys) > 1 and len(present) < 2:
+        raise DataError(f"{path}: pairs={','.join(keys)} are not two columns; {known}")
+    return present
 
 
 # Hugging Face datasets
@@ -146,18 +164,19 @@ def hub_folder(source: str) -> Path:
     return Path(_name_and_split(source)[0])
 
 
-def hub_rows(piece: Piece, key: str) -> Iterator[Row]:
+def hub_rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
     dataset, _ = _open_dataset(piece.source)
     if dataset.column_names is not None:
-        _check_column(piece.source, key, dataset.column_names)
+        _check_columns(piece.source, keys, dataset.column_names)
     if _is_saved(piece.source):
-        values = ((number, dataset[number][key]) for number in range(piece.start, piece.stop))
+        records = ((number, dataset[number]) for number in range(piece.start, piece.stop))
     else:
         shard = dataset.shard(dataset.num_shards, piece.start)
-        values = ((number, record.get(key)) for number, record in enumerate(shard))
-    for number, value in values:
-        size = len(value.encode(errors="surrogatepass")) if isinstance(value, str) else 0
-        yield Row(number, value, size)
+        records = ((number, record) for number, record in enumerate(shard))
+    for number, record in records:
+        values = tuple(record.get(key) for key in keys)
+        texts = [value for value in values if isinstance(value, str)]
+        yield Row(number, values, sum(len(t.encode(errors="surrogatepass")) for t in texts))
 
 
 def _stamp(dataset: Any, paths: list[str]) -> int:

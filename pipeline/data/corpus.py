@@ -148,6 +148,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "sources": [source.model_dump() for source in manifest.sources],
         "stages": [stage.model_dump(exclude_none=True) for stage in manifest.stages],
         "checksums": "ok",
+        **({"pairs": list(manifest.pairs)} if manifest.pairs else {}),
     }
 
 

@@ -15,6 +15,9 @@ MB = 2**20
 # A longer line, row or document is reported as malformed: the stages after reading hold several
 # copies of a text, which would not fit a worker's memory.
 DOCUMENT_BYTES = 16 * MB
+# Between the parts of a document of pairs. Unicode reserves this noncharacter for use inside a
+# program; no normalization changes it, and words never contain it.
+PAIR = "\ufdd0"
 VOCAB = 4096  # for corpora of a few million tokens; use 32768 for larger ones
 
 Shares = dict[Annotated[int, Field(ge=1)], Share]  # by n of the n-gram
@@ -131,6 +134,12 @@ class Train(Frozen):
     sample_bytes: Annotated[int, Field(gt=0)] | None = None
 
 
+def _are_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(names) < 2 or "" in names or len({*names}) < len(names):
+        raise ValueError("needs two or more different columns, such as en,de")
+    return names
+
+
 class Recipe(Frozen):
     sources: tuple[str, ...]
     vocab_size: int = VOCAB
@@ -140,11 +149,19 @@ class Recipe(Frozen):
     valid_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     limit_bytes: Annotated[int, Field(gt=0)] | None = None  # of each source
     text_key: str = "text"
+    # Columns with the same text in several languages. A document is then a row with all of them,
+    # so that duplicates, the held-out split and every count are of whole pairs.
+    pairs: Annotated[tuple[str, ...], AfterValidator(_are_columns)] | None = None
     normalise: Normalize = Normalize()
     filters: Filters = Filters()
     dedup: Dedup = Dedup()
     decontaminate: Decontaminate | None = None
     mixture: Mixture | None = None  # without one, every token is drawn once per epoch
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Where the text of a document is: one column, or one for each part of a pair."""
+        return self.pairs or (self.text_key,)
 
     @property
     def is_plain(self) -> bool:
@@ -153,7 +170,9 @@ class Recipe(Frozen):
         return chosen == (Normalize(), Filters(), Dedup(), None)
 
     def fingerprint(self, *inputs: str) -> str:
-        return xxhash.xxh3_128_hexdigest("\n".join((self.model_dump_json(), *inputs)).encode())
+        # Without pairs, the same fingerprint as before this setting existed.
+        table = self.model_dump_json(exclude=None if self.pairs else {"pairs"})
+        return xxhash.xxh3_128_hexdigest("\n".join((table, *inputs)).encode())
 
 
 def load_recipe(

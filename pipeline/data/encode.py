@@ -17,8 +17,8 @@ from pipeline.atomic import sync_directory
 from pipeline.config.parts import Frozen
 from pipeline.data import megatron
 from pipeline.data.clean import Batch, Ledger, after_dedup, before_dedup
-from pipeline.data.corpus_recipe import Malformed, Recipe, Task
-from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for, replacing, save
+from pipeline.data.corpus_recipe import PAIR, Malformed, Recipe, Task
+from pipeline.data.shards import Shard, ShardWriter, Stage, dtype_for, replacing, save
 from pipeline.data.sketch import decontaminated
 from pipeline.data.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ def tokenize(
             batches = (decontaminated(batch, grams, ledger) for batch in batches)
         documents = chain(
             _read_tokenized(tokenized, tokenizer, ledger),
-            (document for batch in batches for document in _encode(batch, tokenizer, dtype)),
+            (document for batch in batches for document in _encode(batch, tokenizer, recipe)),
         )
 
         def open_shard(split: str) -> ShardWriter:
@@ -84,12 +84,17 @@ class _Document(NamedTuple):
     raw: bytes  # the text, whose hash decides the split
 
 
-def _encode(batch: Batch, tokenizer: Tokenizer, dtype: DType) -> Iterator[_Document]:
+def _encode(batch: Batch, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[_Document]:
+    dtype = dtype_for(tokenizer.vocab)
     for document in batch:
-        found = tokenizer.encode(document.text)
-        ids = np.empty(len(found) + 1, dtype)  # one copy, into the dtype of the shard
-        ids[:-1] = found
-        ids[-1] = tokenizer.eod
+        parts = [document.text] if recipe.pairs is None else document.text.split(PAIR)
+        found = [tokenizer.encode(part) for part in parts]
+        # One copy, into the dtype of the shard. An end follows each part.
+        ids = np.full(sum(map(len, found)) + len(found), tokenizer.eod, dtype)
+        at = 0
+        for part in found:
+            ids[at : at + len(part)] = part
+            at += len(part) + 1
         yield _Document(ids, document.raw)
 
 

@@ -85,6 +85,10 @@ def prepare(
     if not tasks:
         raise _no_text(recipe)
     for piece in (piece for task in tasks for piece in task):
+        if recipe.pairs and piece.kind not in ("jsonl", "parquet", "arrow", "hf"):
+            known = ".jsonl, .parquet, .arrow or hf:NAME"
+            given = f"pairs={','.join(recipe.pairs)}"
+            raise DataError(f"source={piece.source!r} has no columns for {given}; give {known}")
         if piece.kind == "megatron" and not recipe.is_plain:
             raise tokens_not_text(piece)
     against = _held_out_tasks(recipe, out, warn)
@@ -162,7 +166,7 @@ def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | No
     texts = 0
     short = 0
     for piece in (piece for task in against for piece in task):
-        for text in read(piece, job.recipe.text_key):
+        for text in read(piece, (job.recipe.text_key,)):
             if isinstance(text, Malformed):  # a text that is skipped would be trained on
                 raise DataError(f"decontaminate.against: {text.where}; fix the file")
             words = word_hashes(normalize(text, job.recipe.normalise).encode())
@@ -316,6 +320,7 @@ def _manifest(
         splits=splits,
         sources=mixed(shares, job.recipe.mixture),
         stages=(*stages, tokenize_stage),
+        pairs=job.recipe.pairs or (),
     )
 
 

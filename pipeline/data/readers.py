@@ -2,12 +2,12 @@
 
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, assert_never
 
 from pipeline.data import synthetic
-from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Malformed, Piece
+from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, PAIR, Malformed, Piece
 from pipeline.data.shards import read_error
 from pipeline.errors import DataError
 
@@ -18,10 +18,12 @@ TEXT_DOCUMENT_BYTES = MB  # a longer .txt file becomes several documents, cut at
 SEEK_BYTES = 64 * 1024  # search this far for a line end before cutting between two characters
 
 
-def read(piece: Piece, key: str) -> Iterator[str | Malformed]:
-    """Read the documents of the piece in order, up to its limit. Every text is valid Unicode."""
+def read(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
+    """Read the documents of the piece in order, up to its limit. Every text is valid Unicode.
+
+    With several keys, a document is their texts with PAIR between them."""
     left = piece.limit  # bytes of text
-    for found in _documents(piece, key):
+    for found in _documents(piece, keys):
         yield found
         if left is not None:
             left -= found.bytes if isinstance(found, Malformed) else len(found.encode())
@@ -37,15 +39,15 @@ def tokens_not_text(piece: Piece) -> DataError:
     )
 
 
-def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
+def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
     try:
         match piece.kind:
             case "text":
                 yield from _text(piece)
             case "jsonl":
-                yield from _jsonl(piece, key)
+                yield from _jsonl(piece, keys)
             case "parquet" | "arrow" | "hf":
-                yield from _columns(piece, key)
+                yield from _columns(piece, keys)
             case "megatron":  # the encode pass reads it directly
                 raise tokens_not_text(piece)
             case "synthetic":
@@ -61,18 +63,18 @@ def _documents(piece: Piece, key: str) -> Iterator[str | Malformed]:
         raise read_error(error, piece.path) from error
 
 
-def _columns(piece: Piece, key: str) -> Iterator[str | Malformed]:
+def _columns(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
     from pipeline.data import columns  # pyarrow takes a while to import
 
     rows: Iterable[Row]
     if piece.kind == "hf":
-        rows = columns.hub_rows(piece, key)
+        rows = columns.hub_rows(piece, keys)
     elif piece.kind == "parquet":
-        rows = columns.parquet_rows(piece.path, piece.start, piece.stop, key)
+        rows = columns.parquet_rows(piece.path, piece.start, piece.stop, keys)
     else:
-        rows = columns.arrow_rows(piece.path, piece.start, piece.stop, key)
+        rows = columns.arrow_rows(piece.path, piece.start, piece.stop, keys)
     for row in rows:
-        found = _check(row.value, piece.path, row.number, key, row.bytes)
+        found = _join(row.values, piece.path, row.number, keys, row.bytes)
         if isinstance(found, Malformed) and piece.kind == "arrow":
             first = columns.rows_before(piece.path, piece.start)
             found = found._replace(position=first + found.position)
@@ -117,7 +119,7 @@ def _decode(raw: bytes, path: str, position: int) -> str | Malformed:
         return Malformed(path, position + error.start, "not UTF-8", len(raw))
 
 
-def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
+def _jsonl(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
     with _open(piece) as file:
         position = piece.start
         if position > 0:
@@ -140,7 +142,7 @@ def _jsonl(piece: Piece, key: str) -> Iterator[str | Malformed]:
                 position += size
                 continue
             if not line.isspace():
-                yield _parse(line, piece.path, position, key)
+                yield _parse(line, piece.path, position, keys)
             position += len(line)
 
 
@@ -163,21 +165,39 @@ def _skip_line(file: IO[bytes], most: int = 2**63) -> int:
     return skipped
 
 
-def _parse(line: bytes, path: str, position: int, key: str) -> str | Malformed:
+def _parse(line: bytes, path: str, position: int, keys: Sequence[str]) -> str | Malformed:
     try:
         record = json.loads(line.decode("utf-8-sig"))  # drops a byte order mark
     except UnicodeDecodeError as error:
         return Malformed(path, position + error.start, "not UTF-8", len(line))
     except (ValueError, RecursionError) as error:
         return Malformed(path, position, f"not JSON: {error}", len(line))
-    if isinstance(record, dict) and key in record:
-        return _check(record[key], path, position, key, len(line))
+    if isinstance(record, dict) and sum(key in record for key in keys) >= min(len(keys), 2):
+        return _join([record.get(key) for key in keys], path, position, keys, len(line))
     found = type(record).__name__
     if isinstance(record, dict):
         found = f"keys {', '.join(map(repr, list(record)[:9]))}"
-    return Malformed(
-        path, position, f"no text under {key!r} (--text-key), found {found}", len(line)
-    )
+    option = "--text-key" if len(keys) == 1 else "--pairs"
+    wanted = ", ".join(map(repr, keys))
+    return Malformed(path, position, f"no text under {wanted} ({option}), found {found}", len(line))
+
+
+def _join(
+    values: Sequence[object], path: str, position: int, keys: Sequence[str], size: int
+) -> str | Malformed:
+    """The text of a document: one value, or one for each part of a pair."""
+    if len(keys) == 1:
+        return _check(values[0], path, position, keys[0], size)
+    parts = []
+    for key, value in zip(keys, values, strict=True):
+        # A row may have text in some of the languages only.
+        part = "" if value is None else _check(value, path, position, key, size)
+        if isinstance(part, Malformed):
+            return part
+        if PAIR in part:
+            return Malformed(path, position, f"U+FDD0, which separates pairs, under {key!r}", size)
+        parts.append(part if part.strip() else "")
+    return PAIR.join(parts)
 
 
 def _check(text: object, path: str, position: int, key: str, size: int) -> str | Malformed:

@@ -106,11 +106,18 @@ class Manifest(Frozen):
     splits: dict[str, Split]  # train and valid
     sources: tuple[SourceShare, ...]
     stages: tuple[Stage, ...]  # in order; each reads what the one before kept
+    # Columns of a corpus of pairs. A document then has a part for each, which may be empty, and
+    # every part ends like a document: text never contains that id.
+    pairs: tuple[str, ...] = ()
 
     def save(self, directory: Path) -> "Manifest":
         """Write the manifest last: a directory without a manifest is not a corpus."""
-        sealed = self.model_copy(update={"hash": _content_hash(self.model_dump(mode="json"))})
-        save(directory / MANIFEST, sealed.model_dump_json(indent=1).encode() + b"\n")
+        # A corpus without pairs has the same hash as before this field existed.
+        absent = None if self.pairs else {"pairs"}
+        table = self.model_dump(mode="json", exclude=absent)
+        sealed = self.model_copy(update={"hash": _content_hash(table)})
+        text = sealed.model_dump_json(indent=1, exclude=absent)
+        save(directory / MANIFEST, text.encode() + b"\n")
         return sealed
 
     @classmethod

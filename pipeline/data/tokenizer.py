@@ -21,7 +21,7 @@ from sentencepiece import sentencepiece_model_pb2 as proto
 
 from pipeline.atomic import read_regular
 from pipeline.data.clean import normalize
-from pipeline.data.corpus_recipe import MB, Malformed, Recipe, Task
+from pipeline.data.corpus_recipe import MB, PAIR, Malformed, Recipe, Task
 from pipeline.data.readers import read
 from pipeline.data.shards import TokenizerInfo, save, write_error
 from pipeline.data.sources import plan
@@ -265,8 +265,9 @@ def train(
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        # The trainer drops a whole sentence that contains NUL, and reads U+2581 as a space.
-        for part in re.split(f"[\0{META}]", text):
+        # The trainer drops a whole sentence that contains NUL, and reads U+2581 as a space. The
+        # parts of a pair are sentences of their own.
+        for part in re.split(f"[\0{META}{PAIR}]", text):
             for start in range(0, len(part), SENTENCE_CHARACTERS):
                 yield part[start : start + SENTENCE_CHARACTERS]
 
@@ -324,7 +325,7 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
             task = mine[number * len(mine) // count]
             left = budget * share / count
             pieces = random.Random(f"{recipe.seed} {source} {number}").sample(task, len(task))
-            for text in (text for piece in pieces for text in read(piece, recipe.text_key)):
+            for text in (text for piece in pieces for text in read(piece, recipe.columns)):
                 if isinstance(text, Malformed):
                     malformed = malformed or text
                     continue

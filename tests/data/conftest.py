@@ -54,7 +54,7 @@ def pieces_of(*sources: object, limit_bytes: int | None = None) -> list[Piece]:
 
 
 def documents(pieces: list[Piece], key: str = "text") -> list[str | Malformed]:
-    return [found for piece in pieces for found in read(piece, key)]
+    return [found for piece in pieces for found in read(piece, (key,))]
 
 
 def recipe_for(sources: list[Path], tokenizer: Tokenizer, **settings: object) -> Recipe:
