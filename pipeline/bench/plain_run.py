@@ -47,7 +47,10 @@ def train_plain(config: RunConfig, device: torch.device) -> Trajectory:
     alone = World(0, 1, device)
     dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
     model = build_model(
-        config.model, z_loss=config.optim.z_loss, loss_chunk=config.train.loss_chunk
+        config.model,
+        z_loss=config.optim.z_loss,
+        smoothing=config.objective.label_smoothing,
+        loss_chunk=config.train.loss_chunk,
     )
     init_weights(model, config.model, config.seed)
     model.to(device, dtype)

@@ -29,6 +29,7 @@ def build_model(
     cfg: Model,
     *,
     z_loss: float = 0.0,
+    smoothing: float = 0.0,
     loss_chunk: int = 2048,
     recompute: Recompute = False,
     experts: range | None = None,
@@ -59,7 +60,13 @@ def build_model(
             blocks = nn.ModuleList(block(layer, False, source=True) for layer in range(layers))
             encoder = Encoder(cfg, blocks, recompute=recompute is True)
         return Decoder(
-            cfg, block, encoder, z_loss=z_loss, loss_chunk=loss_chunk, recompute=recompute is True
+            cfg,
+            block,
+            encoder,
+            z_loss=z_loss,
+            smoothing=smoothing,
+            loss_chunk=loss_chunk,
+            recompute=recompute is True,
         )
 
 

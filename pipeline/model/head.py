@@ -62,7 +62,12 @@ class Head(nn.Module):
         self.sequence = Sequence()
 
     def forward(
-        self, h_BSW: Tensor, targets_BS: Tensor | None, z_loss: float, chunk: int
+        self,
+        h_BSW: Tensor,
+        targets_BS: Tensor | None,
+        z_loss: float,
+        chunk: int,
+        smoothing: float = 0.0,
     ) -> Tensor | Losses:
         # Scaling the hidden state is cheaper than scaling the logits, V/W times as many numbers.
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
@@ -87,6 +92,7 @@ class Head(nn.Module):
             z_loss=z_loss,
             chunk=chunk,
             softcap=self.softcap,
+            smoothing=smoothing,
             bias_V=self.bias,
         )
         return Losses(total, nll)

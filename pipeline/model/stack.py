@@ -33,11 +33,13 @@ class Decoder(Side):
         encoder: Encoder | None = None,
         *,
         z_loss: float = 0.0,
+        smoothing: float = 0.0,
         loss_chunk: int = 2048,
         recompute: bool = False,
     ) -> None:
         super().__init__(cfg, causal=cfg.causal, recompute=recompute)
         self.z_loss = z_loss
+        self.smoothing = smoothing
         self.loss_chunk = loss_chunk
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
@@ -175,7 +177,9 @@ class Decoder(Side):
     def _head(self, h_BSW: Tensor, targets_BS: Tensor | None) -> Tensor | Losses:
         if self.transform is not None:
             h_BSW = self.transform(h_BSW)
-        out: Tensor | Losses = self.head(h_BSW, targets_BS, self.z_loss, self.loss_chunk)
+        out: Tensor | Losses = self.head(
+            h_BSW, targets_BS, self.z_loss, self.loss_chunk, self.smoothing
+        )
         return out
 
     def _predict_ahead(

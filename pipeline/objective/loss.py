@@ -26,16 +26,18 @@ def terms(
     share_T: Tensor,
     z_loss: float,
     softcap: float | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's part of the mean loss and of the mean squared log-sum-exp, and their gradient.
+    """A chunk's part of the mean loss and of what training adds to it, and their gradient.
 
-    `share_T` is the weight of each token in the mean. Loss and z term are of the capped logits, the
-    gradient of those given."""
+    Training adds the squared log-sum-exp times z_loss, and what smoothing the labels changes. The
+    weight of each token in the mean is `share_T`. Both terms are of the capped logits, the gradient
+    of those given."""
     if logits_TV.is_cuda:
         from pipeline.objective.loss_kernel import cross_entropy
 
-        return cross_entropy(logits_TV, targets_T, share_T, z_loss, softcap)
-    return eager_terms(logits_TV, targets_T, share_T, z_loss, softcap)
+        return cross_entropy(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
+    return eager_terms(logits_TV, targets_T, share_T, z_loss, softcap, smoothing)
 
 
 def eager_terms(
@@ -44,6 +46,7 @@ def eager_terms(
     share_T: Tensor,
     z_loss: float,
     softcap: float | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As few passes over the logits as plain torch needs, since nothing fuses them."""
     logits_TV_fp32 = cap(logits_TV.float(), softcap)
@@ -54,13 +57,18 @@ def eager_terms(
     picked_T = logits_TV_fp32.gather(1, targets_T[:, None]).squeeze(1)
     # The gradient of nll + z_loss·lse² is softmax·(1 + 2·z_loss·lse), less 1 at the target.
     grad_TV.mul_((share_T * (1 + 2 * z_loss * lse_T))[:, None])
-    grad_TV.scatter_add_(1, targets_T[:, None], -share_T[:, None])
+    grad_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1) * share_T[:, None])
+    more = z_loss * (lse_T.square() * share_T).sum()
+    if smoothing:
+        # Of the target's probability, this share is spread over the vocabulary, so that the loss is
+        # lse - (1 - smoothing)·picked - smoothing·mean.
+        more = more + smoothing * ((picked_T - logits_TV_fp32.mean(-1)) * share_T).sum()
+        grad_TV.sub_(share_T[:, None] * (smoothing / logits_TV.shape[1]))
     if softcap is not None:
         # The derivative of the cap is 1 - tanh².
         grad_TV.mul_(logits_TV_fp32.div_(softcap).square_().neg_().add_(1))
     nll = ((lse_T - picked_T) * share_T).sum()
-    z = (lse_T.square() * share_T).sum()
-    return nll, z, grad_TV.to(logits_TV.dtype)
+    return nll, more, grad_TV.to(logits_TV.dtype)
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -82,6 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk: int,
         softcap: float | None,
+        smoothing: float,
         bias_V: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # Zero where nothing is predicted.
@@ -95,13 +104,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_b = None
         if train and bias_V is not None:
             grad_b = torch.zeros_like(bias_V, dtype=torch.float32)
-        nll, z = h_TW.new_zeros((2,), dtype=torch.float32)
+        nll, more = h_TW.new_zeros((2,), dtype=torch.float32)
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(h_TW[part], weight_VW, bias_V)
-            part_nll, part_z, grad = terms(logits, targets_T[part], share_T[part], z_loss, softcap)
+            part_nll, part_more, grad = terms(
+                logits, targets_T[part], share_T[part], z_loss, softcap, smoothing
+            )
             nll = nll + part_nll
-            z = z + part_z
+            more = more + part_more
             if grad_h is not None and grad_w is not None:
                 torch.mm(grad, weight_VW, out=grad_h[part])
                 _add_product(grad_w, grad.T, h_TW[part])
@@ -114,14 +125,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(*saved)
         # Training minimizes the first output. The second one is logged.
         ctx.mark_non_differentiable(nll)
-        return nll + z_loss * z, nll
+        return nll + more, nll
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
         # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
         grad_h, grad_w, *grad_b = torch._foreach_mul(ctx.saved_tensors, scale)
-        return grad_h, grad_w, None, None, None, None, None, grad_b[0] if grad_b else None
+        return grad_h, grad_w, *[None] * 6, grad_b[0] if grad_b else None
 
 
 def next_token_loss(
@@ -133,13 +144,15 @@ def next_token_loss(
     z_loss: float,
     chunk: int,
     softcap: float | None = None,
+    smoothing: float = 0.0,
     bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss to minimize, with the z term, and the mean negative log likelihood in nats.
+    """The loss to minimize, with the z term and smooth labels, and the mean negative log
+    likelihood in nats.
 
     `count` divides the sums, if these targets are only part of what the mean is over."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, bias_V
+        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, smoothing, bias_V
     )
     return total, nll

@@ -19,8 +19,9 @@ def _capped(x, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, softcap,
-                          CAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _cross_entropy_kernel(logits, targets, shares, nll, more, V, z_loss, softcap, smoothing,
+                          CAP: tl.constexpr, SMOOTH: tl.constexpr,
+                          BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
@@ -28,6 +29,7 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, softcap,
     picked = _capped(tl.load(logits + row * V + target).to(tl.float32), softcap, CAP)
     top = -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
+    summed = tl.zeros((BLOCK,), tl.float32)  # of the logits, for their mean
     # First pass: the largest logit so far and, per lane, the sum of e^(logit - largest).
     for start in range(0, V, BLOCK):
         inside = start + at < V
@@ -37,6 +39,8 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, softcap,
         above = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - above) + tl.exp(x - above)
         top = above
+        if SMOOTH:
+            summed += tl.where(inside, x, 0.0)
     lse = top + tl.log(tl.sum(total, 0))
     # Second pass: the gradient replaces the logits, which now come from the cache.
     for start in range(0, V, BLOCK):
@@ -44,12 +48,17 @@ def _cross_entropy_kernel(logits, targets, shares, nll, z, V, z_loss, softcap,
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
         x = _capped(x.to(tl.float32), softcap, CAP)
         grad = tl.exp(x - lse) * (share * (1 + 2 * z_loss * lse))
-        grad = grad - tl.where(start + at == target, share, 0.0)
+        grad = grad - tl.where(start + at == target, share * (1 - smoothing), 0.0)
+        if SMOOTH:
+            grad = grad - share * smoothing / V
         if CAP:
             grad = grad * (1 - (x / softcap) * (x / softcap))
         tl.store(logits + row * V + start + at, grad, mask=inside)
     tl.store(nll + row, (lse - picked) * share)
-    tl.store(z + row, lse * lse * share)
+    added = z_loss * lse * lse
+    if SMOOTH:
+        added += smoothing * (picked - tl.sum(summed, 0) / V)
+    tl.store(more + row, added * share)
 
 
 def cross_entropy(
@@ -58,16 +67,19 @@ def cross_entropy(
     share_T: Tensor,
     z_loss: float,
     softcap: float | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Overwrites the logits by their gradient: one read and one write of memory.
 
     Where the vocabulary is no power of two, the compiler's kernel takes twice as long."""
-    nll, z = share_T.new_empty(2, len(share_T))
+    nll, more = share_T.new_empty(2, len(share_T))
     # Blocks of 8,192 take 344 µs, of 4,096 377 µs, of 16,384 512 µs (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](
-        *(logits_TV, targets_T, share_T, nll, z, logits_TV.shape[1], z_loss, softcap or 1.0),
+        *(logits_TV, targets_T, share_T, nll, more, logits_TV.shape[1]),
+        *(z_loss, softcap or 1.0, smoothing),
         CAP=softcap is not None,
+        SMOOTH=smoothing > 0,
         BLOCK=8192,
         num_warps=8,
     )
-    return nll.sum(), z.sum(), logits_TV
+    return nll.sum(), more.sum(), logits_TV

@@ -54,6 +54,7 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     model = build_model(
         config.model,
         z_loss=config.optim.z_loss,
+        smoothing=config.objective.label_smoothing,
         loss_chunk=train.loss_chunk,
         recompute=train.recompute,
         experts=experts,

@@ -118,9 +118,11 @@ def cross_entropy(dtype: torch.dtype) -> None:
         weight = torch.randn(vocab, 4)
         targets = torch.randint(vocab, (tokens,))
         targets[1] = -1  # predicts nothing
-        for z_loss, softcap in ((0.0, None), (1e-2, None), (1e-2, 5.0)):
+        cases = ((0.0, None, 0.0), (1e-2, None, 0.1), (1e-2, 5.0, 0.0), (0.0, 5.0, 0.3))
+        for z_loss, softcap, smoothing in cases:
+            options = {"z_loss": z_loss, "softcap": softcap, "smoothing": smoothing}
             kernel, plain = (
-                loss_with(terms, targets, z_loss=z_loss, chunk=chunk, softcap=softcap)
+                loss_with(terms, targets, chunk=chunk, **options)
                 for terms in (loss_kernel.cross_entropy, loss.eager_terms)
             )
             same(kernel, plain, h.to(dtype), weight.to(dtype))

@@ -8,19 +8,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.objective.loss import next_token_loss
 
 
-def plain(h, weight, targets, z_loss, softcap):
+def plain(h, weight, targets, z_loss, softcap, smoothing):
     logits = h @ weight.T
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     nll = F.cross_entropy(logits, targets)  # ignores −100
-    return nll + z_loss * logits.logsumexp(-1)[targets >= 0].square().mean(), nll
+    smooth = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    return smooth + z_loss * logits.logsumexp(-1)[targets >= 0].square().mean(), nll
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("ignored", [0, 9])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored, softcap):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored, softcap, smoothing):
     g = torch.Generator().manual_seed(0)
     h, weight = torch.randn(32, 16, generator=g), torch.randn(50, 16, generator=g)
     targets = torch.randint(50, (32,), generator=g)
@@ -29,9 +31,10 @@ def test_loss_and_gradients_equal_the_plain_ones(chunk, z_loss, ignored, softcap
         (h.clone().requires_grad_(), weight.clone().requires_grad_()),
         (h.double().requires_grad_(), weight.double().requires_grad_()),
     )
-    total, nll = next_token_loss(*ours, targets, z_loss=z_loss, chunk=chunk, softcap=softcap)
-    want_total, want_nll = plain(*theirs, targets, z_loss, softcap)
-    torch.testing.assert_close(total.double(), want_total, atol=1e-5, rtol=1e-6)
+    options = {"z_loss": z_loss, "softcap": softcap, "smoothing": smoothing}
+    total, nll = next_token_loss(*ours, targets, chunk=chunk, **options)
+    want_total, want_nll = plain(*theirs, targets, z_loss, softcap, smoothing)
+    torch.testing.assert_close(total.double(), want_total, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(nll.double(), want_nll.detach(), atol=1e-5, rtol=1e-6)
     (3 * total).backward()  # a scaled gradient, as accumulation gives it
     (3 * want_total).backward()
