@@ -158,6 +158,7 @@ def _given(table: dict[str, Any]) -> dict[str, Any]:
 def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
     """Print what the run is about to do, and warn if there is too little data for it."""
     from pipeline.data.corpus import Corpus
+    from pipeline.data.pairs import PairRows, PairStream
     from pipeline.track import console, mlflow_store
 
     corpus = Corpus.open(Path(config.data.dir or "."))
@@ -168,6 +169,10 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
         for line in lines:
             print(line, flush=True)
+    rows = PairRows.of(config)
+    if rows is not None:
+        stream = PairStream(corpus, corpus.split("train").shards, rows)
+        typer.echo(f"pairs   {stream}", err=not header)
     # Without a header stdout may be JSON, so the warnings go to stderr.
     for line in console.data_warnings(config, tokens, corpus.split("valid").tokens):
         typer.echo(line, err=not header)

@@ -49,6 +49,11 @@ class _Objective(Frozen):
         """Whether the loss covers running text, so that bits per byte exist."""
         return False
 
+    @property
+    def label_smoothing(self) -> float:
+        """Share of each target's probability that training spreads over the vocabulary."""
+        return 0.0
+
 
 class Causal(_Objective):
     """Each token from those before it."""
@@ -205,8 +210,40 @@ class Denoise(_Cut):
         return seq - cut + spans
 
 
+class Pairs(_Objective):
+    """A translation, from the text that it translates (arXiv 1706.03762)."""
+
+    kind: Literal["pairs"] = "pairs"
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of labels, in training only
+    # From the first column of the data to the second; or between any two, where the first token of
+    # either side is that of its language (M2M-100, arXiv 2010.11125).
+    directions: Literal["first", "every"] = "first"
+    languages: tuple[str, ...] = ()  # columns of the data; a new run reads them off its manifest
+
+    @property
+    def stack(self) -> Stack:
+        return "encoder-decoder"
+
+    @property
+    def tagged(self) -> bool:
+        """Whether a text begins with the token of its language."""
+        return self.directions == "every"
+
+    @property
+    def special_ids(self) -> int:
+        """One for each language, in their order."""
+        return len(self.languages) if self.tagged else 0
+
+    @property
+    def label_smoothing(self) -> float:
+        return self.smoothing
+
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        return seq + (source_seq or seq)
+
+
 Objective = Annotated[
-    Causal | Prefix | Masked | Replaced | Spans | Denoise, Field(discriminator="kind")
+    Causal | Prefix | Masked | Replaced | Spans | Denoise | Pairs, Field(discriminator="kind")
 ]
 
 
@@ -224,6 +261,8 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if objective.stack != model.stack:
         text = f'{key} needs model.stack="{objective.stack}", not "{model.stack}"'
         remedy = f"--arch {arch[objective.stack]}, or --set objective.kind={usual[model.stack]}"
+        if isinstance(objective, Pairs):  # data of pairs serves no other objective
+            remedy = "--arch transformer"
         return f"{text}; use {remedy}"
     pairs = isinstance(objective, Masked) and objective.pairs != "none"
     if isinstance(objective, Replaced) != (model.head == "replaced"):
@@ -237,6 +276,9 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         return f"{text}; set objective.pairs=next, or model.row_classes=0"
     if apart and (pairs or isinstance(objective, Prefix | Spans | Denoise)):
         text = f"{key} reads rows of running text, not documents kept apart"
+        return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    if apart and isinstance(objective, Pairs):
+        text = f"{key} always keeps pairs apart and packs them"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     lengths = objective.lengths(model.seq, model.source_seq)
     if lengths != (model.seq, model.source_seq):

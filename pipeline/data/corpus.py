@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.atomic import TEMPORARY, digest, locked, read_regular
+from pipeline.config.objective import Objective, Pairs
 from pipeline.config.schema import Data
 from pipeline.data.shards import (
     HEADER,
@@ -78,6 +79,27 @@ class Corpus:
         for split in splits:
             if self.split(split).tokens <= seq:
                 raise self.too_small(split, seq)
+
+    def check_pairs(self, objective: Objective) -> None:
+        """Refuse pairs for an objective that reads running text, and the other way round."""
+        columns = self.manifest.pairs
+        pairs = isinstance(objective, Pairs)
+        wanted = objective.languages if isinstance(objective, Pairs) else ()
+        if not columns and pairs:
+            raise DataError(
+                f'objective.kind="pairs" reads pairs, and {self.path} has none; prepare data with '
+                "--pairs SOURCE,TARGET, or choose another objective.kind"
+            )
+        if columns and not pairs:
+            raise DataError(
+                f'objective.kind="{objective.kind}" reads running text, and {self.path} has pairs '
+                f"of {', '.join(columns)}; leave objective.kind out, or give other data"
+            )
+        if columns != wanted:
+            raise DataError(
+                f"objective.languages={','.join(wanted)} are not those of {self.path}, which has "
+                f"{','.join(columns)}; prepare it with --pairs {','.join(wanted)}"
+            )
 
     def check_same(self, data: Data) -> None:
         """Refuse a corpus other than the one that a run started with."""

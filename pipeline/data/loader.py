@@ -21,15 +21,15 @@ import torch
 import xxhash
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.order import BLOCK, Permutation, Schedule
+from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, order_by_shards
+from pipeline.data.pairs import PairRows, PairStream
 from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
 from pipeline.objective.draws import I64, Draws
-from pipeline.objective.noise import IGNORE, Noise, Text
+from pipeline.objective.noise import IGNORE, Example, Noise, Text
 
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
 AHEAD = 2  # batches that are prepared while one is trained on
-PACKED_SHARDS = 8  # shuffled together, and cached packings
 HELD_OUT = 2**63  # seed of the noise of held-out text; no run has such a seed
 
 
@@ -149,8 +149,8 @@ class PackedStream:
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
         self._eod = corpus.manifest.tokenizer.eod
         self._seq = seq
-        self._pack = lru_cache(PACKED_SHARDS)(lambda i: pack(corpus.lengths(shards[i]), seq))
-        self._map = lru_cache(PACKED_SHARDS)(lambda i: corpus.tokens(shards[i]))
+        self._pack = lru_cache(SHARDS_TOGETHER)(lambda i: pack(corpus.lengths(shards[i]), seq))
+        self._map = lru_cache(SHARDS_TOGETHER)(lambda i: corpus.tokens(shards[i]))
         self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
         self._starts = np.cumsum([0, *self._rows.tolist()])
         self.windows = int(self._starts[-1])
@@ -161,26 +161,8 @@ class PackedStream:
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Return the rows that the epoch draws at these positions.
-
-        Shards come in a new order each epoch and are shuffled together a few at a time.
-        """
-        count = len(self._rows)
-        shards = Permutation(count, seed, epoch)(np.arange(count))
-        ends = np.cumsum(self._rows[shards])  # in the order of this epoch
-        last_shards = np.minimum(np.arange(0, count, PACKED_SHARDS) + PACKED_SHARDS, count) - 1
-        group_ends = ends[last_shards]
-        groups = np.searchsorted(group_ends, index, "right")
-        found = np.empty_like(index)
-        for group in np.unique(groups).tolist():
-            low = int(group_ends[group - 1]) if group else 0
-            mine = groups == group
-            shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
-            place = low + shuffle(index[mine] - low)
-            at = np.searchsorted(ends, place, "right")
-            shard = shards[at]
-            found[mine] = self._starts[shard] + place - (ends[at] - self._rows[shard])
-        return found
+        """Return the rows that the epoch draws at these positions."""
+        return order_by_shards(self._rows, index, seed, epoch)
 
     def read(self, window: int) -> Row:
         """Return one row. Padding at its end is one more document that predicts nothing."""
@@ -215,7 +197,7 @@ class Loader:
     Documents are concatenated by default; with packing="best-fit", no document crosses a row. With
     boundaries (always if packed), a batch has the document of each token, so that attention and
     positions can restart there. With noise (objective/noise.py), a row is made of seq tokens of
-    text.
+    text. With pairs (data/pairs.py), a row has whole pairs of a source and a target.
     """
 
     def __init__(
@@ -229,6 +211,7 @@ class Loader:
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
         noise: Noise | None = None,
+        pairs: PairRows | None = None,
     ) -> None:
         self.seq = seq  # tokens of text per row
         self.rows = rows  # of a batch, over all ranks
@@ -245,8 +228,12 @@ class Loader:
         if not weighted:
             groups = [list(shards)]
         self._schedule = Schedule([source.weight or 0 for source in weighted] or [1.0], seed)
-        kind = PackedStream if self._packed else Stream
-        self._streams: list[Stream | PackedStream] = [kind(corpus, g, seq) for g in groups]
+        self._streams: list[Stream | PackedStream | PairStream]
+        if pairs is not None:
+            self._streams = [PairStream(corpus, group, pairs, split) for group in groups]
+        else:
+            kind = PackedStream if self._packed else Stream
+            self._streams = [kind(corpus, group, seq) for group in groups]
         self._windows = [stream.windows for stream in self._streams]
         if 0 in self._windows:
             raise corpus.too_small(split, seq)
@@ -259,7 +246,7 @@ class Loader:
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
         if self._noise is not None:
-            return self._noisy_batch(step, rows, self._noise)
+            return self._made_batch(step, rows, self._noise)
         # Tokens, targets and documents are separate and contiguous; each row is read once.
         tokens_BS, targets_BS, documents_BS = np.zeros((3, len(rows), self.seq), np.int64)
         digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
@@ -281,19 +268,26 @@ class Loader:
             documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
         )
 
-    def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
+    def _made_batch(self, step: int, rows: range, noise: Noise) -> Batch:
         examples = []
         digest = 0
         for number in rows:
             sample = step * self.rows + number
             stream, window = self._place(sample)
-            # Held-out text has the same noise in every evaluation of every run, training text
-            # another one each time it is read.
-            draws = Draws(HELD_OUT, window) if self._held_out else Draws(self.seed, sample)
-            example = noise(self._text(self._streams[stream], window), draws)
+            example = self._example(self._streams[stream], window, sample, noise)
             examples.append(example)
             digest += xxhash.xxh3_64_intdigest(example.raw, number)
         return Batch.stack(examples, digest % 2**64)
+
+    def _example(
+        self, stream: Stream | PackedStream | PairStream, window: int, sample: int, noise: Noise
+    ) -> Example:
+        if isinstance(stream, PairStream):
+            return stream.read(window)
+        # Held-out text has the same noise in every evaluation of every run, training text another
+        # one each time it is read.
+        draws = Draws(HELD_OUT, window) if self._held_out else Draws(self.seed, sample)
+        return noise(self._text(stream, window), draws)
 
     def _text(self, stream: Stream | PackedStream, window: int) -> Text:
         def another(draws: Draws) -> I64:

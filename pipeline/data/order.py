@@ -17,6 +17,7 @@ from pipeline.objective.draws import F64, I64, U64, Draws, mix
 if TYPE_CHECKING:  # training needs no recipe
     from pipeline.data.corpus_recipe import Mixture
 
+SHARDS_TOGETHER = 8  # of packed rows, shuffled together; a reader keeps as many packings
 BLOCK = 4096  # samples; weights are rounded to 1/4096
 # Four rounds suffice in theory (Luby & Rackoff 1988); two more as the mix is not cryptographic.
 ROUNDS = 6
@@ -54,6 +55,29 @@ class Permutation:
             else:
                 left = (left + mix(right + key) % a) % a
         return left * b + right
+
+
+def order_by_shards(rows: I64, index: I64, seed: int, epoch: int) -> I64:
+    """The rows that an epoch draws at these positions, of shards with so many rows each.
+
+    Shards come in a new order each epoch and are shuffled together a few at a time."""
+    count = len(rows)
+    starts = np.cumsum(rows) - rows
+    shards = Permutation(count, seed, epoch)(np.arange(count))
+    ends = np.cumsum(rows[shards])  # in the order of this epoch
+    last_shards = np.minimum(np.arange(0, count, SHARDS_TOGETHER) + SHARDS_TOGETHER, count) - 1
+    group_ends = ends[last_shards]
+    groups = np.searchsorted(group_ends, index, "right")
+    found = np.empty_like(index)
+    for group in np.unique(groups).tolist():
+        low = int(group_ends[group - 1]) if group else 0
+        mine = groups == group
+        shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
+        place = low + shuffle(index[mine] - low)
+        at = np.searchsorted(ends, place, "right")
+        shard = shards[at]
+        found[mine] = starts[shard] + place - (ends[at] - rows[shard])
+    return found
 
 
 # Mixtures

@@ -5,12 +5,22 @@ a resumed run sees the same rows. Every row predicts the same number of tokens, 
 padding: losses are means of means over micro-batches and ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, assert_never
 
 import numpy as np
+import numpy.typing as npt
 
-from pipeline.config.objective import Causal, Denoise, Masked, Objective, Prefix, Replaced, Spans
+from pipeline.config.objective import (
+    Causal,
+    Denoise,
+    Masked,
+    Objective,
+    Pairs,
+    Prefix,
+    Replaced,
+    Spans,
+)
 from pipeline.objective.draws import I64, Draws
 
 IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
@@ -71,6 +81,9 @@ def make_noise(
             return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
         case Denoise():
             return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
+        case Pairs():
+            # Rows of data are read as pairs (data/pairs.py); these are of random text.
+            return lambda text, draws: cut_pairs(vocabulary, source_seq, text, draws)
         case _:
             assert_never(objective)
 
@@ -197,6 +210,50 @@ def corrupt(
         source=np.pad(source, (0, padding), constant_values=vocabulary.eod),
         source_documents=np.pad(np.zeros_like(source), (0, padding), constant_values=1),
     )
+
+
+class Pair(NamedTuple):
+    source: npt.NDArray[np.integer]  # with its end
+    start: int  # what the decoder reads first
+    target: npt.NDArray[np.integer]  # with its end
+
+
+def join_pairs(pairs: Sequence[Pair], seq: int, source_seq: int, eod: int) -> Example:
+    """A row of pairs. Each is a document of its own on both sides, whatever follows is padding."""
+    tokens = np.full(seq, eod, np.int64)
+    targets = np.full(seq, IGNORE, np.int64)
+    # Padding of the decoder continues the last pair, which does not see it, so that it too has a
+    # source to attend to. Padding of the encoder is a document that no pair sees.
+    documents = np.full(seq, len(pairs) - 1, np.int64)
+    source = np.full(source_seq, eod, np.int64)
+    source_documents = np.full(source_seq, len(pairs), np.int64)
+    at = 0
+    source_at = 0
+    for number, pair in enumerate(pairs):
+        end = at + len(pair.target)
+        source_end = source_at + len(pair.source)
+        tokens[at] = pair.start
+        tokens[at + 1 : end] = pair.target[:-1]
+        targets[at:end] = pair.target
+        documents[at:end] = number
+        source[source_at:source_end] = pair.source
+        source_documents[source_at:source_end] = number
+        at = end
+        source_at = source_end
+    return Example(tokens, targets, documents, source, source_documents)
+
+
+def cut_pairs(vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws) -> Example:
+    """A row of two pairs that fill it, for checks and benchmarks without data."""
+    reads = source_seq or len(text.tokens) // 2
+    source = text.tokens[:reads]
+    target = text.tokens[reads:]
+    borders = [1 + int(draws.below(len(side) - 1, 1)[0]) for side in (source, target)]
+    pairs = [
+        Pair(source[: borders[0]], vocabulary.eod, target[: borders[1]]),
+        Pair(source[borders[0] :], vocabulary.eod, target[borders[1] :]),
+    ]
+    return join_pairs(pairs, len(target), len(source), vocabulary.eod)
 
 
 def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:

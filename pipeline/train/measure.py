@@ -19,6 +19,7 @@ from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
+from pipeline.data.pairs import PairRows
 from pipeline.objective.batch import Batch
 from pipeline.objective.noise import Vocabulary, make_noise
 from pipeline.parallel.engine import Micro
@@ -68,6 +69,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         # Best-fit packing keeps documents apart, so they are kept apart here as well.
         boundaries = boundaries or packing == "best-fit"
         packing = "concatenate"
+    corpus.check_pairs(config.objective)
     tokenizer = corpus.manifest.tokenizer
     return Loader(
         corpus,
@@ -80,6 +82,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         noise=make_noise(
             config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
         ),
+        pairs=PairRows.of(config),
     )
 
 

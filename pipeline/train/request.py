@@ -13,7 +13,7 @@ import psutil
 
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, reload
-from pipeline.config.objective import Denoise
+from pipeline.config.objective import Denoise, Pairs
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
 from pipeline.errors import ConfigError, RunError
@@ -251,6 +251,9 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     layer: dict[str, Any] = {"data": data, "name": request.size}
     if name is not None:
         layer["name"] = re.sub(r"[^\w.-]", "-", name.resolve().name)[:64]
+    pairs = corpus.manifest.pairs
+    if pairs:  # they serve no other objective
+        layer["objective"] = {"kind": "pairs", "languages": list(pairs)}
     model = None
     pieces: int | None = corpus.manifest.tokenizer.vocab
     if request.init is not None:
@@ -266,7 +269,8 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         before = reload(start / CONFIG)
         model = before.model.model_dump(exclude_none=True)
         layer["init"] = str(start.resolve())
-        layer["objective"] = before.objective.model_dump()
+        if not pairs or isinstance(before.objective, Pairs):
+            layer["objective"] = before.objective.model_dump()
     spec = load(
         size=request.size,
         arch=request.arch,
@@ -282,6 +286,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
+    corpus.check_pairs(spec.objective)
     special = spec.objective.special_ids
     corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
     for key in _OF_THE_WEIGHTS if model is not None else ():
