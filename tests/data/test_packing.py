@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.data import loader as packing
+from pipeline.data import order
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import IGNORE, Loader, PackedStream, best_fit, count_bins, pack
 from tests.data.conftest import token_lists
@@ -69,7 +70,8 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
 
 def test_shards_are_packed_late_and_a_few_at_a_time(corpus, monkeypatch):
     """An epoch draws every row once and packs every shard once, with only two packings cached."""
-    monkeypatch.setattr(packing, "PACKED_SHARDS", 2)
+    for module in (packing, order):
+        monkeypatch.setattr(module, "SHARDS_TOGETHER", 2)
     packed: list[int] = []
     monkeypatch.setattr(
         packing, "pack", lambda lengths, seq: packed.append(len(lengths)) or pack(lengths, seq)
