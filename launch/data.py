@@ -100,12 +100,8 @@ def prepare(
     from pipeline.data.prepare import prepare as make
     from pipeline.data.tokenizer import Tokenizer
 
-    if vocab_size is not None and tokenizer is not None:
-        raise ConfigError(
-            f"vocab-size={vocab_size} and tokenizer={tokenizer} exclude each other; give one"
-        )
-    if text_key is not None and pairs is not None:
-        raise ConfigError(f"text-key={text_key} and pairs={pairs} exclude each other; give one")
+    _refuse_both(vocab_size=vocab_size, tokenizer=tokenizer)
+    _refuse_both(text_key=text_key, pairs=pairs)
     given = Tokenizer.open(tokenizer) if tokenizer else None
     settings = {
         "sources": tuple(source) if source else None,
@@ -137,6 +133,12 @@ def prepare(
     else:
         state = "already complete, all checksums match" if reused else f"written in {seconds} s"
         _print_manifest(out, manifest, state)
+
+
+def _refuse_both(**options: object) -> None:
+    given = [f"{name.replace('_', '-')}={value}" for name, value in options.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
 
 
 def _warn(line: str) -> None:
