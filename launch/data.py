@@ -136,8 +136,8 @@ def prepare(
 
 
 def _refuse_both(**options: object) -> None:
-    given = [f"{name.replace('_', '-')}={value}" for name, value in options.items() if value]
-    if len(given) > 1:
+    given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
+    if None not in options.values():
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
 
 

@@ -1,8 +1,6 @@
-"""What to do with a trained model: `launch evaluate`, `generate`, `export` and `import`."""
+"""What to do with a trained model: `launch evaluate`, `export` and `import`."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,18 +9,11 @@ from typer import Option
 
 from launch.options import AsJson, RunPath, TokenizerFile, examples
 from launch.tasks import evaluate_tasks
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.data.tokenizer import Tokenizer
+    pass
 
-Temperature = Annotated[
-    float, Option(help="Sampling temperature; 0 chooses the likeliest token.", min=0)
-]
-TopP = Annotated[
-    float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
-]
-AT_ONCE = 32  # prompts that are generated together
 
 app = typer.Typer()
 
@@ -123,147 +114,6 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
         return
     bits = f", {figures['bpb']:.4f} bits per byte" if "bpb" in figures else ""
     print(f"{run}: {figures['loss']:.4f} nats per predicted token{bits} on {where}")
-
-
-@app.command(
-    epilog=examples(
-        'launch generate --run runs/1b --prompt "Once upon a time" --stream',
-        'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
-        "--temperature 0.8 --top-p 0.95 --seed 1 --json",
-        "launch generate --run runs/1b --file prompts.txt --beam 4",
-        "launch generate --run runs/1b --file prompts.jsonl --shots examples.txt --json",
-    )
-)
-def generate(
-    run: RunPath,
-    prompt: Annotated[list[str] | None, Option(help="Text to continue. Repeatable.")] = None,
-    file: Annotated[
-        Path | None, Option(help="File with one prompt per line, or .jsonl with a `prompt` each.")
-    ] = None,
-    shots: Annotated[
-        Path | None, Option(help="File with examples, which is put before every prompt.")
-    ] = None,
-    max_new: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 64,
-    temperature: Temperature = 0.0,
-    top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)] = None,
-    top_p: TopP = 1.0,
-    beam: Annotated[int | None, Option(help="Beam search of this width.", min=1)] = None,
-    seed: Annotated[int, Option(help="Sampling seed.", min=0)] = 0,
-    stream: Annotated[
-        bool, Option("--stream", help="Print tokens as they come; one prompt only.")
-    ] = False,
-    tokenizer: TokenizerFile = None,
-    as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
-) -> None:
-    """Continue prompts with a trained model: greedy, sampled (--temperature) or by beam search."""
-    prompts = [*(prompt or ()), *(_prompts(file) if file else ())]
-    before = _read(shots, "shots") if shots else ""
-    samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
-    _refuse_mixed(prompts, temperature, samples, beam, one_stream=stream, as_json=as_json)
-
-    # Imported after the checks, because torch takes seconds.
-    import torch
-
-    from pipeline.checkpoint.restore import load_model
-    from pipeline.model.decode import Sampling, beam_search
-    from pipeline.model.decode import generate as continuations
-    from pipeline.model.decode import stream as stream_tokens
-    from pipeline.runs.directory import tokenizer_of
-
-    gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if gpu else torch.float32
-    model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
-    pieces = tokenizer_of(run, config.data.dir, tokenizer)
-    # An empty prompt starts like a document: after the end of another one.
-    ids = [pieces.encode(before + text).tolist() or [pieces.eod] for text in prompts]
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    if stream:
-        # There is one prompt, so a step has one token, or None after the end.
-        steps = stream_tokens(model, ids, max_new, pieces.eod, sampling)
-        _print_stream(prompts[0], (step[0] for step in steps if step[0] is not None), pieces)
-    elif beam:  # one prompt at a time: its beams are the batch
-        for text, one in zip(prompts, ids, strict=True):
-            best = beam_search(model, one, max_new, pieces.eod, beam)[0]
-            _print(text, list(best.tokens), pieces, as_json, log_likelihood=best.score)
-    else:
-        # Some at a time: the cache of a long file of prompts would not fit.
-        for at in range(0, len(prompts), AT_ONCE):
-            few = slice(at, at + AT_ONCE)
-            # The seed of a prompt does not depend on what it is generated with.
-            draws = replace(sampling, seed=sampling.row_seed(at))
-            found = continuations(model, ids[few], max_new, pieces.eod, draws)
-            for text, tokens in zip(prompts[few], found, strict=True):
-                _print(text, tokens, pieces, as_json)
-
-
-def _refuse_mixed(
-    prompts: list[str],
-    temperature: float,
-    samples: bool,
-    beam: int | None,
-    *,
-    one_stream: bool,
-    as_json: bool,
-) -> None:
-    """Refuse options of `generate` that do not go together."""
-    if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT or --file FILE")
-    if one_stream and (len(prompts) > 1 or beam or as_json):
-        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
-    if beam and samples:
-        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
-    if samples and not temperature:
-        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
-
-
-def _prompts(file: Path) -> list[str]:
-    # An empty line is not a prompt; `--prompt ''` is.
-    lines = [line for line in _read(file, "file").splitlines() if line]
-    if file.suffix != ".jsonl":
-        return lines
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            found.append(None)
-        if not isinstance(found[-1], str):
-            raise DataError(f"--file {file}:{number}: not an object with a text as `prompt`")
-    return found
-
-
-def _read(file: Path, option: str) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--{option} {file} cannot be read: {error}") from None
-
-
-def _print(
-    prompt: str, tokens: list[int], pieces: "Tokenizer", as_json: bool, **more: float
-) -> None:
-    # The end of the document is a flag in the JSON and never part of the text.
-    ended = tokens[-1:] == [pieces.eod]
-    text = pieces.decode(tokens[:-1] if ended else tokens)
-    row = {"prompt": prompt, "text": text, "tokens": tokens, "ended": ended, **more}
-    print(json.dumps(row, ensure_ascii=False) if as_json else f"{prompt}{text}")
-
-
-def _print_stream(prompt: str, tokens: Iterator[int], pieces: "Tokenizer") -> None:
-    """Print what each token adds; an incomplete character waits for its last byte."""
-    print(prompt, end="", flush=True)
-    ids: list[int] = []
-    shown = ""
-    for token in tokens:
-        if token == pieces.eod:
-            break
-        ids.append(token)
-        # All tokens each time: spaces and bytes of a piece depend on its neighbors.
-        text = pieces.decode(ids)
-        if not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
-            print(text.removeprefix(shown), end="", flush=True)
-            shown = text
-    print()
 
 
 # Trailing underscores: `import` is a Python keyword, and `export` the function that is called.

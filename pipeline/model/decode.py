@@ -164,6 +164,10 @@ def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> d
         return {}
     device = model.embedding.weight.device
     longest = max(map(len, sources))
+    most = model.cfg.learned_positions
+    if isinstance(model.cfg.position, Learned) and longest > most:
+        text = f"a source of {longest} tokens exceeds the {most} learned positions"
+        raise ConfigError(f"{text}; give a shorter one")
     rows = [list(source) + [0] * (longest - len(source)) for source in sources]
     padding = [[0] * len(source) + [1] * (longest - len(source)) for source in sources]
     return {

@@ -1,0 +1,256 @@
+"""`launch generate`: continue prompts, or write what an encoder–decoder makes of its sources."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from typer import Option
+
+from launch.options import RunPath, TokenizerFile, examples
+from pipeline.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import RunConfig
+    from pipeline.data.tokenizer import Tokenizer
+
+Prompt = Annotated[list[str] | None, Option(help="Text to continue. Repeatable.")]
+_SOURCE = "Text for an encoder-decoder to read, such as one to translate. Repeatable."
+Source = Annotated[list[str] | None, Option(help=_SOURCE)]
+_FILE = "File with one prompt or source per line, or .jsonl with a `prompt` or `source` each."
+File = Annotated[Path | None, Option(help=_FILE)]
+To = Annotated[str | None, Option(help="Language to translate to, of a run with several.")]
+_FROM = "Language of the sources, if the run has more than two."
+From = Annotated[str | None, Option("--from", help=_FROM)]
+_SHOTS = "File with examples, which is put before every prompt."
+Shots = Annotated[Path | None, Option(help=_SHOTS)]
+Temperature = Annotated[
+    float, Option(help="Sampling temperature; 0 chooses the likeliest token.", min=0)
+]
+TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]
+TopP = Annotated[
+    float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
+]
+Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1)]
+Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
+AT_ONCE = 32  # prompts that are generated together
+
+app = typer.Typer()
+
+
+class Input(NamedTuple):
+    """What the model reads for one text of the user."""
+
+    text: str
+    prompt: list[int]  # what the decoder starts with
+    source: list[int] | None  # what the encoder reads, if there is one
+
+
+@app.command(
+    epilog=examples(
+        'launch generate --run runs/1b --prompt "Once upon a time" --stream',
+        'launch generate --run runs/1b --prompt "def f(" --prompt "class A" '
+        "--temperature 0.8 --top-p 0.95 --seed 1 --json",
+        "launch generate --run runs/1b --file prompts.txt --beam 4",
+        "launch generate --run runs/1b --file prompts.jsonl --shots examples.txt --json",
+        'launch generate --run runs/en-de --source "A sentence to translate." --beam 4',
+        'launch generate --run runs/europe --source "A sentence." --from en --to de',
+    )
+)
+def generate(
+    run: RunPath,
+    prompt: Prompt = None,
+    source: Source = None,
+    file: File = None,
+    to: To = None,
+    from_: From = None,
+    shots: Shots = None,
+    max_new: Annotated[int, Option(help="Maximum number of new tokens.", min=1)] = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    beam: Beam = None,
+    seed: Annotated[int, Option(help="Sampling seed.", min=0)] = 0,
+    stream: Stream = False,
+    tokenizer: TokenizerFile = None,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
+) -> None:
+    """Continue prompts, or translate sources: greedy, sampled (--temperature) or by beam search."""
+    texts = [*(prompt or ()), *(source or ()), *(_texts(file) if file else ())]
+    before = _read(shots, "shots") if shots else ""
+    samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
+    _refuse_mixed(texts, temperature, samples, beam, one_stream=stream, as_json=as_json)
+
+    # Imported after the checks, because torch takes seconds.
+    import torch
+
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.model.decode import Sampling, beam_search
+    from pipeline.model.decode import generate as continuations
+    from pipeline.model.decode import stream as stream_tokens
+    from pipeline.runs.directory import tokenizer_of
+
+    gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if gpu else torch.float32
+    model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
+    _refuse_stack(config.model.stack, prompt, source)
+    pieces = tokenizer_of(run, config.data.dir, tokenizer)
+    inputs = _inputs(config, pieces, [(text, before + text) for text in texts], from_, to)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if stream:
+        # There is one prompt, so a step has one token, or None after the end.
+        prompts = [inputs[0].prompt]
+        steps = stream_tokens(model, prompts, max_new, pieces.eod, sampling, _sources(inputs))
+        _print_stream(inputs[0], (step[0] for step in steps if step[0] is not None), pieces)
+    elif beam:  # one prompt at a time: its beams are the batch
+        for one in inputs:
+            best = beam_search(model, one.prompt, max_new, pieces.eod, beam, one.source)[0]
+            _print(one, list(best.tokens), pieces, as_json, log_likelihood=best.score)
+    else:
+        # Some at a time: the cache of a long file of prompts would not fit.
+        for at in range(0, len(inputs), AT_ONCE):
+            few = inputs[at : at + AT_ONCE]
+            # The seed of a prompt does not depend on what it is generated with.
+            draws = replace(sampling, seed=sampling.row_seed(at))
+            prompts = [one.prompt for one in few]
+            found = continuations(model, prompts, max_new, pieces.eod, draws, _sources(few))
+            for one, tokens in zip(few, found, strict=True):
+                _print(one, tokens, pieces, as_json)
+
+
+def _inputs(
+    config: "RunConfig",
+    pieces: "Tokenizer",
+    texts: list[tuple[str, str]],
+    from_: str | None,
+    to: str | None,
+) -> list[Input]:
+    """What the model reads for each text: as the user wrote it, and with examples before it."""
+    languages = _languages(config, from_, to)
+    found = []
+    for shown, text in texts:
+        ids: list[int] = pieces.encode(text).tolist()
+        if config.model.stack != "encoder-decoder":
+            # An empty prompt starts like a document: after the end of another one.
+            found.append(Input(shown, ids or [pieces.eod], None))
+            continue
+        # As in training: a source has its end, and the decoder starts after the end of a document.
+        # A language has the special id of its number.
+        tags = [pieces.vocab + language for language in languages]
+        found.append(Input(shown, tags[1:] or [pieces.eod], [*tags[:1], *ids, pieces.eod]))
+    return found
+
+
+def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[int]:
+    """Numbers of the languages of source and target; none if the run does not tag them."""
+    from pipeline.config.objective import Pairs
+
+    objective = config.objective
+    if not isinstance(objective, Pairs) or not objective.tagged:
+        for option, language in (("--from", from_), ("--to", to)):
+            if language is not None:
+                text = f"{option} {language}: the run was trained in one direction only"
+                raise ConfigError(f"{text}; remove it, or train with objective.directions=every")
+        return []
+    known = objective.languages
+    others = [language for language in known if language != to]
+    if from_ is None and len(others) == 1:
+        from_ = others[0]
+    for option, language in (("--to", to), ("--from", from_)):
+        if language not in known:
+            given = "is missing" if language is None else f"{language} is not a language of the run"
+            raise ConfigError(f"{option} {given}; choose from {', '.join(known)}")
+    return [known.index(language) for language in (from_, to) if language is not None]
+
+
+def _sources(inputs: list[Input]) -> list[list[int]] | None:
+    """None for a decoder."""
+    return [one.source for one in inputs if one.source is not None] or None
+
+
+def _refuse_stack(stack: str, prompts: list[str] | None, sources: list[str] | None) -> None:
+    both = stack == "encoder-decoder"
+    if both and prompts:
+        text = f'--prompt {prompts[0]!r}: model.stack="{stack}" reads a source'
+        raise ConfigError(f"{text}; give it as --source")
+    if sources and not both:
+        text = f'--source {sources[0]!r}: model.stack="{stack}" has no encoder to read it'
+        raise ConfigError(f"{text}; give it as --prompt")
+
+
+def _refuse_mixed(
+    prompts: list[str],
+    temperature: float,
+    samples: bool,
+    beam: int | None,
+    *,
+    one_stream: bool,
+    as_json: bool,
+) -> None:
+    """Refuse options of `generate` that do not go together."""
+    if not prompts:
+        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or --file FILE")
+    if one_stream and (len(prompts) > 1 or beam or as_json):
+        raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
+    if beam and samples:
+        raise ConfigError(f"--beam {beam} does not sample; remove --temperature, --top-k, --top-p")
+    if samples and not temperature:
+        raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
+
+
+def _texts(file: Path) -> list[str]:
+    # An empty line is not a prompt; `--prompt ''` is.
+    lines = [line for line in _read(file, "file").splitlines() if line]
+    if file.suffix != ".jsonl":
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            found.append(record["source"] if "source" in record else record["prompt"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            found.append(None)
+        if not isinstance(found[-1], str):
+            raise DataError(
+                f"--file {file}:{number}: not an object with a text as `prompt` or `source`"
+            )
+    return found
+
+
+def _read(file: Path, option: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--{option} {file} cannot be read: {error}") from None
+
+
+def _print(
+    one: Input, tokens: list[int], pieces: "Tokenizer", as_json: bool, **more: float
+) -> None:
+    # The end of the document is a flag in the JSON and never part of the text.
+    ended = tokens[-1:] == [pieces.eod]
+    text = pieces.decode(tokens[:-1] if ended else tokens)
+    name = "prompt" if one.source is None else "source"
+    row = {name: one.text, "text": text, "tokens": tokens, "ended": ended, **more}
+    # A continuation follows its prompt; a translation stands alone.
+    shown = f"{one.text}{text}" if one.source is None else text
+    print(json.dumps(row, ensure_ascii=False) if as_json else shown)
+
+
+def _print_stream(one: Input, tokens: Iterator[int], pieces: "Tokenizer") -> None:
+    """Print what each token adds; an incomplete character waits for its last byte."""
+    print("" if one.source else one.text, end="", flush=True)
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        if token == pieces.eod:
+            break
+        ids.append(token)
+        # All tokens each time: spaces and bytes of a piece depend on its neighbors.
+        text = pieces.decode(ids)
+        if not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
+            print(text.removeprefix(shown), end="", flush=True)
+            shown = text
+    print()
