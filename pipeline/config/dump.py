@@ -1,4 +1,4 @@
-"""A config as TOML text, as dotted keys, as a difference, and with single settings changed."""
+"""Write a config as TOML or as dotted keys, compare two configs, and change single settings."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from pipeline.config.parts import Frozen
 from pipeline.config.schema import RunSpec
 
 Run = TypeVar("Run", bound=RunSpec)
-# Settings by dotted key, or by option: those below, and nproc and size, which are not in a config.
+# Settings by dotted key or by option: those below, and nproc and size, which no config contains.
 Change = dict[str, int | str | bool]
 _OPTIONS = {
     "zero": "parallel",
@@ -21,7 +21,7 @@ _OPTIONS = {
 
 
 def to_toml(config: RunSpec) -> str:
-    """Every setting as TOML, which has no null: None is left out and is the default there."""
+    """Return every setting as TOML. TOML has no null, so None is left out; it is the default."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
@@ -56,7 +56,7 @@ def changed(config: Run, change: Mapping[str, object]) -> Run:
 
 
 def flags(change: Change, *, short: bool = True) -> str:
-    """The change as options of `launch pretrain`, or as --set, which every command has."""
+    """Return the change as options of `launch pretrain`, or as --set, which every command has."""
     words = []
     for key, value in change.items():
         if not short and key in _OPTIONS:

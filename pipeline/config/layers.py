@@ -1,7 +1,7 @@
-"""Layers of TOML become one config.
+"""Merge layers of TOML into one config.
 
-base < size × architecture < recipe < data < cluster < file < --set. The recipe is itself a setting,
-so that every command that takes --set can change it. An architecture may name its objective.
+base < size × architecture < recipe < data < cluster < file < --set: later layers override earlier
+ones. The recipe is a setting, so --set can change it. An architecture may name its objective.
 """
 
 import math
@@ -44,11 +44,11 @@ def load(
     over: Table | None = None,
     pieces: int | None = None,
 ) -> RunSpec:
-    """Layer the shipped files, the user's file and the command line; `over` is applied last.
+    """Merge the shipped files, the user's file and the command line; `over` is applied last.
 
-    The vocabulary is that of a tokenizer of so many `pieces`, if the data is known, and of the
+    If the data is known, its tokenizer has `pieces` ids, and the vocabulary is these plus the
     special ids of the objective."""
-    shape: Table = {"model": model}  # of --init
+    shape: Table = {"model": model}  # the model of --init
     if model is None:
         assert size is not None
         shape = _named_model(size, arch)
@@ -76,14 +76,14 @@ def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
     source_seq: Any = model.get("source_seq")
     valid = all(type(length) is int and length > 1 for length in (seq, source_seq or seq))
     if model.get("stack") != "encoder-decoder" or not valid:
-        return {}  # refused when it is validated
+        return {}  # invalid lengths are reported by the validation
     seq, source_seq = objective.lengths(seq, source_seq)
     return {"model": {"seq": seq, "source_seq": source_seq or seq}}
 
 
 def recipe_layer(own: Iterable[Table] = ()) -> dict[str, Any]:
-    """The recipe that the last of the user's layers names, or the default one: how weights start
-    and how they are trained."""
+    """Return the settings of the recipe that the last of the user's layers names, or of the
+    default recipe."""
     named = [layer["recipe"] for layer in own if "recipe" in layer]
     name = str(named[-1]) if named else RECIPE
     return {"recipe": name, **read_toml(_named("recipe", name))}
@@ -109,7 +109,7 @@ def reload(
         )
     table = merge(read_toml(CONFIGS / "base.toml"), table)
     if cluster:
-        table |= named_table("cluster", cluster)  # another machine: nothing of the old one stays
+        table |= named_table("cluster", cluster)  # replaces every setting of the old cluster
     trained_with = _optimizer(table)
     for layer in [*layers, *_own_layers(file, sets), over or {}]:
         table = merge(table, layer)
@@ -163,8 +163,8 @@ def names(kind: str) -> list[str]:
 
 
 def _named_model(name: str, arch: str | None) -> dict[str, Any]:
-    """A size in an architecture, and what that is usually trained to predict. A published model
-    brings its own architecture unless another is given."""
+    """Return the model of a size and an architecture, and the architecture's usual objective. The
+    size of a published model has its own architecture unless another is given."""
     rows = read_toml(CONFIGS / "sizes.toml")
     if name not in rows:
         known = nearest(_nearest_size(name, rows), rows)
@@ -208,7 +208,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def merge(low: Table, high: Table) -> dict[str, Any]:
-    """`high` over `low`, table by table. A table with another `kind` replaces the old one whole."""
+    """Merge `high` over `low`, recursively. A table with another `kind` replaces the old one."""
     out = dict(low)
     for key, value in high.items():
         old = out.get(key)
@@ -221,7 +221,7 @@ def merge(low: Table, high: Table) -> dict[str, Any]:
 
 
 def parse_set(text: str) -> dict[str, Any]:
-    """`a.b=c` as a nested table. The value is TOML if it parses as TOML, and a string otherwise."""
+    """Parse `a.b=c` into a nested table. A value that is not valid TOML is a string."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text!r} is not of the form key.subkey=value")
@@ -258,7 +258,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    # Pydantic's words for these two do not say what to write instead.
+    # Pydantic's messages for these two errors do not explain what to write instead.
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"
     if first["type"] in ("model_type", "model_attributes_type") and inner:
@@ -270,7 +270,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
 
 
 def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The path of an error as the user writes it, and the fields found there."""
+    """Return the path of an error as the user writes it, and the fields at that place."""
     path: list[str] = []
     models: list[type[BaseModel]] = [kind]
     is_dict = False  # whether the keys here are the user's own
@@ -280,7 +280,7 @@ def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[
             path.append(part)
             is_dict = any(get_origin(f) is dict for f in found)
             models = [model for f in found for model in _models(f)]
-        else:  # an arm of a union, which pydantic names by its kind
+        else:  # a variant of a union, which pydantic names by its kind
             tagged = [m for m in models if "kind" in m.model_fields]
             arms = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)]
             models = arms or models
@@ -294,7 +294,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that suggests the closest known name, or lists all of them if none is close."""
+    """Return a clause that suggests the closest known name, or lists all if none is close."""
     known = list(known)
     # 0.5: a name of four letters with two wrong still counts as close.
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)

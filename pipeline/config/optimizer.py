@@ -1,6 +1,6 @@
 """How weights are updated: the optimizers and the schedules of the learning rate.
 
-Each `...Spec` is the wide form, in which a setting may say "auto", of the class that narrows it.
+Each `...Spec` class allows "auto"; the class that inherits from it does not.
 """
 
 from typing import Annotated, Literal
@@ -30,13 +30,13 @@ class MuonSpec(Frozen):
     kind: Literal["muon"] = "muon"
     momentum: Share = 0.95
     normalize: bool = False  # equal variance of an update's rows: NorMuon (arXiv 2510.05491)
-    decay: Weight | Auto = "auto"  # of the matrices; nothing else decays
+    decay: Weight | Auto = "auto"  # weight decay of the matrices; nothing else decays
     decay_with_rate: bool = False  # multiply the decay by rate / peak rate
     cautious: bool = False  # decay only weights that the update shrinks (arXiv 2510.12402)
     embedding_rate: Rate | Auto = "auto"
     head_rate: Rate | Auto = "auto"
-    vector_rate: Rate | Auto = "auto"  # of norms, biases, routers and everything else
-    # Of AdamW.
+    vector_rate: Rate | Auto = "auto"  # for norms, biases, routers and everything else
+    # These three are for AdamW.
     beta1: Share | Auto = "auto"
     beta2: Share | Auto = "auto"
     eps: Rate = 1e-10
@@ -52,13 +52,13 @@ class Muon(MuonSpec):
 
 
 class WSDSpec(Frozen):
-    """Warm up, stay at the peak, decay over the last share of the steps: as 1 − √x or 1 − x."""
+    """Warm up, stay at the peak, then decay as 1 − √x or 1 − x over the last share of the steps."""
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: Count | Auto = "auto"
     decay_share: Share = 0.2
     decay_shape: Literal["sqrt", "linear"] = "sqrt"
-    final_share: Share = 0.0  # of the peak, at the last step
+    final_share: Share = 0.0  # rate at the last step, relative to the peak
 
 
 class WSD(WSDSpec):
@@ -76,7 +76,7 @@ class Cosine(CosineSpec):
 
 
 class InverseSqrtSpec(Frozen):
-    """Warm up, then decay with 1/√step (arXiv 1706.03762, §5.3): it does not depend on the end."""
+    """Warm up, then decay as 1/√step, whatever the length of the run (arXiv 1706.03762, §5.3)."""
 
     kind: Literal["inverse-sqrt"] = "inverse-sqrt"
     warmup_steps: Count | Auto = "auto"

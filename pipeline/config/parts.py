@@ -1,7 +1,7 @@
 """The parts of a model, each a closed type: a variant's keys exist only with that variant.
 
-A part whose widths follow from the size exists twice: in ratios, as an architecture file has it
-(`Arch...`), and in numbers, as a model has it.
+A part whose widths follow from the size has two classes: one with ratios, for an architecture file
+(`Arch...`), and one with absolute widths, for a model.
 """
 
 from typing import Annotated, Literal, Self
@@ -18,12 +18,12 @@ Weight = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # one line of text
 Dtype = Literal["fp32", "bf16"]
-# What the backward pass computes again instead of keeping: nothing, everything ("full" is an alias
-# of true), or the feed-forward only.
+# Activations that the backward pass computes again instead of keeping: none, all ("full" is an
+# alias of true), or those of the feed-forward only.
 Recompute = Annotated[
     bool | Literal["selective"], BeforeValidator(lambda given: given == "full" or given)
 ]
-# Those that end with "glu" are gated.
+# Activations that end with "glu" are gated.
 Activation = Literal[
     "swiglu", "geglu", "tanh_geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"
 ]
@@ -69,8 +69,8 @@ class NTK(Frozen):
 
 
 class YaRN(Frozen):
-    """arXiv 2309.00071. `attention` multiplies cosines and sines; None is 0.1·ln(factor) + 1, as in
-    the paper. `scores` multiplies the softmax scale, which is where DeepSeek applies it."""
+    """arXiv 2309.00071. `attention` multiplies cosines and sines; None means 0.1·ln(factor) + 1, as
+    in the paper. `scores` multiplies the softmax scale instead, as in DeepSeek."""
 
     kind: Literal["yarn"] = "yarn"
     factor: Rate
@@ -106,7 +106,7 @@ Scaling = Annotated[Linear | NTK | YaRN | Llama3, Field(discriminator="kind")]
 class RoPE(Frozen):
     kind: Literal["rope"] = "rope"
     theta: Annotated[float, Field(gt=1)]
-    window_theta: Annotated[float, Field(gt=1)] | None = None  # of layers with a window
+    window_theta: Annotated[float, Field(gt=1)] | None = None  # theta of layers with a window
     scaling: Scaling | None = None
 
 
@@ -155,11 +155,11 @@ Position = Annotated[
 class Scores(Frozen):
     """Settings of the attention scores that every kind of attention has."""
 
-    # Tokens that a query sees, itself included; in an encoder as many to its right.
+    # Number of tokens that a query attends to, including itself; in an encoder also to its right.
     window: Positive | None = None
     global_every: Positive | None = None  # with a window: every n-th layer sees everything
-    global_first: bool = False  # that is the first of each n layers, not the last
-    scaled: bool = True  # scores are divided by √head_dim; T5 draws smaller queries instead
+    global_first: bool = False  # the first of each n layers is global, not the last
+    scaled: bool = True  # divide scores by √head_dim; T5 initializes smaller queries instead
     score_scale: Rate = 1.0  # multiplies the softmax scale; nanochat has 1.2² = 1.44
     softcap: Rate | None = None
     sinks: bool = False  # a learned score per head that absorbs attention and has no value
@@ -259,7 +259,7 @@ Attention = Annotated[GQA | MLA, Field(discriminator="kind")]
 
 class FeedForward(Frozen):
     activation: Activation
-    init_scale: Rate = 1.0  # of the initial weights that read the stream; nanochat has 0.4
+    init_scale: Rate = 1.0  # factor of the first matrix's initial weights; nanochat has 0.4
 
     @property
     def gated(self) -> bool:
@@ -288,14 +288,14 @@ class MoEKind(FeedForward):
     shared: Count = 0  # experts that every token uses
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # the chosen weights sum to 1
-    scale: Rate = 1.0  # of the routed experts' sum
+    scale: Rate = 1.0  # factor of the routed experts' sum
     groups: Positive = 1
     top_groups: Positive = 1  # groups from which a token may choose experts
-    # Tokens per expert over its even share. Tokens above it are dropped, as in Switch.
+    # Most tokens of an expert, relative to an even share. Others are dropped, as in Switch.
     capacity: Rate | None = None
     aux_loss: Weight = 0.0  # Switch's balance loss over the micro-batch
     seq_aux_loss: Weight = 0.0  # the same within each sequence
-    z_loss: Weight = 0.0  # of the router's logits
+    z_loss: Weight = 0.0  # weight of the z-loss of the router's logits
     bias_step: Weight = 0.0  # balancing without an auxiliary loss (arXiv 2408.15664)
     dense_layers: Count = 0  # the first n layers are dense
     every: Positive = 1  # of the other layers, every n-th is routed
@@ -322,8 +322,8 @@ class ArchMoE(MoEKind):
 
 
 class MoE(MoEKind):
-    hidden: Positive  # of one expert
-    dense_hidden: Positive  # of the dense layers
+    hidden: Positive  # hidden width of one expert
+    dense_hidden: Positive  # hidden width of the dense layers
 
 
 ArchFeed = Annotated[ArchFFN | ArchMoE, Field(discriminator="kind")]

@@ -1,8 +1,8 @@
 """Every setting of a run, as frozen and closed types.
 
 A `RunSpec` is what the user asks for: a field may say "auto". The planner turns it into a
-`RunConfig`, which holds numbers only. Each `...Spec` below is the wide form of the class that
-narrows it. A run directory's config.toml is a `RunConfig`.
+`RunConfig`, which holds numbers only. Each `...Spec` class below allows "auto"; the class that
+inherits from it does not. A run directory's config.toml is a `RunConfig`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from pipeline.config.parts import (
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 
-# Of the schema. Raise it when an old config.toml would be read with another meaning.
+# Version of the schema. Raise it when an old config.toml would be read with another meaning.
 VERSION: Literal[1] = 1
 
 
@@ -43,7 +43,7 @@ class TrainSpec(Frozen):
     micro_batch: Positive | Auto  # sequences per rank and forward pass
     auto_batch: bool = False  # try the largest micro-batch that may fit, and lower it if it fails
     dtype: Dtype | Auto
-    fp8: bool = False  # for the matmuls of the blocks' linear layers
+    fp8: bool = False  # in the matmuls of the blocks' linear layers
     recompute: Recompute | Auto
     compile: bool | Auto
     loss_chunk: Positive | Auto  # tokens whose logits exist at the same time
@@ -54,11 +54,11 @@ class TrainSpec(Frozen):
     keep_every: Positive | None = None  # also keep checkpoints whose step is a multiple of this
     keep_at: tuple[Positive, ...] = ()  # also write and keep these steps: branches start there
     log_every: Positive
-    max_restarts: Count  # after a failure, until the next checkpoint is written
+    max_restarts: Count  # restarts without a new checkpoint between them
     check_every: Positive  # steps between comparisons of the ranks' copies
-    # A step may last three times the p99 plus this before it counts as a hang.
+    # A step counts as a hang if it takes longer than three times the p99 plus this.
     hang_s: Rate
-    first_s: Rate  # the same for the start and for the first step of each phase
+    first_s: Rate  # limit for the start, and for the first step, evaluation and save
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -80,7 +80,7 @@ class Train(TrainSpec):
 
 
 class Offload(Frozen):
-    """What leaves the GPU between its uses, and where it goes."""
+    """Which states are moved out of GPU memory between uses, and where to."""
 
     optimizer: Literal["cpu", "nvme"] | None = None  # master weights and moments; the CPU updates
     params: Literal["cpu", "nvme"] | None = None
@@ -126,7 +126,7 @@ class Data(Frozen):
     packing: Literal["concatenate", "best-fit"] = "concatenate"  # best-fit splits no document
     # Attention and positions restart at each document. Always so with best-fit packing.
     documents: bool = False
-    hash: str | None = None  # of the data manifest; a resumed run refuses other data
+    hash: str | None = None  # hash of the data manifest; a resumed run refuses other data
 
 
 class Eval(Frozen):
@@ -145,11 +145,11 @@ Operand = Annotated[str, Field(pattern=r"^[^-\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 
 
 class Rates(Frozen):
-    """What a GPU reaches in training. Links are in bytes/s per GPU and direction."""
+    """Rates that a GPU reaches in training. Links are in bytes/s per GPU and direction."""
 
-    matmul_share: _Efficiency  # of peak_flops
-    expert_share: _Efficiency  # of peak_flops, in grouped matmuls of routed experts
-    attention_share: _Efficiency  # of peak_flops, without the masked half
+    matmul_share: _Efficiency  # share of peak_flops
+    expert_share: _Efficiency  # share of peak_flops, in grouped matmuls of routed experts
+    attention_share: _Efficiency  # share of peak_flops, not counting the masked half
     hbm_bytes_s: Rate
     intra_bytes_s: Rate  # to GPUs of the same node
     inter_bytes_s: Rate  # to other nodes
@@ -164,7 +164,7 @@ class Container(Frozen):
     python: Operand = "python3"  # inside the container
 
 
-MASK = str(SecretStr("any"))  # how a secret is printed and dumped
+MASK = str(SecretStr("any"))  # what pydantic prints and dumps in place of a secret
 _WORD = TypeAdapter[str](Word)
 
 
@@ -203,7 +203,7 @@ class Slurm(Frozen):
 
     @model_validator(mode="after")
     def _time_to_train(self) -> Self:
-        """SLURM may send the signal a minute early. A job that got it at once would never train."""
+        """SLURM may send the signal a minute early. A job that gets it at once never trains."""
         if self.time is not None:
             seconds = _seconds(self.time)
             text = f"time={self.time} ({seconds} s) is not above grace_s={self.grace_s} by a minute"

@@ -42,7 +42,7 @@ class Size(Frozen):
     kv_heads: Positive | None = None  # None: as many as heads
     head_dim: Positive | None = None  # None: width / heads
     ffn: Positive  # hidden width of a gated FFN; an architecture with its own ratio ignores it
-    expert_ffn: Positive | None = None  # of one routed expert; None: the architecture's share
+    expert_ffn: Positive | None = None  # hidden width of an expert; None: from the architecture
     arch: str | None = None  # the architecture of a published model; None: dense
 
 
@@ -60,7 +60,7 @@ class Model(Design):
     seq: Positive
     width: Positive
     layers: Layers
-    # Of an encoder–decoder, whose decoder has `layers` and `seq`; None: as many as those.
+    # The encoder of an encoder–decoder. None: the same as the decoder's `layers` and `seq`.
     encoder_layers: Layers | None = None
     source_seq: Positive | None = None
     attention: parts.Attention
@@ -131,14 +131,14 @@ class Model(Design):
         return divisors(math.gcd(self.attention.heads, self.seq, self.source_seq or 0, ranks))
 
     def value_layer(self, layer: int) -> bool:
-        """Whether a layer adds a value embedding. The last layer is one of them."""
+        """Whether a layer adds a value embedding: every n-th layer, ending with the last."""
         every = self.value_embeddings
         return every is not None and (self.layers - 1 - layer) % every == 0
 
     @property
     def middle_layer(self) -> int:
-        """The layer after which `backout` reads the stream, as in nanochat. With two layers it is
-        the first: a share of the last stream would vanish in the norm that follows."""
+        """The layer after which `backout` reads the stream, as in nanochat; with two layers the
+        first, because a share of the last stream only scales it, which the next norm undoes."""
         return max(0, min(self.layers // 2, self.layers - 2))
 
     @property
@@ -153,12 +153,12 @@ class Model(Design):
 
     @property
     def input_width(self) -> int:
-        """Of the embedding, before a projection to the stream."""
+        """Width of the embedding, before any projection to the stream."""
         return self.embedding_rank or self.width
 
     @property
     def head_width(self) -> int:
-        """Of the vectors that the output matrix reads."""
+        """Width of the vectors that the output matrix reads."""
         return self.input_width if self.tied else self.width
 
     @property
@@ -174,16 +174,16 @@ class Model(Design):
 
     @property
     def learned_positions(self) -> int:
-        """Rows of a table of learned positions: both sides have those of the longer one."""
+        """Rows of a table of learned positions, in both stacks as many as the longer one needs."""
         return max(self.seq, self.source_length)
 
     def shares(self, side: Literal["encoder", "decoder"]) -> bool:
-        """Whether the blocks of a stack are one; of the only stack, by either name."""
+        """Whether all layers of a stack share one block; a single stack has both names."""
         return self.share_layers is True or self.share_layers == side
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it, unless a prefix is given."""
+        """Whether a token attends only to earlier tokens, apart from a prefix."""
         return self.stack != "encoder"
 
     def windowed(self, layer: int) -> bool:
@@ -197,9 +197,9 @@ class Model(Design):
         return not _every(self.nope_every, layer)
 
     def narrower(self, name: str) -> float:
-        """Under muP, a matrix's input width where the rate was tuned, over its width here. An
-        embedding's input is the vocabulary, and a latent's rank scales with the head; the output
-        head is scaled at its output instead."""
+        """Under muP, the input width at which the rate was tuned, divided by the input width here.
+        It is 1 for embeddings, whose input is the vocabulary, and for the head, whose output is
+        scaled instead. The rank of a latent grows with the head width."""
         fixed = (*TABLES, "head.", "row_head.out.", "embedding_projection.")
         if self.mup is None or name.startswith(fixed) or name.endswith(GATES):
             return 1.0
@@ -212,8 +212,8 @@ class Model(Design):
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of the input embedding's initial weights and rate. It keeps the first outputs of
-        the layers small beside the stream. Under muP it is the same at every width."""
+        """Factor of the input embedding's initial weights and rate, which makes the first outputs
+        of the layers small relative to the stream. Under muP it does not depend on the width."""
         if not self.scaled_embedding:
             return 1.0
         return math.sqrt(self.mup.base_width if self.mup else self.width)
@@ -251,7 +251,7 @@ def _every(n: int | None, layer: int) -> bool:
 
 
 def divisors(n: int) -> list[int]:
-    """In ascending order, in √n steps: a batch may have billions of tokens."""
+    """Return the divisors in ascending order, in √n steps: a batch may have billions of tokens."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
 
@@ -305,7 +305,7 @@ def _ffn(size: Size, arch: parts.ArchFFN | parts.ArchMoE) -> dict[str, Any]:
             return {**arch.model_dump(include=set(parts.FFNKind.model_fields)), "hidden": hidden}
         case parts.ArchMoE():
             expert = hidden
-            if arch.expert_share != 1:  # multiples of 16: what a GPU's grouped matmul needs
+            if arch.expert_share != 1:  # a GPU's grouped matmul needs multiples of 16
                 expert = max(16, round(arch.expert_share * hidden / 16) * 16)
             return {
                 **arch.model_dump(include=set(parts.MoEKind.model_fields)),

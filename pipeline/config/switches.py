@@ -12,13 +12,13 @@ class Multipliers(Frozen):
     # "root_width" multiplies the embedding by √width (arXiv 1706.03762) and divides the logits by
     # it (T5 with a tied head).
     embedding: Rate | Literal["root_width"] = 1.0
-    residual: Rate = 1.0  # of each layer's output
+    residual: Rate = 1.0  # factor of each layer's output
     logits: Rate | Literal["root_width"] = 1.0
 
 
 class MuP(Frozen):
-    """Width transfer (arXiv 2203.03466, table 8 for Adam): a rate tuned at base_width holds at any
-    width."""
+    """Width transfer (arXiv 2203.03466, table 8 for Adam): a learning rate tuned at base_width is
+    right at any width."""
 
     base_width: Positive
     base_head_dim: Positive
@@ -27,21 +27,21 @@ class MuP(Frozen):
 class Design(Frozen):
     """Settings that an architecture gives to every size."""
 
-    # A decoder sees the past only, an encoder every token of the row.
+    # A decoder attends to earlier tokens only, an encoder to every token of the row.
     stack: Literal["decoder", "encoder", "encoder-decoder"] = "decoder"
     norm: parts.Norm
     placement: Literal["pre", "post", "sandwich", "deepnorm"] = "pre"
     first_norm: bool = True  # before the first attention; ModernBERT norms the embedding instead
-    # One block in place of all (ALBERT), of both stacks or of one.
+    # All layers share one block (ALBERT), in both stacks or in one.
     share_layers: bool | Literal["encoder", "decoder"] = False
     parallel_block: bool = False  # attention and feed-forward read the same normed input
     position: parts.Position
     nope_every: Positive | None = None  # every n-th layer has no position
     tied: bool  # the head is the input embedding
-    own_encoder_embedding: bool = False  # an encoder–decoder's two stacks have one each
-    # The table has rows of this width, and a projection widens them (ALBERT). So has a tied head.
+    own_encoder_embedding: bool = False  # an encoder–decoder's stacks have separate embeddings
+    # Width of the embedding's rows, which a projection widens (ALBERT). A tied head uses it too.
     embedding_rank: Positive | None = None
-    segments: Count = 0  # kinds of text in a row, of which each adds an embedding (BERT)
+    segments: Count = 0  # kinds of text in a row; each has an embedding that is added (BERT)
     mtp: Annotated[int, Field(ge=0, le=100)] = (
         0  # extra tokens predicted, one block each: DeepSeek-V3
     )
@@ -49,20 +49,20 @@ class Design(Frozen):
     init_std: Rate
     # The std of a matrix is init_std, or with "fan_in" init_std/√inputs.
     init: Literal["fixed", "fan_in"] = "fixed"
-    # Outputs into the stream: std/√(2·layers) (Megatron-LM), the same std, or zero, so that a block
-    # starts as the identity.
+    # For matrices that write to the stream: std/√(2·layers) (Megatron-LM), the same std, or zero,
+    # so that a block starts as the identity.
     init_out: Literal["scaled", "same", "zero"] = "scaled"
-    # Of an untied embedding and head. None, or tied: as a matrix that reads the stream, unless the
-    # logits are divided by √width.
+    # For an untied embedding and head. None, or tied: the std of a matrix that reads the stream,
+    # unless the logits are divided by √width.
     embedding_std: Rate | None = None
     head_std: Rate | None = None
-    # The input embedding's initial weights and rate × √width (arXiv 2312.16903).
+    # Multiply the input embedding's initial weights and rate by √width (arXiv 2312.16903).
     scaled_embedding: bool = False
     multipliers: Multipliers = Multipliers()
     # true: RMS norm without gain right after the input embedding. "sum": the model's own norm of
     # the sum of embedding, position and segment (BERT).
     embedding_norm: bool | Literal["sum"] = False
-    head: Literal["tokens", "replaced"] = "tokens"  # replaced: was this token replaced (ELECTRA)?
+    head: Literal["tokens", "replaced"] = "tokens"  # replaced: which tokens were (ELECTRA)
     head_transform: bool = False  # a layer, an activation and a norm before the head (BERT)
     head_bias: bool = False
     row_classes: Count = 0  # kinds of rows, predicted from the first token (next sentence: 2)
@@ -82,7 +82,7 @@ class Design(Frozen):
 
     @model_validator(mode="after")
     def _composes(self) -> Self:
-        # Multi-token prediction reads the next token, which an encoder's input holds already.
+        # Multi-token prediction reads the next token, which an encoder's input already contains.
         text = f'mtp={self.mtp} needs stack="decoder", got "{self.stack}"; set mtp=0'
         require(self.mtp == 0 or self.stack == "decoder", text)
         self._check_stack()

@@ -1,11 +1,11 @@
-"""Attention: one function and its eager twin, and the layers.
+"""Attention: one function with a slow reference implementation, and the layers.
 
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
 Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
-documents, padding) or shaped scores (soft-cap, sinks) go to FlexAttention where a GPU trains, and
-to a dense mask elsewhere. The choice is made once, when the mask is made.
+documents, padding) or modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and
+a dense mask otherwise. The choice is made once, when the mask is made.
 """
 
 from collections.abc import Callable
@@ -45,13 +45,14 @@ def attend(
     bias_HQK: Tensor | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention, (B, H, Q, E), by the fastest kernel that fits."""
+    """Softmax attention, (B, H, Q, E), with the fastest kernel that supports the mask."""
     if isinstance(mask, BlockMask):
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
     if scoring.softcap is not None or sinks_H is not None:
         # SDPA has neither. This is for CPUs and decoding; training on a GPU uses FlexAttention.
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
-    # One query at the end of the cache sees every key: no mask, and not "causal" to SDPA.
+    # A single query at the end of the cache attends to every key, so it needs no mask. SDPA's
+    # `is_causal` would let it attend to the first key only.
     causal = False
     added = None
     if bias_HQK is None and not isinstance(mask, Tensor):
@@ -99,7 +100,7 @@ def weigh(
         scores_BHQK = scoring.softcap * torch.tanh(scores_BHQK / scoring.softcap)
     scores_BHQK = scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK).float()
     if sinks_H is not None:
-        # a sink is one more key whose value is zero
+        # A sink is one more key, whose value is zero.
         sink = sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
         return torch.cat((scores_BHQK, sink), -1).softmax(-1)[..., :-1]
     return scores_BHQK.softmax(-1)
@@ -108,7 +109,7 @@ def weigh(
 def _additive_mask(
     q: Tensor, k: Tensor, mask: Tensor | Literal["all"] | None, bias_HQK: Tensor | None
 ) -> Tensor:
-    """Mask and bias as one term of the scores."""
+    """Return mask and bias as one term to add to the scores."""
     if isinstance(mask, str):
         return q.new_zeros(()) if bias_HQK is None else bias_HQK[None].type_as(q)
     if mask is None:
@@ -147,31 +148,31 @@ def _flex(
         return flex_attention(*inputs, kernel_options=options)
     out, aux = flex_attention(*inputs, kernel_options=options, return_aux=AuxRequest(lse=True))
     assert aux.lse is not None
-    # a sink adds e^sink to the denominator of the softmax
+    # A sink adds e^sink to the denominator of the softmax.
     return out * torch.sigmoid(aux.lse - sinks_H.float()[:, None]).unsqueeze(-1).type_as(out)
 
 
 class Sequence:
     """Which tokens of a row this process works on: here, all of them.
 
-    parallel/sequence.py replaces it by a part. The decoder gets whole rows and cuts them here, so
-    that positions, masks, targets and counts are those of the whole row."""
+    parallel/sequence.py has a version for a part. The decoder gets whole rows and cuts them here,
+    so that positions, masks, targets and counts are those of the whole row."""
 
     rank = 0
     parts = 1
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
-        """This process's part along a dimension of tokens or heads."""
+        """Return this process's part along a dimension of tokens or heads."""
         return x.chunk(self.parts, dim)[self.rank]
 
     def cut_after(self, tokens_BS: Tensor) -> Tensor:
-        """This process's part of a row, and the token before it. The row begins with an extra
-        token."""
+        """Return this process's part of a row and the token before it. The row begins with one
+        extra token."""
         size = (tokens_BS.shape[1] - 1) // self.parts
         return tokens_BS[:, self.rank * size : (self.rank + 1) * size + 1]
 
     def counts(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """A count over the tokens before this process's, and over all tokens of the row."""
+        """Return the count over the tokens before this process's part, and over the whole row."""
         return count.new_zeros(()), count
 
     def attend(
@@ -193,17 +194,17 @@ class Sequence:
     def to_heads(
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of this process's share of the heads."""
+        """Return all tokens for this process's share of the heads."""
         return q_BHQD, k_BGKD, v_BGKE
 
     def to_tokens(self, y_BHQE: Tensor) -> Tensor:
-        """All heads of this process's tokens."""
+        """Return all heads for this process's tokens."""
         return y_BHQE
 
 
 class Watched(Sequence):
-    """Attention by its definition, which reports its weights: in place of `Sequence` it shows what
-    a layer attends to. For measurements only."""
+    """Computes attention by its definition and reports the attention weights. It replaces
+    `Sequence` for measurements only."""
 
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         self._report = report
@@ -218,7 +219,7 @@ class Watched(Sequence):
         bias_HQK: Tensor | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        if isinstance(mask, BlockMask):  # the function behind it also makes the dense mask
+        if isinstance(mask, BlockMask):  # its function also makes the dense mask
             rows, heads, queries, keys = mask.shape
             device = str(q_BHQD.device)
             mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device)
@@ -259,7 +260,7 @@ class GroupedAttention(nn.Module):
             v_BSGD = v_BSGD + gate_BSG.unsqueeze(-1) * context.values_BSGD
         if cache is not None:
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
-        # Heads before tokens: views, which every attention kernel accepts.
+        # Heads before tokens. These are views, which every attention kernel accepts.
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
         y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
@@ -268,13 +269,13 @@ class GroupedAttention(nn.Module):
     def _norm_and_rotate(
         self, qkv_BSAD: Tensor, table: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normed and rotated, values unchanged."""
+        """Return normalized and rotated queries and keys, and unchanged values."""
         c = self.cfg
         q_norm, k_norm = self.q_norm, self.k_norm
         # Triton's blocks have sizes that are powers of two.
         power_of_two = c.head_dim & (c.head_dim - 1) == 0
         if qkv_BSAD.is_cuda and power_of_two and not isinstance(q_norm, LayerNorm):
-            # Triton exists only where torch was built for a GPU
+            # Triton exists only where torch was built for a GPU.
             from pipeline.model.rotary_kernel import norm_and_rotate
 
             gains = None
@@ -287,8 +288,8 @@ class GroupedAttention(nn.Module):
 
 class LatentAttention(nn.Module):
     """MLA (arXiv 2405.04434): keys and values come from a latent of rank R, and all heads share one
-    rotated part of the key. Decoding caches the latent and that part, and folds the projections
-    that would make keys and values into the queries and the output."""
+    rotated part of the key. Decoding caches only these two. It applies the projections to keys and
+    values to the queries and the output instead."""
 
     def __init__(self, model: Model, cfg: MLA, *, windowed: bool, placed: bool) -> None:
         super().__init__()
@@ -304,7 +305,7 @@ class LatentAttention(nn.Module):
         self.q_up = nn.Linear(rank or width, cfg.heads * cfg.score_dim, bias=False)
         self.kv_down = nn.Linear(width, cfg.kv_rank + cfg.rope_dim, bias=False)
         self.kv_norm = make_norm(cfg.kv_rank, model.norm)
-        # per head: key, then value
+        # For each head: the key, then the value.
         self.kv_up = nn.Linear(cfg.kv_rank, cfg.heads * (cfg.nope_dim + cfg.v_dim), bias=False)
         self.out = nn.Linear(cfg.heads * cfg.v_dim, width, bias=False)
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
@@ -332,7 +333,7 @@ class LatentAttention(nn.Module):
             latent_BKR, k_rope = cache.append(latent_BSR, k_rope.squeeze(2))
             up_HER = self.kv_up.weight.view(c.heads, c.nope_dim + c.v_dim, c.kv_rank)
             key_HDR, value_HER = torch.split(up_HER, [c.nope_dim, c.v_dim], dim=1)
-            # Queries move into the latent space instead of keys and values out of it.
+            # Project the queries into the latent space instead of the keys and values out of it.
             q_BHSR = torch.einsum("bshd,hdr->bhsr", q_nope, key_HDR)
             q = torch.cat((q_BHSR, q_rope.transpose(1, 2)), dim=-1)
             k = torch.cat((latent_BKR, k_rope), dim=-1).unsqueeze(1)  # one key for all heads

@@ -17,12 +17,12 @@ from pipeline.model.norm import Residual, make_norm, make_stream_norm
 from pipeline.model.stream import Scales
 
 T = TypeVar("T")
-# The residual stream, what is pending beside it (see norm.py), and the block's routing.
+# The residual stream, the term still to be added to it (see norm.py), and the block's routing.
 Stream = tuple[Tensor, Tensor | None, Routing | None]
 
 
 def recomputed(part: Callable[..., T], *inputs: object, on: bool) -> T:
-    """Call part of the model; if `on`, keep only its inputs and run it again in the backward."""
+    """Call a part of the model; if `on`, keep only its inputs and repeat it in the backward."""
     if not on:
         return part(*inputs)
     # The reentrant form would need an input that has a gradient.
@@ -64,7 +64,7 @@ class Block(nn.Module):
         context: Context,
         cache: LayerCache | None = None,
     ) -> Stream:
-        # The attention is never recomputed here: its kernels keep little and cost much to repeat.
+        # Attention is never recomputed here: its kernels keep little and are expensive to repeat.
         on = self.recompute and self.training
         if self.scales is not None and context.first_BSW is not None:
             x_BSW = self.scales(x_BSW, pending, context.first_BSW)
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Ahead(nn.Module):
-    """Predicts one token further, from hidden state and next token (arXiv 2412.19437, §2.2)."""
+    """Predicts one more token from hidden state and next token (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()

@@ -34,12 +34,12 @@ def build_model(
     recompute: Recompute = False,
     experts: range | None = None,
 ) -> Decoder:
-    """The model with uninitialized weights; under torch.device("meta") it needs no memory.
+    """Build the model with uninitialized weights; under torch.device("meta") it needs no memory.
 
-    `experts` are those of every routed layer that this process holds: all of them by default."""
+    `experts` are the experts of each routed layer that this process holds, by default all."""
 
     def block(layer: int, ahead: bool, source: bool = False) -> Block:
-        # The blocks of multi-token prediction are like the last, but see only their own input.
+        # Blocks for multi-token prediction are like the last block, but read only their own input.
         attention = _attention(cfg, layer, valued=cfg.value_layer(layer) and not ahead)
         scales = Scales() if cfg.residual_scales and not ahead else None
         crosses = cfg.stack == "encoder-decoder" and not source
@@ -82,7 +82,7 @@ class _SkipInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            # These functions return the tensor that they fill. Here it stays as it is.
+            # These functions fill a tensor and return it. Here it is returned unchanged.
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
 
@@ -147,14 +147,14 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
     if cfg.placement == "deepnorm":
         for name, parameter in model.named_parameters():
             if name.endswith(("attention.qkv.weight", "attention.kv_up.weight")):
-                # DeepNorm shrinks values, as it does outputs and FFN, but not queries and keys
+                # DeepNorm scales values like outputs and FFN, but not queries and keys.
                 _value_rows(parameter, cfg.attention).mul_(deepnorm_beta(cfg.layers))
 
 
 def _std(name: str, parameter: Tensor, cfg: Model) -> float:
-    """Outputs into the residual stream are divided by √(2·layers) (Megatron-LM), scaled by
-    DeepNorm's factor, or zero. Under muP std ∝ 1/√fan-in; of a router, which has few outputs,
-    ∝ 1/fan-in."""
+    """Return the std of a matrix. For outputs into the residual stream it is divided by √(2·layers)
+    (Megatron-LM), multiplied by DeepNorm's factor, or zero. Under muP it is proportional to
+    1/√fan-in, and to 1/fan-in for a router, which has few outputs."""
     leaf = name.removesuffix(".weight")
     if name.endswith(GATES) or (leaf.endswith(".out") and cfg.init_out == "zero"):
         return 0.0
@@ -164,7 +164,7 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
         inputs = parameter.shape[-2 if hasattr(parameter, "expert") else -1]
         std /= math.sqrt(cfg.width if name.startswith(TABLES) else inputs)
     if leaf in ("embedding", "encoder.embedding"):
-        # A tied head reads rows of the stream's scale, unless its logits are scaled down.
+        # A tied embedding has the std of the head, unless the logits are scaled down.
         tied = cfg.tied and cfg.multipliers.logits != "root_width"
         own = None if tied else cfg.embedding_std
         return own or std * cfg.embedding_scale
@@ -183,7 +183,7 @@ def _std(name: str, parameter: Tensor, cfg: Model) -> float:
 
 
 def _query_rows(weight: Tensor, cfg: GQA | MLA) -> Tensor:
-    """Of a projection that begins with queries; those of MLA and cross-attention have no others."""
+    """Return the rows of a projection that make queries: the first rows, or all of them."""
     return weight[: cfg.heads * cfg.score_dim]
 
 

@@ -1,4 +1,4 @@
-"""What a layer gets beside its input: masks, the shared context, and the cache of past tokens.
+"""The inputs of a layer besides the stream: masks, the shared context, the cache of past tokens.
 
 B batch · S sequence · W width · H query heads · G key/value heads · D head width
 Q queries · K keys
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from pipeline.model.position import Rotary
 
-# True where a query sees a key, (B or 1, 1, Q, K); None is plain causal, "all" hides nothing.
+# True where a query attends to a key, (B or 1, 1, Q, K); None is plain causal, "all" has no mask.
 Mask = Tensor | BlockMask | Literal["all"] | None
 
 
@@ -28,14 +28,14 @@ def make_mask(
     prefix_B: Tensor | None = None,
     flex: bool = False,
 ) -> Mask:
-    """Which query sees which key; the last query is the last key. A query always sees itself.
+    """Return which query attends to which key. The last query is at the position of the last key.
 
-    Every query sees the keys of the prefix, also those after it."""
+    A query always attends to itself, and to every key of the prefix, even later ones."""
     # A window as long as the sequence hides nothing, and plain causal attention is faster.
     if window is not None and window >= keys:
         window = None
     per_row = [row for row in (documents_BK, padding_B, prefix_B) if row is not None]
-    # SDPA itself has a causal mask, and a single query at the end sees every key.
+    # SDPA has its own causal mask, and a single query at the end attends to every key.
     if not flex and window is None and not per_row and queries in (keys, 1):
         return None if causal else "all"
     past = keys - queries  # tokens in the cache
@@ -52,7 +52,7 @@ def make_mask(
         if documents_BK is not None:
             seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
         if padding_B is not None:
-            # Padding sees itself: a softmax over no key at all would be NaN.
+            # Padding attends to itself, because a softmax over no keys would be NaN.
             seen = seen & ((k >= padding_B[b]) | (k == q + past))
         return seen
 
@@ -69,7 +69,7 @@ def make_mask(
 def make_cross_mask(
     queries: int, documents_BQ: Tensor | None, documents_BK: Tensor | None, *, flex: bool = False
 ) -> Mask:
-    """Which decoder token sees which encoder token: one of the same document.
+    """Return which decoder token attends to which encoder token: those of the same document.
 
     Without documents, the decoder's whole row belongs to the source's first document."""
     if documents_BK is None:
@@ -85,22 +85,22 @@ def make_cross_mask(
         device = str(documents_BK.device)
         return create_block_mask(sees, rows, None, queries, keys, device=device)
     mask = documents_BQ[:, None, :, None] == documents_BK[:, None, None, :]
-    # A softmax over no key at all would be NaN: padding of the decoder sees everything instead.
+    # Padding of the decoder attends to everything, because a softmax over no keys would be NaN.
     return mask | ~mask.any(-1, keepdim=True)
 
 
 class Context(NamedTuple):
-    """What all layers share in one forward pass, and the value embeddings of one."""
+    """Inputs that all layers share in one forward pass, and the value embeddings of one layer."""
 
     rotary: Rotary | None = None
     bias_HQK: Tensor | None = None
-    near: Mask = None  # of windowed layers
-    far: Mask = None
-    near_rotary: Rotary | None = None  # of windowed layers
+    near: Mask = None  # for windowed layers
+    far: Mask = None  # for all other layers
+    near_rotary: Rotary | None = None  # for windowed layers
     first_BSW: Tensor | None = None  # input of the first layer, if later layers add it again
     values_BSGD: Tensor | None = None  # value embeddings of the layer
     source_BEW: Tensor | None = None  # output of the encoder
-    cross: Mask = "all"  # of cross-attention
+    cross: Mask = "all"  # for cross-attention
 
     def at(self, windowed: bool, placed: bool) -> tuple[Mask, Tensor | None, Rotary | None]:
         """Mask, bias and rotary table of a layer."""
@@ -110,7 +110,7 @@ class Context(NamedTuple):
 
 
 class LayerCache:
-    """What one layer keeps of past tokens, (B, S, …): keys and values, or MLA's latent."""
+    """Tensors of past tokens that one layer keeps, (B, S, …): keys and values, or MLA's latent."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -133,7 +133,7 @@ class Cache:
     def __init__(self, layers: int, capacity: int, padding_B: Tensor | None = None) -> None:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.padding_B = padding_B  # tokens to ignore on the left of each row
-        self.source_documents_BE: Tensor | None = None  # what the decoder sees of the source
+        self.source_documents_BE: Tensor | None = None  # for the mask of cross-attention
         self.last_B1: Tensor | None = None  # the last token, which `smear` mixes into the next
 
     @property
@@ -142,12 +142,12 @@ class Cache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one sequence, over all layers."""
+        """Bytes per token of one sequence, over all layers."""
         kept = [tensor for layer in self.layers for tensor in layer.kept]
         return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in kept)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let sequence i continue sequence rows[i], for beam search."""
+        """Let sequence i continue from sequence rows[i], for beam search."""
         for layer in self.layers:
             layer.kept = [torch.index_select(tensor, 0, rows) for tensor in layer.kept]
             layer.source = tuple(torch.index_select(each, 0, rows) for each in layer.source)

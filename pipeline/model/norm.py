@@ -1,4 +1,4 @@
-"""Norms, and where they are placed around a layer. Reductions run in fp32 whatever the input dtype.
+"""Norms, and where they are placed around a layer. Reductions always run in fp32.
 
 The output of a layer is not added to the residual stream at once. It travels beside the stream as
 `pending`, and the next norm that reads the stream adds it, in one pass on a GPU.
@@ -35,7 +35,7 @@ class LayerNorm(nn.Module):
 
 
 class StreamNorm(nn.Module):
-    """RMSNorm of the residual stream plus what is pending; returns the sum and its norm."""
+    """RMSNorm of the residual stream plus the pending term; returns the sum and its norm."""
 
     def __init__(self, width: int, cfg: Norm) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class StreamNorm(nn.Module):
 
     def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.is_cuda:
-            # Triton exists only where torch was built for a GPU
+            # Triton exists only where torch was built for a GPU.
             from pipeline.model.kernels import add_norm
 
             return add_norm(x, pending, self.gain, self.eps)
@@ -69,7 +69,7 @@ def make_stream_norm(width: int, cfg: Norm) -> nn.Module:
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The stream with what was pending added to it, and its norm."""
+    """Return the stream with the pending term added, and its norm."""
     # Called as a module, so that ZeRO-3's hooks gather its gain.
     if isinstance(norm, StreamNorm):
         total, normed = norm(x, pending)
@@ -98,7 +98,7 @@ class Residual(nn.Module):
     """How one layer reads the residual stream and adds to it, for every norm placement."""
 
     def __init__(self, cfg: Model, *, normed: bool = False) -> None:
-        """`normed`: the stream is normed already, so its first reader does not norm it again."""
+        """`normed`: the stream is already normalized, so this layer does not normalize it again."""
         super().__init__()
         place = PLACEMENTS[cfg.placement]
         before = place.before and not normed
@@ -109,13 +109,13 @@ class Residual(nn.Module):
         self.stream_scale = deepnorm_alpha(cfg.layers) if cfg.placement == "deepnorm" else 1.0
 
     def read(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The stream, and the input of the layer."""
+        """Return the stream and the input of the layer."""
         return add_and_norm(self.before, x, pending)
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is pending, after the layer returned y."""
+        """Return the stream and the pending term after the layer returned y."""
         y = self.inside(y)
-        # A product with 1 would still be a pass over the stream.
+        # A multiplication by 1 would still read and write the whole stream.
         y = y if self.output_scale == 1 else self.output_scale * y
         # A norm after the sum needs the sum now; otherwise the next reader adds it.
         if isinstance(self.after, nn.Identity):

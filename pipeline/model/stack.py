@@ -1,7 +1,7 @@
-"""The model: a decoder, an encoder or both, from tokens to logits or losses.
+"""The model: a decoder, an encoder or both. It maps tokens to logits or losses.
 
 B batch · S sequence · E encoder sequence · W width · V vocabulary · T = B·S tokens
-R width of the embedding, which is W without an embedding rank
+R width of the embedding: W, unless model.embedding_rank is set
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from pipeline.model.stream import Backout, Smear, settle
 
 
 class Decoder(Side):
-    """The whole model. It is called a decoder after the most common stack; `cfg.stack` says which
-    one it is, and `encoder` is the other side of an encoder–decoder."""
+    """The whole model, named after the most common stack. It is an encoder if `cfg.stack` is
+    "encoder"; `encoder` is the second stack of an encoder–decoder."""
 
     def __init__(
         self,
         cfg: Model,
-        block: Callable[[int, bool], Block],  # of a layer; whether for multi-token prediction
+        block: Callable[[int, bool], Block],  # from layer, and whether for multi-token prediction
         encoder: Encoder | None = None,
         *,
         z_loss: float = 0.0,
@@ -44,8 +44,8 @@ class Decoder(Side):
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
         self.smear = Smear(cfg) if cfg.smear else None
-        # Looked up here and not in the blocks: the compiler's backward of a lookup adds rows in no
-        # fixed order.
+        # Looked up here and not in the blocks: the compiled backward pass of a lookup adds rows in
+        # no fixed order.
         self.value_embeddings = nn.ModuleDict(_value_embeddings(cfg))
         self.encoder = encoder
         layers = 1 if cfg.shares("decoder") else cfg.layers
@@ -56,7 +56,7 @@ class Decoder(Side):
         self.ahead = nn.ModuleList(Ahead(cfg, block(last, True)) for _ in range(cfg.mtp))
         projected = cfg.head_transform or cfg.head_width != cfg.width
         self.transform = Transform(cfg) if projected else None
-        # Always a separate parameter first; `tie` replaces it, also after others replaced them.
+        # Always a separate parameter at first, which `tie` replaces.
         rows = 1 if cfg.head == "replaced" else cfg.vocab
         self.head = Head(cfg, nn.Parameter(torch.empty(rows, cfg.head_width)))
         self.row_head = RowHead(cfg) if cfg.row_classes else None
@@ -80,12 +80,12 @@ class Decoder(Side):
         prefix_B: Tensor | None = None,
         labels_B: Tensor | None = None,
     ) -> Tensor | Losses:
-        """Logits or, with targets, the losses; the logits then never exist as a whole.
+        """Return logits or, with targets, losses; all logits together then never exist in memory.
 
-        With documents, a token attends within its own and positions restart in each. With a cache,
-        the tokens follow those in it, and only the logits of the last token are returned. A prefix
-        is the number of a row's first tokens that every token sees. The source is the input of an
-        encoder–decoder's encoder; with a cache, it is given once."""
+        With documents, a token attends within its own document, and positions restart in each.
+        With a cache, the tokens continue the cached ones, and only the logits of the last token are
+        returned. A prefix is the number of first tokens of a row to which every token attends. The
+        source is the input of an encoder–decoder's encoder; with a cache, it is given once."""
         # Positions, masks and biases are computed once and shared by all layers.
         places, context = self.context(tokens_BS, Seen(documents_BS, prefix_B), cache)
         routings: list[Routing | None] = []
@@ -95,7 +95,7 @@ class Decoder(Side):
             )
         x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, segments_BS)
         x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
-        # Only the next token is asked for: a prompt's other logits would fill the memory.
+        # Only the next token is needed, and the logits of a whole prompt would fill the memory.
         if cache is not None:
             x_BSW = x_BSW[:, -1:]
             pending = None if pending is None else pending[:, -1:]
@@ -126,7 +126,7 @@ class Decoder(Side):
         source_documents_BE: Tensor | None,
         cache: Cache | None,
     ) -> Context:
-        """The context with the encoder's output; the encoder's routings are appended."""
+        """Return the context with the encoder's output; append the encoder's routings."""
         assert self.encoder is not None
         source_BEW = None
         if source_BE is not None:
@@ -136,7 +136,7 @@ class Decoder(Side):
             routings += routed
             if cache is not None:
                 cache.source_documents_BE = source_documents_BE
-        elif cache is not None:  # every layer has its keys and values of the source
+        elif cache is not None:  # each layer has cached its keys and values of the source
             source_documents_BE = cache.source_documents_BE
         a = self.cfg.attention
         # FlexAttention for the same reasons as in `Side.context`.
@@ -157,7 +157,7 @@ class Decoder(Side):
         routings: list[Routing | None],
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream after the last layer, and what is pending; routings are appended."""
+        """Return the stream after the last layer and its pending term; append the routings."""
         if self.cfg.residual_scales:
             context = context._replace(first_BSW=x_BSW)
         middle_BSW: Tensor | None = None
@@ -191,10 +191,10 @@ class Decoder(Side):
         context: Context,
         routings: list[Routing | None],
     ) -> Tensor:
-        """The loss with that of further tokens added; their routings are appended."""
+        """Add the losses of further tokens to the total; append their routings."""
         for ahead in self.ahead:
-            # The next token is known and the one after it is predicted: targets move by one. The
-            # last position of a row or a document has none.
+            # The next token is known and the one after it is predicted, so targets move by one.
+            # The last position of a row or a document has no target.
             next_BS = self.sequence.cut(targets_BS.clamp(min=0), 1)
             embedded_BSW = self.embed(self._look_up(next_BS), places)
             x_BSW, pending, routing = recomputed(
@@ -211,20 +211,20 @@ class Decoder(Side):
         return total
 
     def routers(self) -> list[Router]:
-        """In the order of `Losses.routing`."""
+        """Return the routers in the order of `Losses.routing`."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def _smeared(self, tokens_BS: Tensor, places: Tensor, cache: Cache | None) -> Tensor:
-        """The tokens' embeddings. The previous token is looked up with the row's own, before
-        the row is cut, because it may belong to another process or be in the cache."""
+        """Embed the tokens. The token before this process's part is looked up too, because it may
+        belong to another process or be in the cache."""
         if self.smear is None:
             return self._look_up(self.sequence.cut(tokens_BS, 1))
-        before_B1 = tokens_BS[:, :1]  # any token: a row's first follows none
+        before_B1 = tokens_BS[:, :1]  # any token: it is ignored before the first of a row
         if cache is not None:
             before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
             cache.last_B1 = tokens_BS[:, -1:]
         row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))
-        # Positions restart with each document, so 0 is a token that follows none.
+        # Positions restart with each document, so the token at position 0 follows no other.
         smeared_BSR: Tensor = self.smear(self._look_up(row_BS), places > 0)
         return smeared_BSR
 
@@ -244,7 +244,7 @@ class Decoder(Side):
 
 
 def _value_embeddings(cfg: Model) -> dict[str, nn.Module]:
-    """By layer. Values have the width of the key/value heads."""
+    """Return the tables by layer. Values have the width of the key/value heads."""
     a = cfg.attention
     if not isinstance(a, GQA):
         return {}

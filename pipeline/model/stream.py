@@ -1,9 +1,9 @@
-"""Learned mixing of the residual stream: with the previous token, the first input, the middle.
+"""Learned additions to the stream: the previous token, the first input, the middle layer.
 
 B batch · S sequence · W width
 
-Each of these modules has a few scalars and is a switch of the model config. The formulas and the
-starts are those of nanochat, and of modded-nanogpt before it.
+Each of these modules has a few scalars and is a switch of the model config. The formulas and
+initial values are those of nanochat, and of modded-nanogpt before it.
 """
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from pipeline.config.shape import Model
 
-BACKOUT = 0.2  # share of the middle stream that is subtracted at the start
+BACKOUT = 0.2  # initial share of the middle stream that is subtracted
 
 
 class Smear(nn.Module):
-    """A token's embedding adds a gated part of the previous token's: cheap bigrams."""
+    """Adds a gated part of the previous token's embedding to each embedding: cheap bigrams."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Smear(nn.Module):
         self.scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, x_BSW: Tensor, follows: Tensor) -> Tensor:
-        """The input has one token more, on the left; `follows`, (S) or (B, S), is false where a
+        """The input has one extra token on the left. `follows`, (S) or (B, S), is false where a
         document starts."""
         here_BSW = x_BSW[:, 1:]
         gate_BS1 = torch.sigmoid(self.gate(here_BSW[..., : self.gate.in_features]))
@@ -44,8 +44,8 @@ class Scales(nn.Module):
 
 
 class Backout(nn.Module):
-    """Subtract a share of the middle layer's stream from the last one: what helped the layers on
-    the way, but not the prediction."""
+    """Subtracts a share of the middle layer's stream at the end: features that later layers used
+    but that do not help the prediction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Backout(nn.Module):
 
 
 def settle(x_BSW: Tensor, pending: Tensor | None) -> Tensor:
-    """The stream with what was pending beside it (norm.py) added."""
+    """Return the stream with the pending term added (see norm.py)."""
     return x_BSW if pending is None else x_BSW + pending
 
 
 def initial_scale(name: str, cfg: Model) -> float | None:
-    """What a scalar of this file starts from; None for any other parameter."""
+    """Return the initial value of a scalar of this file; None for any other parameter."""
     if name == "smear.scale":
         return 0.0
     if name == "backout.scale":
