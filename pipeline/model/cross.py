@@ -15,7 +15,7 @@ from pipeline.model.norm import make_norm
 
 
 class CrossAttention(nn.Module):
-    """Positions, windows and biases do not apply: the two sequences have no common places."""
+    """No positions, windows or biases: positions of the two sequences do not correspond."""
 
     def __init__(self, model: Model, cfg: GQA) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         q_BSHD = self.q_norm(self.q(x_BSW).unflatten(-1, (-1, self.cfg.head_dim)))
-        # Keys and values are those of the whole source, so decoding makes them once.
+        # Keys and values depend on the source only, so decoding computes them once.
         kept = () if cache is None else cache.source
         if not kept:
             kept = self._keys_and_values(context)

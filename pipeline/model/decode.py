@@ -45,7 +45,7 @@ def stream(
     """Yield the next token of every prompt, at most `most` times; None for one that has ended.
 
     Prompts are padded on the left. The result of one does not depend on the others. An
-    encoder–decoder reads one source for each; its prompt is what the decoder starts with."""
+    encoder–decoder reads one source per prompt; the prompt is the start of the decoder's text."""
     device = model.embedding.weight.device
     longest = _longest(model, prompts, most)
     fields = _source_fields(model, sources)
@@ -77,7 +77,7 @@ def generate(
     sampling: Sampling | None = None,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """The continuation of each prompt, including its end token."""
+    """Return the continuation of each prompt, including its end token."""
     out: list[list[int]] = [[] for _ in prompts]
     for step in stream(model, prompts, most, end, sampling or Sampling(), sources):
         for row, token in zip(out, step, strict=True):
@@ -87,7 +87,7 @@ def generate(
 
 
 def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row: the likeliest, or a draw from what top-k and then top-p leave."""
+    """Return one token per row: the likeliest, or one sampled after top-k and then top-p."""
     # On the CPU, whose generators give the same draws on every machine.
     logits_BV = logits_BV.float().cpu()
     if sampling.temperature == 0:
@@ -96,7 +96,7 @@ def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     if sampling.top_k is not None:
         logits = logits[:, : sampling.top_k]
     chance = logits.softmax(-1)
-    # the smallest set of likeliest tokens whose chances reach top_p; it always holds the first
+    # Keep the smallest set of likeliest tokens whose probabilities sum to top_p, at least one.
     chance = torch.where(chance.cumsum(-1) - chance < sampling.top_p, chance, 0.0)
     # With top_p=0 no token would be left.
     chance[:, 0] = chance[:, 0].clamp(min=1e-30)
@@ -116,7 +116,7 @@ def beam_search(
     width: int,
     source: Sequence[int] | None = None,
 ) -> list[Beam]:
-    """The likeliest continuations found while keeping `width` of them, best first."""
+    """Return the likeliest continuations, best first; `width` of them are kept at each step."""
     device = model.embedding.weight.device
     cache = Cache(model.cfg.layers, _longest(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
@@ -127,7 +127,7 @@ def beam_search(
         likely_BV = _last_logits(model, tokens_BS, cache, **fields).float().log_softmax(-1)
         fields = {}  # the cache has the source's keys and values
         total_BV = likely_BV + torch.tensor([beam.score for beam in live], device=device)[:, None]
-        # Twice the width: up to `width` of them may end here.
+        # Twice the width, because up to `width` of them may end here.
         best = total_BV.flatten().topk(min(2 * width, total_BV.numel()))
         old = live
         live = []
@@ -141,7 +141,7 @@ def beam_search(
                 live.append(beam)
                 rows.append(row)
         done = sorted(done, reverse=True)[:width]
-        # the likelihood of a beam only falls, so no live one can pass those that are done
+        # A beam only becomes less likely, so no live beam can overtake those that are done.
         if not live or (len(done) == width and done[-1].score >= live[0].score):
             break
         cache.reorder(torch.tensor(rows, device=device))
@@ -154,7 +154,7 @@ def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache, **fields: Tens
 
 
 def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> dict[str, Tensor]:
-    """The encoder's input, padded on the right; padding is a separate document."""
+    """Return the encoder's input, padded on the right; padding is a separate document."""
     both = model.cfg.stack == "encoder-decoder"
     if both != (sources is not None):
         given = "needs a source for its encoder" if both else "has no encoder to read a source"
@@ -177,10 +177,10 @@ def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> d
 
 
 def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:
-    """The length of the longest prompt; an error if learned positions do not reach far enough."""
+    """Return the length of the longest prompt; raise if there are too few learned positions."""
     if not model.cfg.causal:
         raise ConfigError(
-            'model.stack="encoder" sees both sides of a token and cannot continue a text; '
+            'model.stack="encoder" attends in both directions and cannot continue a text; '
             "use the checkpoint of a decoder"
         )
     longest = max(map(len, prompts))

@@ -9,9 +9,9 @@ from pipeline.config.parts import Activation
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """The activation. Gated kinds expect gate and up side by side and return half the width."""
+    """Apply the activation. Gated kinds expect gate and up side by side and halve the width."""
     if kind == "swiglu" and x.is_cuda:
-        # Triton exists only where torch was built for a GPU
+        # Triton exists only where torch was built for a GPU.
         from pipeline.model.kernels import swiglu
 
         return swiglu(x)

@@ -1,11 +1,12 @@
-"""Linear layers that multiply in fp8: operands scaled to their largest value, results in bf16.
+"""Linear layers that multiply in fp8: operands scaled by their largest value, results in bf16.
 
 T tokens · I inputs · O outputs
 
-Activations and weights are e4m3, gradients e5m2. A scale belongs to the whole tensor of this step,
-not of an earlier one: nothing to save and nothing to tune. Sums have full precision; the fast sums
-of the tensor cores keep 14 bits, too few for thousands of tokens, and save 2 to 5% of a product.
-Without fp8 tensor cores the same rounded numbers are multiplied in fp32, slowly.
+Activations and weights are e4m3, gradients e5m2. Each tensor has one scale, computed from the
+tensor itself and not from earlier steps, so there is nothing to save or to tune. Sums have full
+precision: the fast sums of the tensor cores keep only 14 bits, too few for thousands of tokens, and
+save only 2 to 5% of a product. Without fp8 tensor cores the same rounded numbers are multiplied in
+fp32, slowly.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ def convert_to_fp8(module: nn.Module) -> int:
     linear = [layer for layer in module.modules() if type(layer) is nn.Linear]
     tiled = [layer for layer in linear if layer.in_features % 16 == 0 == layer.out_features % 16]
     for layer in tiled:
-        # The class alone changes: names, parameters and hooks stay.
+        # Only the class changes; names, parameters and hooks stay.
         layer.__class__ = Float8Linear
     return len(tiled)
 
@@ -45,7 +46,7 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x_TI, weight_OI = ctx.saved_tensors
         grad = _round(grads[0], torch.float8_e5m2)
-        # Rounded again: the fp8 copies of the forward would take memory until now.
+        # Rounded again, because fp8 copies kept from the forward would take memory.
         x = _round(x_TI, torch.float8_e4m3fn)
         weight = _round(weight_OI, torch.float8_e4m3fn)
         dx_TI = _product(grad, _transposed(weight), x_TI.dtype)
@@ -60,7 +61,7 @@ def _round(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def _transposed(x: Scaled) -> Scaled:
-    # A copy: for fp8 the tensor cores read both operands along the summed dimension only.
+    # A copy, because fp8 tensor cores read both operands along the summed dimension.
     return x[0].t().contiguous(), x[1]
 
 

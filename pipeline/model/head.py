@@ -1,4 +1,4 @@
-"""From the last layer to the losses: of tokens, of replaced tokens, and of whole rows.
+"""From the last layer to the losses: for tokens, for replaced tokens, and for whole rows.
 
 B batch · S sequence · W width · V vocabulary · T = B·S tokens
 """
@@ -17,18 +17,18 @@ from pipeline.model.moe import Routing
 from pipeline.model.norm import make_norm
 from pipeline.objective.loss import cap, next_token_loss
 
-IGNORED = -100  # a target or label that predicts nothing
+IGNORED = -100  # a target or label without a loss
 
 
 class Losses(NamedTuple):
-    total: Tensor  # the backward pass starts here
-    nll: Tensor  # nats per token: the loss of every curve and fit
-    routing: Routing | None = None  # of the routed layers, stacked
+    total: Tensor  # for the backward pass
+    nll: Tensor  # nats per token, for every curve and fit
+    routing: Routing | None = None  # statistics of the routed layers, stacked
 
 
 class Transform(nn.Module):
-    """A layer between the stack and the head: activated and normed, or a bare projection to the
-    rank of a tied embedding."""
+    """A layer between the stack and the head: with activation and norm, or only a projection to
+    the rank of a tied embedding."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Head(nn.Module):
         chunk: int,
         smoothing: float = 0.0,
     ) -> Tensor | Losses:
-        # Scaling the hidden state is cheaper than scaling the logits, V/W times as many numbers.
+        # Scaling the hidden state is cheaper than scaling the logits, which are V/W times as many.
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
         if targets_BS is None:
             logits_BSV = cap(F.linear(h_BSW, self.weight, self.bias), self.softcap)
             return logits_BSV.squeeze(-1) if self.replaced else logits_BSV
-        # of the whole row: the mean over the ranks that share it is then the mean over its tokens
+        # Count the whole row, so that the mean over the ranks that share it is its mean loss.
         count = (targets_BS >= 0).sum().clamp(min=1) / self.sequence.parts
         h_TW = h_BSW.flatten(0, 1)
         targets_T = self.sequence.cut(targets_BS, 1).flatten()
@@ -108,12 +108,12 @@ class RowHead(nn.Module):
         self.sequence = Sequence()
 
     def forward(self, h_BSW: Tensor, labels_B: Tensor | None) -> Tensor:
-        """The mean loss of the rows with a label, or the logits."""
+        """Return the mean loss of the rows with a label, or the logits without labels."""
         logits_BC = self.out(torch.tanh(self.pool(h_BSW[:, 0])))
         if labels_B is None:
             return cast(Tensor, logits_BC)
         nll_B = F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED, reduction="none")
         nll = nll_B.sum() / (labels_B >= 0).sum().clamp(min=1)
-        # Of the ranks that share a row, the first has its first token. Losses are averaged over
-        # the ranks.
+        # Only the first of the ranks that share a row has its first token. It multiplies the loss,
+        # because losses are averaged over the ranks.
         return nll * (self.sequence.parts if self.sequence.rank == 0 else 0)

@@ -1,4 +1,4 @@
-"""Triton kernels where the compiler's own are slow. tests/model compares each with plain torch.
+"""Triton kernels that replace slow compiled code. tests/model compares each with plain torch.
 
 SwiGLU   N rows · H hidden width; gate and up lie side by side in (N, 2H)
 norm     rows of the model's width
@@ -65,8 +65,8 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) · up, with a backward in one pass.
 
-    The compiler writes the two halves of the gradient by a `cat`, for which it reads every input
-    twice: half the speed."""
+    Compiled code writes the two halves of the gradient with a `cat`, reads every input twice, and
+    has half the speed."""
     y: Tensor = _SwiGLU.apply(x.contiguous())  # type: ignore[no-untyped-call]
     return y
 
@@ -84,7 +84,7 @@ def _add_norm_kernel(x, y, total, out, gain, rows, width,
     at = row.to(tl.int64)[:, None] * width + col[None, :]
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        # the norm reads the sum as it is stored, after rounding
+        # The norm uses the rounded sum, as it is stored.
         a = (a + tl.load(y + at, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, a, mask=inside)
         a = a.to(tl.float32)
@@ -103,7 +103,7 @@ def _norm_backward_kernel(x, g, beside, dx, gain, d_gain, rows, width, per,
     col = tl.arange(0, BLOCK)
     if GAIN:
         w = tl.load(gain + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
-    # A program sums the gain's gradient over its rows; a second pass adds those of all.
+    # A program sums the gain's gradient over its rows; a second pass adds the programs' sums.
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
     first = tl.program_id(0) * per
     for start in tl.range(first, first + per, ROWS, num_stages=STAGES):
@@ -128,7 +128,7 @@ def _norm_backward_kernel(x, g, beside, dx, gain, d_gain, rows, width, per,
 
 
 def _norm_sizes(x: Tensor, gain: Tensor | None, eps: float) -> tuple[int, dict[str, float]]:
-    """How many rows there are, and the constants of the kernels."""
+    """Return the number of rows, and the constants of the kernels."""
     block = triton.next_power_of_2(x.shape[-1])
     # Two rows at a time reach 4.1 TB/s on an H200; the compiler reaches 2.8 to 3.5 (docs/LOG.md).
     sizes = {"BLOCK": block, "ROWS": max(1, min(2, 4096 // block)), "EPS": eps}
@@ -166,7 +166,7 @@ def _norm_backward(
     width = x.shape[-1]
     per = triton.cdiv(triton.cdiv(rows, _PROGRAMS), sizes["ROWS"]) * sizes["ROWS"]
     programs = triton.cdiv(rows, per)
-    stages = 3 if width <= 4096 else 1  # what they hold has to fit the memory of a core
+    stages = 3 if width <= 4096 else 1  # the stages have to fit into shared memory
     d_gain = x.new_empty(0 if gain is None else programs, width, dtype=torch.float32)
     kernel = library.wrap_triton(_norm_backward_kernel)
     kernel[(programs,)](
@@ -190,7 +190,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, gain)
         ctx.eps = eps
         ctx.alone = y is None
-        # Without it autograd would fill a missing gradient with zeros and read them again.
+        # Otherwise autograd would replace a missing gradient with zeros, which cost a read.
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -206,8 +206,8 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """x + y and its RMSNorm.
 
-    The backward is one pass, which also adds the gradient that reaches the sum beside the norm; the
-    compiler's takes 1.2 to 1.8 times as long."""
+    The backward is one pass, which also adds the gradient of the sum itself; compiled code takes
+    1.2 to 1.8 times as long."""
     y = y if y is None else y.contiguous()
     total, out = _AddNorm.apply(x.contiguous(), y, gain, eps)  # type: ignore[no-untyped-call]
     return total, out

@@ -17,12 +17,12 @@ from pipeline.model.ffn import FeedForward, activate
 
 
 class Routing(NamedTuple):
-    """What a routed layer reports beside its output; the decoder stacks those of all layers."""
+    """Statistics of a routed layer, returned beside its output; the decoder stacks all layers."""
 
-    loss: Tensor  # balance and z terms, weighted
-    load_E: Tensor  # rows that chose each expert
-    dropped: Tensor  # share of rows
-    entropy: Tensor  # of the router, mean over tokens, in nats
+    loss: Tensor  # weighted balance loss and z-loss
+    load_E: Tensor  # number of rows that chose each expert
+    dropped: Tensor  # share of rows that were dropped
+    entropy: Tensor  # entropy of the router, mean over tokens, in nats
 
 
 class Choice(NamedTuple):
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     experts_TK: Tensor
     weights_TK: Tensor
     load_E: Tensor
-    capacity: int | None = None  # rows of these tokens that one expert accepts at most
+    capacity: int | None = None  # the most rows of these tokens that one expert accepts
     slots_TK: Tensor | None = None  # expert · capacity + place; experts · capacity if dropped
 
 
@@ -40,9 +40,9 @@ RunExperts = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch(Protocol):
-    """Carry every token to its experts, run them, and sum their results by weight.
+    """Send every token to its experts, run them, and sum their weighted results.
 
-    `beside` is work that needs no routed expert and can run while rows travel; it is added."""
+    `beside` computes a term that needs no routed expert, while rows travel; it is added too."""
 
     def __call__(
         self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
@@ -60,20 +60,20 @@ def local_dispatch(
 
 
 def sort_by_expert(experts: Tensor) -> tuple[Tensor, Tensor]:
-    """The stable order that sorts all rows by expert, and its inverse."""
+    """Return the stable order that sorts all rows by expert, and its inverse."""
     order_N = experts.flatten().argsort(stable=True)
     numbers_N = torch.arange(len(order_N), device=order_N.device)
     return order_N, torch.empty_like(order_N).scatter_(0, order_N, numbers_N)
 
 
 def dispatch_rows(x_TW: Tensor, order_N: Tensor, home_N: Tensor, top_k: int) -> Tensor:
-    """Each token's row once per expert it chose, sorted by expert."""
+    """Return each token's row once per expert that it chose, sorted by expert."""
     rows_NW: Tensor = _Dispatch.apply(x_TW, order_N, home_N, top_k)  # type: ignore[no-untyped-call]
     return rows_NW
 
 
 def combine_rows(y_NW: Tensor, order_N: Tensor, home_N: Tensor, weights_TK: Tensor) -> Tensor:
-    """Rows back at their tokens, summed by weight."""
+    """Return the weighted sum of each token's rows."""
     y_TKW = permute_rows(y_NW, home_N, order_N).view(*weights_TK.shape, -1)
     return (y_TKW * weights_TK.unsqueeze(-1)).sum(1).type_as(y_NW)
 
@@ -84,13 +84,13 @@ def permute_rows(x_NW: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
 
 
 def move_rows(x_NW: Tensor, order_M: Tensor, inverse_N: Tensor) -> Tensor:
-    """Row order[m] at m, and zeros where order[m] = N; `inverse` is the way back."""
+    """Return row order[m] at m, or zeros if order[m] = N; `inverse` reverses the move."""
     y_MW: Tensor = _Move.apply(x_NW, order_M, inverse_N)  # type: ignore[no-untyped-call]
     return y_MW
 
 
-# The backward of these three gathers by the inverse order. Autograd's own backward of indexing
-# adds rows with atomics, which is slow and in no fixed order.
+# The backward pass of these three functions gathers by the inverse order. Autograd's own backward
+# of indexing adds rows with atomics, which is slow and has no fixed order.
 
 
 class _Dispatch(torch.autograd.Function):
@@ -131,7 +131,7 @@ class _Move(torch.autograd.Function):
 
 
 def _top_indices(scores_BSE: Tensor, top_k: int) -> Tensor:
-    """Indices of the k best. For k ≤ 2, reductions that the compiler fuses are faster than topk."""
+    """Return the indices of the k best. For k ≤ 2, fused reductions are faster than topk."""
     if top_k > 2:
         return scores_BSE.topk(top_k, dim=-1, sorted=False).indices
     first = scores_BSE.argmax(-1, keepdim=True)
@@ -147,7 +147,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.experts, width))
         self.sequence = Sequence()
-        # The balancing bias in whole steps: exact, and a cast to bf16 cannot blur it.
+        # The balancing bias as a number of steps: casting the model to bf16 keeps integers exact.
         steps = torch.zeros(cfg.experts, dtype=torch.int32) if cfg.bias_step else None
         self.register_buffer("steps", steps)
         self.steps: Tensor | None
@@ -158,7 +158,7 @@ class Router(nn.Module):
         # In fp32: with bf16 logits, equal scores would be common and choices arbitrary.
         logits_BSE = F.linear(x_BSW.float(), self.weight.float())
         scores_BSE = logits_BSE.softmax(-1) if softmax else logits_BSE.sigmoid()
-        # The choice has no gradient; the weights below have.
+        # The choice has no gradient; the weights below have one.
         experts_BSK = _top_indices(self._ranking(scores_BSE.detach()), c.top_k)
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         if c.normalise:
@@ -185,14 +185,13 @@ class Router(nn.Module):
         return choice, Routing(loss, choice.load_E, dropped, entropy)
 
     def _ranking(self, scores_BSE: Tensor) -> Tensor:
-        """Scores by which experts are chosen: with the balancing bias, in the best groups only.
-
-        The rank of a group is its best expert under softmax (DeepSeek-V2) and the sum of its best
-        two under sigmoid (DeepSeek-V3)."""
+        """Return the scores by which experts are chosen: with the balancing bias, and only in the
+        best groups. A group is ranked by its best expert under softmax (DeepSeek-V2) and by the
+        sum of its best two under sigmoid (DeepSeek-V3)."""
         c = self.cfg
         if self.steps is not None:
             steps_E = self.steps.float()
-            # zero mean: the bias ranks experts and adds nothing
+            # The mean is subtracted, because only differences change the ranking.
             scores_BSE = scores_BSE + c.bias_step * (steps_E - steps_E.mean())
         if c.groups == 1:
             return scores_BSE
@@ -206,16 +205,16 @@ class Router(nn.Module):
     def _slots(
         self, experts_BN: Tensor, load_BE: Tensor, before_BE: Tensor, capacity: float
     ) -> tuple[int, Tensor]:
-        """Slots per expert, and the slot of each row.
+        """Return the slots per expert, and the slot of each row.
 
-        An expert accepts the first rows of each sequence, so that no layout changes what is
-        dropped."""
+        An expert accepts the first rows of each sequence, so that every layout drops the same
+        rows."""
         batch, rows = experts_BN.shape
         experts = self.cfg.experts
         device = experts_BN.device
         per_sequence = math.ceil(capacity * rows * self.sequence.parts / experts)
         sequence_B = torch.arange(batch, device=device)[:, None]
-        # Rows sorted by sequence and expert: a row's rank in its group is its place.
+        # Rows are sorted by sequence and expert; the place of a row is its rank in its group.
         key = (experts_BN + experts * sequence_B).flatten()
         order, home = sort_by_expert(key)
         load = load_BE.flatten()
@@ -243,7 +242,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, load_E: Tensor) -> None:
-        """One step towards experts with less than their share of the batch (arXiv 2408.15664)."""
+        """Favor experts that got less than their share of the batch (arXiv 2408.15664)."""
         if self.steps is not None:
             self.steps += torch.sign(load_E.mean() - load_E).to(self.steps.dtype)
 
@@ -258,7 +257,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(count, width, cfg.hidden * (2 if cfg.gated else 1)))
         self.out = nn.Parameter(torch.empty(count, cfg.hidden, width))
         for stack in (self.up, self.out):
-            # a checkpoint stores each expert by itself
+            # Checkpoints store each expert under its own key.
             stack.expert = (first, cfg.experts)  # type: ignore[attr-defined]
 
     def forward(self, rows_NW: Tensor, load_E: Tensor) -> Tensor:
@@ -275,7 +274,7 @@ class MixtureOfExperts(nn.Module):
         # Shared experts are one wider layer: the same result in fewer matmuls.
         hidden = cfg.shared * cfg.hidden
         self.shared = FeedForward(width, hidden, cfg.activation) if cfg.shared else None
-        # parallel/expert.py replaces it by one that crosses ranks
+        # parallel/expert.py replaces it with a dispatch across ranks.
         self.dispatch: Dispatch = local_dispatch
 
     def forward(self, x_BSW: Tensor) -> tuple[Tensor, Routing]:

@@ -1,7 +1,7 @@
 """Positions: rotations of queries and keys, tables added to the embedding, biases on the scores.
 
 B batch · S sequence · Q queries · K keys · H heads · D head width · W width
-half = D/2 rotated pairs: channel i turns with channel i + half, as in GPT-NeoX and Llama
+half = D/2 rotated pairs: channel i is rotated with channel i + half, as in GPT-NeoX and Llama
 """
 
 import math
@@ -16,11 +16,11 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
-    """Cosines and sines, computed in every forward pass, which costs little beside a block.
+    """Return cosines and sines. Computing them in every forward pass costs little.
 
-    As a buffer they would be cast to bf16 with the weights, and positions above 256 would blur."""
+    As a buffer they would be cast to bf16 with the weights, too coarse for positions above 256."""
     if windowed and cfg.window_theta is not None:
-        cfg = RoPE(theta=cfg.window_theta)  # a window is short, so no scaling reaches it
+        cfg = RoPE(theta=cfg.window_theta)  # a window is short, so it needs no scaling
     frequencies, factor = _frequencies(dim, cfg, positions.device)
     angle = positions.float()[..., None] * frequencies
     return angle.cos() * factor, angle.sin() * factor
@@ -36,7 +36,7 @@ def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
 
 
 def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
-    """Radians per position of each pair, and the factor of the table."""
+    """Return the radians per position of each pair, and the factor of the table."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     frequencies = cfg.theta**-exponents
     scaling = cfg.scaling
@@ -45,9 +45,9 @@ def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, flo
             return frequencies, 1.0
         case Linear():
             return frequencies / scaling.factor, 1.0  # arXiv 2306.15595
-        case NTK():  # the slowest pair turns as under linear scaling, the fastest as without
+        case NTK():  # the slowest pair is scaled as by Linear, the fastest is not scaled
             return (cfg.theta * scaling.factor ** (dim / (dim - 2))) ** -exponents, 1.0
-        case Llama3():  # pairs with many turns in the original length stay, others slow down
+        case Llama3():  # only pairs with few turns within the original length are scaled
             turns = scaling.original_seq * frequencies / (2 * math.pi)
             keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
             return frequencies * (keep + (1 - keep) / scaling.factor), 1.0
@@ -66,7 +66,7 @@ def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, flo
 
 
 def _yarn_pair(turns: float, dim: int, theta: float, scaling: YaRN) -> float:
-    """The pair that makes this many turns in the original length."""
+    """Return the pair that makes this many turns in the original length."""
     return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
@@ -80,7 +80,7 @@ def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor
 
 
 def places_in(documents_BS: Tensor) -> Tensor:
-    """The position of each token in its document, from 0."""
+    """Return the position of each token in its document, counted from 0."""
     places = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     # A position counts from the last start of a document at or before it.
     starts = torch.ones_like(documents_BS, dtype=torch.bool)
@@ -89,17 +89,17 @@ def places_in(documents_BS: Tensor) -> Tensor:
 
 
 def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """How far each key lies before each query, (Q, K); the last query is the last key."""
-    # Negative in the future, which the mask hides.
+    """Return the distance of each key before each query, (Q, K); both end at the same position."""
+    # Later keys have a negative distance. A causal mask hides them.
     here = torch.arange(keys - queries, keys, device=device)[:, None]
     return here - torch.arange(keys, device=device)
 
 
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:
-    """A penalty per head that grows with distance (arXiv 2108.12409).
+    """Return a penalty per head that grows with distance (arXiv 2108.12409).
 
-    Beyond a power of two, the other heads use every second slope of the next power, as the authors
-    do."""
+    If the number of heads is not a power of two, the remaining heads use every second slope of the
+    next power, as in the authors' code."""
     power = 2 ** math.floor(math.log2(heads))
     # For eight heads 1/2, 1/4, …, 1/256.
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -108,9 +108,8 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
 
 
 class DistanceBias(nn.Module):
-    """T5's buckets: half for near distances, one each; half logarithmic to max_distance.
-
-    Of an encoder, half of the buckets are for keys before the query and half for those after."""
+    """T5's buckets: one for each near distance, and as many with logarithmic widths up to
+    max_distance. In an encoder, half of all buckets are for keys after the query."""
 
     def __init__(self, heads: int, cfg: RelativeBias, *, causal: bool) -> None:
         super().__init__()

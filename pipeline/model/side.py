@@ -1,7 +1,7 @@
-"""What the two sides of an encoder–decoder share, and any single stack has: inputs, masks, blocks.
+"""The parts of every stack, also of both stacks of an encoder–decoder: inputs, masks, blocks.
 
 B batch · S sequence · W width · H heads · Q queries · K keys
-R width of the embedding, which is W without an embedding rank
+R width of the embedding: W, unless model.embedding_rank is set
 """
 
 from typing import NamedTuple
@@ -28,10 +28,10 @@ from pipeline.model.stream import settle
 
 
 class Seen(NamedTuple):
-    """What a token of a row may see, apart from the order of tokens."""
+    """What a token may attend to, besides the causal order."""
 
-    documents_BS: Tensor | None = None  # only its own document
-    prefix_B: Tensor | None = None  # also every token of the prefix
+    documents_BS: Tensor | None = None  # attend only within the token's own document
+    prefix_B: Tensor | None = None  # attend also to every token of the prefix
 
 
 class Side(nn.Module):
@@ -52,7 +52,7 @@ class Side(nn.Module):
         self.sequence = Sequence()
 
     def add_inputs(self) -> None:
-        """The parts between the embedding and the first block."""
+        """Add the parts between the embedding and the first block."""
         cfg = self.cfg
         self.position = _position(cfg, causal=self.causal)
         self.segments = nn.Embedding(cfg.segments, cfg.input_width) if cfg.segments else None
@@ -65,13 +65,13 @@ class Side(nn.Module):
         self.embedding_projection = wider
 
     def add_norm(self) -> None:
-        # Only blocks that norm their input leave a stream that still has to be normed.
+        # Only blocks that normalize their input leave a stream that is not yet normalized.
         before = PLACEMENTS[self.cfg.placement].before
         norm = make_stream_norm(self.cfg.width, self.cfg.norm) if before else nn.Identity()
         self.norm = norm
 
     def embed(self, x_BSR: Tensor, places: Tensor, segments_BS: Tensor | None = None) -> Tensor:
-        """The input of the first block, from the embeddings of its tokens."""
+        """Return the input of the first block, from the embeddings of its tokens."""
         position = self.cfg.position
         if isinstance(position, Learned) and self.position is not None:
             x_BSR = x_BSR + self.position(places + position.offset)
@@ -79,7 +79,7 @@ class Side(nn.Module):
             table = sinusoidal(places, self.cfg.input_width, halves=position.halves)
             x_BSR = x_BSR + table.type_as(x_BSR)
         if self.segments is not None:
-            # Without segments, every token is of the first.
+            # Without segments, every token belongs to the first.
             first = torch.zeros_like(places).expand(x_BSR.shape[:2])
             given = first if segments_BS is None else self.sequence.cut(segments_BS, 1)
             x_BSR = x_BSR + self.segments(given)
@@ -95,20 +95,20 @@ class Side(nn.Module):
         context: Context,
         cache: Cache | None = None,
     ) -> Stream:
-        """Run one layer, again in the backward pass if everything is recomputed."""
+        """Run one layer; with full recomputation, it runs again in the backward pass."""
         on = self.recompute and self.training
         if on:
-            x_BSW = settle(x_BSW, pending)  # one tensor to keep instead of two
+            x_BSW = settle(x_BSW, pending)  # so that one tensor is kept instead of two
             pending = None
         layer_cache = None if cache is None else cache.layers[layer]
-        block = self.blocks[layer % len(self.blocks)]  # shared layers are one block
+        block = self.blocks[layer % len(self.blocks)]  # with shared layers there is one block
         out: Stream = recomputed(block, x_BSW, pending, context, layer_cache, on=on)
         return out
 
     def context(
         self, tokens_BS: Tensor, seen: Seen, cache: Cache | None = None
     ) -> tuple[Tensor, Context]:
-        """The tokens' positions, (S) or (B, S), and what all layers share."""
+        """Return the tokens' positions, (S) or (B, S), and the inputs that all layers share."""
         a = self.cfg.attention
         documents_BS, prefix_B = seen
         device = tokens_BS.device
@@ -121,11 +121,11 @@ class Side(nn.Module):
             places = (places - padding_B[:, None]).clamp(min=0)
         if documents_BS is not None:
             places = places_in(documents_BS)
-        # Cut last, so that positions are those in the whole row.
+        # Cut last, so that positions count from the start of the whole row.
         places = self.sequence.cut(places, -1)
 
         def mask(window: int | None) -> Mask:
-            # FlexAttention skips blocks that are hidden as a whole, which a dense mask cannot.
+            # Unlike a dense mask, FlexAttention skips blocks that are completely hidden.
             hides = documents_BS is not None or (window is not None and window < queries)
             special = hides or prefix_B is not None or a.softcap is not None or a.sinks
             return make_mask(
@@ -152,13 +152,13 @@ class Side(nn.Module):
         return places, Context(table, bias_HQK, near, far, near_table)
 
     def _bias(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """What the position adds to the scores."""
+        """Return the term that positions add to the scores."""
         position = self.cfg.position
         if not isinstance(position, ALiBi | RelativeBias):
             return None
         distance_QK = distances(queries, keys, device)
         if isinstance(position, ALiBi):
-            # Of keys after the query too, where a mask shows them: the distance alone counts.
+            # Only the distance counts, also to later keys, if the mask allows them.
             return alibi(distance_QK.abs(), self.cfg.attention.heads)
         assert self.position is not None
         bias_HQK: Tensor = self.position(distance_QK)
@@ -179,7 +179,7 @@ class Encoder(Side):
     def forward(
         self, tokens_BE: Tensor, embedded_BER: Tensor, documents_BE: Tensor | None
     ) -> tuple[Tensor, list[Routing | None]]:
-        """The normed stream of the last layer, and the routing of every layer."""
+        """Return the normalized stream of the last layer, and the routing of every layer."""
         places, context = self.context(tokens_BE, Seen(documents_BE))
         x_BEW = self.embed(embedded_BER, places)
         pending: Tensor | None = None
@@ -192,7 +192,7 @@ class Encoder(Side):
 
 
 def _position(cfg: Model, *, causal: bool) -> nn.Module | None:
-    """The learned part of the position, if there is one."""
+    """Build the learned part of the position, if there is one."""
     match cfg.position:
         case Learned(offset=offset):
             return nn.Embedding(cfg.learned_positions + offset, cfg.input_width)

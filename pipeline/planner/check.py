@@ -1,7 +1,7 @@
-"""Every refusal of a run that cannot work, with the nearest settings that do.
+"""Refuse a run that cannot work, and name the nearest settings that do.
 
-`faults` lists what does not divide or combine. `fit_to_devices` adds the memory of the devices. A
-refusal is one line; the settings that it names are never refused in turn.
+`faults` finds settings that do not divide or combine. `fit_to_devices` also checks the memory of
+the devices. A refusal is one line, and the settings that it suggests are never refused themselves.
 """
 
 import math
@@ -28,14 +28,14 @@ def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
     """Resolve every setting for this number of ranks, without checking their memory."""
     found, change = faults(spec, ranks, gpu=gpu)
     if found:
-        # Two kinds of remedies: other settings on these ranks, or these settings on more ranks.
+        # There are two remedies: other settings on these ranks, or these settings on more ranks.
         more = _more_ranks(spec, ranks, change, gpu=gpu)
         also = f", or {more} ranks" if more else ""
         raise ConfigError(f"{'; '.join(found)}; try {flags(change, short=False)}{also}")
     return fill(spec, ranks, gpu=gpu)
 
 
-# ── What does not divide or combine ───────────────────────────────────────────────────────────────
+# ── Settings that do not divide or combine ────────────────────────────────────────────────────────
 
 
 def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
@@ -71,7 +71,7 @@ def faults(spec: RunSpec, ranks: int, *, gpu: bool) -> tuple[list[str], Change]:
 def _check_muon(spec: RunSpec) -> None:
     place = spec.parallel.offload.optimizer
     if place:
-        # Orthogonalization is matmuls, which a CPU would do a hundred times slower.
+        # Orthogonalization consists of matmuls, which are a hundred times slower on a CPU.
         raise ConfigError(
             f'parallel.offload.optimizer="{place}" updates on the CPU, where Muon would take longer'
             " than the rest of the step; remove it and raise --zero, or use --recipe adamw"
@@ -79,7 +79,7 @@ def _check_muon(spec: RunSpec) -> None:
     if spec.model.mup is not None:
         # An orthogonalized update has the same effect at every width already.
         raise ConfigError(
-            'model.parametrization="mup" is for AdamW: Muon\'s rates transfer over widths without '
+            'model.parametrization="mup" is for AdamW: Muon\'s rates hold at all widths without '
             "it; use --set model.parametrization=standard, or --recipe adamw"
         )
 
@@ -143,7 +143,7 @@ def _more_ranks(spec: RunSpec, ranks: int, change: Change, *, gpu: bool) -> int 
 
 
 def check_one_micro_batch(spec: RunSpec, chosen: int | None = None) -> None:
-    """Refuse a given micro-batch beside auto_batch, unless an earlier search has `chosen` it."""
+    """Refuse a micro-batch together with auto_batch, unless an earlier search has `chosen` it."""
     micro = spec.train.micro_batch
     if spec.train.auto_batch and micro not in ("auto", chosen):
         raise ConfigError(
@@ -156,7 +156,7 @@ def widen_micro_batch(
     config: RunConfig, ranks: int, device: DeviceMemory, below: int | None = None
 ) -> tuple[RunConfig, str]:
     """Choose the largest micro-batch worth a trial, `below` one that failed; explain the choice."""
-    # If ranks share a memory, no trial is risked, and each rank gets an equal part.
+    # Ranks that share memory get equal parts, and no trial may exceed it.
     shares = ranks if device.shared else 1
     margin = 1.0 if device.shared else 1 - MEMORY_ERROR
     here = (device.memory_bytes or math.inf) / shares
@@ -178,7 +178,7 @@ def widen_micro_batch(
 
 
 def smaller_micro_batch(config: RunConfig, ranks: int) -> RunConfig | None:
-    """The next micro-batch to try after one ran out of memory, if auto_batch chose it."""
+    """Return the next micro-batch to try after one ran out of memory, if auto_batch chose it."""
     micro = config.train.micro_batch
     smaller = micro_batches(config, ranks, config.parallel.sp, most=micro - 1)
     if not smaller or not config.train.auto_batch:
@@ -186,24 +186,24 @@ def smaller_micro_batch(config: RunConfig, ranks: int) -> RunConfig | None:
     return changed(config, {"train.micro_batch": smaller[-1]})
 
 
-# ── What does not fit, and the nearest layout that does ───────────────────────────────────────────
+# ── The nearest layout that fits ──────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """A request with its direct remedies applied."""
 
-    faults: list[str]  # of the request
+    faults: list[str]  # what is wrong with the request
     change: Change  # the remedies
     config: RunConfig
     layout: Layout
-    note: str  # how auto_batch chose
+    note: str  # how auto_batch chose the micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
     device: DeviceMemory
-    keep: bool  # the batch of a run that continues
+    keep: bool  # keep the batch, because the run continues
     resized: Resized | None
 
     def attempt(self, spec: RunSpec, ranks: int) -> _Attempt:
@@ -225,13 +225,13 @@ class _Search:
     def accepts(self, spec: RunSpec, ranks: int, change: Change) -> bool:
         if self.resized and "size" in change:
             spec = self.resized(str(change["size"]))
-        # Plan the whole run again: with the change, "auto" may choose other numbers.
+        # Plan the whole run again, because "auto" may now choose other numbers.
         tried = self.attempt(changed(spec, change), int(change.get("nproc", ranks)))
         return not tried.faults and self.device.fits(tried.config, tried.layout)
 
     def candidates(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
-        """In this size, on the same ranks, on fewer that share a memory, or on more GPUs; then the
-        largest smaller size."""
+        """Yield changes in this order: this size on the same ranks, on fewer ranks if they share
+        memory, on more GPUs, and then smaller sizes, the largest first."""
         yield from self.within(spec, ranks)
         if not self.device.shared:
             tried = self.attempt(spec, ranks)
@@ -243,7 +243,7 @@ class _Search:
             return
         smaller: list[tuple[int, str]] = []
         for size in names("size"):
-            with suppress(UserError):  # the other settings may not go with every size
+            with suppress(UserError):  # some settings do not work with every size
                 total = params(self.resized(size).model).total
                 if total < params(spec.model).total:
                     smaller.append((total, size))
@@ -253,7 +253,7 @@ class _Search:
 
     def within(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
         yield from self.nearest_layouts(spec, ranks)
-        # The powers of two below: they divide most batches.
+        # Smaller powers of two, which divide most batches.
         fewer = 1 << max(0, (ranks - 1).bit_length() - 1)
         while self.device.shared and 0 < fewer < ranks:
             if fewer * PROCESS_BYTES < self.device.usable:
@@ -262,8 +262,8 @@ class _Search:
             fewer //= 2
 
     def nearest_layouts(self, spec: RunSpec, ranks: int) -> Iterator[Change]:
-        """Layouts that fit, those with the fewest changes first. The ZeRO stage changes before the
-        micro-batch, ep and recomputation; sequences are shared only if nothing else helps."""
+        """Yield layouts that fit, those with the fewest changes first. The ZeRO stage changes
+        before micro-batch, ep and recomputation; sp changes only if nothing else helps."""
         tried = self.attempt(spec, ranks)
         config = tried.config
         now = tried.layout
@@ -282,7 +282,7 @@ class _Search:
 
         for option in sorted(_options(config, now, self.device), key=distance):
             if self.device.fits(config, option):
-                # Another sp means another micro-batch for "auto", so it is always named.
+                # With another sp, "auto" chooses another micro-batch, so it is always named.
                 before = now if option.sp == now.sp else replace(now, micro_batch=-1)
                 yield {**tried.change, **option.change(before)}
 
@@ -290,7 +290,7 @@ class _Search:
 def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[Layout]:
     ddp = config.parallel.engine == "accelerate"
     ways: set[Recompute] = {now.recompute, True}
-    # In a shared memory, fewer ranks save as much as sharing sequences.
+    # If ranks share memory, fewer ranks save as much memory as sharing sequences does.
     for sp in [now.sp] if device.shared else config.model.sequence_degrees(now.ranks):
         for zero in [now.zero] if ddp else range(now.zero, 4):
             for ep in [now.ep] if ddp else config.model.expert_degrees(now.ranks):
@@ -300,7 +300,7 @@ def _options(config: RunConfig, now: Layout, device: DeviceMemory) -> Iterator[L
 
 
 def enough_gpus(config: RunConfig, ranks: int, device: DeviceMemory) -> Iterator[Layout]:
-    """Doublings of the GPUs that divide the batch and on which the smallest layout fits."""
+    """Yield doublings of the GPUs that divide the batch and on which the smallest layout fits."""
     at = config.parallel
     for more in (ranks << k for k in range(1, 11)):
         if config.rows * at.sp % more:
@@ -359,7 +359,7 @@ def fit_to_devices(
 
 def _nearest_fit(search: _Search, spec: RunSpec, ranks: int, found: list[str]) -> Change:
     for change in search.candidates(spec, ranks):
-        if spec.train.auto_batch:  # it finds the micro-batch that goes with the rest
+        if spec.train.auto_batch:  # the search finds the micro-batch itself
             change.pop("train.micro_batch", None)
         if search.accepts(spec, ranks, change):
             return change
@@ -369,12 +369,12 @@ def _nearest_fit(search: _Search, spec: RunSpec, ranks: int, found: list[str]) -
 def _plan_layout(
     spec: RunSpec, ranks: int, device: DeviceMemory, fewest: int | None
 ) -> Estimate | None:
-    """The fastest layout, where the cluster's rates are known and nothing else is wrong."""
+    """Return the fastest layout, if the cluster's rates are known and there is no other fault."""
     known = spec.cluster.rates is not None and not device.shared and not spec.train.auto_batch
     if not known or faults(spec, ranks, gpu=True)[0]:
         return None
     config = fill(spec, ranks, gpu=True)
-    # The local device may have less memory than the cluster file says.
+    # The local device may have less memory than the cluster file states.
     have = min(spec.cluster.memory_bytes or math.inf, device.memory_bytes or math.inf)
     if have < math.inf:
         config = changed(config, {"cluster.memory_bytes": have})

@@ -1,11 +1,11 @@
-"""Parameters and FLOPs of a model, in integers and without torch. All figures come from here.
+"""Count the parameters and FLOPs of a model, in integers, without torch, and only here.
 
-FLOPs are those of training one token. A multiply-add counts 2, and the backward pass twice the
-forward. Matmuls cost 6 × the parameters that a token uses: with the head, without the input
-embedding and the value embeddings, which are lookups. Attention costs 3·heads·(score width + value
-width)·seq per layer (6·heads·head_dim·seq if both are head_dim): the causal half, because the
-kernel skips what the mask hides. A window hides more. An encoder has both halves. A token of an
-encoder–decoder is one of the decoder; its share of the source is counted with it.
+FLOPs are those of training on one token. A multiply-add counts 2, and the backward pass costs twice
+the forward pass. Matmuls cost 6 × the parameters that a token uses: with the head, without the
+input embedding and the value embeddings, which are lookups. Attention costs 3·heads·(score width +
+value width)·seq per layer (6·heads·head_dim·seq if both are head_dim): only the causal half counts,
+because the kernel skips the masked half. A window reduces it further. An encoder has both halves.
+In an encoder–decoder, tokens are the decoder's; each includes its share of the source.
 """
 
 from collections.abc import Callable
@@ -27,20 +27,20 @@ BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """`active` are those that one token uses at inference. `scaling` is the N of every fit: active,
-    with head, without input embedding, which keeps all sizes on one line (arXiv 2406.19146).
-    Value embeddings are looked up like the input embedding, so neither counts in N."""
+    """`active` counts the parameters that one token uses at inference. `scaling` is the N of every
+    fit: active parameters with the head, without the input embedding, because then all sizes lie on
+    one line (arXiv 2406.19146). Value embeddings are lookups too, so N does not count them."""
 
     embedding: int
     value_embeddings: int
-    position: int  # learned, and segments
+    position: int  # learned positions and segments
     head: int  # 0 if tied to the embedding
     attention: int
     ffn: int
     norm: int
-    ends: int  # between embedding and blocks, and between blocks and head
+    ends: int  # parts between embedding and blocks, and between blocks and head
     mixing: int  # gate of smear and scales of the stream (model/stream.py)
-    mtp: int  # of multi-token prediction, which only training uses
+    mtp: int  # multi-token prediction, which only training uses
     experts: int  # routed parameters, part of ffn and mtp
     active: int
     scaling: int
@@ -72,7 +72,7 @@ def params(model: Model) -> Params:
         layers += [layer_params(model, layer, source=True) for layer in encoder]
     attention = sum(each.attention + each.vectors for each in layers) + _value_gates(model)
     ffn = sum(each.ffn for each in layers)
-    # With a norm after each layer, the stream leaves the last block already normed.
+    # With a norm after each layer, the stream is already normalized after the last block.
     sides = 2 if model.source_layers else 1
     final_norm = _norm(model, model.width) if model.placement in ("pre", "sandwich") else 0
     norm = sum(each.norm for each in layers) + sides * final_norm
@@ -107,12 +107,12 @@ def params(model: Model) -> Params:
 
 
 def head_matrix(model: Model) -> int:
-    """Of the output matrix, which may be that of the embedding."""
+    """Parameters of the output matrix, which may be tied to the embedding."""
     return (1 if model.head == "replaced" else model.vocab) * model.head_width
 
 
 def _ends(model: Model) -> int:
-    """Norm and projection of the embedding, transform and bias of the head, head of the row."""
+    """Count norm and projection of the embedding, transform and bias of the head, and row head."""
     width = model.width
     biased = isinstance(model.ffn, FFN) and model.ffn.bias
     each = _norm(model, model.input_width) if model.embedding_norm == "sum" else 0
@@ -130,22 +130,22 @@ def _ends(model: Model) -> int:
 
 
 def transform_matrix(model: Model) -> int:
-    """Of the layer before the head."""
+    """Parameters of the layer before the head."""
     projected = model.head_transform or model.head_width != model.width
     return model.width * model.head_width if projected else 0
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParams:
-    attention: int  # matrices, of cross-attention too
-    source: int  # of which these read the encoder's output
+    attention: int  # matrices, including cross-attention
+    source: int  # part of `attention` that reads the encoder's output
     vectors: int  # biases and sinks of the attention
     norm: int
     ffn: int  # with biases and all experts
-    ffn_active: int  # of which one token uses these
-    ffn_matmul: int  # of which one token is multiplied with these
-    ffn_recomputed: int  # and with these again if the feed-forward is recomputed
-    experts: int  # routed, part of ffn
+    ffn_active: int  # part of `ffn` that one token uses
+    ffn_matmul: int  # matrices of `ffn_active`
+    ffn_recomputed: int  # part of `ffn_matmul` that recomputation multiplies again
+    experts: int  # routed experts, part of `ffn`
 
     @property
     def total(self) -> int:
@@ -153,7 +153,7 @@ class LayerParams:
 
 
 def layer_params(model: Model, layer: int, *, source: bool = False) -> LayerParams:
-    """`source`: of the encoder of an encoder–decoder, which has no cross-attention."""
+    """With `source`, a layer of an encoder–decoder's encoder, which has no cross-attention."""
     crosses = model.source_layers > 0 and not source
     normed = model.placement in ("pre", "sandwich") and layer == 0 and not model.first_norm
     return _layer_params(model, model.routed(layer), crosses, normed)
@@ -202,20 +202,20 @@ def value_layers(model: Model) -> int:
 
 
 def value_width(model: Model) -> int:
-    """Numbers of a token's values in one layer."""
+    """Width of a token's values in one layer."""
     a = model.attention
     return a.kv_heads * a.head_dim if isinstance(a, GQA) else 0
 
 
 def _value_gates(model: Model) -> int:
-    """Of the layers with value embeddings; the blocks of multi-token prediction have none."""
+    """Gates of the layers with value embeddings; blocks for multi-token prediction have none."""
     a = model.attention
     heads = a.kv_heads if isinstance(a, GQA) else 0
     return value_layers(model) * model.value_gate_inputs * heads
 
 
 def _attention(model: Model) -> tuple[int, int, int]:
-    """Parameters of the matrices, of biases and sinks, and of the norms inside."""
+    """Return the parameters of the matrices, of biases and sinks, and of the norms inside."""
     width = model.width
     a = model.attention
     sinks = a.heads if a.sinks else 0
@@ -237,8 +237,8 @@ def _attention(model: Model) -> tuple[int, int, int]:
 
 
 def matrices(model: Model) -> list[tuple[int, int, int]]:
-    """Outputs, inputs and number of the matrices that Muon orthogonalizes one by one: those of the
-    blocks, with fused projections split into their parts (optim/muon.py)."""
+    """Return outputs, inputs and number of the matrices that Muon orthogonalizes: the matrices of
+    the blocks, with fused projections split into their parts (optim/muon.py)."""
     width = model.width
     a = model.attention
     match a:
@@ -275,8 +275,8 @@ def matrices(model: Model) -> list[tuple[int, int, int]]:
 
 
 def orthogonalization_flops(rows: int, columns: int) -> int:
-    """Of Muon's five iterations on one matrix. Each has three products on the smaller side m:
-    X·Xᵀ and a polynomial of it times X, 2·m²·n each, and the square of X·Xᵀ, 2·m³."""
+    """FLOPs of Muon's five iterations on one matrix. With the smaller side m, each iteration has
+    three products: X·Xᵀ and a polynomial of it times X, 2·m²·n each, and (X·Xᵀ)², 2·m³."""
     m = min(rows, columns)
     n = max(rows, columns)
     return 5 * (4 * m * m * n + 2 * m**3)
@@ -297,7 +297,7 @@ def _position(model: Model) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of training one token. `recompute` is done twice: it takes time but does not count as MFU."""
+    """FLOPs of training on one token. Recomputed ones take time but do not count for MFU."""
 
     matmul: int
     attention: int
@@ -322,11 +322,11 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     smear = model.smear_inputs * model.smear
     heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
     inputs = (1 + model.mtp) * (model.embedding_rank or 0) * model.width
-    # Of the first token of each row.
+    # The row head reads only the first token of each row.
     heads += model.width * (model.width + model.row_classes) * bool(model.row_classes) // model.seq
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
     if model.source_layers:
-        # Per row, and then the share of one of the decoder's tokens.
+        # Counted per row, then divided among the decoder's tokens.
         encoder = [layer_params(model, each, source=True) for each in range(model.source_layers)]
         read = sum_blocks(model, lambda each, _: each.source)
         read += sum(each.attention + each.ffn_matmul for each in encoder)
@@ -345,7 +345,7 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
 
 
 def block_layers(model: Model) -> list[int]:
-    """The layer of every block. Those of multi-token prediction are like the last layer."""
+    """Return the layer of every block. Those for multi-token prediction are like the last layer."""
     return [*range(model.layers), *[model.layers - 1] * model.mtp]
 
 
@@ -361,18 +361,18 @@ def _source_scores(model: Model) -> int:
     cross = model.layers * each * keys
     for layer in range(model.source_layers):
         window = min(a.window or keys, keys) if model.windowed(layer) else keys
-        # On average as many keys as in `_scores`, on both sides.
+        # The same average number of keys as in `_scores`, on both sides.
         cross += each * window * (2 * keys - window) // model.seq
     return cross
 
 
 def _scores(model: Model, layer: int) -> int:
-    """FLOPs of scores and weighted values in one layer. A query sees half of the sequence, or the
-    part of it that the window leaves."""
+    """FLOPs of scores and weighted values in one layer. On average, a query attends to half of the
+    sequence, or to less with a window."""
     a = model.attention
     seq = model.seq
     window = min(a.window, seq) if a.window is not None and model.windowed(layer) else seq
-    # The i-th query sees min(i, window) keys, on average window·(2·seq − window) / (2·seq), and in
-    # an encoder as many to its right.
+    # The i-th query attends to min(i, window) keys, on average window·(2·seq − window) / (2·seq),
+    # and in an encoder to as many on its right.
     sides = 1 if model.causal else 2
     return sides * 3 * a.heads * (a.score_dim + a.value_dim) * window * (2 * seq - window) // seq

@@ -20,14 +20,14 @@ from pipeline.planner.count import (
     value_width,
 )
 
-MEMORY_ERROR = 0.1  # of the estimate, at most: docs/BENCHMARKS.md
+MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
 USABLE = 0.92
-# Muon's temporary tensors: numbers at a time (MOST in optim/muon.py), and bytes of each. These are
-# matrices before and after an iteration and two products in bf16, or two fp32 copies of weights.
+# Muon's temporary tensors: how many numbers at a time (MOST in optim/muon.py), and bytes for each:
+# a matrix before and after an iteration and two products in bf16, or two fp32 copies of weights.
 _BATCH = 2**26
 _BATCH_BYTES = 8
-# Of a rank on a CPU beside its tensors: torch and DeepSpeed themselves, measured.
+# Measured memory of a rank on a CPU besides its tensors: torch and DeepSpeed themselves.
 PROCESS_BYTES = 2**28
 
 
@@ -49,8 +49,8 @@ class Layout:
         return cls(ranks, at.zero, at.ep, train.micro_batch, train.recompute, at.sp)
 
     def change(self, before: "Layout | None" = None) -> Change:
-        """The settings that differ from another layout, or from the defaults."""
-        # -1 equals no value: zero and micro_batch, which default to "auto", are always listed.
+        """Return the settings that differ from another layout, or from the defaults."""
+        # -1 differs from every value: zero and micro_batch default to "auto" and are always listed.
         before = before or Layout(self.ranks, zero=-1, micro_batch=-1)
         keys = {
             "zero": "zero",
@@ -65,17 +65,17 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank. States are exact; activations are what autograd keeps, an estimate. A step
-    needs most beyond weights and optimizer as its last backward pass begins, or at the update."""
+    """Bytes on one rank. States are exact; the activations that autograd keeps are an estimate. The
+    peak is at the start of the last backward pass, or at the update."""
 
     weights: int
-    gradients: int  # of earlier micro-batches
+    gradients: int  # gradients of earlier micro-batches
     optimizer: int
-    # Of what ZeRO shards: the largest block whole, as weights, prefetched weights and gradients.
+    # The largest block, collected from ZeRO's shards: weights, prefetched weights, gradients.
     gathered: int
     activations: int
     loss: int
-    # All gradients, beside the activations of one block and then beside their own copies.
+    # All gradients, with the activations of one block or with their own copies.
     update: int
 
     @property
@@ -102,10 +102,10 @@ def model_memory(
     offload: bool = False,
     muon: bool = False,
 ) -> Memory:
-    """ZeRO shards the optimizer at stage 1, gradients at 2, weights at 3. Below that a rank holds
-    everything, except for experts, of which it holds one part in `ep`. Of a sequence's activations
-    it holds one part in `sp`. A step of one micro-batch does not `accumulate`. With `offload`, the
-    optimizer's states are stored and updated elsewhere."""
+    """ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3. A rank holds
+    everything that is not sharded, but only 1/`ep` of the experts and 1/`sp` of a sequence's
+    activations. A step of one micro-batch does not `accumulate`. With `offload`, the optimizer's
+    states are stored and updated elsewhere."""
     count = params(model)
     size = BYTES[dtype]
     tokens = micro_batch * model.seq // sp
@@ -115,20 +115,20 @@ def model_memory(
         shared = (of - count.experts) * bytes_per_param // shards
         return shared + count.experts * bytes_per_param // (ranks if sharded else ep)
 
-    # Only unsharded fp32 training updates the weights in place; the rest has fp32 master weights.
+    # Only unsharded fp32 training updates the weights in place; others have fp32 master weights.
     master = 0 if dtype == "fp32" and zero == 0 else 4
     gradients = held(size, sharded=zero >= 2)
     part = held(size, sharded=zero >= 1)
     # Stage 2 collects the gradients of one block; stage 3 also its weights and the next block's.
     gathered = (0, 0, 1, 3)[zero] * _largest_block(model, ep) * size if ranks > 1 else 0
     kept, largest = _activations(model, recompute)
-    first_block = gathered + tokens * largest * size  # the last one that the backward pass reaches
+    first_block = gathered + tokens * largest * size  # the backward pass reaches it last
     # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
     copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
     moments = held(master + 8, sharded=zero >= 1)  # 8: both moments
     if muon:
-        # A matrix has one moment. Its updates travel in bf16: at ZeRO-3 a rank also holds what it
-        # sends and what it gets, and at ZeRO-0 what it sends to all others.
+        # A matrix has one moment. Its updates travel in bf16, and a rank also holds the buffers:
+        # sent and received ones at ZeRO-3, and those for all other ranks at ZeRO-0.
         moments -= held(4, sharded=zero >= 1, of=matrix_params(model))
         own = held(1, sharded=zero >= 1, of=matrix_params(model))
         copies += 2 * own * (3 if ranks > 1 and zero in (0, 3) else 1)
@@ -158,7 +158,7 @@ def _largest_block(model: Model, ep: int) -> int:
 
 @lru_cache(maxsize=256)
 def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
-    """Numbers kept per token: of all blocks, and of the largest block."""
+    """Return the numbers kept per token: of all blocks, and of the largest block."""
     blocks = [_kept(model, model.routed(layer)) for layer in block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
     # Value embeddings are looked up outside of the blocks, so no recomputation frees them. Smear
@@ -172,12 +172,12 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
         case "selective":
             ffns = [ffn for _, ffn in blocks]
             return beside + sum(whole) - sum(ffns) + max(ffns), max(whole)
-        case True:  # the stream at each block's start, and one block at a time
+        case True:  # the stream at the start of each block, and everything of one block
             return beside + 2 * model.width * len(blocks) + max(whole), max(whole)
 
 
 def _source_activations(model: Model, recompute: Recompute) -> int:
-    """Of the encoder and of cross-attention, per token of the decoder."""
+    """Numbers kept for the encoder and for cross-attention, per token of the decoder."""
     if not model.source_layers:
         return 0
     a = model.attention
@@ -213,7 +213,7 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
         ffn = (f.top_k + f.shared) * per_hidden * f.hidden + 2 * f.top_k * model.width
     else:
         ffn = per_hidden * (f.hidden if isinstance(f, FFN) else f.dense_hidden)
-    # The stream before its scale is kept beside the scaled one.
+    # With scales, the stream is kept before and after scaling.
     streams = 4 if model.residual_scales else 3
     return streams * model.width + inner, model.width + ffn
 
@@ -227,11 +227,11 @@ def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
     rest = count.tables
     shared = count.experts if ep > 1 else 0
     largest = max(count.total - shared - rest, rest, shared) // ranks
-    return min(largest, 10**9) if zero == 3 else largest  # of ZeRO-3, its sub_group_size
+    return min(largest, 10**9) if zero == 3 else largest  # DeepSpeed's sub_group_size
 
 
 def memory(config: RunConfig, layout: Layout) -> Memory:
-    """Of one rank of a run in a layout."""
+    """Return the memory of one rank of a run in a layout."""
     offload = config.parallel.offload
     held = model_memory(
         config.model,
@@ -251,7 +251,7 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
-    """Bytes that all ranks together hold there instead of on their GPUs."""
+    """Bytes that all ranks together store there instead of on their GPUs."""
     offload = config.parallel.offload
     held = memory(changed(config, {"parallel.offload": Offload()}), layout)
     optimizer = held.optimizer if offload.optimizer == to else 0
@@ -265,13 +265,13 @@ def uses_muon(config: RunSpec) -> bool:
 
 @lru_cache(maxsize=256)
 def matrix_params(model: Model) -> int:
-    """Parameters that Muon steps."""
+    """Number of parameters that Muon updates."""
     return sum(rows * columns * number for rows, columns, number in matrices(model))
 
 
 def checkpoint_bytes(model: Model, *, muon: bool = False) -> int:
-    """The numbers of one checkpoint, all ranks together: fp32 master weights and two moments. Of
-    Muon's matrices there is one moment, and a variance of each row."""
+    """Bytes of the tensors of one checkpoint: fp32 master weights and two moments. A matrix that
+    Muon trains has one moment, and a variance for each row."""
     numbers = 3 * params(model).total
     if muon:
         rows = sum(rows * number for rows, _, number in matrices(model))
@@ -280,9 +280,9 @@ def checkpoint_bytes(model: Model, *, muon: bool = False) -> int:
 
 
 def disk_bytes(model: Model, *, ranks: int, zero: int, muon: bool = False) -> int:
-    """Upper bound of one checkpoint on disk: its numbers and what surrounds them."""
-    # Master weights and moments of a tensor are one run of numbers each: on every rank with ZeRO-0
-    # and 3, else cut where two ranks meet.
+    """Upper bound for one checkpoint on disk: its tensors, manifest, padding and random states."""
+    # Master weights and moments of a tensor are one contiguous run each: on every rank at ZeRO-0
+    # and 3, otherwise cut where the parts of two ranks meet.
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = model.layers + model.mtp
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
@@ -292,7 +292,7 @@ def disk_bytes(model: Model, *, ranks: int, zero: int, muon: bool = False) -> in
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a device has for its ranks: one GPU for each, or the memory of a CPU for all."""
+    """Memory for the ranks: one GPU for each rank, or the host's memory, shared by all ranks."""
 
     memory_bytes: int | None  # None: not known here
     device: str = "GPU"
@@ -305,8 +305,8 @@ class DeviceMemory:
         return self.memory_bytes if self.shared else self.memory_bytes * USABLE
 
     def need(self, config: RunConfig, layout: Layout) -> int:
-        """Bytes of one rank, or of all that share the memory. On a CPU, offloaded states and the
-        copy that a checkpoint is written from count too, unless the copy is on nvme."""
+        """Return the bytes of one rank, or of all ranks that share the memory. On a CPU, offloaded
+        states and the copy for a checkpoint count too, unless they are on nvme."""
         each = memory(config, layout).total
         if not self.shared:
             return each
@@ -316,8 +316,8 @@ class DeviceMemory:
         return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:
-        """With auto_batch, whether a layout may fit: a trial decides. Not in a shared memory, where
-        too large a trial may kill another process."""
+        """Whether a layout fits. With auto_batch, whether it may fit, because a trial decides; but
+        not in shared memory, where a trial that is too large may kill another process."""
         need = self.need(config, layout)
         if not config.train.auto_batch or self.shared:
             return need <= self.usable

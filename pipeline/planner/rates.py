@@ -1,8 +1,8 @@
-"""Rates, batch, decay and warmup as functions of size, tokens and batch: rules that transfer.
+"""Learning rates, batch, decay and warmup as functions of model size, tokens and batch.
 
 AdamW's rules are those of OLMo-core's ladder. Muon's were measured on one H200 (docs/RECIPE.md has
-the table). In both, a run of any size and length gets settings near the best of a grid without a
-search.
+the table). With either, a run of any size and length gets settings near the best of a grid without
+a search.
 """
 
 import math
@@ -50,7 +50,7 @@ def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
             return Setting(adamw_batch(count.active_non_embedding), rule)
         case MuonSpec():
             if tokens is None:
-                # The batch for steps × batch tokens: batch = c·√(steps·batch) solved for it.
+                # The tokens are steps·batch. Solving batch = c·√(steps·batch) gives c²·steps.
                 tokens = (spec.train.steps or 1) ** 2 * muon_batch(1) ** 2
             return Setting(muon_batch(tokens), "32,768·√(tokens/35M): measured")
         case _:
@@ -65,13 +65,13 @@ def adamw_batch(n: float) -> float:
 
 
 def adamw_lr(n: float, tokens_per_param: float) -> float:
-    """Peak rate at 20 tokens per parameter; longer runs × 1/√multiple."""
+    """Return the peak rate. Beyond 20 tokens per parameter it is divided by √(multiple of 20)."""
     multiple = max(1.0, tokens_per_param / 20)
     return _digits(0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5)
 
 
 def _adamw(n: int, tokens_per_param: float, steps: int, batch: int) -> Settings:
-    # One token per parameter, at most a tenth of the run.
+    # One token per parameter, but at most 2,000 steps and a tenth of the run.
     warmup = max(1, min(n // batch, 2000, steps // 10))
     lr = "½·0.0047·(N/108M)^(−1/3), /√(tokens per parameter/20) above 20: OLMo-core's ladder"
     return {
@@ -94,21 +94,21 @@ def muon_batch(tokens: float) -> float:
 
 
 def muon_lr(tokens_per_param: float) -> float:
-    """Peak rate of the matrices. Orthogonalized updates have the same size at every width, so the
-    best rate hardly depends on the size. Above 20 tokens per parameter it falls as AdamW's does,
-    which is not measured yet."""
+    """Return the peak rate of the matrices. Orthogonalized updates have the same size at every
+    width, so the best rate hardly depends on the size. Above 20 tokens per parameter it decreases
+    like AdamW's, which is not measured yet."""
     return _digits(0.025 / max(1.0, tokens_per_param / 20) ** 0.5)
 
 
 def _muon(lr: float, width: int, steps: int) -> Settings:
-    # Rates of AdamW's groups fall with √width (nanochat), those of matrices do not.
+    # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
     narrow = math.sqrt(768 / width)
     return {
         "lr": Setting(lr, "0.025, /√(tokens per parameter/20) above 20: measured at 2.5 to 10"),
         "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
-        "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "as the head's"),
-        # The weights forget what is older than a fifth of the run.
+        "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
+        # With this decay, updates older than a fifth of the run have little effect.
         "optimizer.decay": Setting(_digits(5 / (lr * steps)), "5/(rate·steps): arXiv 2405.13698"),
         "optimizer.beta1": Setting(0.8, "nanochat"),
         "optimizer.beta2": Setting(0.96, "nanochat"),
@@ -124,7 +124,7 @@ def _digits(value: float) -> float:
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """The numbers as a table of the config."""
+    """Return the numbers as a nested table of the config."""
     table: dict[str, Any] = {}
     for key, setting in settings.items():
         *above, last = key.split(".")

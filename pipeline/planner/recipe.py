@@ -1,4 +1,4 @@
-"""Numbers that follow from the size: `fill` turns a RunSpec into a RunConfig.
+"""Derive settings from the size: `fill` turns a RunSpec into a RunConfig.
 
 The rules of the optimizer are in rates.py, and `launch show` prints each with its source.
 """
@@ -16,12 +16,12 @@ from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.memory import model_memory
 
 _MOST_TOKENS = 1e18  # a hundred thousand times the largest corpus
-# Activations of a full GPU: those of 1b in 16k tokens.
+# Activations that fill a GPU: those of 1b with 16k tokens.
 _KEPT_BYTES = 20 * 2**30
 
 
 def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
-    """Replace every "auto". `check.faults` must have found nothing against this many ranks."""
+    """Replace every "auto". `check.faults` must have found no fault with this many ranks."""
     count = params(spec.model)
     readers = ranks // spec.parallel.sp
     batch = batch_tokens(spec, readers)
@@ -52,7 +52,7 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
 
 
 def derived(spec: RunSpec, config: RunConfig) -> list[dict[str, Any]]:
-    """Each setting of the recipe that may be "auto": key, value, and the rule it follows."""
+    """Return key, value and rule of each setting of the recipe that may be "auto"."""
     count = params(spec.model)
     train = config.train
     optim = rates.optim_settings(spec, count, train.steps, train.batch_tokens)
@@ -67,7 +67,7 @@ def derived(spec: RunSpec, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def _where_auto(given: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    """Those numbers whose setting is "auto"."""
+    """Return only the numbers whose setting is "auto"."""
     found = {}
     for key, value in numbers.items():
         if isinstance(value, dict):
@@ -84,7 +84,7 @@ def choose_dtype(spec: RunSpec, *, gpu: bool) -> Dtype:
 
 
 def choose_zero(spec: RunSpec) -> int:
-    """Without a planned layout, the first stage that shards anything."""
+    """Return the ZeRO stage for a run without a planned layout: the first that shards anything."""
     if spec.parallel.zero != "auto":
         return spec.parallel.zero
     return 0 if spec.parallel.engine == "accelerate" else max(1, spec.parallel.offload.least_zero)
@@ -97,14 +97,14 @@ def compiles(spec: RunSpec, dtype: Dtype) -> bool:
 
 def _loss_chunk(vocab: int, *, gpu: bool) -> int:
     """Tokens whose logits exist at the same time."""
-    if gpu:  # few chunks, since each adds to the head's whole gradient; logits below 3 GB
+    if gpu:  # few chunks, because each updates the head's whole gradient; logits below 3 GB
         return max(1024, min(8192, 2**28 // vocab))
-    # 8 MB of logits stay in the cache, and malloc reuses them: new pages cost more than arithmetic.
+    # 8 MB of logits fit into the cache, and malloc reuses the memory: new pages would be slow.
     return max(64, min(2048, 2**21 // vocab))
 
 
 def rule(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, int]:
-    """Peak rate and batch in tokens for n parameters trained on so many tokens, for any shape."""
+    """Return peak rate and batch in tokens for n parameters and a number of training tokens."""
     if recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon":
         batch = seq * _whole_rows(rates.muon_batch(tokens) / seq)
         return rates.muon_lr(tokens / n), batch
@@ -112,7 +112,7 @@ def rule(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, 
 
 
 def batch_tokens(spec: RunSpec, readers: int) -> int:
-    """The global batch: as given, or from the rule and rounded so that it divides evenly."""
+    """Return the global batch: as given, or by rule, rounded to a multiple of the readers."""
     if spec.train.batch_tokens != "auto":
         return spec.train.batch_tokens
     seq = spec.model.seq
@@ -123,21 +123,21 @@ def batch_tokens(spec: RunSpec, readers: int) -> int:
 
 
 def batch_setting(spec: RunSpec) -> rates.Setting:
-    """The rule's batch, before it is rounded to whole sequences."""
+    """Return the batch by rule, before it is rounded to whole sequences."""
     return rates.batch_rule(spec, params(spec.model), _tokens(spec))
 
 
 def _whole_rows(rows: float) -> int:
-    """The nearest 2^k or 3·2^k, at least 8. Such a batch divides evenly over most world sizes, so
-    they all train the same one."""
+    """Return the nearest 2^k or 3·2^k, at least 8. Most world sizes divide such a batch, so they
+    all train with the same batch."""
     # 24 doublings are 400 million sequences.
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
     return min(steps, key=lambda s: abs(math.log(s / rows)))
 
 
 def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
-    """About 16k tokens fill a GPU at the width of 1b, and fit. A smaller model gets more, up to the
-    same activations: its kernels end before the host has started the next (docs/LOG.md)."""
+    """About 16k tokens of 1b fill a GPU and fit into its memory. A smaller model gets more tokens,
+    because its kernels end before the host has launched the next (docs/LOG.md)."""
     sp = spec.parallel.sp
     most = max(1, 16384 * sp // spec.model.seq)
     if gpu:
@@ -161,7 +161,7 @@ def _steps(spec: RunSpec, batch: int) -> int:
 
 
 def _tokens(spec: RunSpec) -> float | None:
-    """The length in tokens; None if it is given in steps."""
+    """Return the length in tokens; None if it is given in steps."""
     train = spec.train
     if train.steps is not None:
         return None

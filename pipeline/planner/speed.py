@@ -1,10 +1,10 @@
-"""Predicted step time of a layout: bytes that travel, seconds they cost, the fastest layout.
+"""Predict the step time of a layout, and find the fastest layout.
 
-Compute has five parts, each at a rate of configs/cluster: matmuls, routed matmuls and attention by
-their FLOPs, the work between them by the bytes that autograd keeps, the update by those of the
-optimizer. Communication is the bytes that one rank sends in a step. A ring leaves a node over
-all its links at once, an all-to-all of experts over each GPU's own. ZeRO's collectives overlap with
-compute, those of experts do not. docs/SCALE.md compares the predictions with published runs.
+Compute has five parts, each with a rate from configs/cluster: matmuls, expert matmuls and attention
+by their FLOPs, all other operations by the bytes that autograd keeps, and the update by the
+optimizer's bytes. Communication is counted as the bytes that one rank sends in a step. A ring uses
+all links of a node at once; an all-to-all of experts uses each GPU's own link. ZeRO's collectives
+overlap with compute, those of experts do not. docs/SCALE.md has a comparison with published runs.
 """
 
 import math
@@ -37,14 +37,14 @@ from pipeline.planner.memory import (
 # Measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
 BLOCK_S = 2e-4  # idle time of the device per block and micro-batch: 1.6% of the step
-UPDATE_BYTES = 36  # moved per parameter by norm, AdamW and cast: 10 ms
-# And by Muon beyond that, counted: 8 passes over momentum, gradient and weights in fp32, because
-# the gate of a skipped step is a separate operation, and 10 over updates in bf16.
+UPDATE_BYTES = 36  # bytes per parameter that norm, AdamW and cast read and write: 10 ms
+# Additional bytes for Muon, counted: 8 passes over momentum, gradient and weights in fp32, because
+# skipping a step is a separate operation, and 10 passes over updates in bf16.
 MUON_BYTES = 54
 # Fitted to 117 published dense runs together with the rates of configs/cluster.
 HOP_S = 8e-6  # latency of a ring, per collective and rank
-EXPOSED = 0.5  # of the shorter of compute and collectives: overlap slows both
-ERROR = 0.2  # of a dense step's time; of a routed one twice that (docs/SCALE.md)
+EXPOSED = 0.5  # share of the shorter of compute and collectives that overlap does not hide
+ERROR = 0.2  # relative error of the step time, dense; twice that if routed (docs/SCALE.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Traffic:
     weights: int
     tokens: int  # to experts and back
     heads: int  # to ranks that share a sequence, and back
-    updates: int = 0  # of Muon's matrices, to their owners and back
+    updates: int = 0  # updates of Muon's matrices, to their owners and back
 
     @property
     def total(self) -> int:
@@ -69,11 +69,11 @@ class Estimate:
     traffic: Traffic
     compute_s: float
     collectives_s: float
-    exchanges_s: float  # of tokens and heads
+    exchanges_s: float  # all-to-alls of tokens, heads and Muon's updates
     step_s: float
-    tokens_s: float  # of all ranks
+    tokens_s: float  # tokens per second of all ranks
     mfu: float
-    gpu_hours: float  # of the whole run
+    gpu_hours: float  # for the whole run
     fits: bool
     error: float  # expected relative error of step_s, either way
 
@@ -85,10 +85,10 @@ class Estimate:
 def traffic(
     model: Model, layout: Layout, *, dtype: Dtype, micros: int, muon: bool = False
 ) -> Traffic:
-    """ZeRO-0 all-reduces gradients once per step; 1 scatters them and gathers weights; 2 scatters
-    after each micro-batch; 3 also gathers weights there, twice. A token travels to its experts and
-    back, and so does its gradient. Ranks that share a sequence exchange tokens for heads before
-    attention, and back."""
+    """ZeRO-0 all-reduces gradients once per step. ZeRO-1 reduce-scatters them and gathers weights.
+    ZeRO-2 reduce-scatters in each micro-batch, and ZeRO-3 also gathers weights twice in each. A
+    token travels to its experts and back, and so does its gradient. Ranks that share a sequence
+    exchange tokens for heads before attention, and back after it."""
     size = BYTES[dtype]
     parameters = sum(size * held * (ranks - 1) // ranks for held, ranks in _groups(model, layout))
     tokens = micros * layout.micro_batch * model.seq // layout.sp
@@ -105,7 +105,7 @@ def traffic(
 
 
 def estimate(config: RunConfig, layout: Layout) -> Estimate:
-    """One step in a layout, on a cluster whose rates are known."""
+    """Predict one step in a layout, on a cluster whose rates are known."""
     cluster = config.cluster
     rates = cluster.rates
     peak = cluster.peak_flops
@@ -153,7 +153,7 @@ def _groups(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:
 
 
 def _expert_bytes(model: Model, size: int) -> int:
-    """Of one token sent to its experts, in all routed layers."""
+    """Bytes of one token sent to its experts, in all routed layers."""
     if not isinstance(model.ffn, MoE):
         return 0
     slots = model.ffn.top_k * (model.ffn.capacity or 1)  # the slots of a capacity travel empty too
@@ -161,7 +161,7 @@ def _expert_bytes(model: Model, size: int) -> int:
 
 
 def _head_bytes(model: Model, sp: int, size: int) -> int:
-    """Of one token's queries, keys, values and results, in all layers."""
+    """Bytes of one token's queries, keys, values and results, in all layers."""
     a = model.attention
     # With fewer key/value heads than ranks, several ranks have copies of the same head.
     kv_heads = math.lcm(a.kv_heads, sp) if isinstance(a, GQA) else a.heads
@@ -191,7 +191,7 @@ def _update_s(model: Model, layout: Layout, rates: Rates) -> float:
 
 
 def _muon_s(model: Model, layout: Layout, peak: float, rates: Rates) -> float:
-    """What Muon's matrices take beyond AdamW: each is orthogonalized on one rank, in bf16."""
+    """Additional time for Muon's matrices: each is orthogonalized on one rank, in bf16."""
     flops = sum(number * orthogonalization_flops(m, n) for m, n, number in matrices(model))
     held = matrix_params(model) // (layout.ranks if layout.zero else 1)
     passes = MUON_BYTES * held / rates.hbm_bytes_s
@@ -199,8 +199,8 @@ def _muon_s(model: Model, layout: Layout, peak: float, rates: Rates) -> float:
 
 
 def _update_bytes(model: Model, layout: Layout) -> int:
-    """Muon's updates in bf16. At ZeRO-3 a rank sends its parts to the owners, who return them; at
-    ZeRO-0 owners send their results to all. At ZeRO-1 and 2 few matrices are not on one rank."""
+    """Bytes of Muon's updates in bf16. At ZeRO-3 a rank sends its parts to the owners, which return
+    them. At ZeRO-0 owners send results to all. At ZeRO-1 and 2 most matrices are on one rank."""
     whole = 2 * matrix_params(model) * (layout.ranks - 1) // layout.ranks
     return (whole, 0, 0, 2 * whole // layout.ranks)[layout.zero]
 
@@ -208,14 +208,14 @@ def _update_bytes(model: Model, layout: Layout) -> int:
 def _collectives_s(
     cluster: Cluster, rates: Rates, model: Model, layout: Layout, sent: Traffic, micros: int
 ) -> float:
-    """The bytes of each group at the rate of its ring, and a latency for every collective."""
+    """Time for the bytes of each group at the rate of its ring, plus each collective's latency."""
     groups = [(held * (ranks - 1) / ranks, ranks) for held, ranks in _groups(model, layout)]
     whole = sum(share for share, _ in groups) or 1
     blocks = model.layers + model.source_layers + model.mtp
     count = (1, 2, 1 + micros, 3 * micros * blocks)[layout.zero]
     time = 0.0
     for index, (share, ranks) in enumerate(groups):
-        # The second group is that of the experts, of which each node has gpus_per_node / ep copies.
+        # The second group is the experts; each node has gpus_per_node / ep copies of them.
         near = cluster.gpus_per_node if index == 0 else max(1, cluster.gpus_per_node // layout.ep)
         rate = rates.intra_bytes_s
         if layout.ranks > cluster.gpus_per_node:
@@ -225,14 +225,14 @@ def _collectives_s(
 
 
 def _exchange_s(cluster: Cluster, rates: Rates, ranks: int, sent: int) -> float:
-    """An all-to-all: traffic inside the node and out of it travels at the same time."""
+    """Time of an all-to-all: traffic within the node and to other nodes overlaps."""
     near = min(ranks, cluster.gpus_per_node)
     away = (ranks - near) / max(1, ranks - 1)
     return sent * max((1 - away) / rates.intra_bytes_s, away / rates.inter_bytes_s)
 
 
 def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) -> list[int]:
-    """Divisors of a reader's share of the batch; none if the share is not a whole number."""
+    """Return the divisors of a reader's share of the batch; none if it is not a whole number."""
     rows, rest = divmod(config.rows * sp, ranks)
     return [] if rest else [m for m in divisors(rows) if m <= most]
 
@@ -240,8 +240,8 @@ def micro_batches(config: RunConfig, ranks: int, sp: int = 1, most: int = 64) ->
 def plan(
     config: RunConfig, ranks: int, spec: RunSpec | None = None, most_ranks: int | None = None
 ) -> list[Estimate]:
-    """For every ZeRO stage and every possible ep, the best micro-batch and recomputation, or those
-    that the spec gives. A job may also run on `most_ranks`."""
+    """For every ZeRO stage and every possible ep, choose the best micro-batch and recomputation, or
+    use those of the spec. The result must also work on `most_ranks`."""
     sp = config.parallel.sp
     ways: tuple[Recompute, ...] = (False, "selective", True)
     micros = micro_batches(config, ranks, sp)
@@ -261,7 +261,7 @@ def plan(
 
 
 def best(estimates: Sequence[Estimate]) -> Estimate:
-    """The smallest of those within 1% of the fastest that fits; if none fits, the smallest."""
+    """Return the smallest layout within 1% of the fastest that fits; if none fits, the smallest."""
     fitting = [e for e in estimates if e.fits]
     if not fitting:
         return min(estimates, key=lambda e: e.memory.total)
@@ -271,7 +271,7 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:
-    """The best estimate that has the ZeRO stage and ep of the spec; None if none of them fits."""
+    """Return the best estimate with the spec's ZeRO stage and ep; None if none of them fits."""
     at = spec.parallel
     # Accelerate is plain DDP.
     zeros = (0,) if at.engine == "accelerate" else range(at.offload.least_zero, 4)
