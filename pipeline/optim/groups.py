@@ -1,4 +1,4 @@
-"""The optimizer of a run and its parameter groups: what decays, how fast each parameter learns."""
+"""The optimizer of a run and its parameter groups: weight decay and rate of each parameter."""
 
 from typing import Any, assert_never
 
@@ -12,7 +12,7 @@ from pipeline.optim.muon import AdamW, Muon, matrices_of
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
-    """The optimizer at its peak rate. An engine still has to bind Muon to the masters."""
+    """Build the optimizer at its peak rate. An engine still has to bind Muon to the masters."""
     cfg = config.optim.optimizer
     lr = config.optim.lr
     optimizer: AdamW
@@ -41,18 +41,19 @@ def parameter_groups(module: nn.Module, decay: float, model: Model) -> list[dict
     """AdamW's groups with their weight decay and their factor of the learning rate.
 
     Matrices decay; embeddings, norms and biases do not (OLMo 3), and a tied head counts as the
-    embedding. Under muP a matrix learns slower the wider its input is. A scaled embedding learns
-    faster, as it is larger. Experts that ranks share have groups named as DeepSpeed knows them."""
+    embedding. Under muP, a matrix with a wider input has a lower rate. A scaled embedding has a
+    higher rate, because it is larger. Experts have groups with the names that DeepSpeed uses."""
     groups: dict[tuple[str, bool, float], dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
         embedding = name.startswith(("embedding.", "encoder.embedding."))
-        # The gates of value embeddings and smear are small matrices, but vectors in spirit.
+        # The gates of value embeddings and smear are small matrices, treated as vectors.
         no_decay = parameter.ndim < 2 or name.startswith(TABLES) or name.endswith(GATES)
         scale = 1.0 if no_decay else model.narrower(name)
         if embedding:
             scale = model.embedding_scale
         expert_group = getattr(parameter, "group_name", "")
-        # AdamW subtracts rate × decay; divided, it is the same at every width, as in muP's code
+        # AdamW subtracts rate × decay. Dividing by `scale` makes it the same at every width, as in
+        # muP's code.
         weight_decay = 0.0 if no_decay else decay / scale
         group = {"params": [], "weight_decay": weight_decay, "lr_scale": scale}
         if expert_group:
@@ -106,6 +107,6 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 def gate_step(optimizer: Optimizer, apply: Tensor) -> None:
     """Apply the next step only if `apply` is true; otherwise weights and moments stay unchanged.
 
-    Fused AdamW reads this flag on the device, as for torch's loss scaler, so no host waits. Muon
-    does the same."""
+    Fused AdamW reads this flag on the device, as for torch's loss scaler, so the host does not
+    wait. Muon does the same."""
     optimizer.found_inf = (~apply).float()  # type: ignore[attr-defined]

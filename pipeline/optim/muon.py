@@ -27,7 +27,7 @@ from pipeline.planner.count import orthogonalization_flops
 
 MOMENTUM = "momentum_buffer"  # as in torch.optim.Muon
 VARIANCE = "row_variance"
-# Of torch.optim.Muon, from Keller Jordan's post: https://kellerjordan.github.io/posts/muon/
+# As in torch.optim.Muon, from Keller Jordan's post: https://kellerjordan.github.io/posts/muon/
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPS = 1e-7
@@ -88,7 +88,7 @@ class Matrices:
 
     @property
     def flops(self) -> int:
-        """Of orthogonalizing one matrix, part by part."""
+        """FLOPs of orthogonalizing one matrix, part by part."""
         return sum(orthogonalization_flops(self._rows(part), self.columns) for part in self.parts)
 
     def oriented(self, numbers: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Matrices:
 
 
 def matrices_of(module: nn.Module, cfg: Model) -> dict[str, Matrices]:
-    """Matrices of the blocks by parameter name; not those of routers and gates: few outputs."""
+    """Return the blocks' matrices by name, without routers and gates, which have few outputs."""
     found = {}
     for name, parameter in module.named_parameters():
         vector = parameter.ndim < 2 or name.endswith((*GATES, "router.weight"))
@@ -147,7 +147,7 @@ def _parts(name: str, rows: int, cfg: Model) -> tuple[Part, ...]:
     return tuple(Part(period, stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
 
 
-# --- what a rank has of them
+# --- the parts of matrices on a rank
 
 
 class Run(NamedTuple):
@@ -165,7 +165,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Owned:
-    """A matrix that this rank orthogonalizes, whoever has its numbers."""
+    """A matrix that this rank orthogonalizes, whichever ranks have its numbers."""
 
     key: str
     matrices: Matrices
@@ -173,7 +173,7 @@ class Owned:
     variance: Tensor | None = None  # of its rows
 
     def collect(self, updates: Tensor) -> Tensor:
-        """The matrix's numbers: a view if they are in one place."""
+        """Return the matrix's numbers: a view if they are contiguous."""
         pieces = [updates[place] for place in self.places]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -216,7 +216,7 @@ class Muon(AdamW):
         self.buckets: list[Bucket] = []
 
     def bind(self, buckets: list[Bucket]) -> None:
-        """Set what this rank steps; before this, matrices are not changed."""
+        """Set the masters that this rank steps; before this, matrices are not changed."""
         self.buckets = buckets
         self._bucket_of = {id(master): b for b in buckets for master in b.masters}
         for owned in self.owned():
@@ -263,7 +263,7 @@ class Muon(AdamW):
             momentum = run.of(self.state[run.master][MOMENTUM])
             gradient = run.of(run.master.grad)
             if apply is not None:
-                # In a skipped step gradients may be NaN. The momentum instead changes nothing.
+                # In a skipped step gradients may be NaN. The momentum instead leaves it unchanged.
                 gradient = torch.where(apply, gradient, momentum)
             momentum.lerp_(gradient, 1 - self._momentum)
             # Nesterov's momentum.
@@ -283,10 +283,10 @@ class Muon(AdamW):
                 torch.where(apply, changed, weights, out=weights)
 
     def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
-        """The share of each weight that the decay leaves."""
+        """Return the share of each weight that the decay leaves."""
         if not self._cautious:
             return 1 - decay
-        # Only weights that the update shrinks too: both then point the same way.
+        # Decay only weights that the update shrinks too.
         return 1 - decay * (weights * update >= 0)
 
     def _orthogonalize(self, owned: list[Owned], updates: Tensor, apply: Tensor | None) -> None:

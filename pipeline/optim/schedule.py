@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step, so there is no state to save."""
 
 import math
 from typing import assert_never
@@ -7,12 +7,12 @@ from pipeline.config.optimizer import WSD, Cosine, InverseSqrt, Schedule, WSDSpe
 
 
 def decay_start(cfg: WSDSpec, steps: int) -> int:
-    """The step at which the plateau ends; before it, runs of all lengths are the same."""
+    """Return the step at which the plateau ends; until then, runs of all lengths are identical."""
     return steps - round(cfg.decay_share * steps)
 
 
 def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
-    """The rate of update `step`, counted from 0; the last one is still above the final share."""
+    """Return the rate of a step, counted from 0; the last rate is still above the final share."""
     warmup = cfg.warmup_steps
     # Step 0 already learns, and step warmup - 1 reaches the peak.
     if step < warmup:
@@ -21,7 +21,7 @@ def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
         case WSD():
             start = decay_start(cfg, steps)
             done = max(0, step - start) / max(1, steps - start)
-            # Over a short last share, 1 - sqrt does better than a line (arXiv 2405.18392).
+            # For a short decay, 1 - sqrt gives a lower loss than a line (arXiv 2405.18392).
             shape = 1 - (math.sqrt(done) if cfg.decay_shape == "sqrt" else done)
         case Cosine():
             done = (step - warmup) / max(1, steps - warmup)

@@ -144,8 +144,8 @@ class _Exchange:
 class _Begin(torch.autograd.Function):
     """Starts the exchange of the rows, and in the backward pass ends that of their gradients.
 
-    The gradients travel in the other direction: their exchange begins where the rows' ends. What
-    lies between, `beside` and its gradient, runs during either.
+    The gradients travel in the other direction: their exchange begins where the rows' ends. The
+    work between, `beside` and its gradient, runs during the exchanges.
     """
 
     @staticmethod
@@ -168,7 +168,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.home.begin(grads[0])
-        # A placeholder of the shape that autograd expects; `_Begin` returns what arrives.
+        # A placeholder of the shape that autograd expects; `_Begin` returns the real gradient.
         return grads[0], None, None
 
 

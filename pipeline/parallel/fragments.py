@@ -155,8 +155,8 @@ def set_random_state(fragments: Iterable[Fragment]) -> None:
 def on_disk(like: Tensor, folder: str) -> Tensor:
     """Return zeros of a host tensor's shape and type in a mapped file, for offloading to NVMe.
 
-    The file has no name any more, so its disk space is free again however the process ends. All of
-    the space is allocated now: a full disk is an error here, not a SIGBUS later.
+    The file is already deleted, so its disk space is freed however the process ends. All of the
+    space is allocated now, so that a full disk is an error here and not a SIGBUS later.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -1,9 +1,9 @@
-"""Who orthogonalizes which matrix: plan Muon's exchange for any layout, and carry it out.
+"""Plan and carry out Muon's exchange for any layout: which rank orthogonalizes which matrix.
 
-Every matrix has one owner. At ZeRO-1 and 2 most matrices are whole on one rank, which owns them,
-and the few that are cut travel. At ZeRO-3 every rank has a part of each matrix, and without ZeRO
-a copy of it; there the matrices are dealt out by their FLOPs. Experts that ranks share have owners
-among the ranks that have them, because only those have any of their numbers.
+Every matrix has one owner. At ZeRO-1 and 2 most matrices are complete on one rank, which owns them,
+and only the few that are cut travel. At ZeRO-3 every rank has a part of each matrix, and without
+ZeRO a copy of it; there the matrices are distributed by their FLOPs. The owner of an expert is one
+of the ranks that have it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,8 +42,8 @@ def bind(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], world: World
         if group.get("matrices")
         for master in group["params"]
     ]
-    # A flat master is stepped by itself; those with a parameter's shape are stepped together. A
-    # rank takes part in the exchange of a master also if all of its part is padding.
+    # A flat master is stepped alone; those with a parameter's shape are stepped together. A rank
+    # takes part in the exchange of a master even if its whole part is padding.
     masters: dict[int, dict[int, Tensor]] = {}
     for master in [*stepped, *(piece.master for piece in mine)]:
         masters.setdefault(_bucket(master), {})[id(master)] = master
@@ -117,7 +117,7 @@ def _split(piece: Piece, matrices: Matrices, start: int) -> list[_Held]:
 
 
 def _choose_owners(by_rank: Sequence[Sequence[_Held]]) -> dict[str, int]:
-    """Return the owner of every matrix: the same on every rank, because all know what all have.
+    """Return the owner of every matrix. Every rank has the same input and gets the same result.
 
     An owner has at least half as much of the matrix as any other rank. Among such ranks, the one
     with the least work so far is chosen."""
@@ -158,7 +158,7 @@ class _Exchange:
             for each in theirs
             if owners[each.key] == rank
         }
-        # By rank and then by key, on every rank: what one sends is in the order the other expects.
+        # By rank and then by key, on every rank, so that sender and receiver use the same order.
         for rank, theirs in enumerate(by_rank):
             for each in sorted(theirs):
                 owner = owners[each.key]
@@ -169,7 +169,7 @@ class _Exchange:
                     self._keep(each, each.place)
 
     def _send(self, each: _Held, rank: int, owner: int, own: _Held) -> None:
-        """Plan the way of one run to its owner and back."""
+        """Plan the transfer of one run to its owner and back."""
         copied = own.numel == own.whole  # the owner has these numbers too
         self.there.used |= not copied
         self.back.used = True
@@ -189,7 +189,7 @@ class _Exchange:
         self._found.setdefault(each.key, []).append((each.offset, place, each.numel))
 
     def owned(self) -> dict[str, list[slice]]:
-        """Where this rank finds the numbers of each of its matrices, in order."""
+        """Return where this rank finds the numbers of each of its matrices, in order."""
         return {
             key: [slice(place, place + numel) for _, place, numel in sorted(runs)]
             for key, runs in sorted(self._found.items())
@@ -197,7 +197,7 @@ class _Exchange:
 
 
 class _Collective:
-    """Runs of the updates that this rank sends to every rank, and places for those it gets."""
+    """Runs of updates that this rank sends to every rank, and places for those that arrive."""
 
     def __init__(self, ranks: int) -> None:
         self.give: list[Places] = [[] for _ in range(ranks)]

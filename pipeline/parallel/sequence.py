@@ -1,10 +1,10 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): ranks share rows, each has a run of tokens.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509): each rank has a part of the tokens of a row.
 
 B batch · H query heads · G key/value heads · S sequence · D width · P ranks of the group
 
-Attention needs every token and no other head. An all-to-all before it gives each rank all tokens
-of its share of the heads, and one after it reverses that. To ZeRO these ranks are ordinary
-data-parallel ones: each rank's loss is its part of the rows' mean, times P.
+Attention needs every token, but computes each head separately. An all-to-all before attention gives
+each rank all tokens for its share of the heads, and one after it reverses that. For ZeRO these are
+ordinary data-parallel ranks: each rank's loss is its part of the rows' mean, times P.
 """
 
 import math

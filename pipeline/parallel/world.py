@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.process import STORE
 
 T = TypeVar("T")
-# Of one collective. The first one waits for the slowest node's imports.
+# Limit for one collective. The first collective waits for the slowest node's imports.
 TIMEOUT = timedelta(minutes=30)
 # On a CPU without bf16 instructions torch prints this with a stack of C++ frames.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
@@ -92,7 +92,7 @@ class World:
         """
         # Each residue has a row. Ranks leave the rows of others at the minimum, which never wins.
         both = values.new_full((every, 2 * len(values)), torch.iinfo(values.dtype).min)
-        # One maximum gives both ends: the largest complement is that of the smallest value.
+        # One maximum gives both extremes: the smallest value has the largest complement.
         both[self.rank % every] = torch.cat((values, ~values))
         if self.size > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)

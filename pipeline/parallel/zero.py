@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed ZeRO, on one CPU process as on a cluster."""
+"""The DeepSpeed ZeRO engine, for one CPU process as well as for a cluster."""
 
 import logging
 import sys
@@ -85,7 +85,7 @@ class ZeroEngine:
                 "use --zero 2"
             )
         if self._zero == 3:
-            # Gathered as one: no hook, and so no graph break, inside of a block.
+            # Gather each block as a whole, so that there is no hook and no graph break inside.
             set_z3_leaf_modules(model, [Block])
         optimizer = build_optimizer(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)
@@ -138,7 +138,7 @@ class ZeroEngine:
         set_learning_rate(self._optimizer, lr)
         self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passed.nll, norm)
         if self._zero == 0:
-            # We clip: DeepSpeed would count only the experts on each rank itself.
+            # We clip ourselves, because DeepSpeed's norm would count only each rank's own experts.
             self._judge(self._norm_of_copies())
             if self._unwrapped:
                 self._clip_gradients(self._engine.module.parameters())
@@ -213,7 +213,7 @@ class ZeroEngine:
         out: Tensor = self._engine(tokens_BS)
         return out
 
-    # --- what a rank holds
+    # --- the tensors of a rank
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._engine.module.named_parameters():
@@ -347,7 +347,7 @@ def _deepspeed_config(config: RunConfig, world: World) -> dict[str, Any]:
             "stage": config.parallel.zero,
             # Otherwise each block would be compiled again.
             "memory_efficient_linear": False,
-            # On NVMe too: `_move_to_disk` replaces what DeepSpeed keeps in host memory.
+            # Also for NVMe: `_move_to_disk` replaces the tensors in host memory.
             **{part: {"device": "cpu"} for part, place in offload.items() if place},
         },
         # torch's fused AdamW: no op to compile and the same numbers, on a CPU too.

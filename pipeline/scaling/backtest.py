@@ -12,18 +12,18 @@ from pipeline.scaling.frontier import optimum
 from pipeline.scaling.laws import Inputs, Law
 from pipeline.scaling.points import Array, Points
 
-CUTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # share of the points, by compute, that a fit may see
+CUTS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # share of the points, by compute, that is fitted
 STARTS = 6
 TOLERANCE = 1e-6  # relative, of the objective: two digits of an error are enough
-FEWEST = 6  # runs below a cut; the prior makes up for the rest
-ENOUGH = 8  # errors, before their average means anything
-MOST_POINTS = 1000  # evenly by compute; more points do not change the errors
-VALLEY = 0.025  # loss above the best for its compute, relative, at which a point counts half
-WIDE_VALLEY = 0.05  # the same, where only the place of the valley is asked
-RECENT = 1.0  # power of compute: a run of a tenth of the largest compute counts a tenth
-TOP = 2  # runs per parameter that count as largest: one far-off run does not outweigh the rest
-EFFECTIVE = 2  # points per parameter, by Kish, that the weights leave at least
-EFFECTIVE_SHARE = 0.2  # of all points, likewise
+FEWEST = 6  # runs below a cut; with fewer, the prior would decide
+ENOUGH = 8  # errors needed for an average
+MOST_POINTS = 1000  # evenly spaced by compute; more points do not change the errors
+VALLEY = 0.025  # relative loss above the best for its compute at which a point has weight ½
+WIDE_VALLEY = 0.05  # the same, for weights that only locate the valley
+RECENT = 1.0  # power of compute: a run with a tenth of the largest compute has weight 0.1
+TOP = 2  # runs per parameter with full weight, so that one distant run does not dominate
+EFFECTIVE = 2  # smallest effective number of points (Kish) per parameter
+EFFECTIVE_SHARE = 0.2  # smallest effective number of points, as a share of all
 NEIGHBOR = 1.2  # budgets within 20% are one
 # Public ladders, pooled: errors grow with the square of the decades beyond the fit and of the loss
 # wasted by a bad split. These constants have nearly the best interval score (width and misses) on
@@ -31,10 +31,10 @@ NEIGHBOR = 1.2  # budgets within 20% are one
 PER_DECADE = 3.0
 WASTED = 0.035
 MOST_WASTED = 0.1  # beyond, errors do not grow further
-TYPICAL = 0.005  # root mean square of errors over their growth, for a public ladder
-TYPICAL_CUTS = 4  # with more cuts than this, a ladder outweighs the typical one
+TYPICAL = 0.005  # the scale of a typical public ladder
+TYPICAL_CUTS = 4  # the typical scale counts as much as this many cuts
 COVERAGE = 1.3  # half of a 95% interval in units of the scale
-SCATTER_SHARE = 0.8  # of the scatter's own interval, which also has the misfit of distant runs
+SCATTER_SHARE = 0.8  # factor of the scatter's interval, which includes the misfit of small runs
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Backtest:
 
     @property
     def score(self) -> float:
-        """For comparing laws: the mean error over its growth; later cuts count more."""
+        """For comparing laws: the mean error divided by `growth`; later cuts count more."""
         means, cuts = self._by_cut(1)
         return float(np.average(means, weights=np.sqrt(cuts)))
 
     @property
     def scale(self) -> float:
-        """The errors' root mean square over their growth, shrunk toward a typical ladder's."""
+        """The root mean square of errors divided by `growth`, shrunk toward a typical ladder's."""
         squares, cuts = self._by_cut(2)
-        # Errors of one cut come from one fit and are hardly independent: a cut counts once.
+        # Errors of one cut come from one fit and are not independent, so a cut counts once.
         total = TYPICAL_CUTS * TYPICAL**2 + float(squares.sum())
         return float(np.sqrt(total / (TYPICAL_CUTS + len(cuts))))
 
@@ -73,7 +73,7 @@ class Backtest:
 
 
 def growth(ratio: Array, excess: Array) -> Array:
-    """How much larger errors get with the distance from the fit and with a bad split."""
+    """The factor by which errors grow with distance from the fitted runs and with a bad split."""
     decades = np.log10(np.maximum(ratio, 1))
     wasted = np.minimum(excess, MOST_WASTED) / WASTED
     return np.asarray(1 + PER_DECADE * decades**2 + wasted**2)
@@ -87,8 +87,8 @@ def half_width(scale: float, ratio: Array, excess: Array) -> Array:
 def focus(points: Points, law: Law) -> Array:
     """Weights for forecasting, at most 1: high near the largest compute and the best loss for it.
 
-    No law here holds over four decades and for badly split runs too, and forecasts need neither
-    (docs/SCALING.md).
+    No law here fits four decades of compute and badly split runs as well, and forecasts need
+    neither (docs/SCALING.md).
     """
     top = np.sort(points.C)[-min(TOP * len(law.parameters), len(points))]
     recent = np.minimum(points.C / top, 1) ** RECENT
@@ -96,10 +96,10 @@ def focus(points: Points, law: Law) -> Array:
 
 
 def near_valley(points: Points, law: Law) -> Array:
-    """Weights for N* and D*: runs of every compute alike, badly split ones less.
+    """Weights for N* and D*: the same for every compute, lower for badly split runs.
 
-    Where the valley lies is seen at every budget. Weighting by compute would leave its slope to the
-    few largest runs.
+    Every budget shows where its valley is. With weights by compute, the slope would depend on the
+    few largest runs only.
     """
     return _softened(points, law, _near_valley(points, WIDE_VALLEY))
 
@@ -114,7 +114,7 @@ def _near_valley(points: Points, width: float) -> Array:
 
 
 def _softened(points: Points, law: Law, sharp: Array) -> Array:
-    """The weights to a power at which enough effective points (Kish's number) are left."""
+    """Raise the weights to a power that leaves enough effective points (Kish's number)."""
     enough = max(EFFECTIVE * len(law.parameters), EFFECTIVE_SHARE * len(points))
     for exponent in np.linspace(1, 0, 21):
         weights: Array = sharp**exponent
@@ -124,7 +124,7 @@ def _softened(points: Points, law: Law, sharp: Array) -> Array:
 
 
 def waste(fit: Fit, points: Points, loss: Array) -> Array:
-    """How badly N and D are split: log of the predicted loss over the best for that compute."""
+    """How far a split of N and D is from the best: log of its loss over the best loss."""
     best = optimum(fit, points.C, points.experts)
     if best is None:
         return np.zeros(len(points))
@@ -132,9 +132,9 @@ def waste(fit: Fit, points: Points, loss: Array) -> Array:
 
 
 def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
-    """Test the law as `study` fits it; None where too few errors come out to mean anything.
+    """Test the law as `study` fits it; None if there are too few errors for an average.
 
-    All cuts descend at once, with weight zero above each.
+    All cuts are fitted at once; points above a cut have weight zero.
     """
     if len(points) > MOST_POINTS:
         points = points.take(np.argsort(points.C)[:: -(-len(points) // MOST_POINTS)])

@@ -1,4 +1,4 @@
-"""Which law the points can determine, and which of several forecasts best."""
+"""Choose the law: which laws the points can determine, and which of them forecasts best."""
 
 from typing import NamedTuple
 
@@ -12,15 +12,15 @@ from pipeline.scaling.points import Points, runs_across
 from pipeline.scaling.quality import repeats
 from pipeline.units import count, power
 
-SPARE = 2  # points beyond the parameters before a law counts as determined at all
-TANGLED = 0.15  # spread of log D about its trend in log N; below, N and D cannot be separated
-EXACT = 1e-4  # relative; no measured losses lie this close to a law
-MANY = 30  # runs, from which on the γ-law is the default
+SPARE = 2  # a law is determined only by this many more points than it has parameters
+TANGLED = 0.15  # spread of log D around its trend in log N; below, N and D cannot be separated
+EXACT = 1e-4  # relative; measured losses never lie this close to a law
+MANY = 30  # from this number of runs on, the γ-law is the default
 CLEARLY = 0.8  # a law with this share of the other's backtest error is clearly better
 
 
 def check(points: Points) -> None:
-    """Refuse points that no law can be drawn through."""
+    """Refuse points to which no law can be fitted."""
     if len(points) < 2:
         gone = f" ({len(points.dropped)} left out: {points.dropped[0]} …)" if points.dropped else ""
         raise DataError(
@@ -32,7 +32,7 @@ def check(points: Points) -> None:
             f"compute spans only {points.C.max() / points.C.min():.2f}×; add runs with at least 4× "
             f"more FLOPs (such as {power(4 * points.C.max())})"
         )
-    # The best of the largest third must beat the best of the smallest: noise alone may swap two.
+    # Compare the best of the largest third with the best of the smallest: noise may swap two runs.
     order = np.argsort(points.C)
     third = max(1, len(order) // 3)
     early = points.loss[order[:third]].min()
@@ -46,7 +46,7 @@ def check(points: Points) -> None:
 
 
 def check_law(points: Points, law: Law) -> None:
-    """Refuse a law that was asked for by name and lacks what it needs."""
+    """Refuse a law that the user named if the points are not enough for it."""
     missing = len(law.parameters) - len(points)
     if missing > 0:
         raise DataError(
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
 
 def choose(points: Points) -> Choice:
-    """The law for these points: what they can determine, and of several what forecasts best."""
+    """Choose a law for these points: one that they determine, and the best at forecasting."""
     runs = len(points)
     sizes = len(np.unique(points.N))
     if runs < 5 + SPARE:
@@ -99,7 +99,7 @@ def choose(points: Points) -> Choice:
     notes = []
     if sizes > 1 and points.D.max() < 1.1 * points.D.min():
         tokens = count(points.D[0])
-        notes = [f"All runs saw the same {tokens} tokens: this law is about size alone."]
+        notes = [f"All runs saw the same {tokens} tokens: this law shows the effect of size only."]
     if runs >= 3 + SPARE:
         law = LAWS["compute"]
         note = f"{why}; fitted L = E + K·C^−g along this ladder instead. {more}"
@@ -123,10 +123,10 @@ def _tangled(points: Points) -> bool:
 
 
 def _by_backtest(points: Points) -> Choice:
-    """Chinchilla's law or the γ-law, by pooled backtests; the law of the columns, if they need one.
+    """Choose between Chinchilla's law and the γ-law, or the law that the columns need.
 
-    Kaplan's law is not a candidate: without a floor it is too low far beyond the runs, and on
-    public ladders it was the worst of the three.
+    Kaplan's law is not a candidate: it has no floor, so its forecasts far beyond the runs are too
+    low, and on public ladders it was the worst of the three.
     """
     names = ["chinchilla", "gamma"]
     if points.experts is not None and len(np.unique(points.experts)) > 1:
@@ -141,8 +141,8 @@ def _by_backtest(points: Points) -> Choice:
         return Choice(simple, None, [note + "of a typical public ladder."])
     richer = others[0] if others else None
     if richer is not None:
-        # Where the backtests do not decide clearly: the simpler law for few runs, and for computed
-        # points; the richer one for many.
+        # If the backtests do not decide clearly, use the simpler law for few runs and for computed
+        # points, and the richer law for many runs.
         limit = plain.score if len(points) < MANY else plain.score / CLEARLY
         if richer.score < limit and not exact(fit(points, simple)):
             return Choice(richer.law, richer, [])
@@ -150,5 +150,5 @@ def _by_backtest(points: Points) -> Choice:
 
 
 def exact(fit: Fit) -> bool:
-    """Whether the points lie on the law, as computed rather than measured ones do."""
+    """Whether the points lie exactly on the law, so that they were computed, not measured."""
     return len(fit.points) > len(fit.theta) and bool(np.abs(fit.residuals).max() < EXACT)

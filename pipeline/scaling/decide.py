@@ -1,7 +1,7 @@
-"""The run to buy: the least compute for a loss, with inference or with limited data; its price.
+"""Choose a run: the least compute for a loss, with inference or with limited data, and its price.
 
-Every answer is the best N and D for a total cost, found by the law that gives N* and D*, and the
-loss there by the law that is printed. The least cost of a loss is the same path, read backward.
+For a total cost, the law that gives N* and D* chooses N and D, and the printed law gives the loss.
+The least cost for a loss is found by searching over total costs.
 """
 
 import math
@@ -30,16 +30,16 @@ R_PARAMETERS = 5.309743
 FORWARD = 1 / 3  # inference FLOPs per token over those of training: no backward pass
 WIDEST = 12.0  # log N above and below the square root of N·D: tokens per parameter within e^±24
 LARGEST_FLOPS = 1e40
-MFU = 0.4  # where the planner knows no better; 1–7B on H100s reach 41–47% (llm-foundry, Megatron)
+MFU = 0.4  # if the planner has no estimate; 1–7B on H100s reach 41–47% (llm-foundry, Megatron)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a run has to do besides being trained once on new data."""
+    """Requirements besides one training on new data: inference, or limited data."""
 
     inference_tokens: float = 0.0
-    inference_price: float = 1.0  # of an inference FLOP over a training FLOP
-    unique: float | None = None  # distinct tokens there are
+    inference_price: float = 1.0  # price of an inference FLOP relative to a training FLOP
+    unique: float | None = None  # number of distinct tokens available
 
     @property
     def served(self) -> float:
@@ -48,7 +48,7 @@ class Demand:
 
 
 def best(study: Study, C: Array, demand: Demand) -> Points:
-    """The best run for each total cost, in training FLOPs; its own C is that of training."""
+    """Return the best run for each total cost, in training FLOPs; its C counts training only."""
     if demand == Demand():
         return study.frontier(C)
     needs_terms(study)
@@ -59,7 +59,7 @@ def best(study: Study, C: Array, demand: Demand) -> Points:
 
 
 def needs_terms(study: Study) -> None:
-    """Refuse a law that does not know the effects of N and D apart."""
+    """Refuse a law that does not separate the effects of N and D."""
     if study.fit.law.terms(study.fit.values, 1.0) is None or "experts" in study.fit.points.columns:
         raise ConfigError(
             f"law={study.name} does not give the loss of every N and D, which --inference-tokens "
@@ -68,7 +68,7 @@ def needs_terms(study: Study) -> None:
 
 
 def _best_split(fit: Fit, product: float, demand: Demand) -> tuple[float, float]:
-    """N and D of the least loss with N·(D + served tokens) = product."""
+    """Return the N and D of the lowest loss with N·(D + served tokens) = product."""
     middle = 0.5 * math.log(product)
     low = middle - WIDEST
     high = middle + WIDEST
@@ -91,15 +91,15 @@ def loss_of(fit: Fit, places: Points, unique: float | None) -> Array:
 
 
 def worth(fit: Fit, places: Points, unique: float) -> Points:
-    """The places with N and D reduced to what they are worth if only `unique` tokens are new.
+    """Return the places with N and D reduced to their worth if only `unique` tokens are distinct.
 
-    Repeated tokens count less, and so do parameters beyond those that the data can fill.
+    Repeated tokens count less, and so do parameters that are too many for the data.
     """
-    if isinstance(fit.law, DataConstrained):  # fitted, so the law knows
+    if isinstance(fit.law, DataConstrained):  # the law itself models repetition
         return replace(places, unique=np.full(len(places), unique))
     terms = fit.law.terms(fit.values, 1.0)
     assert terms is not None
-    # N*(U): one more parameter and one more token help alike, αA·N^−α = βB·U^−β.
+    # N*(U): where more parameters and more tokens help equally, αA·N^−α = βB·U^−β.
     level = math.log(terms.alpha / terms.beta) + terms.log_a - terms.log_b
     filled = math.exp((level + terms.beta * math.log(unique)) / terms.alpha)
     return replace(
@@ -114,12 +114,12 @@ def _worth(used: Array, distinct: float, half: float) -> Array:
 
 
 def interval(study: Study, places: Points, unique: float | None) -> tuple[Array, Array, Array]:
-    """The law's loss and its 95% interval, with repeats counted."""
+    """Return the law's loss and its 95% interval, taking repetition into account."""
     return study.interval(places if unique is None else worth(study.fit, places, unique))
 
 
 def least_cost(study: Study, target: float, demand: Demand) -> float:
-    """The least total cost, in training FLOPs, whose best run has the target loss."""
+    """Return the least total cost, in training FLOPs, whose best run has the target loss."""
 
     def loss(log_c: float) -> float:
         places = best(study, np.array([math.exp(log_c)]), demand)
@@ -135,7 +135,7 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
         data = f" on {count(demand.unique)} distinct tokens" if demand.unique else ""
         raise ConfigError(
             f"target_loss={target:g} is out of reach: by this law no run{data} gets below "
-            f"{floor:.4g}; ask for more"
+            f"{floor:.4g}; choose a higher loss"
         )
     if target > loss(low):
         raise ConfigError(
@@ -158,7 +158,7 @@ def _falling_root(f: Callable[[float], float], low: float, high: float) -> float
 def cost_range(
     study: Study, target: float, total: float, demand: Demand
 ) -> tuple[float | None, float | None]:
-    """The total costs at which the interval's lower and upper end reach the target."""
+    """Return the total costs at which the interval's lower and upper end reach the target."""
     # The interval widens with the distance, so its upper end may never get there.
     C = total * np.geomspace(1e-4, 1e4, 161)
     if demand.served:
@@ -170,7 +170,7 @@ def cost_range(
 
 
 def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
-    """What the demand changes: inference FLOPs, epochs, and the run that ignores the demand."""
+    """Describe the effect of the demand: inference FLOPs, epochs, and the run without it."""
     each = flops_per_parameter_token(study.fit.points)
     N = float(places.N[0])
     D = float(places.D[0])
@@ -191,7 +191,7 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
         fitted = isinstance(study.fit.law, DataConstrained)
         found["repeats_from"] = "the fit" if fitted else "arXiv 2305.16264"
         if fitted:
-            del found["worth_tokens"]  # by the published constants, which this law does not use
+            del found["worth_tokens"]  # it uses the published constants, and this law does not
     return found
 
 
@@ -199,7 +199,7 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
 
 
 def priced(cluster: str) -> Cluster:
-    """A cluster whose speed is known."""
+    """Load a cluster, and refuse it if its speed is unknown."""
     found = load_cluster(cluster)
     if found.peak_flops is None:
         raise ConfigError(
@@ -211,10 +211,10 @@ def priced(cluster: str) -> Cluster:
 def cost(
     runs: Sequence[tuple[float, float]], site: Cluster, gpus: int, size: str | None = None
 ) -> dict[str, Any]:
-    """GPU-hours, hours and price of runs (C, N) at the speed that the planner predicts."""
+    """Return GPU-hours, hours and price of runs (C, N) at the speed that the planner predicts."""
     assert site.peak_flops is not None
     planned = [planned_mfu(N, site, gpus, size) for _, N in runs]
-    # peak_flops is of one GPU, so these are GPU-hours.
+    # peak_flops is the peak of one GPU, so these are GPU-hours.
     busy = [
         C / (site.peak_flops * (mfu or MFU)) / 3600
         for (C, _), mfu in zip(runs, planned, strict=True)
@@ -234,7 +234,7 @@ def cost(
 
 
 def planned_mfu(N: float, site: Cluster, gpus: int, size: str | None) -> float | None:
-    """MFU of this size, or of the shipped size nearest to N; None where the planner knows none."""
+    """Return the MFU of this size, or of the shipped size nearest to N; None if it is unknown."""
     if site.rates is None or not math.isfinite(N):
         return None
     if size is None:

@@ -1,6 +1,6 @@
 """Fit a law: Huber's loss on log loss, minimized from many starts at once.
 
-`fit` is the estimator of the papers. `vpnls`, variable projection, is its slow twin.
+`fit` is the estimator of the papers. `vpnls`, variable projection, is a slow alternative.
 """
 
 import itertools
@@ -30,10 +30,10 @@ from pipeline.scaling.points import Array, Points
 # Hoffmann et al. use the same δ. The objective is a sum: with the mean and default tolerances, no
 # start converges at all.
 DELTA = 1e-3
-RUN_NOISE = 0.003  # relative, about a law; it weighs the prior against the points
+RUN_NOISE = 0.003  # assumed relative scatter of runs; sets the weight of the prior
 KEPT_STARTS = 24
 THINNED = 2000  # points that the starts of a larger fit are descended on first
-POLISHED = 3  # of those descents that go on with all points
+POLISHED = 3  # number of those descents that continue with all points
 CACHED = 1 << 15  # numbers per array of a descent; larger arrays no longer fit the cache
 EXPONENTS = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
 
@@ -54,8 +54,8 @@ class Fit:
     points: Points
     objective: float  # Σ huber, as published figures quote it
     agreement: float  # share of the starts that ended in this optimum
-    # How much each point counts, for a fit made to forecast. Such a fit also has a prior
-    # (laws.prior). None: all points count alike and there is no prior.
+    # Weights of the points, for a fit for forecasting. Such a fit also has a prior (laws.prior).
+    # None: equal weights and no prior.
     weights: Array | None = None
 
     @property
@@ -127,7 +127,7 @@ def descend(
     """
     target = np.log(points.loss)
     weight = np.broadcast_to(1.0 if weights is None else weights, (len(starts), len(points)))
-    # Of the points that a row can see: a backtest gives those above its cut no weight.
+    # The lowest loss of each row's points; a backtest gives points above its cut no weight.
     lowest = np.where(weight > 0, points.loss, np.inf).min(axis=1) if forecasting else None
     nats = RUN_NOISE**2 / DELTA  # one nat of the prior, in units of the objective
 
@@ -214,7 +214,7 @@ def minimize(
         theta[at] += found.step
         best[at] = found.value
         gradient[at] = found.gradient
-        # After a few quiet iterations, try a fresh metric before giving up.
+        # After a few iterations without gain, try a new metric before giving up.
         stuck = small & (quiet[at] % 3 == 0)
         if stuck.any():
             h[stuck] = _inverse(metric(theta[at[stuck]], rows[at[stuck]]))

@@ -11,8 +11,8 @@ from pipeline.scaling.laws import Law
 from pipeline.scaling.points import Array, Points
 
 Method = Literal["akima", "parabola"]
-GAP = 1.1  # budgets further apart than 10% are two
-UNEQUAL = 1.5  # within one budget, compute that spreads further than this is no budget
+GAP = 1.1  # compute values more than 10% apart belong to two budgets
+UNEQUAL = 1.5  # the largest ratio of compute within one budget
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def budgets_of(points: Points) -> list[Points]:
 def isoflop(points: Points, method: Method = "akima") -> Minima:
     """Approach 2 of arXiv 2203.15556.
 
-    Akima's spline follows the valley; a parabola off its center biases D* by 4–35%.
+    Akima's spline follows the valley; a parabola that is not centered biases D* by 4–35%.
     """
     budgets = budgets_of(points)
     rows: list[Minimum] = []
@@ -139,7 +139,7 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
         # D from this budget's own C / (N·D), which varies with size where attention is counted.
         N = float(np.exp(found[0]))
         rows.append(Minimum(N, C / (N * flops_per_parameter_token(group)), C, found[1]))
-    # A line through two minima leaves no third one to contradict it.
+    # Two minima always lie on a line, so at least three are needed.
     if len(rows) < 3:
         raise DataError(
             f"law=isoflop needs a valley in three budgets and found {len(rows)} in {len(budgets)}; "
@@ -150,14 +150,14 @@ def isoflop(points: Points, method: Method = "akima") -> Minima:
 
 
 def valley(log_n: Array, loss: Array) -> tuple[Array, Array]:
-    """The distinct sizes of one budget in order, each with its mean loss."""
+    """Return the distinct sizes of one budget in order, each with its mean loss."""
     # Runs that differ only in their seed have the same N, and a spline needs distinct x.
     x, index = np.unique(log_n, return_inverse=True)
     return x, np.bincount(index, weights=loss) / np.bincount(index)
 
 
 def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | str:
-    """The log N and the loss of the valley's minimum, or why there is none."""
+    """Return log N and loss of the valley's minimum, or the reason why there is none."""
     from scipy.interpolate import Akima1DInterpolator
 
     x, y = valley(log_n, loss)
@@ -185,8 +185,8 @@ def bottom(log_n: Array, loss: Array, method: Method) -> tuple[float, float] | s
 
 
 def envelope(points: Points, steps: int = 60) -> Minima:
-    """Approach 1: the lowest of all training curves at each compute. Rows with one `run` are one
-    curve."""
+    """Approach 1: the lowest of all training curves at each compute. Rows with the same `run` are
+    one curve."""
     names = np.array(points.run)
     curves = [points.take(names == name) for name in dict.fromkeys(points.run)]
     curves = [curve.take(np.argsort(curve.C)) for curve in curves if len(curve) >= 3]
@@ -204,13 +204,13 @@ def envelope(points: Points, steps: int = 60) -> Minima:
     rows: list[Minimum] = []
     for column, C in enumerate(grid):
         best = int(np.argmin(losses[:, column]))
-        # Where one curve alone is left, nothing says that another size would not be better.
+        # With a single curve, another size might be better.
         if np.isfinite(losses[:, column]).sum() >= 2:
             curve = curves[best]
             D = float(np.exp(np.interp(x[column], np.log(curve.C), np.log(curve.D))))
             loss = float(np.exp(losses[best, column]))
             rows.append(Minimum(float(curve.N[0]), D, float(C), loss))
-    # The smallest and the largest size also win where a size beyond them would: drop those edges.
+    # Beyond the range of sizes the smallest or the largest one always wins: drop those edges.
     inner = [row for row in rows if points.N.min() < row.N < points.N.max()]
     notes = ["Curves along a run are not annealed: finished runs do better than their envelope."]
     if len({row.N for row in inner}) < 3:

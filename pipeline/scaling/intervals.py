@@ -1,4 +1,4 @@
-"""How far to trust a fit: the bootstrap, standard errors, the profile of E, and doubts in words."""
+"""The uncertainty of a fit: the bootstrap, standard errors, the profile of E, and warnings."""
 
 from dataclasses import dataclass, replace
 
@@ -15,10 +15,10 @@ EXPONENT_OF = {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "
 
 
 def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> Array:
-    """Theta of refits, each to as many runs as there are, drawn with replacement.
+    """Return the theta of refits to resampled runs, drawn with replacement.
 
-    All rows of a run are drawn together: they share its seed and data order, so drawn one by one
-    they would count twice.
+    All rows of a run are drawn together: they share its seed and data order, so they are not
+    independent.
     """
     names, cluster = np.unique(np.array(fit.points.run), return_inverse=True)
     even = np.full(len(names), 1 / len(names))
@@ -44,9 +44,9 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
 
 @dataclass(frozen=True)
 class Scatter:
-    """The scatter about a fit, linearized at the optimum.
+    """The scatter of the points around a fit, linearized at the optimum.
 
-    Student's t makes the interval wide where few points are left over, as it should be.
+    Student's t makes the interval wide if there are few spare points.
     """
 
     fit: Fit
@@ -61,7 +61,7 @@ class Scatter:
 
     @property
     def rise(self) -> float:
-        """How far the objective rises within the 95% interval of one parameter."""
+        """The increase of the objective at the edge of one parameter's 95% interval."""
         # The edge of a likelihood-ratio interval: ½t²·σ²·Eψ²/Eψ′ above the minimum.
         square, inside = _huber_moments(DELTA / max(self.sigma, 1e-12))
         return 0.5 * (self.t * self.sigma) ** 2 * square / inside
@@ -86,21 +86,21 @@ class Scatter:
 def scatter(fit: Fit) -> Scatter:
     jacobian = fit.law.log_loss(fit.theta[None], fit.inputs)[1][:, 0]
     weights = np.ones(len(fit.points)) if fit.weights is None else fit.weights
-    # Kish's effective number of points: weighting gives some of them away.
+    # Kish's effective number of points, which weights reduce.
     effective = float(weights.sum() ** 2 / (weights**2).sum())
     freedom = effective - len(fit.theta)
     known = np.zeros(len(fit.theta))  # the precision of theta before any point is seen
     if fit.weights is not None:
         before = prior(fit.law, fit.theta[None], fit.points.loss.min(keepdims=True))
         known = before.curvature[0]
-        # Each term of the prior counts like a point. At least one: the interval stays finite.
+        # Each term of the prior counts as a point. At least one, so that the interval is finite.
         freedom = max(freedom + before.terms, 1.0)
     mean_square = float(np.average(fit.residuals**2, weights=weights))
     sigma = float(np.sqrt(mean_square * effective / freedom)) if freedom > 0 else float("nan")
     # Huber's variance for this scatter, as a factor of that of least squares.
     square, inside = _huber_moments(DELTA / max(sigma, 1e-12))
     variance = square / inside**2 * max(sigma, 1e-12) ** 2
-    # Too few points without a prior have no scatter: the covariance is NaN, the condition is not.
+    # With too few points and no prior the covariance is NaN, but the condition is known.
     before_points = np.diag(known) if fit.weights is None else variance * np.diag(known)
     normal = (jacobian * weights) @ jacobian.T + before_points
     # Scaled to a unit diagonal, so that the condition does not depend on the units.
@@ -131,7 +131,7 @@ class Profile:
 
     E: Array
     objective: Array
-    low: float  # zero where nothing excludes it
+    low: float  # zero if the points do not exclude it
     high: float
 
     def including(self, low: float, high: float) -> "Profile":
@@ -142,7 +142,7 @@ class Profile:
 def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
     """Refit at many fixed values of E, most of them near the edges of the interval.
 
-    None for a law without E, or where no points are left over.
+    None for a law without E, or without spare points.
     """
     if "E" not in fit.law.parameters or spread.freedom <= 0 or fit.objective < 1e-12:
         return None
@@ -163,7 +163,7 @@ def profile(fit: Fit, spread: Scatter, values: int = 41) -> Profile | None:
         objective = np.append(objective, _objective_at(fit, finer))[order]
         E = together[order]
     accepted = E[(objective <= level) | (best == E)]
-    # Where the lowest E of the grid still fits, nothing excludes zero.
+    # If the lowest E of the grid still fits, zero is not excluded.
     low = 0.0 if accepted.min() <= E[0] else float(accepted.min())
     return Profile(E, objective, low, float(accepted.max()))
 
@@ -179,18 +179,18 @@ def _objective_at(fit: Fit, E: Array) -> Array:
 
 
 def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
-    """What in this fit should not be quoted, and which runs would determine it."""
+    """Warn about figures of this fit that should not be quoted, and name runs that would help."""
     found: list[str] = []
     if spread.freedom <= 0:
-        found.append("As many parameters as points: no point is left to show how wrong the law is.")
+        found.append("As many parameters as points: none is left to show the error of the law.")
     elif spread.freedom <= 2:
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
-        found.append(f"Only {spare} to spare: the interval is wide because little is known.")
+        found.append(f"Only {spare} more than parameters, so the interval is wide.")
     found += _doubts_about_values(fit, of_e)
     if spread.condition > 1e10:
         found.append(
-            "Some parameters can be traded for each other freely: quote predictions, not "
+            "Some parameters can compensate for each other: quote predictions, not "
             f"parameters. Runs that would separate them: {runs_across(fit.points)}."
         )
     if fit.agreement < 0.2:
@@ -227,7 +227,7 @@ def _doubts_about_values(fit: Fit, of_e: Profile | None) -> list[str]:
             found.append(
                 f"{name} = {values[name]:.3g} is steeper than any known law: these points hardly "
                 f"show its term. Runs with {letter} = {count(most[letter] * 4)} and "
-                f"{count(most[letter] / 16)}, the rest alike, would show it."
+                f"{count(most[letter] / 16)}, everything else equal, would show it."
             )
     for name in (key for key in values if key in ("R_D", "R_N")):
         if not REPEAT_BOUNDS[0] < np.log(values[name]) < REPEAT_BOUNDS[1]:

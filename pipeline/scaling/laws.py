@@ -15,16 +15,16 @@ import numpy as np
 
 from pipeline.scaling.points import Array, Points
 
-# The prior of a fit that is made to forecast. Widths are standard deviations of logarithms, wide
-# enough for every published law (arXiv 2203.15556, 2404.10102, 2406.19146, 2502.06857): thirty runs
-# outweigh it, and eight cannot run to E = 0 or β = 1.
+# The prior of a fit for forecasting. Widths are standard deviations of logarithms, wide enough for
+# every published law (arXiv 2203.15556, 2404.10102, 2406.19146, 2502.06857). Thirty runs outweigh
+# the prior, and with eight runs it prevents E = 0 or β = 1.
 PRIOR_EXPONENT = 0.3  # of α·γ and β·γ, where the loss falls with N or D alone
 PRIOR_COMPUTE_EXPONENT = 0.15  # along a frontier: αβ / (α + β)
 EXPONENT_SPREAD = 0.5
 PRIOR_FLOOR = 0.5  # E over the lowest loss
 FLOOR_SPREAD = 1.0
 GAMMA_SPREAD = 1.0  # about γ = 1, which is Chinchilla's law
-FLATTEST = 0.02  # an exponent below it costs as if its logarithm went on in a straight line
+FLATTEST = 0.02  # below this exponent, the cost uses the tangent of the logarithm
 REPEAT_BOUNDS = (-5, 12)  # of log R*: outside, repeats count for nothing or like new tokens
 
 
@@ -72,7 +72,7 @@ class Law:
     name: str
     formula: str
     parameters: tuple[str, ...]
-    exponents: tuple[int, ...] = ()  # the columns of theta that the prior on exponents is about
+    exponents: tuple[int, ...] = ()  # the columns of theta to which the exponents' prior applies
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         raise NotImplementedError
@@ -116,7 +116,7 @@ class Chinchilla(Law):
         coefficient_n = np.exp(a + alpha * x.centre[0])
         coefficient_d = np.exp(b + beta * x.centre[1])
         five = np.stack([np.exp(e), coefficient_n, alpha, coefficient_d, beta], axis=1)
-        # What the variants of this law add after the first five is always fitted as a logarithm.
+        # Parameters that variants of this law add after the first five are fitted as logarithms.
         return np.concatenate([five, np.exp(theta[:, 5:])], axis=1)
 
     def terms(self, values: dict[str, float], experts: float) -> Terms | None:
@@ -126,7 +126,7 @@ class Chinchilla(Law):
 
 
 class Gamma(Chinchilla):
-    """Chinchilla's law with its terms under one exponent: γ < 1 lets one shortage hide another."""
+    """Chinchilla's law with its two terms under one exponent γ."""
 
     name = "gamma"
     formula = "L = E + (A·N^−α + B·D^−β)^γ"
@@ -152,7 +152,7 @@ class Prior(NamedTuple):
     cost: Array  # (R,)
     gradient: Array  # (R, P)
     curvature: Array  # (R, P)
-    terms: int  # how many parameters it is about
+    terms: int  # number of quantities that it constrains
 
 
 def prior(law: Law, theta: Array, lowest: Array) -> Prior:
@@ -182,8 +182,8 @@ def prior(law: Law, theta: Array, lowest: Array) -> Prior:
 
 
 class DataConstrained(Chinchilla):
-    """Muennighoff et al., arXiv 2305.16264: repeated tokens, and parameters beyond what U distinct
-    tokens can fill, count less."""
+    """Muennighoff et al., arXiv 2305.16264: repeated tokens count less, and so do parameters that
+    are too many for U distinct tokens."""
 
     name = "data-constrained"
     formula = "L = E + A·N′^−α + B·D′^−β, D′ = U·(1 + R*(1 − exp(−(D/U − 1)/R*)))"
@@ -194,9 +194,9 @@ class DataConstrained(Chinchilla):
         # N*(U) divides by α and β, and a descent may step below zero.
         alpha = np.maximum(alpha, 1e-6)
         beta = np.maximum(beta, 1e-6)
-        # N*(U): where one more parameter and one more token help alike, αA·N^−α = βB·D^−β.
+        # N*(U): where more parameters and more tokens help equally, αA·N^−α = βB·D^−β.
         level = np.log(alpha / beta) + a - b + beta * x.u
-        short = level / alpha < x.n  # the data can fill fewer than N parameters
+        short = level / alpha < x.n  # N is above N*(U)
         s_n, by_u, by_r_n = _saturated(x.n, np.where(short, level / alpha, x.n), r_n)
         s_d, _, by_r_d = _saturated(x.d, x.u, r_d)
         value, (floor, first, second) = log_sum_exp(e, a - alpha * s_n, b - beta * s_d)
@@ -316,7 +316,7 @@ class Compute(Law):
 
 
 class Power(Law):
-    """A straight line on log axes: all that two to four runs can determine. It has no floor."""
+    """A straight line on log axes, which two to four runs can determine. It has no floor."""
 
     name = "power"
     formula = "L = K·C^−g"

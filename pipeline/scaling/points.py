@@ -1,4 +1,4 @@
-"""The points that a law is fitted to: one finished run each, with how N and C were counted."""
+"""The points that a law is fitted to: one per finished run, with how N and C were counted."""
 
 import csv
 import io
@@ -22,16 +22,16 @@ Array = npt.NDArray[np.float64]
 SIX_ND = "C = 6·N·D"
 OPTIONAL = ("C", "experts", "unique")
 FIGURES = ("N", "D", "loss", *OPTIONAL)  # the numeric columns
-# A difference in one of these moves the loss or N without any change of the law.
+# A difference in one of these changes the loss or N for reasons that a law does not describe.
 ONE_KIND = {
     "convention": "they count N and C in different ways; fit one at a time, or recount",
-    "vocab": "nats per token compare within one vocabulary only; fit each by itself",
-    "tokenizer": "nats per token compare within one vocabulary only; fit each by itself",
-    "arch": "a law describes one architecture; fit each by itself",
-    "objective": "losses of different objectives do not compare; fit each by itself",
+    "vocab": "nats per token are comparable within one vocabulary only; fit each separately",
+    "tokenizer": "nats per token are comparable within one tokenizer only; fit each separately",
+    "arch": "a law describes one architecture; fit each separately",
+    "objective": "losses of different objectives are not comparable; fit each separately",
 }
-# Attention and the head make C / (N·D) of a small model some times that of a large one, but not
-# ten times.
+# Because of attention and the head, C / (N·D) of a small model may be several times that of a large
+# one, but not ten times.
 MIXED_COUNTS = 10.0
 
 
@@ -67,7 +67,7 @@ class Points:
         return replace(self, run=tuple(self.run[i] for i in index), **kept)
 
     def thinned(self, number: int) -> npt.NDArray[np.intp]:
-        """The rows of about `number` points, evenly by compute; all of fewer than twice that."""
+        """Return about `number` rows, evenly spaced by compute; all if fewer than twice that."""
         if len(self) <= 2 * number:
             return np.arange(len(self))
         return np.asarray(np.argsort(self.C)[:: len(self) // number])
@@ -138,15 +138,15 @@ def read_csv(path: Path) -> Points:
         low = f"{each.min():.3g} ({points.run[int(each.argmin())]})"
         high = f"{each.max():.3g} ({points.run[int(each.argmax())]})"
         warning = (
-            f"C / (N·D) ranges from {low} to {high}: do all rows count N and C alike? If not, N* "
-            f"and D* mean nothing."
+            f"C / (N·D) ranges from {low} to {high}: do all rows count N and C in the same way? If "
+            f"not, N* and D* are meaningless."
         )
         points = replace(points, warnings=(*points.warnings, warning))
     return points
 
 
 def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV file as text; its columns are checked, its cells are not."""
+    """Return the rows of a CSV file as text; its columns are checked, its cells are not."""
     try:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
@@ -179,7 +179,7 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _unread_columns(names: Iterable[str]) -> tuple[str, ...]:
-    """Columns that are not read but look like one that would be."""
+    """Warn about columns that are not read but have a name like one that is."""
     known = {key.lower(): key for key in (*OPTIONAL, *ONE_KIND, "run")}
     known |= {"flops": "C", "compute": "C", "expert": "experts", "unique_tokens": "unique"}
     unread = [
@@ -196,7 +196,7 @@ def _unread_columns(names: Iterable[str]) -> tuple[str, ...]:
 def read_columns(
     path: Path, rows: Sequence[dict[str, str]], required: Sequence[str]
 ) -> dict[str, Array]:
-    """The required columns as numbers, and the optional ones that are not empty throughout."""
+    """Return the required columns as numbers, and the optional ones that have values."""
     present = [key for key in OPTIONAL if any(row.get(key) for row in rows)]
     for key in present:
         empty = [line for line, row in enumerate(rows, 2) if not row.get(key)]
@@ -223,9 +223,9 @@ def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
 
 
 def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
-    """The final held-out loss of each finished run, or with `curves` every held-out loss.
+    """Return the final held-out loss of each finished run, or with `curves` every held-out loss.
 
-    A loss along the way was not annealed, so it is no point of a law.
+    Earlier losses are not points of a law, because the learning rate had not decayed yet.
     """
     dropped: list[str] = []
     used: list[tuple[Run, Record]] = []
@@ -278,9 +278,8 @@ def _roughly_comparable(records: Sequence[Record]) -> tuple[str, ...]:
     # A longer corpus of the same source has another hash too.
     corpora = len({record.get("data") for record in records})
     if corpora > 1:
-        warnings.append(
-            f"The runs have held-out data of {corpora} corpora: their losses compare only roughly."
-        )
+        text = f"The runs have held-out data of {corpora} corpora"
+        warnings.append(f"{text}: their losses are only roughly comparable.")
     lengths = sorted({int(record["seq"]) for record in records if record.get("seq")})
     if len(lengths) > 1:
         warnings.append(
@@ -291,7 +290,7 @@ def _roughly_comparable(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def runs_across(points: Points) -> str:
-    """Runs that would separate the effects of N and D: the compute of a run, split differently."""
+    """Suggest runs that would separate the effects of N and D: equal compute, split differently."""
     if not len(points):
         return "three sizes at 20 tokens per parameter"
     middle = int(np.argsort(points.C)[len(points) // 2])

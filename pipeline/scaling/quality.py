@@ -1,6 +1,6 @@
-"""Whether points suit a law at all: units and ranges, runs that went wrong, goodness of fit.
+"""Check whether points suit a law: units and ranges, failed runs, goodness of fit.
 
-A fit always returns numbers. These checks say when the numbers describe a mistake in the points.
+A fit always returns numbers. These checks warn if the points are probably wrong.
 """
 
 import math
@@ -25,7 +25,7 @@ UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 
 FLOPS_PER_PARAMETER_TOKEN = (1.5, 100.0)
 WORSE = 0.03  # relative; noise between seeds is a tenth of it
 SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
-NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% about a law
+NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% around a law
 EXPLAINED = 0.9  # R²; the public sets have 0.93 to 1.00
 OUTLIER_SIGMAS = 5.0
 SMALLEST_OUTLIER = 0.005  # relative; points without noise have tiny residuals and no outliers
@@ -46,7 +46,7 @@ class Goodness:
     """How well a law fitted with equal weights describes the points."""
 
     r2: float  # of log loss, adjusted for the parameters, without the outliers
-    noise: float  # robust relative scatter about the law
+    noise: float  # robust relative scatter around the law
     outliers: tuple[Outlier, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,17 +54,17 @@ class Goodness:
 
 
 def goodness(fit: Fit) -> Goodness | None:
-    """None where no point is left over to show how wrong the law is."""
+    """Measure the fit; None if there are no more points than parameters."""
     residuals = fit.residuals
     spare = len(residuals) - len(fit.theta)
     if spare < 1:
         return None
     size = np.sort(np.abs(residuals))
-    # The fit is nearly one of absolute deviations, which goes exactly through as many points as it
-    # has parameters. Those zeros say nothing about the scatter.
+    # The fit is nearly one of least absolute deviations, which passes exactly through as many
+    # points as it has parameters. Those residuals of zero do not measure the scatter.
     noise = float(np.median(size[len(fit.theta) :])) / float(stats.norm.ppf(0.75))
     sigmas = np.abs(residuals) / max(noise, SMALLEST_OUTLIER / OUTLIER_SIGMAS)
-    # Few spare points give a poor estimate of the scatter, so that more is needed to stand out.
+    # With few spare points the scatter is poorly known, so the limit for outliers is higher.
     limit = max(OUTLIER_SIGMAS, float(stats.t.ppf(1 - 0.005 / len(residuals), max(spare - 1, 1))))
     out = (sigmas > limit) & (np.abs(residuals) > SMALLEST_OUTLIER)
     far = np.flatnonzero(out)
@@ -87,7 +87,7 @@ def _explained(fit: Fit, kept: Any) -> float:
 
 
 def doubts_about_fit(found: Goodness | None) -> list[str]:
-    """What the scatter about the law says against it."""
+    """Return warnings from the scatter around the law."""
     if found is None:
         return []
     doubts = []
@@ -99,29 +99,29 @@ def doubts_about_fit(found: Goodness | None) -> list[str]:
         )
     if len(found.outliers) > NAMED:
         more = len(found.outliers) - NAMED
-        doubts.append(f"{more} more runs lie as far off: one law may not describe all of them.")
+        doubts.append(f"{more} more runs are outliers: one law may not describe all of them.")
     if found.r2 < EXPLAINED:
         doubts.append(
-            f"The law explains {max(found.r2, 0):.0%} of the differences in loss (R²; a ladder of "
-            f"one recipe has 95% or more): most of what these points show is something else."
+            f"The law explains only {max(found.r2, 0):.0%} of the variance of the loss (R²; a "
+            f"ladder of one recipe has 95% or more): something else causes most of it."
         )
     if found.noise > NOISE:
         doubts.append(
-            f"The runs scatter {found.noise:.1%} about the law, where ladders of one recipe do "
-            f"by 0.2 to 1%: compare their data, rates and lengths before you trust a forecast."
+            f"The runs scatter {found.noise:.1%} around the law; ladders of one recipe scatter "
+            f"0.2 to 1%: compare their data, rates and lengths before you trust a forecast."
         )
     return doubts
 
 
 def doubts_about_points(points: Points) -> list[str]:
-    """What looks wrong before any law is fitted: units, losses, runs that failed."""
+    """Return warnings about the points themselves: units, losses, runs that failed."""
     if not len(points):
         return []
     return [*doubts_about_units(points), *_doubts_about_losses(points), *_lost_to_smaller(points)]
 
 
 def doubts_about_units(points: Points) -> list[str]:
-    """N, D and C that cannot be parameters, tokens and FLOPs."""
+    """Return warnings about N, D and C that cannot be parameters, tokens and FLOPs."""
     doubts = []
     if points.N.max() < FEWEST_PARAMETERS:
         doubts.append(
@@ -140,20 +140,20 @@ def doubts_about_units(points: Points) -> list[str]:
     if gap is not None:
         doubts.append(
             f"Tokens per parameter fall into two groups, up to {gap[0]:.3g} and from {gap[1]:.3g}: "
-            f"is D or N of some rows in another unit?"
+            f"are D or N of some rows in another unit?"
         )
     each = flops_per_parameter_token(points)
     low, high = FLOPS_PER_PARAMETER_TOKEN
     if not low < each < high:
         doubts.append(
-            f"C / (N·D) is {each:.3g}, and 6 to 20 is usual: C counts FLOPs of the whole training, "
-            f"N parameters and D tokens. N* and D* mean nothing until they agree."
+            f"C / (N·D) is {each:.3g}, but usually 6 to 20: C counts FLOPs of the whole training, "
+            f"N parameters and D tokens. N* and D* are meaningless until they agree."
         )
     return doubts
 
 
 def _gap(values: Array) -> tuple[float, float] | None:
-    """The widest gap between values, if it is too wide for one grid of runs."""
+    """Return the widest gap between values, if it is too wide for one grid of runs."""
     ordered = np.sort(values)
     steps = ordered[1:] / ordered[:-1]
     if not len(steps) or steps.max() < UNIT_GAP:
@@ -163,7 +163,7 @@ def _gap(values: Array) -> tuple[float, float] | None:
 
 
 def _rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
-    """The first runs by name, and how many there are."""
+    """Name the first runs, and count the others."""
     named = ", ".join(points.run[int(i)] for i in rows[:NAMED])
     return named if len(rows) <= NAMED else f"{named} and {len(rows) - NAMED} more"
 
@@ -182,17 +182,17 @@ def _doubts_about_losses(points: Points) -> list[str]:
     median = float(np.median(points.loss))
     if median > UNTRAINED_LOSS:
         doubts.append(
-            f"Half of the losses are above {median:.3g}, and a model that only knows how frequent "
-            f"each token is has about {UNTRAINED_LOSS}: are these perplexities? Give nats "
+            f"Half of the losses are above {median:.3g}, but a model that knows only how frequent "
+            f"each token is reaches about {UNTRAINED_LOSS}: are these perplexities? Give nats "
             f"per token (the logarithm of the perplexity)."
         )
     if len(points) > 2 and points.loss.max() < 1.0001 * points.loss.min():
-        doubts.append("All losses are alike: these points do not show any effect of N or D.")
+        doubts.append("All losses are equal: these points do not show any effect of N or D.")
     return doubts
 
 
 def _lost_to_smaller(points: Points) -> list[str]:
-    """Runs that are worse than a smaller one on fewer tokens: diverged, or mislabeled."""
+    """Warn about runs that are worse than a smaller one on fewer tokens: diverged or mislabeled."""
     every = points.take(np.argsort(points.C)[:: -(-len(points) // SAMPLE)])
     # `beats[i, j]`: run j has no more parameters, tokens or distinct tokens than i, and less loss.
     beats = every.loss[None] * (1 + WORSE) < every.loss[:, None]
@@ -202,7 +202,7 @@ def _lost_to_smaller(points: Points) -> list[str]:
             beats &= column[None] <= column[:, None]
     if every.experts is not None:
         beats &= every.experts[None] == every.experts[:, None]
-    # A smaller run that is itself too good makes every other look bad: name the one at fault.
+    # A small run that is too good makes many others look bad, so the smaller group is named.
     worse = np.flatnonzero(beats.any(axis=1))
     better = np.flatnonzero(beats.any(axis=0))
     if not len(worse):
@@ -237,7 +237,7 @@ def doubts_about_columns(points: Points, law: str) -> list[str]:
     if len(experts) > 1 and law != "moe":
         found.append(
             f"law={law} ignores `experts` ({experts[0]:g} to {experts[-1]:g}): it mixes "
-            f"architectures. Fit each number of experts by itself, or choose --law moe."
+            f"architectures. Fit each number of experts separately, or choose --law moe."
         )
     if repeats(points) and law != "data-constrained":
         found.append(

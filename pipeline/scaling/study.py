@@ -1,10 +1,10 @@
-"""From points to a law: which law they can determine, its uncertainty, and its doubts.
+"""From points to a law: choose and fit it, estimate its uncertainty, and collect warnings.
 
-One law is printed, drawn and used for every loss: `Study.fit`. With `auto` it is fitted to
-forecast: the runs nearest the largest compute count most (backtest.focus), and a weak prior from
-published laws (laws.prior) takes the place of what a few runs do not show. N* and D* then come from
-`Study.split`, Chinchilla's law over all budgets. A law asked for by name is fitted as in its paper,
-all runs alike, and used for both.
+One law is printed, drawn and used for every loss: `Study.fit`. With `auto` it is fitted for
+forecasting: runs near the largest compute have the largest weights (backtest.focus), and a weak
+prior from published laws (laws.prior) helps where a few runs do not determine a parameter. N* and
+D* then come from `Study.split`, Chinchilla's law over all budgets. A law that the user names is
+fitted as in its paper, with equal weights, and used for both.
 """
 
 from collections.abc import Sequence
@@ -51,12 +51,12 @@ from pipeline.scaling.quality import (
 )
 
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
-# Beyond so many points, the scatter takes the place of the bootstrap and of E's profile: they agree
-# there, and a single refit costs seconds.
+# Above this many points, the scatter replaces the bootstrap and E's profile: they agree there, and
+# a single refit takes seconds.
 MOST_RESAMPLED = 20_000
-VALLEYS_DIFFER = 0.1  # log N*: beyond, the law and the measured valleys are said to differ
+VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 
-# A fit that makes no sense is reported in words, not in numpy's warnings.
+# We report a bad fit ourselves, so numpy's warnings are off.
 quiet = np.errstate(over="ignore", divide="ignore", invalid="ignore")
 
 
@@ -66,17 +66,17 @@ class Study:
 
     name: str
     fit: Fit  # the law: printed, drawn, and used for every loss
-    split: Fit  # the law that N* and D* come from; `fit` itself where a law was asked for by name
-    scatter: Scatter  # about `fit`
-    backtest: Backtest | None  # None where too few errors came out to mean anything
-    scale: float  # of errors beyond the fit (Backtest.scale); NaN where nothing was backtested
+    split: Fit  # the law that N* and D* come from; `fit` itself if the user named a law
+    scatter: Scatter  # of the runs around `fit`
+    backtest: Backtest | None  # None if it has too few errors for an average
+    scale: float  # of errors beyond the fit (Backtest.scale); NaN without a backtest
     profile: Profile | None
-    minima: Minima | None  # where N* and D* come from valleys or curves, by request
-    valleys: Minima | None  # measured beside the law, which is used
+    minima: Minima | None  # valleys or curves that give N* and D*, if the user asked for them
+    valleys: Minima | None  # measured valleys, for comparison with the law
     draws: Array | None  # natural parameters of the bootstrap of `fit`, (R, P)
-    split_draws: Array | None  # the same of `split`
+    split_draws: Array | None  # the same for `split`
     warnings: tuple[str, ...]
-    goodness: Goodness | None  # of the fit with equal weights; None if no point is left over
+    goodness: Goodness | None  # of the fit with equal weights; None without spare points
 
     @quiet
     def optimum(self, C: Array, experts: Array | None = None) -> Optimum | None:
@@ -104,7 +104,7 @@ class Study:
 
     @quiet
     def optimum_range(self, C: Array) -> dict[str, tuple[Array, Array]] | None:
-        """95% intervals of N* and D* at each compute, and of a and b; None where unknown."""
+        """Return 95% intervals of N* and D* at each compute, and of a and b; None if unknown."""
         drawn = None if self.minima is not None else self.sampled
         terms = None if drawn is None else terms_of(self.split.law, drawn, np.ones(1))
         if drawn is None or terms is None:
@@ -123,7 +123,7 @@ class Study:
 
     @quiet
     def interval(self, places: Points) -> tuple[Array, Array, Array]:
-        """The law's loss and its 95% interval: what backtests show, and at least the scatter."""
+        """Return the law's loss and its 95% interval, from backtests and at least the scatter."""
         loss = self.fit.predict(places)
         ratio = places.C / self.fit.points.C.max()
         tested = half_width(self.scale, ratio, waste(self.fit, places, loss))
@@ -133,7 +133,7 @@ class Study:
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
     def frontier(self, C: Array) -> Points:
-        """The compute-optimal runs; N and D are NaN for a law of compute alone."""
+        """Return the compute-optimal runs; N and D are NaN for a law of compute alone."""
         best = self.optimum(C)
         unknown = C * np.nan
         N = unknown if best is None else best.N
@@ -142,7 +142,7 @@ class Study:
 
     @quiet
     def parameters(self) -> dict[str, dict[str, float]]:
-        """Value, standard error, 95% interval: from the bootstrap if it ran, else the scatter."""
+        """Return value, standard error and 95% interval, from the bootstrap or else the scatter."""
         values = self.fit.values
         if self.draws is not None:
             errors = self.draws.std(axis=0, ddof=1)
@@ -208,7 +208,7 @@ def _rows(points: Points) -> list[dict[str, float]]:
 
 
 def _span(name: str, value: float, half: float) -> tuple[float, float]:
-    """A 95% interval; that of a coefficient, which is positive, is even in its logarithm."""
+    """Return a 95% interval; a coefficient's is symmetric in its logarithm, as it is positive."""
     # Exponents have lowercase names and may be negative.
     if not name[0].isupper():
         return value - half, value + half
@@ -227,16 +227,16 @@ def study(
     profiled: bool = True,
     show: Show = silent,
 ) -> Study:
-    """Fit the named law, or with `auto` the one that forecasts best of those determined.
+    """Fit the named law, or with `auto` the one of the determined laws that forecasts best.
 
-    `tested` backtests a named law too, for the intervals of its forecasts; `auto` always does.
-    Forecasts do not need the range of E, which takes half of the time: `profiled`.
+    `tested` also backtests a named law, for the intervals of its forecasts; `auto` always does.
+    Without `profiled`, the range of E is not computed, which takes half of the time.
     """
     check(points)
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     notes = list(points.warnings)
-    if law != "envelope":  # the rows of a curve are not annealed, so they do not compare
+    if law != "envelope":  # the rows of a curve are not comparable: their rate had not decayed
         notes += doubts_about_points(points)
     chosen, test, minima, reasons = _choose(points, law)
     notes += reasons
@@ -244,7 +244,7 @@ def study(
         points = minima.points
     check_law(points, chosen)
     notes += doubts_about_columns(points, chosen.name)
-    # `even` weighs all points alike, as the papers do. `result` is what is printed and used.
+    # `even` has equal weights, as in the papers. `result` is printed and used.
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     even = estimate(points)
     result = even
@@ -253,10 +253,10 @@ def study(
     if law != "auto" and tested:
         test = backtest(points, chosen, focused=False)
         if law == "vpnls":
-            notes.append("The interval is that of --law chinchilla, which backtests fit.")
+            notes.append("The interval is that of --law chinchilla, which the backtests used.")
     if law == "auto":
         scale = TYPICAL if test is None else test.scale
-        # Points that lie on a law to the last digits need no prior, and it would move them.
+        # If the points lie exactly on a law, a prior would only distort the fit.
         if not exact(even) and chosen.name != "power":
             result = fit(points, chosen, weights=focus(points, chosen), full_grid=full_grid)
         split = _split(result)
@@ -265,7 +265,7 @@ def study(
     elif test is not None:
         scale = test.scale
     split = split or result
-    # How far to trust the result: the range of E, the bootstrap and the scatter.
+    # The uncertainty of the result: the range of E, the bootstrap and the scatter.
     wanted = profiled and law != "vpnls" and len(points) <= MOST_RESAMPLED
     of_e = _profile(even, result, free=law == "auto") if wanted else None
     draws = _draws(result, resamples, show)
@@ -281,7 +281,7 @@ def study(
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
     """Natural parameters of the bootstrap, (R, P)."""
-    # Most resamples of a handful of runs hold one twice and lack another; the scatter is better.
+    # Resamples of a few runs repeat some and lack others, so the scatter is better.
     few = len(set(fitted.points.run)) < 4 * len(fitted.law.parameters)
     if not resamples or few or len(fitted.points) > MOST_RESAMPLED:
         return None
@@ -289,10 +289,10 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
 
 
 def _split(result: Fit) -> Fit:
-    """The fit that N* and D* come from: Chinchilla's law, runs of every compute alike.
+    """Return the fit that gives N* and D*: Chinchilla's law, with equal weights for all budgets.
 
-    The fit made to forecast follows the few largest runs. That is right for the level of the loss
-    beyond them, but the slope of N* is then that of a dozen runs (docs/LOG.md, 2026-11-17).
+    The fit for forecasting follows the few largest runs. That is right for the loss beyond them,
+    but the slope of N* would then depend on a dozen runs (docs/LOG.md, 2026-11-17).
     """
     if result.weights is None or result.law.name not in ("chinchilla", "gamma"):
         return result
@@ -301,8 +301,8 @@ def _split(result: Fit) -> Fit:
 
 
 def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | None, Sequence[str]]:
-    """The law to fit, and what was found on the way. Valleys and envelopes replace the points by
-    their minima."""
+    """Return the law to fit, its backtest, minima and reasons. Valleys and envelopes replace the
+    points by their minima."""
     match law:
         case "auto":
             chosen, test, reasons = choose(points)
@@ -316,10 +316,10 @@ def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | No
 
 
 def _profile(even: Fit, result: Fit, *, free: bool) -> Profile | None:
-    """E's profile without weights or prior: what the points alone allow.
+    """Return E's profile without weights or prior: the values that the points alone allow.
 
-    Chinchilla's law is the γ-law with γ = 1. Where it was not requested by name (`free`), the
-    interval does not rest on that assumption. It always includes the E of the law itself.
+    Chinchilla's law is the γ-law with γ = 1. If the user did not name it (`free`), the interval
+    does not assume γ = 1. It always includes the E of the law itself.
     """
     of_e = profile(even, scatter(even))
     if of_e is None:
@@ -341,14 +341,14 @@ def _minima(points: Points, law: str) -> Minima:
 
 
 def _valleys_beside(result: Fit) -> tuple[Minima | None, list[str]]:
-    """Measured isoFLOP valleys, and a note where the law's N* lies elsewhere."""
+    """Return the measured isoFLOP valleys, and a note if the law's N* differs from them."""
     if result.points.experts is not None or result.points.unique is not None:
         return None, []  # a valley would mix architectures, or new data with repeated
     try:
         found = isoflop(result.points)
     except DataError:
         return None, []
-    # Two independent readings of N*: one from the law, one from each budget by itself.
+    # Two independent estimates of N*: from the law, and from each budget alone.
     law = optimum(result, found.points.C)
     if law is None or len(found.points) < 4:
         return None, []
@@ -356,6 +356,6 @@ def _valleys_beside(result: Fit) -> tuple[Minima | None, list[str]]:
     if off < VALLEYS_DIFFER:
         return found, []
     return found, [
-        f"The minima of the measured valleys lie {np.expm1(off):.0%} off the law's N* and grow as "
-        f"C^{found.a:.2f}. N* and D* follow the law; compare the two within the measured budgets."
+        f"The minima of the measured valleys differ by {np.expm1(off):.0%} from the law's N* and "
+        f"grow as C^{found.a:.2f}. N* and D* follow the law; compare both at the measured budgets."
     ]

@@ -32,17 +32,17 @@ from pipeline.slurm.queue import ATTEMPTS, past_attempts
 from pipeline.slurm.submit import step
 from pipeline.track.sidecar import Sidecar
 
-# srun prints this when a node is slow to answer, or was booted a moment ago
+# srun prints this if a node is slow to answer, for example just after it booted.
 _LAUNCH_FAILED = "srun: error: Application launch failed"
-# srun reports every task that ends with an error; the first one is the cause
+# srun reports every task that ends with an error; the first one is the cause.
 _TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
-_STUCK_S = 15.0  # srun's time to end the other tasks, after a rank has recorded why it failed
-_PORTS = range(15000, 30000)  # below the ports that the kernel gives to clients
+_STUCK_S = 15.0  # time for srun to end the other tasks after a rank has recorded its failure
+_PORTS = range(15000, 30000)  # below the ports that the kernel assigns to clients
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What SLURM says about this job; its environment is read once, here."""
+    """SLURM's description of this job, read once from the environment."""
 
     job: str
     restarts: int
@@ -88,7 +88,7 @@ class Ending:
 
     step: int  # the last one logged
     finished: bool
-    saved: bool  # because a signal asked for it
+    saved: bool  # at the request of a signal
     asked: str | None  # the signal that reached the batch step
     fault: Record | None
     hopeless: str | None  # why another attempt would end like this one
@@ -102,11 +102,11 @@ class Verdict:
 
 
 def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
-    """Decide whether the job should come back: only after what may go better next time."""
+    """Decide whether to requeue the job: only if another attempt may succeed."""
     again = f"launch pretrain --resume --slurm --out {quote(str(run))}"
     if end.finished:
         return Verdict("done", f"finished at step {end.step}")
-    if end.asked == "SIGTERM":  # by `launch cancel`, scancel or SLURM: the sender has decided
+    if end.asked == "SIGTERM":  # from `launch cancel`, scancel or SLURM, which want the job to end
         how = "saved" if end.saved else "was"
         return Verdict("stop", f"asked to end; {how} at step {end.step}", STOPPED)
     if end.fault is not None and end.hopeless is not None:
@@ -116,7 +116,7 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
         reason = f"{fault_line(end.fault)} at step {end.step}"
     elif end.saved:
         reason = f"saved at step {end.step} as asked"
-    else:  # the signal came before the ranks could handle it, which is no fault
+    else:  # the signal came before the ranks could handle it, which is not a fault
         reason = f"asked to stop at step {end.step}"
     if restarts >= most:
         limit = f"restarts={restarts} reach cluster.slurm.max_restarts={most}"
@@ -133,7 +133,7 @@ def ending(
     printed: str,
     max_restarts: int,
 ) -> Ending:
-    """Tell how an attempt ended, from the run's log, its faults, and what srun has printed."""
+    """Determine how an attempt ended, from the run's log, its faults and srun's output."""
     records = list(read(run.log))
     step = max((int(r["step"]) for r in records if r.get("kind") == "step"), default=0)
     last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
@@ -145,8 +145,8 @@ def ending(
     ended = _TASK_ENDED.search(printed)
     if ended is not None:
         node, task, how = ended.groups()
-        # a rank that exits by itself has recorded a better reason; one that is killed has not,
-        # and the others only miss it
+        # A rank that exits by itself has recorded a better reason. A rank that was killed has not,
+        # and the others only report a lost connection.
         if known is None or not (how.startswith("Exited") or known["user"]):
             run.forget_fault()
             run.fail(ChildProcessError(f"rank {task} on {node}: {how}"))
@@ -200,7 +200,7 @@ class Batch:
         return verdict.code
 
     def _train(self) -> tuple[int, str]:
-        """Run srun and the sidecar to their end; return srun's exit code and what it printed."""
+        """Run srun and the sidecar to their end; return srun's exit code and output."""
         here = self.here
         log = self.run.path / "logs" / "job.log"
         command = step(self.run.path, self.site, here.nodes, here.tasks, here.cpus)
@@ -226,7 +226,7 @@ class Batch:
         return code, printed
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked != "SIGTERM":  # which means the end, where others mean to come back
+        if self.asked != "SIGTERM":  # SIGTERM ends the job; other signals requeue it
             self.asked = signal.Signals(number).name
 
     def _wait(self, srun: "subprocess.Popen[bytes]") -> int:
@@ -237,7 +237,7 @@ class Batch:
                 code = srun.wait(timeout=0.5)
                 return code if code >= 0 else 128 - code
             if self.asked and not passed_on:
-                # srun passes this one on to the tasks; at SIGTERM it would end them itself
+                # srun forwards SIGUSR1 to the tasks; at SIGTERM it would end them itself.
                 srun.send_signal(signal.SIGUSR1)
                 passed_on = True
             if failed_s is None and self.run.fault() is not None:
@@ -259,7 +259,8 @@ class Batch:
                 logging.info("not requeued: %s", error)
 
     def _environment(self) -> dict[str, str]:
-        """Where the ranks meet: on the first node, on loopback if it is the only one."""
+        """Return the environment in which the ranks find each other: at the first node, or over
+        loopback if it is the only one."""
         alone = self.here.nodes == 1
         env = {
             **(loopback() if alone else {}),
@@ -275,8 +276,8 @@ class Batch:
 
 
 def _free_port(job: int, restarts: int) -> int:
-    """A free port that follows from the job's number, so that jobs on one node do not collide."""
-    # another one at each restart: the old one may still be closing
+    """Return a free port, derived from the job's number so that jobs on one node do not collide."""
+    # Each restart uses another port, because the old one may still be closing.
     first = (job + 97 * restarts) % len(_PORTS)
     for offset in range(len(_PORTS)):
         port = _PORTS[(first + offset) % len(_PORTS)]
@@ -289,7 +290,7 @@ def _free_port(job: int, restarts: int) -> int:
 
 def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
-    redirect_output(run.path / "logs" / "job.log")  # in an array too, and srun's output with it
+    redirect_output(run.path / "logs" / "job.log")  # also for arrays, and for srun's output
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stdout)
     try:
         config = reload(run.config)

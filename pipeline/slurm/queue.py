@@ -1,4 +1,4 @@
-"""SLURM's queue, and the status of runs: their jobs in it, joined with their run directories."""
+"""SLURM's queue, and the status of runs from their jobs and their run directories."""
 
 import subprocess
 import time
@@ -13,7 +13,7 @@ from pipeline.runs.log import Record, last_records, printable, read
 from pipeline.slurm.submit import job_of
 
 ATTEMPTS = "attempts.jsonl"  # in the run directory: every start of its jobs, and how it ended
-# states in which a job holds its run, or will again
+# States of a job that uses its run directory now or later.
 _ALIVE = {
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED",
     "RESIZING", "STOPPED",

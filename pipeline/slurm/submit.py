@@ -1,7 +1,7 @@
 """Submit a job. Every value is an argument of sbatch or an exported variable.
 
-The scripts are the templates in slurm/, the same bytes for every job: no value is ever written
-into one.
+The scripts are the templates in slurm/, unchanged for every job: no value is ever written into
+one.
 """
 
 import json
@@ -28,7 +28,7 @@ TEMPLATES = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How many nodes a job may have, and what runs on each."""
+    """The number of nodes of a job, and the tasks and GPUs of each node."""
 
     least: int
     most: int
@@ -86,7 +86,7 @@ class Submission:
             "time": site.time,
             "cpus-per-task": site.cpus_per_task,
             "nodes": nodes,
-            # with 1, SLURM would never give more than LEAST nodes of LEAST-MOST
+            # With 1, SLURM would never allocate more than LEAST nodes of LEAST-MOST.
             "ntasks-per-node": nodes.tasks if nodes and nodes.tasks > 1 else None,
             "gpus-per-node": (nodes and nodes.gpus) or None,
             "array": self.array,
@@ -99,7 +99,7 @@ class Submission:
         return ["sbatch", *first, *given, *site.sbatch, str(self.script), *self.arguments]
 
     def variables(self) -> dict[str, str]:
-        """What the script and the job read from the environment."""
+        """Return the environment variables that the script and the job read."""
         return {
             **self.site.environment(os.environ),
             "ISOFLOP_PYTHON": sys.executable,
@@ -108,7 +108,7 @@ class Submission:
         }
 
     def shown(self) -> str:
-        """The command as a person would type it, and the script it submits."""
+        """Return the command as a person would type it, and the script that it submits."""
         variables = " ".join(
             f"{key}={MASK if key in self.site.env else shlex.quote(value)}"
             for key, value in self.variables().items()
@@ -128,7 +128,7 @@ class Submission:
             return f"no start time: the job waits for {down} nodes that are down; see `sinfo`"
 
     def _nodes_down(self) -> int:
-        """Nodes of the job's partition, or of all, that take no jobs at present."""
+        """Count the nodes of the job's partition, or of all, that currently accept no jobs."""
         partition = [f"--partition={self.site.partition}"] if self.site.partition else []
         ask = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,drain,fail"]
         done = subprocess.run([*ask, *partition], capture_output=True, text=True)
@@ -143,7 +143,7 @@ class Submission:
             raise ConfigError(
                 "--slurm needs sbatch, which is not here; submit on a login node, or use --dry-run"
             )
-        # the variables of a job that we may be in ourselves do not belong to the new one
+        # If we run inside a job ourselves, its variables must not reach the new job.
         env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:6] != "SLURM_"}
         command = self.command(*first)
         done = subprocess.run(command, capture_output=True, text=True, env=env | self.variables())
@@ -155,13 +155,13 @@ class Submission:
         wanted = re.compile(r"--(partition|account|qos|constraint|time|nodes|gpus-per-node)=")
         asked = " ".join(word for word in command if wanted.match(word)) or "the job"
         raise RunError(
-            f"sbatch refuses {asked}: {reason}; `sinfo` shows what the site has, --cluster sets "
-            "what is asked"
+            f"sbatch refuses {asked}: {reason}; `sinfo` lists the site's nodes and partitions; "
+            "change the cluster file (--cluster) or the options"
         )
 
 
 def pattern(path: Path) -> str:
-    """A path in which SLURM expands nothing; append %j or %t to it."""
+    """Escape a path so that SLURM expands nothing in it; the caller may append %j or %t."""
     if "\\" in str(path):
         raise ConfigError(
             f"path={str(path)!r} has a backslash, at which SLURM stops reading; use another --out"
@@ -170,7 +170,7 @@ def pattern(path: Path) -> str:
 
 
 def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> list[str]:
-    """The srun command: a task per rank, or one task per node, which starts its ranks."""
+    """Return the srun command: a task per rank, or one task per node that starts its ranks."""
     per_node = site.launcher == "torchrun"
     each = 1 if per_node else tasks
     log = "agent" if per_node else "rank"
@@ -192,7 +192,7 @@ def step(run: Path, site: Slurm, nodes: int, tasks: int, cpus: int | None) -> li
 
 
 def _container(container: Container | None) -> tuple[list[str], str]:
-    """What runs the task's command in a container, and the Python inside it."""
+    """Return the words that run a command in the container, and the Python inside it."""
     if container is None:
         return [], sys.executable
     mounts = container.mounts
@@ -204,7 +204,7 @@ def _container(container: Container | None) -> tuple[list[str], str]:
 
 
 def tidy(name: str) -> str:
-    """A text as the name of a job."""
+    """Turn a text into a valid name of a job."""
     return re.sub(r"[^\w.-]", "-", name)[:64]
 
 
@@ -222,7 +222,7 @@ def job_of(run: Path) -> str | None:
 
 
 def train(run: Path, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Submission:
-    """The job of one run."""
+    """Return the job of one run."""
     log = pattern(run / "logs" / "job.log")
     return Submission("pretrain", name, site, log, _arguments(run, track), nodes)
 
@@ -230,14 +230,14 @@ def train(run: Path, name: str, site: Slurm, nodes: Nodes, *, track: bool) -> Su
 def array(
     members: Path, count: int, jobs: int, name: str, site: Slurm, nodes: Nodes, *, track: bool
 ) -> Submission:
-    """One job per run directory listed in a file, `jobs` of them at a time."""
+    """Return an array with a job for each run directory listed in a file, `jobs` at a time."""
     log = f"{pattern(members)}.%a.log"
     which = f"0-{count - 1}%{jobs}"
     return Submission("sweep", name, site, log, _arguments(members, track), nodes, array=which)
 
 
 def command(arguments: Sequence[str], name: str, site: Slurm, log: Path, after: str) -> Submission:
-    """One `launch` command on one node, if and when another job has succeeded."""
+    """Return a job for one `launch` command on one node, after another job has succeeded."""
     return Submission("export", name, site, pattern(log), tuple(arguments), after=after)
 
 

@@ -17,7 +17,7 @@ from pipeline.train.supervisor import Group, record_death
 
 
 def environments(env: Mapping[str, str], *, per_node: bool) -> list[dict[str, str]]:
-    """The environment of each rank that this task starts: one, or all of its node.
+    """Return the environment of each rank that this task starts: one rank, or all of its node.
 
     MASTER_ADDR, MASTER_PORT and ISOFLOP_TASKS come from the batch step.
     """
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     per_node = site.launcher == "torchrun"
     ranks = environments(os.environ, per_node=per_node)
     options = ("--data", str(copy)) if copy else ()
-    # SLURM itself ends a job that takes too long to save, so only the first signal counts
+    # SLURM itself ends a job that takes too long to save, so only the first signal counts.
     with (
         closing(StopRequest(first_only=True)) as stop,
         closing(Group(run, ranks, *options)) as group,

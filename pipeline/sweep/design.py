@@ -1,7 +1,7 @@
-"""How well a sweep will forecast a target, before anything runs, and the cheapest that does.
+"""Predict how well a sweep will forecast a target, and find the cheapest sweep for a given width.
 
-Laws are drawn from a prior, losses from each law with the noise of runs, and every simulated sweep
-is fitted and judged by the code that will judge the real one (`study`).
+Laws are drawn from a prior, losses are drawn from each law with the noise of runs, and every
+simulated sweep is fitted by the code that will fit the real one (`study`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from pipeline.units import count, power
 
 NOISE = 0.003  # relative scatter of runs about a law; ladders of one recipe have 0.2 to 1%
 DRAWS = 8
-SEARCH_DRAWS = 3  # of a ladder that may be rejected
+SEARCH_DRAWS = 3  # for a ladder that may be rejected
 TRIED = 6  # ladders that are simulated before giving up; each takes seconds
 # Lengths of a ladder, in tokens per parameter. Fewer than two do not separate N and D, and lengths
 # within a factor of four hardly do.
@@ -68,14 +68,14 @@ class PriorLaw:
 
     @classmethod
     def draw(cls, rng: np.random.Generator) -> "PriorLaw":
-        """A law like those published for text and code (arXiv 2203.15556, 2305.16264, 2404.10102).
-
-        At 100M parameters and the optimal number of tokens for them, 1.3 to 2 nats are reducible.
+        """Draw a law like those published for text and code (arXiv 2203.15556, 2305.16264,
+        2404.10102). With 100M parameters and the best number of tokens for them, 1.3 to 2 nats are
+        reducible.
         """
         alpha, beta = np.clip(rng.normal(0.35, 0.05, 2), 0.2, 0.55)
         reducible = 1.6 * np.exp(rng.normal(0, 0.15))
         ratio = np.exp(rng.uniform(np.log(10), np.log(40)))  # optimal tokens per parameter
-        # At the optimum both terms fall alike: α·a = β·b.
+        # At the optimum both terms decrease at the same rate: α·a = β·b.
         a = reducible * beta / (alpha + beta)
         b = reducible * alpha / (alpha + beta)
         floor = 1.8 * np.exp(rng.normal(0, 0.15))
@@ -87,7 +87,7 @@ class PriorLaw:
         return np.asarray(self.E + of_n + of_d)
 
     def gradient(self, N: Array, D: Array) -> Array:
-        """Of log loss by the five parameters, (5, n)."""
+        """Gradient of log loss by the five parameters, (5, n)."""
         of_n = self.a * (N / self.N0) ** -self.alpha
         of_d = self.b * (D / self.D0) ** -self.beta
         by_alpha = -np.log(N / self.N0) * of_n
@@ -130,7 +130,7 @@ def width(
         if show is not None:
             show(f"simulating {len(runs)} runs", (seed + 1) / draws)
     half, error, inside = np.array(found, float).T
-    # A law without an interval has an infinite one, which the median shows.
+    # A law without an interval counts as infinitely wide.
     half = np.nan_to_num(half, nan=np.inf)
     return Width(
         median=float(np.median(half)),
@@ -143,10 +143,10 @@ def width(
 
 
 def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -> float:
-    """The half width by linear error propagation: fast, for ranking, and too optimistic."""
+    """Estimate the half width by linear error propagation: fast, only for ranking, optimistic."""
     N, D = (np.array([getattr(run, key) for run in runs], float) for key in "ND")
     slope = MIDDLE.gradient(N, D)
-    # What the prior knows of the five parameters: E and the terms to 15%, the exponents to 0.05.
+    # Standard deviations of the prior: 15% for E, 20% for the two terms, 0.05 for the exponents.
     prior = np.diag(1 / np.array([0.15, 0.2, 0.05, 0.2, 0.05]) ** 2)
     covariance = np.linalg.inv(slope @ slope.T / noise**2 + prior)
     there = MIDDLE.gradient(np.array([target.N]), np.array([target.D]))[:, 0]
@@ -163,14 +163,14 @@ def cheapest(
     noise: float = NOISE,
     show: Callable[[str, float], None] | None = None,
 ) -> tuple[Sweep, list[Planned], Width]:
-    """The cheapest ladder whose simulated interval at the target is as narrow as wanted."""
+    """Find the cheapest ladder whose simulated interval at the target is as narrow as wanted."""
     options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))
     if not options:
         raise ConfigError(
             f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes; choose a "
             f"larger target"
         )
-    factor = 1.5  # simulated over rough width, learned from every simulation
+    factor = 1.5  # simulated width over rough width, updated by every simulation
     narrowest: Width | None = None
     for _ in range(TRIED):
         left = [o for o in options if factor * rough_width(o[1], target, noise) <= wanted]
@@ -188,9 +188,9 @@ def cheapest(
         options = left[1:]
     reached = narrowest.median if narrowest else min(rough_width(o[1], target) for o in options)
     raise ConfigError(
-        f"width={wanted:.3g}: no ladder below {target.name} ({power(target.C)} FLOPs) gets there; "
-        f"the narrowest tried is ± {reached:.1%}. Ask for more, or for a target nearer to what "
-        f"you can train"
+        f"width={wanted:.3g}: no ladder below {target.name} ({power(target.C)} FLOPs) is that "
+        f"precise; the narrowest tried is ± {reached:.1%}. Give a larger --width or a smaller "
+        f"--target-size"
     )
 
 
@@ -199,7 +199,7 @@ def _price(runs: Sequence[Planned]) -> tuple[float, float]:
 
 
 def _candidates(sweep: Sweep, target: Target) -> list[tuple[Sweep, list[Planned]]]:
-    """Ladders of neighboring sizes, all of whose runs cost less than a third of the target."""
+    """List ladders of neighboring sizes whose runs each cost less than a third of the target."""
     every = tuple(sorted({length for lengths in LENGTHS for length in lengths}))
     configs = configs_of(sweep.model_copy(update={"sizes": ()}))
     sizes = _ladder_sizes(configs, target.N)
@@ -231,7 +231,7 @@ def _ladder_sizes(configs: dict[str, RunSpec], most: float) -> tuple[str, ...]:
 
 
 def as_toml(sweep: Sweep, found: Width, target: Target) -> str:
-    """The proposed ladder as a sweep file."""
+    """Return the proposed ladder as a sweep file."""
     note = (
         f"# Planned for {target.name} ({count(target.N)} on {count(target.D)} tokens): ± "
         f"{found.median:.1%} in simulation.\n"

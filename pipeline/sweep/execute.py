@@ -32,7 +32,7 @@ class Member:
     """One run of a sweep as a command, the same here and on a cluster."""
 
     name: str
-    argv: tuple[str, ...]  # of `launch`; with --resume, so it starts, continues or does nothing
+    argv: tuple[str, ...]  # for `launch`; --resume starts or continues a run, or does nothing
     out: Path
     steps: int
     after: str | None = None  # the member that must have finished first
@@ -52,7 +52,7 @@ class Member:
 
 
 def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:
-    """Every run with its planned values spelled out, so that it is the same wherever it starts."""
+    """Return every run as a command with all planned values, so that it is the same anywhere."""
     if sweep.data is None:
         raise ConfigError(
             "data is missing in the sweep; give --data DIR, made by `launch data prepare`"
@@ -106,7 +106,7 @@ def claimed(root: Path, sweep: Sweep) -> Iterator[None]:
         held = lock(root / ".sweep")
         if held is None:
             raise RunError(
-                f"--out {root}: another `launch sweep run` is at work there; wait for it, or give "
+                f"--out {root}: another `launch sweep run` is running there; wait for it, or give "
                 f"another --out"
             )
         text = sweep.model_dump_json(indent=1, exclude_none=True)
@@ -131,8 +131,8 @@ def run(
 ) -> Progress:
     """Run every member, `jobs` at a time.
 
-    One that fails is reported and the others go on. Ctrl-C or SIGTERM lets the running ones save,
-    and the same call continues them. `show` is called whenever something may have changed.
+    A member that fails is reported, and the others continue. After Ctrl-C or SIGTERM the running
+    members save, and the same call continues them later. `show` is called at every poll.
     """
     state = Progress(list(todo))
     known = {member.name for member in todo}
@@ -166,7 +166,7 @@ def run(
 
 
 def _next(state: Progress, known: set[str]) -> Member | None:
-    """The next member whose trunk is trained; one whose trunk failed fails too."""
+    """Return the next member whose trunk has finished; if its trunk failed, it fails too."""
     for member in list(state.waiting):
         if member.after in state.failed:
             state.waiting.remove(member)

@@ -1,4 +1,4 @@
-"""Plan a sweep before it costs anything: which sizes on how many tokens, at what cost."""
+"""Plan a sweep before it runs: which sizes, on how many tokens, at what cost."""
 
 import math
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from pipeline.planner.speed import estimate
 from pipeline.units import count, power
 
 SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
-SPACING = 4.0  # between budgets that are planned from a total
+SPACING = 4.0  # ratio of neighboring budgets that are planned from a total
 LAYER_S = 2e-3  # the least time of a step per layer: launching its kernels (docs/LOG.md)
 TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
-# Learning rates of lengths that share a trunk differ at most by this factor. With 2, sizes side by
-# side in a grid got rates of 1.7e-3 and 4.3e-3, and the law had to fit that difference as noise.
+# Largest ratio of learning rates of runs that share a trunk. With 2, neighboring sizes of a grid
+# got rates of 1.7e-3 and 4.3e-3, and the law had to fit that difference as noise.
 RATES = 1.1
 Positive = Annotated[float, Field(gt=0)]
-Best = Callable[[float], float]  # N*(C), where an earlier fit knows it
+Best = Callable[[float], float]  # N*(C) of an earlier fit
 
 
 class Sweep(Frozen):
@@ -41,7 +41,7 @@ class Sweep(Frozen):
     experiment: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     arch: str = "dense"
     budgets: tuple[Positive, ...] = ()  # FLOPs of each valley of an isoFLOP grid
-    # The sizes of a ladder; for an isoFLOP grid those to choose from, all if empty.
+    # The sizes of a ladder, or those to choose from for an isoFLOP grid; empty means all.
     sizes: tuple[str, ...] = ()
     # The lengths of a ladder; the first is an isoFLOP grid's guess of D*/N*.
     tokens_per_param: tuple[Positive, ...] = (20.0,)
@@ -49,7 +49,7 @@ class Sweep(Frozen):
     trunk: bool = True  # shorter lengths of a size branch off its longest run (WSD)
     wide: Annotated[float, Field(ge=2)] = 8.0  # sizes of a budget range from N*/wide to N*·wide
     set: tuple[str, ...] = ()  # settings of every run
-    data: str | None = None  # prepared data; its vocabulary counts
+    data: str | None = None  # prepared data, which also determines the vocabulary
     nproc: Annotated[int, Field(ge=1)] = 1  # processes per run, one per GPU
     cluster: str | None = None  # in configs/cluster; without one, runs are planned for CPUs
 
@@ -70,9 +70,9 @@ class Planned:
     memory_bytes: int  # per rank, ZeRO 1
     mfu: float | None  # of the sweep's GPUs
     hours: float | None
-    cost: float  # FLOPs that this run adds: C, less what its trunk has computed
+    cost: float  # FLOPs that this run adds: C without the part that its trunk computes
     trunk: str | None = None  # the run that this one branches off
-    begins: int = 0  # the step where it does
+    begins: int = 0  # the step at which it branches off
 
 
 def read(name: str | Path) -> Sweep:
@@ -91,7 +91,7 @@ def read(name: str | Path) -> Sweep:
 
 
 def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> list[Planned]:
-    """Every run of the sweep; `mfu` replaces the estimate of the step time."""
+    """Return every run of the sweep; `mfu` replaces the estimate of the step time."""
     configs = configs_of(sweep)
     if sweep.kind == "ladder":
         runs = _ladder(sweep, configs, mfu)
@@ -106,7 +106,7 @@ def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> li
 
 
 def configs_of(sweep: Sweep) -> dict[str, RunSpec]:
-    """The settings of every size of the sweep, of all sizes if it names none."""
+    """Return the settings of every size of the sweep, or of all sizes if it names none."""
     return _configs(sweep.sizes, sweep.arch, sweep.data, sweep.cluster, sweep.set)
 
 
@@ -167,7 +167,7 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
 def _valley(
     sweep: Sweep, configs: dict[str, RunSpec], C: float, best: Best | None, mfu: float | None
 ) -> list[Planned]:
-    """The sizes around N* at one compute; refused where too few lie on either side."""
+    """Choose the sizes around N* at one compute; refuse if too few lie on either side."""
     sizes = {name: account.params(config.model).scaling for name, config in configs.items()}
     center = best(C) if best else _guess(configs, C, sweep.tokens_per_param[0])
     chosen = [name for name, N in sizes.items() if 1 / sweep.wide <= N / center <= sweep.wide]
@@ -176,8 +176,8 @@ def _valley(
     for side, found, remedy in (("below", below, "raise"), ("above", above, "lower")):
         if found < SIDE:
             raise ConfigError(
-                f"budget {power(C)}: {found} of the sizes lie {side} N* ≈ {count(center)} and "
-                f"{SIDE} are needed, or the minimum sits on the edge; {remedy} the budget, name "
+                f"budget {power(C)}: {found} of the sizes lie {side} N* ≈ {count(center)}, but "
+                f"{SIDE} are needed to find the minimum; {remedy} the budget, name "
                 f"more sizes, or set wide above {sweep.wide:g}"
             )
     label = f"{C:.1e}".replace("+", "")
@@ -189,7 +189,7 @@ def _valley(
 
 
 def _guess(configs: dict[str, RunSpec], C: float, ratio: float) -> float:
-    """The N at which C buys `ratio` tokens per parameter, interpolated in logs between sizes."""
+    """Return the N for which C is enough for `ratio` tokens per parameter, by interpolation."""
     models = [config.model for config in configs.values()]
     pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
     table = np.array(sorted((float(ratio * N * flops), float(N)) for N, flops in pairs))
@@ -241,7 +241,7 @@ def within(
     best: Best | None = None,
     mfu: float | None = None,
 ) -> Sweep:
-    """The same isoFLOP sweep with four budgets, each 4× the last, within the FLOPs and hours."""
+    """Return the isoFLOP sweep with four budgets, each 4× the last, within the FLOPs and hours."""
     for key, value, example in (("budget", flops, "1e19"), ("hours", hours, "6")):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{key}={value:g} must be a number above zero, such as {example}")
@@ -261,13 +261,13 @@ def within(
     refused = ""
     least = ""
     for step in range(60):
-        # From the largest downward; 60 steps of 1.2 reach about a 50,000th of it.
+        # From the largest downward; 60 steps of 1.2 go down by a factor of about 50,000.
         top = most / 4 / 1.2**step
         budgets = tuple(top / SPACING**i for i in (3, 2, 1, 0))
         tried = sweep.model_copy(update={"budgets": budgets})
         try:
             runs = plan(tried, best, mfu)
-        except ConfigError as error:  # between two sizes far apart; a little less may do
+        except ConfigError as error:  # no size is near enough; a smaller budget may work
             refused = refused or f" ({error})"
             continue
         cost = sum(run.cost for run in runs)

@@ -62,7 +62,7 @@ def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
     words = " ".join(data["warnings"])
     assert "3 runs cannot determine" in words
     assert "more runs would" in words
-    assert "1 point to spare" in words
+    assert "1 point more than parameters" in words
     assert data["errors_from"] == "scatter"  # three runs cannot be resampled
     g = data["parameters"]["g"]
     assert g["low"] < g["value"] < g["high"]

@@ -56,7 +56,7 @@ def test_status(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tokenizer": "beef"}, "one vocabulary"),
+        ({"tokenizer": "beef"}, "one tokenizer"),
         ({"convention": "6ND"}, "recount"),
         ({"arch": "moe"}, "one architecture"),
     ],
