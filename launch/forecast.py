@@ -1,13 +1,14 @@
-"""`launch forecast`: the loss of a larger run, or the run to buy for a loss, with its cost."""
+"""`launch forecast`: the loss or a task's score of a larger run, or the run to buy; its cost."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch import skill
 from launch.law import ForecastsDir, forecasts_beside, read_points
 from launch.options import (
     Arch,
@@ -26,9 +27,11 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pipeline.config.schema import Cluster as Site
+    from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.decide import Demand
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Forecast
+    from pipeline.scaling.predict import Forecast, Recipe
     from pipeline.scaling.study import Study
 
     Place = Callable[[Study], Points]  # the targets, which may depend on the law
@@ -94,6 +97,8 @@ def forecast(
     inference_mfu: InferenceMfu = None,
     unique: Unique = None,
     targets: Targets = None,
+    task: skill.TaskName = None,
+    chance: skill.Chance = None,
     arch: Arch = None,
     sets: Settings = None,
     gpus: Gpus = 8,
@@ -105,11 +110,12 @@ def forecast(
     as_json: AsJson = False,
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
-    from pipeline.scaling import decide, predict, record
+    from pipeline.scaling import decide, predict
     from pipeline.scaling.study import study
-    from pipeline.units import finite
 
-    rows, ladder = read_points(runs, experiment, points, law)
+    if task is not None:
+        skill.check(law, chance, target_loss, inference_tokens, unique)
+    rows, ladder, found = read_points(runs, experiment, points, law, task)
     site = decide.priced(cluster) if cluster else None  # refuse before the fit
     buys = target_loss is not None or flops is not None
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
@@ -126,21 +132,60 @@ def forecast(
     if unique is not None:
         decide.needs_terms(done)
     made = predict.forecast(done, places, unique)
-    data = _figures(done, places, made, demand, target_loss, one=targets is None)
     if targets is None:
         recipe = recipe or predict.recipe_at(made[0], ladder)
-    if recipe is not None:
-        keys = ("lr", "batch_tokens", "steps", "command")
-        data["recipe"] = {key: getattr(recipe, key) for key in keys}
-    if site is not None:
-        data["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, size)
+    data = _figures(done, places, made, demand, target_loss, one=targets is None)
+    scored = None
+    if task is not None:
+        scored, data = skill.forecast(task, chance, found, done, made, data["warnings"])
+    data |= _recipe_and_cost(made, recipe, site, gpus, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
-        paths = record.register(folder, made, finite(done.to_json()), now=time.time())
-        data["registered"] = [str(path) for path in paths]
-        failure = _copy_to_mlflow(paths, runs, experiment)  # the files are the record
-        data["warnings"] += [failure] if failure else []
-    print_json(data) if as_json else _print_forecast(data, made)
+        name = experiment or (runs.resolve().name if runs else None)
+        _register(folder, scored or made, done, name, data)
+    if as_json:
+        print_json(data)
+        return
+    skill.print_table(scored) if scored else _print_table(data, made)
+    _print_rest(data)
+
+
+def _recipe_and_cost(
+    made: "list[Forecast]",
+    recipe: "Recipe | None",
+    site: "Site | None",
+    gpus: int,
+    size: str | None,
+) -> dict[str, Any]:
+    from pipeline.scaling import decide
+
+    found: dict[str, Any] = {}
+    if recipe is not None:
+        keys = ("lr", "batch_tokens", "steps", "command")
+        found["recipe"] = {key: getattr(recipe, key) for key in keys}
+    if site is not None:
+        found["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, size)
+    return found
+
+
+def _register(
+    folder: Path,
+    made: "Sequence[Forecast | TaskForecast]",
+    done: "Study",
+    experiment: str | None,
+    data: dict[str, Any],
+) -> None:
+    """Save the forecasts beside the runs, and also in the experiment's MLflow store."""
+    from pipeline.scaling import record
+    from pipeline.track.mlflow_runs import keep
+    from pipeline.units import finite
+
+    paths = record.register(folder, made, finite(done.to_json()), now=time.time())
+    data["registered"] = [str(path) for path in paths]
+    # By default the directory of a sweep has the name of its experiment. The files are the record:
+    # a store that cannot be reached is a warning.
+    failure = keep(experiment, forecasts=paths) if experiment else None
+    data["warnings"] += [failure] if failure else []
 
 
 def _figures(
@@ -245,16 +290,7 @@ def _above_zero(key: str, value: float) -> float:
     return value
 
 
-def _copy_to_mlflow(paths: list[Path], runs: Path | None, experiment: str | None) -> str | None:
-    """Also keep forecasts in the experiment's MLflow store; return a line if that failed."""
-    from pipeline.track.mlflow_runs import keep
-
-    # By default the directory of a sweep has the name of its experiment.
-    name = experiment or (runs.resolve().name if runs else None)
-    return keep(name, forecasts=paths) if name else None
-
-
-def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
+def _print_table(data: dict[str, Any], made: "list[Forecast]") -> None:
     from pipeline.units import count, power
 
     console = new_console()
@@ -276,6 +312,11 @@ def _print_forecast(data: dict[str, Any], made: "list[Forecast]") -> None:
         ]
         console.print(f"Best split with 95% intervals: {', '.join(texts)}")
     _print_decision(console, data.get("decision", {}), made[0])
+
+
+def _print_rest(data: dict[str, Any]) -> None:
+    """What forecasts of losses and of tasks have in common: the recipe, the cost, the doubts."""
+    console = new_console()
     for key in ("recipe", "cost"):
         figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
         texts = [

@@ -55,19 +55,24 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
 
 
 def read_points(
-    runs: Path | None, experiment: str | None, points: Path | None, law: str
-) -> "tuple[Points, Ladder]":
-    """Return the points, and the recipe that their runs share."""
-    from pipeline.scaling.points import points_of, read_csv
+    runs: Path | None,
+    experiment: str | None,
+    points: Path | None,
+    law: str,
+    task: str | None = None,
+) -> "tuple[Points, Ladder, list[Run]]":
+    """Return the points, of a task if one is given, the recipe that their runs share, and these."""
+    from pipeline.scaling.points import points_of, read_csv, scored_runs
     from pipeline.scaling.predict import Ladder, ladder_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
     if points is not None:
-        return read_csv(points), Ladder()  # a CSV file does not contain the recipe
+        return read_csv(points, task), Ladder(), []  # a CSV file does not contain the recipe
     found = read(runs, experiment)
+    scored = found if task is None else scored_runs(found, task)
     # Only the envelope (Hoffmann's first approach) uses curves; other laws use final losses.
-    return points_of(found, curves=law == "envelope"), ladder_of(found)
+    return points_of(scored, curves=law == "envelope"), ladder_of(found), found
 
 
 @contextmanager
@@ -92,7 +97,7 @@ def fit(
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
 
-    rows, _ = read_points(runs, experiment, points, law)
+    rows, _, _ = read_points(runs, experiment, points, law)
     rows = rows.drop_highest(drop_highest)
     with progress(quiet=as_json) as show:
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)
@@ -190,24 +195,32 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     from pipeline.units import count
 
     console = new_console()
-    columns = ("run", "N", "D", "forecast", "95% interval", "measured", "error", "inside", "counts")
     # None: the run has not finished.
     yes = {True: "yes", False: "no", None: "–"}
+    # Losses and accuracies in one table; an accuracy's error is in points.
+    columns = ("run", "N", "D", "of", "forecast", "95% interval", "measured", "error", "inside")
     rows = []
     for one in scores:
-        measured = "–" if one.measured is None else f"{one.measured:.4f}"
-        error = "–" if one.error is None else f"{one.error:+.2%}"
+        form = "{:.4f}" if one.task is None else "{:.1%}"
+        measured = "–" if one.measured is None else form.format(one.measured)
+        error = "–"
+        if one.error is not None:
+            error = f"{one.error:+.2%}" if one.task is None else f"{100 * one.error:+.1f} points"
         late = one.counts is False
         counts = "no: registered after the run began" if late else yes[one.counts]
-        place = [one.run or "not yet", count(one.N), count(one.D), f"{one.forecast:.4f}"]
-        interval = f"{one.low:.4f} … {one.high:.4f}"
-        rows.append([*place, interval, measured, error, yes[one.inside], counts])
-    console.print(table("forecasts", columns, rows))
+        place = [one.run or "not yet", count(one.N), count(one.D), one.task or "loss"]
+        interval = f"{form.format(one.low)} … {form.format(one.high)}"
+        figures = [form.format(one.forecast), interval, measured, error]
+        rows.append([*place, *figures, yes[one.inside], counts])
+    console.print(table("forecasts", (*columns, "counts"), rows))
     # Late forecasts are listed but do not count.
     if so_far["counted"]:
+        loss = so_far["mean_absolute_error"]
+        points = so_far["mean_accuracy_error"]
+        off = [f"losses {loss:.2%} off on average"] if loss is not None else []
+        off += [f"accuracies {100 * points:.1f} points"] if points is not None else []
         console.print(
-            f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; "
-            f"{so_far['mean_absolute_error']:.2%} off on average"
+            f"{so_far['inside']} of {so_far['counted']} inside their 95% interval; {', '.join(off)}"
         )
 
 
@@ -232,6 +245,7 @@ def register(app: typer.Typer) -> None:
             "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
             "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
             "launch forecast --points small.csv --targets large.csv",
+            "launch forecast --runs runs/ladder --task questions --size 1b --register",
         )
     )(forecast)
     app.command(

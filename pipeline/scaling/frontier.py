@@ -34,7 +34,7 @@ def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
     """Places without a loss, in the convention of these points; `columns`: run, experts, unique."""
     loss = np.full_like(C, np.nan)
     given = {"run": ("",) * len(C), "experts": None, "unique": None, **columns}
-    return replace(points, C=C, N=N, D=D, loss=loss, dropped=(), **given)
+    return replace(points, C=C, N=N, D=D, loss=loss, accuracy=None, dropped=(), **given)
 
 
 def terms_of(law: Law, natural: Array, experts: Array) -> Array | None:

@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float64]
 # The convention of Hoffmann et al. (arXiv 2203.15556), and of any file without a column C.
 SIX_ND = "C = 6·N·D"
 OPTIONAL = ("C", "experts", "unique")
-FIGURES = ("N", "D", "loss", *OPTIONAL)  # the numeric columns
+FIGURES = ("N", "D", "loss", *OPTIONAL, "accuracy")  # the numeric columns
 # A difference in one of these changes the loss or N for reasons that a law does not describe.
 ONE_KIND = {
     "convention": "they count N and C in different ways; fit one at a time, or recount",
@@ -47,6 +47,8 @@ class Points:
     convention: str
     experts: Array | None = None
     unique: Array | None = None  # distinct tokens in the corpus, for the data-constrained law
+    # Of a task; the loss is then the bits per byte of its right answers (scaling/accuracy.py).
+    accuracy: Array | None = None
     vocab: int | None = None  # a loss above its logarithm is worse than guessing
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
@@ -93,9 +95,16 @@ def clean(points: Points) -> Points:
     for i, name in enumerate(points.run):
         # NaN fails the comparison, so an empty cell or a loss that was not finite is dropped too.
         row = {key: float(values[i]) for key, values in points.columns.items()}
-        wrong = [f"{key}={value:g}" for key, value in row.items() if not 0 < value < np.inf]
+        accuracy = row.get("accuracy", 0.5)
+        wrong = [
+            f"{key}={value:g}"
+            for key, value in row.items()
+            if key != "accuracy" and not 0 < value < np.inf
+        ]
         if wrong:
             dropped.append(f"{name}: {wrong[0]} is not a number above zero")
+        elif not 0 <= accuracy <= 1:
+            dropped.append(f"{name}: accuracy={accuracy:g} is not a share between 0 and 1")
         # A repeated row adds no information, but would make the intervals too narrow.
         elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")
@@ -111,10 +120,19 @@ def clean(points: Points) -> Points:
     return replace(kept, dropped=points.dropped + tuple(dropped), warnings=warnings)
 
 
-def read_csv(path: Path) -> Points:
-    """Read columns N, D, loss and, if present, C, run, experts, unique and those of ONE_KIND."""
-    required = ("N", "D", "loss")
-    rows = read_table(path, required)
+def read_csv(path: Path, task: str | None = None) -> Points:
+    """Read columns N, D, loss and, if present, C, run, experts, unique and those of ONE_KIND.
+
+    With a task, its columns TASK/accuracy and TASK/bpb become the accuracy and the loss.
+    """
+    required: tuple[str, ...] = ("N", "D", "loss")
+    rows = read_table(path, required if task is None else ("N", "D"))
+    if task is not None:
+        rows = [_scored(row, task) for row in rows]
+        if "task_accuracy" not in rows[0] or "loss" not in rows[0]:
+            logged = [key.removesuffix(ACCURACY) for key in rows[0] if key.endswith(ACCURACY)]
+            raise unknown_task(task, str(path), logged)
+        required = (*required, "task_accuracy")
     for key, remedy in ONE_KIND.items():
         kinds = sorted({row.get(key) or "none given" for row in rows})
         if len(kinds) > 1:
@@ -128,6 +146,8 @@ def read_csv(path: Path) -> Points:
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
     found.setdefault("C", 6 * found["N"] * found["D"])
+    if task is not None:
+        found["accuracy"] = found.pop("task_accuracy")
     # Numbered like the lines of the file, where line 1 is the header.
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
     points = clean(
@@ -143,6 +163,46 @@ def read_csv(path: Path) -> Points:
         )
         points = replace(points, warnings=(*points.warnings, warning))
     return points
+
+
+ACCURACY = "/accuracy"
+BITS = "/bpb"
+
+
+def _scored(entry: Any, task: str) -> dict[str, Any]:
+    """A row or an evaluation with a task's bits per byte as the loss, or else the held-out loss."""
+    found = dict(entry)
+    for key, source in (("loss", task + BITS), ("task_accuracy", task + ACCURACY)):
+        if source in entry:
+            found[key] = entry[source]
+    return found
+
+
+def unknown_task(task: str, where: str, logged: Iterable[str]) -> DataError:
+    known = ", ".join(sorted(set(logged))) or "no task"
+    return DataError(
+        f"task={task}: {where} has no {task}{ACCURACY}, but {known}; train with --set "
+        f"'eval.tasks=[\"{task}.jsonl\"]'"
+    )
+
+
+def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
+    """The runs with their evaluations on a task; the loss is the bits per byte of its answers."""
+    found = []
+    for run in runs:
+        # A damaged log may have text there.
+        evals = [
+            _scored(entry, task)
+            for entry in run.evals
+            if isinstance(entry.get(task + ACCURACY), int | float)
+            and isinstance(entry.get(task + BITS, 1.0), int | float)
+        ]
+        found.append(replace(run, evals=tuple(evals)))
+    if not any(run.evals for run in found):
+        keys = {key for run in runs for entry in run.evals for key in entry}
+        logged = [key.removesuffix(ACCURACY) for key in keys if key.endswith(ACCURACY)]
+        raise unknown_task(task, f"none of {len(runs)} runs", logged)
+    return found
 
 
 def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
@@ -253,6 +313,10 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
                 f"separate directory"
             )
 
+    # Of runs from `scored_runs`; their bits per byte do not depend on the vocabulary.
+    scored = all("task_accuracy" in entry for _, entry in used)
+    vocab = records[0].get("vocab")
+
     def figures(key: str) -> Array:
         # A loss that was not finite is logged as null, and becomes NaN here.
         return np.array([entry.get(key) for _, entry in used], dtype=float)
@@ -265,7 +329,8 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             loss=figures("loss"),
             run=tuple(run.name for run, _ in used),
             convention=str(records[0]["convention"]),
-            vocab=int(records[0]["vocab"]) if records[0].get("vocab") else None,
+            vocab=int(vocab) if vocab and not scored else None,
+            accuracy=figures("task_accuracy") if scored else None,
             dropped=tuple(dropped),
             warnings=_roughly_comparable(records),
         )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs.history import Run
+from pipeline.scaling.accuracy import TaskForecast
+from pipeline.scaling.points import ACCURACY
 from pipeline.scaling.predict import Forecast
 from pipeline.units import count
 
@@ -20,7 +23,7 @@ NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forec
 
 
 def register(
-    folder: Path, made: Sequence[Forecast], study: dict[str, Any], *, now: float
+    folder: Path, made: Sequence[Forecast | TaskForecast], study: dict[str, Any], *, now: float
 ) -> list[Path]:
     """Write the forecasts, all or none, where no target has one; a digest shows later changes."""
     contents: dict[Path, str] = {}
@@ -30,12 +33,15 @@ def register(
                 "a registered forecast names one run; give --size, or --params and --tokens"
             )
         if not (math.isfinite(one.low) and math.isfinite(one.high)):
+            value = one.accuracy if isinstance(one, TaskForecast) else one.loss
             raise RunError(
-                f"forecast {one.loss:.4g} has no interval to score: too few runs; add a size and "
+                f"forecast {value:.4g} has no interval to score: too few runs; add a size and "
                 f"fit again"
             )
         # The name is the target: a second forecast of the same run meets the first one's file.
-        path = folder / f"N{count(one.N)}-D{count(one.D)}.json"
+        # A task's name may come from a column of a file, so that it may have any character.
+        task = re.sub(r"[^\w.]", "-", f"-{one.task}") if isinstance(one, TaskForecast) else ""
+        path = folder / f"N{count(one.N)}-D{count(one.D)}{task}.json"
         if path in contents:
             raise RunError(f"targets: two are {path.stem}, which is one run; leave one of them out")
         # The whole fit goes along, so that a score can be traced to its points and law.
@@ -92,7 +98,7 @@ def registered(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Score:
-    """A forecast and its run; the fields after `high` are None until the run has finished."""
+    """A forecast and its run; the fields after `task` are None until the run has finished."""
 
     N: float
     D: float
@@ -100,9 +106,10 @@ class Score:
     forecast: float
     low: float
     high: float
+    task: str | None = None  # of an accuracy; None: the forecast is of the loss
     run: str | None = None
     measured: float | None = None
-    error: float | None = None
+    error: float | None = None  # relative for a loss; a difference for an accuracy
     inside: bool | None = None
     counts: bool | None = None  # registered before the run began
 
@@ -112,23 +119,29 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
     scores = []
     for content in forecasts:
         f = content["forecast"]
+        task = f.get("task")
+        key = "loss" if task is None else task + ACCURACY
+        value = f["loss" if task is None else "accuracy"]
         landed: dict[str, Any] = {}
         for run in runs:
             if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
                 continue
-            measured = float(run.evals[-1]["loss"])
+            if run.evals[-1].get(key) is None:  # this run was not scored on the task
+                continue
+            measured = float(run.evals[-1][key])
             # Only a forecast that is older than its run counts.
             # A run without events has an unknown start, so its forecast does not count either.
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
             landed = {
                 "run": run.name,
                 "measured": measured,
-                "error": measured / f["loss"] - 1,
+                "error": measured / value - 1 if task is None else measured - value,
                 "inside": f["low"] <= measured <= f["high"],
                 "counts": float(content["time"]) < began,
             }
             break  # a repetition of the run is not a second test
-        scores.append(Score(f["N"], f["D"], f["C"], f["loss"], f["low"], f["high"], **landed))
+        place = (f["N"], f["D"], f["C"])
+        scores.append(Score(*place, value, f["low"], f["high"], task, **landed))
     return scores
 
 
@@ -139,12 +152,14 @@ def _same(run: Run, N: float, D: float) -> bool:
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:
     """How well the forecasts that count have done so far."""
     counted = [s for s in scores if s.counts]
-    errors = [abs(s.error) for s in counted if s.error is not None]
+    errors = [abs(s.error) for s in counted if s.error is not None and s.task is None]
+    points = [abs(s.error) for s in counted if s.error is not None and s.task is not None]
     return {
         "registered": len(scores),
         "landed": sum(s.measured is not None for s in scores),
         "counted": len(counted),
         "inside": sum(bool(s.inside) for s in counted),
         "nominal": 0.95,  # the share of runs that 95% intervals should contain
-        "mean_absolute_error": sum(errors) / len(errors) if errors else None,
+        "mean_absolute_error": sum(errors) / len(errors) if errors else None,  # of losses, relative
+        "mean_accuracy_error": sum(points) / len(points) if points else None,
     }

@@ -35,6 +35,16 @@ class Task(NamedTuple):
     name: str
     questions: tuple[Question, ...]
 
+    @property
+    def chance(self) -> float:
+        """The accuracy of guessing; nobody guesses a continuation."""
+        parts: dict[str, list[float]] = defaultdict(list)
+        for question in self.questions:
+            answers = len(question.answers)
+            parts[question.part].append(1 / answers if answers > 1 else 0.0)
+        # As in `mean`, each part counts the same.
+        return sum(sum(part) / len(part) for part in parts.values()) / len(parts)
+
     def sample(self, most: int | None) -> "Task":
         """At most so many questions, evenly spread over the parts and within each."""
         if most is None or most >= len(self.questions):

@@ -16,9 +16,18 @@ def true_loss(N: float, D: float) -> float:
     return LAW["E"] + LAW["A"] * N ** -LAW["alpha"] + LAW["B"] * D ** -LAW["beta"]
 
 
+# The true accuracy on the task `pairs`, whose bits per byte are half of the loss.
+PAIRS = {"chance": 0.5, "ceiling": 0.95, "middle": 1.4, "slope": 4.0}
+
+
+def true_accuracy(bits: float) -> float:
+    chance, ceiling, middle, slope = PAIRS.values()
+    return chance + (ceiling - chance) / (1 + math.exp(slope * (bits - middle)))
+
+
 def make_run(
     root: Path, folder: str, N: float, tokens: float, *, size: str = "tiny", steps: int = 400, finish: bool = True,
-    seed: int = 0, torn: bool = False, **record: object,
+    seed: int = 0, torn: bool = False, questions: int = 0, **record: object,
 ) -> Path:  # fmt: skip
     path = root / folder
     path.mkdir(parents=True)
@@ -46,6 +55,9 @@ def make_run(
         if step % (steps // 20) == 0:
             held = loss * math.exp(rng.normal(0, 0.001))
             lines.append({"kind": "eval", **at, "loss": held, "bpb": held / math.log(2) / 3.4})
+            if questions:
+                right = rng.binomial(questions, true_accuracy(loss / 2))
+                lines[-1] |= {"pairs/accuracy": right / questions, "pairs/bpb": held / 2}
     if finish:
         lines.append({"kind": "event", "time": 2.0 + steps, "step": steps, "event": "finish"})
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -53,8 +65,8 @@ def make_run(
     return path
 
 
-def make_ladder(root: Path, count: int = 3) -> Path:
+def make_ladder(root: Path, count: int = 3, questions: int = 0) -> Path:
     sizes = [("tiny", 2.1e5), ("mini", 6.4e5), ("small", 2.2e6), ("base", 7e6), ("big", 2e7)]
     for i, (size, N) in enumerate(sizes[:count]):
-        make_run(root, f"{size}-20x", N, 20 * N, size=size, seed=i)
+        make_run(root, f"{size}-20x", N, 20 * N, size=size, seed=i, questions=questions)
     return root

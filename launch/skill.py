@@ -1,0 +1,105 @@
+"""`launch forecast --task`: the accuracy of a larger run on a task that the smaller runs logged."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.tables import new_console, table
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.runs.history import Run
+    from pipeline.scaling.accuracy import TaskForecast
+    from pipeline.scaling.predict import Forecast
+    from pipeline.scaling.study import Study
+
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="Forecast the accuracy on this task instead of the loss; the runs have to log it "
+        "(eval.tasks), or the CSV file to have columns TASK/accuracy and TASK/bpb.",
+    ),
+]
+Chance = Annotated[
+    float | None,
+    typer.Option(
+        help="Accuracy of guessing on the task.  [default: that of its file of questions, or "
+        "fitted]",
+    ),
+]
+# Their points are the minima of valleys or curves, which are no runs and have no score.
+NO_RUNS = ("isoflop", "parabola", "envelope")
+
+
+def check(
+    law: str,
+    chance: float | None,
+    target_loss: float | None,
+    inference_tokens: float | None,
+    unique: float | None,
+) -> None:
+    """Refuse options that make no sense for a task, before anything is read."""
+    given = {"target-loss": target_loss, "inference-tokens": inference_tokens, "unique": unique}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"--task cannot be combined with --{name}, which is about the held-out loss; give "
+                f"--size, --params with --tokens, --flops or --targets"
+            )
+    if law in NO_RUNS:
+        raise ConfigError(
+            f"law={law} does not describe single runs, and --task needs their scores; choose "
+            f"--law auto"
+        )
+    if chance is not None and not 0 <= chance < 1:
+        raise ConfigError(f"chance={chance} must be at least 0 and below 1, such as 0.25")
+
+
+def forecast(
+    task: str,
+    chance: float | None,
+    runs: "list[Run]",
+    done: "Study",
+    made: "list[Forecast]",
+    warnings: list[str],
+) -> "tuple[list[TaskForecast], dict[str, Any]]":
+    """The forecasts, and all their figures as JSON; `made` has the task's bits per byte."""
+    from pipeline.scaling import accuracy
+
+    if chance is None and runs:
+        chance = accuracy.chance_of(runs, task)
+    found, doubts = accuracy.forecast(done, task, made, chance)
+    data: dict[str, Any] = {"law": done.name, "task": task, "warnings": [*warnings, *doubts]}
+    if len(found) == 1:
+        return found, data | vars(found[0])
+    return found, data | {"forecasts": [vars(one) for one in found]}
+
+
+def print_table(made: "list[TaskForecast]") -> None:
+    from pipeline.units import count, power
+
+    console = new_console()
+    columns = ("run", "N", "D", "FLOPs", "beyond", "bits/byte", "accuracy", "95% interval")
+    rows = []
+    for one in made:
+        place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
+        bits = f"{one.bits_per_byte['value']:.4f}"
+        interval = f"{one.low:.1%} … {one.high:.1%}"
+        rows.append([*place, bits, f"{one.accuracy:.1%}", interval])
+    first = made[0]
+    console.print(table(f"{first.task}, {first.method} forecast", columns, rows))
+    if len(made) > 1:
+        return
+    heads = ("method", "accuracy", "by bootstrap", "by backtest", "held-out error")
+    rows = []
+    for name, figures in first.methods.items():
+        ends = [
+            f"{figures[f'{key}_low']:.1%} … {figures[f'{key}_high']:.1%}"
+            for key in ("bootstrap", "backtest")
+        ]
+        error = figures["backtest_error"]
+        rows.append(
+            [name, f"{figures['accuracy']:.1%}", *ends, "–" if error is None else f"{error:.1%}"]
+        )
+    console.print(table("both ways", heads, rows))

@@ -1,0 +1,344 @@
+"""Forecast the accuracy of a task, in two steps and directly, and use what backtests prefer.
+
+    two-step   N, D → bits per byte of the right answers (the law of `study`) → accuracy
+    direct     compute → accuracy
+
+In both, accuracy is a logistic curve between chance and a ceiling: of the bits per byte, as in
+arXiv 2412.04403, or of log compute. Few runs do not determine its parameters, so that a weak prior
+takes the place of what they do not show. Every resample of the bootstrap draws the center of that
+prior: where the runs say nothing, the interval is as wide as the prior.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import special, stats
+
+from pipeline.config.layers import reload
+from pipeline.errors import ConfigError, DataError
+from pipeline.runs.history import Run
+from pipeline.scaling.backtest import TYPICAL_CUTS, Backtest, growth
+from pipeline.scaling.fitting import Rows, minimize
+from pipeline.scaling.points import Array, Points, runs_across
+from pipeline.scaling.predict import Forecast
+from pipeline.scaling.study import Study
+from pipeline.tasks.questions import read_tasks
+
+# The prior, with x in standard deviations of the runs: middle, log slope, the logit of the ceiling
+# between chance and 1, and the logit of chance, which is fitted where nobody gave it.
+CENTERS = np.array([-1.0, 0.0, 2.5, -1.1])
+SPREADS = np.array([2.0, 1.0, 1.5, 1.0])
+STARTS = np.array([[m, s, 2.5, -1.1] for m in (-3.0, -1.0, 0.0, 1.0) for s in (-0.7, 0.7)])
+HUBER = 1.345  # standard deviations: 95% efficient for normal errors
+FIRST_SIGMA = 0.03  # of accuracy, until the residuals show it: 300 questions
+SMALLEST_SIGMA = 0.002
+RESAMPLES = 500
+FEWEST = 3  # runs
+# Systematic error of a forecast next to the largest run, in accuracy. It grows with the distance as
+# that of a loss does.
+TYPICAL = 0.005
+NORMAL_95 = float(stats.norm.ppf(0.975))
+ABOVE_CHANCE = 2.5  # standard deviations
+
+
+@dataclass(frozen=True)
+class TaskForecast:
+    """The accuracy of one run on a task."""
+
+    name: str
+    N: float
+    D: float
+    C: float
+    task: str
+    accuracy: float
+    low: float
+    high: float
+    extrapolation: float  # compute over the largest fitted
+    method: str  # the one that is used
+    bits_per_byte: dict[str, float]
+    methods: dict[str, dict[str, Any]]  # the figures of both
+
+
+class Curves(NamedTuple):
+    """Logistic curves of accuracy, one per row of theta, that fall with x."""
+
+    theta: Array  # (R, 3), or (R, 4) where chance is fitted
+    mean: float  # of x
+    spread: float
+    chance: float | None
+
+    def at(self, x: Array) -> Array:
+        """(R, n) for x of shape (n) or (R, n)."""
+        return _logistic(self.theta, (x - self.mean) / self.spread, self.chance)[0]
+
+    def values(self) -> dict[str, float]:
+        """The parameters of the first curve, in the units of x."""
+        middle, log_slope, top, *floor = map(float, self.theta[0])
+        chance = float(special.expit(floor[0])) if self.chance is None else self.chance
+        return {
+            "chance": chance,
+            "ceiling": chance + (1 - chance) * float(special.expit(top)),
+            "middle": self.mean + self.spread * middle,
+            "slope": float(np.exp(log_slope)) / self.spread,
+        }
+
+
+def _logistic(theta: Array, z: Array, chance: float | None) -> tuple[Array, Array]:
+    """The accuracy, (R, n), and its gradient, (P, R, n)."""
+    middle, log_slope, ceiling = (column[:, None] for column in theta.T[:3])
+    floor = np.asarray(special.expit(theta.T[3])[:, None] if chance is None else chance)
+    slope = np.exp(log_slope)
+    u = slope * (middle - z)
+    rise = special.expit(u)
+    top = special.expit(ceiling)
+    span = (1 - floor) * top
+    bend = span * rise * (1 - rise)
+    gradient = [bend * slope, bend * u, span * (1 - top) * rise]
+    if chance is None:
+        gradient.append(floor * (1 - floor) * (1 - top * rise))
+    return floor + span * rise, np.stack(gradient)
+
+
+def fit_curves(
+    x: Array,
+    accuracy: Array,
+    weights: Array,
+    sigma: float,
+    chance: float | None,
+    *,
+    starts: Array = STARTS,
+    centers: Array = CENTERS,
+) -> Curves:
+    """The best curve for each row of `weights`, (R, n), by Huber's loss and the prior.
+
+    `starts` are tried for every row; `centers` of the prior may differ between rows.
+    """
+    size = 4 if chance is None else 3
+    rows_of_starts = np.repeat(np.arange(len(weights)), len(starts))
+    weight = weights[rows_of_starts]
+    center = np.broadcast_to(centers, (len(weights), 4))[rows_of_starts, :size]
+    precision = SPREADS[:size] ** -2.0
+    mean = float(x.mean())
+    spread = float(x.std()) or 1.0
+    z = (x - mean) / spread
+
+    def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
+        value, jacobian = _logistic(theta, z, chance)
+        residual = (value - accuracy) / sigma
+        clipped = np.clip(residual, -HUBER, HUBER)
+        weighted = weight[rows] * clipped
+        away = theta - center[rows]
+        total = (weighted * (residual - 0.5 * clipped)).sum(axis=1)
+        gradient = np.einsum("pri,ri->rp", jacobian, weighted) / sigma
+        return total + 0.5 * (precision * away**2).sum(axis=1), gradient + precision * away
+
+    def metric(theta: Array, rows: Rows) -> Array:
+        jacobian = _logistic(theta, z, chance)[1] / sigma
+        normal = np.einsum("pri,qri->rpq", jacobian * weight[rows], jacobian, optimize=True)
+        return np.asarray(normal + np.diag(precision))
+
+    every = np.tile(starts[:, :size], (len(weights), 1))
+    theta, value = minimize(objective, metric, every, np.arange(len(every)), tolerance=1e-6)
+    best = np.nan_to_num(value, nan=np.inf).reshape(len(weights), -1).argmin(axis=1)
+    chosen = theta.reshape(len(weights), -1, size)[np.arange(len(best)), best]
+    return Curves(chosen, mean, spread, chance)
+
+
+class Method(NamedTuple):
+    """One way to forecast the accuracy, fitted to the runs."""
+
+    x: Array
+    accuracy: Array
+    curve: Curves
+    sigma: float  # scatter of an accuracy about the curve
+    freedom: float
+    test: Backtest | None  # of accuracies: measured less predicted
+
+    def half_width(self, ratio: Array) -> Array:
+        """Half of the 95% interval by the backtest: the scatter, and what grows with distance."""
+        total = TYPICAL_CUTS * TYPICAL**2
+        edges = np.unique(self.test.cut) if self.test else ()
+        for edge in edges:
+            assert self.test is not None
+            at = self.test.cut == edge
+            beyond_scatter = np.maximum(self.test.errors[at] ** 2 - self.sigma**2, 0)
+            total += float((beyond_scatter / growth(self.test.ratio[at], np.zeros(1)) ** 2).mean())
+        # Shrunk toward a typical ladder, as `Backtest.scale` of losses is.
+        systematic = np.sqrt(total / (TYPICAL_CUTS + len(edges))) * growth(ratio, np.zeros(1))
+        return np.asarray(NORMAL_95 * np.sqrt(self.sigma**2 + systematic**2))
+
+    def draws(self, x: Array) -> Array:
+        """Accuracies that new runs at x, (R, n), may have: resampled curves and the scatter."""
+        rng = np.random.default_rng(0)
+        # Rubin's Bayesian bootstrap: no resample of a few runs lacks most of them.
+        weights = rng.dirichlet(np.ones(len(self.x)), len(x)) * len(self.x)
+        centers = rng.normal(CENTERS, SPREADS, (len(x), 4))
+        start = np.concatenate([self.curve.theta, CENTERS[None, self.curve.theta.shape[1] :]], 1)
+        curves = fit_curves(
+            *(self.x, self.accuracy, weights, self.sigma, self.curve.chance),
+            starts=start,
+            centers=centers,
+        )
+        return np.asarray(curves.at(x) + self.sigma * rng.standard_t(self.freedom, x.shape))
+
+
+def fit_method(
+    points: Points, x: Array, chance: float | None, held_out: "HeldOut | None"
+) -> Method:
+    """Fit accuracy against x, and again below each cut that the law was tested at."""
+    assert points.accuracy is not None
+    count = len(points)
+    sigma = FIRST_SIGMA
+    # Once to see the scatter, and again with the weight that it gives the prior.
+    for _ in range(2):
+        curve = fit_curves(x, points.accuracy, np.ones((1, count)), sigma, chance)
+        residual = points.accuracy - curve.at(x)[0]
+        # The prior counts too, as in `intervals.scatter`, so that something is always left over.
+        freedom = max(count - curve.theta.shape[1], count / 3)
+        sigma = max(float(np.sqrt((residual**2).sum() / freedom)), SMALLEST_SIGMA)
+    test = None
+    if held_out is not None:
+        edges = np.unique(held_out.test.cut)
+        below = (edges[:, None] >= points.C).astype(float)
+        curves = fit_curves(x, points.accuracy, below, sigma, chance)
+        predicted = curves.at(held_out.x)[
+            np.searchsorted(edges, held_out.test.cut), np.arange(len(held_out.x))
+        ]
+        errors = points.accuracy[held_out.rows] - predicted
+        test = replace(held_out.test, errors=errors, excess=np.zeros(len(errors)))
+    return Method(x, points.accuracy, curve, sigma, max(freedom, 3.0), test)
+
+
+class HeldOut(NamedTuple):
+    """The runs above each cut of a backtest: their rows, and x as a forecast would see it."""
+
+    test: Backtest
+    rows: Rows
+    x: Array
+
+
+def fit_methods(study: Study, chance: float | None) -> dict[str, Method]:
+    """Both ways to forecast the accuracy."""
+    points = study.fit.points
+    compute = -np.log(points.C)  # negative: curves fall with x
+    through = by_compute = None
+    if study.backtest is not None:
+        test = study.backtest
+        edges = dict.fromkeys(test.cut.tolist())
+        rows = np.concatenate([np.flatnonzero(edge < points.C) for edge in edges])
+        if len(rows) == len(test.errors):  # otherwise the test of very many points used some
+            through = HeldOut(test, rows, points.loss[rows] * np.exp(-test.errors))
+            by_compute = HeldOut(test, rows, compute[rows])
+    return {
+        "two-step": fit_method(points, points.loss, chance, through),
+        "direct": fit_method(points, compute, chance, by_compute),
+    }
+
+
+def forecast(
+    study: Study, task: str, made: Sequence[Forecast], chance: float | None
+) -> tuple[list[TaskForecast], list[str]]:
+    """Accuracies at the places of `made`, which has their bits per byte, and what to doubt."""
+    if len(study.fit.points) < FEWEST:
+        raise DataError(
+            f"task={task}: a curve needs {FEWEST} finished runs with a score, and there are "
+            f"{len(study.fit.points)}; train {runs_across(study.fit.points)}"
+        )
+    methods = fit_methods(study, chance)
+    # Without a backtest both scores are the same, and the first one is used.
+    scores = {name: one.test.score if one.test else 0.0 for name, one in methods.items()}
+    used = min(scores, key=lambda name: scores[name])
+    # Where new runs may lie, as each method sees them. The bits per byte are uncertain themselves.
+    bits = np.array([one.loss for one in made])
+    spread = np.log([one.high / one.loss for one in made]) / NORMAL_95
+    noise = np.random.default_rng(1).normal(size=(RESAMPLES, len(made)))
+    compute = -np.log([one.C for one in made])
+    ratio = np.array([one.extrapolation for one in made])
+    figures = {
+        "two-step": _figures(methods["two-step"], bits, bits * np.exp(spread * noise), ratio),
+        "direct": _figures(methods["direct"], compute, compute + 0 * noise, ratio),
+    }
+    found = []
+    for i, one in enumerate(made):
+        best = figures[used][i]
+        found.append(
+            TaskForecast(
+                *(one.name, one.N, one.D, one.C, task),
+                *(best["accuracy"], best["low"], best["high"], one.extrapolation),
+                method=used,
+                bits_per_byte={"value": one.loss, "low": one.low, "high": one.high},
+                methods={name: rows[i] for name, rows in figures.items()},
+            )
+        )
+    return found, _doubts(task, methods[used], study.fit.points, fitted=chance is None)
+
+
+def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dict[str, Any]]:
+    """One method's accuracies with both intervals; the one that is used contains both."""
+    center = method.curve.at(x)[0]
+    low, high = np.percentile(method.draws(sampled), [2.5, 97.5], axis=0)
+    half = method.half_width(ratio)
+    ends = {
+        "low": np.minimum(low, center - half),
+        "high": np.maximum(high, center + half),
+        "bootstrap_low": low,
+        "bootstrap_high": high,
+        "backtest_low": center - half,
+        "backtest_high": center + half,
+    }
+    test = method.test
+    about = {
+        "curve": method.curve.values(),
+        "scatter": method.sigma,
+        "backtest_error": float(np.abs(test.errors).mean()) if test else None,
+        "backtest_score": test.score if test else None,
+        "backtest_errors": len(test.errors) if test else 0,
+    }
+    return [
+        {"accuracy": float(center[i])}
+        | {key: float(np.clip(values[i], 0, 1)) for key, values in ends.items()}
+        | about
+        for i in range(len(x))
+    ]
+
+
+def _doubts(task: str, used: Method, points: Points, *, fitted: bool) -> list[str]:
+    """What in a forecast of this task should not be trusted."""
+    found = []
+    if used.test is None:
+        found.append(
+            f"{len(points)} runs are too few to test forecasts of {task} on held-out larger ones: "
+            f"the two-step forecast is used untested."
+        )
+    chance = used.curve.values()["chance"]
+    if fitted:
+        found.append(
+            f"Chance was fitted ({chance:.1%}); give --chance, such as 0.25 for four choices."
+        )
+    best = float(used.accuracy.max())
+    if best < chance + ABOVE_CHANCE * used.sigma:
+        found.append(
+            f"No run is clearly above chance ({chance:.1%}; the best has {best:.1%}): the interval "
+            f"shows what tasks do in general. Train larger runs, or ask easier questions."
+        )
+    order = np.argsort(points.C)
+    third = max(1, len(order) // 3)
+    early = float(used.accuracy[order[:third]].mean())
+    late = float(used.accuracy[order[-third:]].mean())
+    if late < early - used.sigma:
+        found.append(
+            f"Accuracy falls with compute ({early:.1%} to {late:.1%}), which no curve here does: "
+            f"check the questions."
+        )
+    return found
+
+
+def chance_of(runs: Sequence[Run], task: str) -> float | None:
+    """The accuracy of guessing, by the file of questions that the last run names."""
+    try:
+        files = reload(runs[-1].path / "config.toml").eval.tasks
+        return {one.name: one.chance for one in read_tasks(files)}.get(task)
+    except (ConfigError, DataError):  # the file was moved, or the runs come from MLflow
+        return None

@@ -1,0 +1,192 @@
+"""Forecasts of tasks: against known curves, with binomial noise, and on the command line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.scaling import accuracy, predict
+from pipeline.scaling.points import Points
+from pipeline.scaling.study import Study, study
+from pipeline.tasks.questions import read_task
+from tests.scaling.made_runs import make_ladder, make_run
+
+CURVE = {"chance": 0.25, "ceiling": 0.92, "middle": 1.3, "slope": 4.0}
+
+
+def true_accuracy(bits: np.ndarray, curve: dict[str, float] = CURVE) -> np.ndarray:
+    rise = 1 / (1 + np.exp(curve["slope"] * (bits - curve["middle"])))
+    return curve["chance"] + (curve["ceiling"] - curve["chance"]) * rise
+
+
+def true_bits(C: np.ndarray) -> np.ndarray:
+    return 0.55 + 1.0 * (C / 1e14) ** -0.16
+
+
+def drawn(rng: np.random.Generator, questions: int, curve: dict[str, float], runs: int = 12) -> Points:  # fmt: skip
+    """A ladder at 20 tokens per parameter, with the noise of runs and of questions."""
+    N = np.geomspace(3e5, 3e7, runs)
+    C = 120 * N**2
+    bits = true_bits(C)
+    right = rng.binomial(questions, true_accuracy(bits, curve)) / questions
+    bits = bits * np.exp(rng.normal(0, 0.004, runs))
+    return Points(N, 20 * N, C, bits, tuple(f"r{i}" for i in range(runs)), "6ND", accuracy=right)
+
+
+def at(done: Study, N: float, chance: float | None = 0.25) -> tuple[accuracy.TaskForecast, str]:
+    made = predict.forecast(done, predict.at_sizes(done, N, 20 * N))
+    (found,), doubts = accuracy.forecast(done, "task", made, chance)
+    return found, " ".join(doubts)
+
+
+@pytest.mark.parametrize("chance", [0.25, None], ids=["chance given", "chance fitted"])
+def test_a_curve_without_noise_is_recovered(chance: float | None) -> None:
+    x = np.linspace(0.3, 2.8, 60)
+    found = accuracy.fit_curves(x, true_accuracy(x), np.ones((1, 60)), 0.002, chance)
+    assert found.values() == pytest.approx(CURVE, rel=0.01)
+    # One run that went wrong hardly moves it: least squares would be off by 3 points there.
+    spoiled = true_accuracy(x)
+    spoiled[20] = 0.0
+    robust = accuracy.fit_curves(x, spoiled, np.ones((1, 60)), 0.01, chance)
+    assert np.abs(robust.at(x) - true_accuracy(x)).max() < 0.01
+
+
+def test_the_gradient_is_that_of_the_curve() -> None:
+    theta = np.array([[-0.4, 0.3, 1.2, -0.9]])
+    z = np.linspace(-3, 2, 7)
+    for chance, size in ((None, 4), (0.3, 3)):
+        _, gradient = accuracy._logistic(theta[:, :size], z, chance)
+        for i in range(size):
+            step = np.eye(4)[i, :size] * 1e-6
+            up = accuracy._logistic(theta[:, :size] + step, z, chance)[0]
+            down = accuracy._logistic(theta[:, :size] - step, z, chance)[0]
+            assert gradient[i] == pytest.approx((up - down) / 2e-6, abs=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", [1.3, 0.9], ids=["in the middle", "mostly at chance"])
+def test_the_interval_covers_larger_runs(middle: float, monkeypatch) -> None:
+    """The measured accuracy of a run with 9 times the compute of the largest, over 40 ladders."""
+    monkeypatch.setattr(accuracy, "RESAMPLES", 150)  # 500 give the same, in twice the time
+    curve = CURVE | {"middle": middle}
+    inside = 0
+    widths = []
+    off = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        done = study(drawn(rng, 500, curve), "compute", tested=True, profiled=False)
+        found, _ = at(done, 9e7)
+        truth = float(true_accuracy(true_bits(np.array(120 * 9e7**2)), curve))
+        inside += found.low <= rng.binomial(500, truth) / 500 <= found.high
+        widths.append(found.high - found.low)
+        off.append(abs(found.accuracy - truth))
+    assert inside >= 36
+    # The noise of 500 questions alone makes an interval of about 0.08.
+    assert np.median(widths) < 0.2, (inside, np.median(widths), np.mean(off))
+    assert np.mean(off) < 0.03
+
+
+def test_both_methods_are_tested_and_the_better_is_used() -> None:
+    done = study(drawn(np.random.default_rng(0), 2000, CURVE), "compute", tested=True)
+    found, _ = at(done, 9e7)
+    scores = {name: each["backtest_score"] for name, each in found.methods.items()}
+    assert found.method == min(scores, key=lambda name: scores[name])
+    best = found.methods[found.method]
+    assert (found.accuracy, found.low, found.high) == (best["accuracy"], best["low"], best["high"])
+    for each in found.methods.values():
+        assert each["backtest_errors"] >= 8
+        for kind in ("bootstrap", "backtest"):
+            low, high = each[f"{kind}_low"], each[f"{kind}_high"]
+            assert each["low"] <= low < each["accuracy"] < high <= each["high"]
+
+
+def test_at_chance_the_interval_is_wide_and_says_so() -> None:
+    flat = CURVE | {"middle": -2.0}
+    done = study(drawn(np.random.default_rng(0), 200, flat), "compute", tested=True)
+    found, doubts = at(done, 3e8)
+    assert "No run is clearly above chance (25.0%" in doubts
+    assert found.low < 0.3 and found.high - found.low > 0.25
+    points = done.fit.points
+    assert points.accuracy is not None
+    upside_down = study(
+        Points(**{**vars(points), "accuracy": np.linspace(0.6, 0.3, len(points))}), "compute"
+    )
+    assert "Accuracy falls with compute" in at(upside_down, 3e8)[1]
+
+
+def test_a_task_is_registered_and_scored(tmp_path: Path, launch) -> None:
+    ladder = make_ladder(tmp_path / "ladder", 4, questions=1000)
+    call = ("forecast --task pairs --chance 0.5 --runs", ladder, "--params 2e7 --tokens 4e8")
+    made = json.loads(launch(*call, "--register --json"))
+    assert made["task"] == "pairs" and set(made["methods"]) == {"two-step", "direct"}
+    assert 0.5 < made["low"] < made["accuracy"] < made["high"] < 1
+    assert Path(made["registered"][0]).name == "N20M-D400M-pairs.json"
+    with pytest.raises(RunError, match="already registered"):
+        launch(*call, "--register")
+    launch("forecast --params 2e7 --tokens 4e8 --register --runs", ladder)  # the loss is another
+    assert "too few to test" in launch(*call)
+
+    run = make_run(ladder, "big-20x", 2e7, 4e8, size="big", questions=1000)
+    log = run / "log.jsonl"  # as if it had been trained after the forecast
+    log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))
+    scores = json.loads(launch("score --json --runs", ladder))
+    (task,) = [one for one in scores["scores"] if one["task"] == "pairs"]
+    measured = json.loads(log.read_text().splitlines()[-2])["pairs/accuracy"]
+    assert (task["measured"], task["counts"], task["inside"]) == (measured, True, True)
+    assert task["error"] == pytest.approx(measured - made["accuracy"])
+    assert scores["calibration"]["mean_accuracy_error"] == abs(task["error"])
+    printed = launch("score --runs", ladder)
+    assert "2 of 2 inside" in printed and f"{measured:.1%}" in printed
+
+
+def test_points_of_a_file(tmp_path: Path, launch) -> None:
+    points = drawn(np.random.default_rng(0), 2000, CURVE)
+    assert points.accuracy is not None
+    rows = zip(points.N, points.D, points.loss, points.accuracy, strict=True)
+    file = tmp_path / "points.csv"
+    lines = [f"{N},{D},3,{bits},{right}" for N, D, bits, right in rows]
+    file.write_text("\n".join(["N,D,loss,quiz/bpb,quiz/accuracy", *lines]))
+    call = ("forecast --points", file, "--params 9e7 --tokens 1.8e9 --json")
+    made = json.loads(launch(*call, "--task quiz --chance 0.25"))
+    truth = float(true_accuracy(true_bits(np.array(120 * 9e7**2))))
+    assert made["accuracy"] == pytest.approx(truth, abs=0.03)
+    assert made["low"] < truth < made["high"]
+    bad = ["N,D,loss,quiz/bpb,quiz/accuracy", "1e6,2e7,3,1.2,40", *lines]  # a percentage
+    file.write_text("\n".join(bad))
+    left_out = json.loads(launch(*call, "--task quiz --chance 0.25"))["warnings"]
+    assert any("accuracy=40 is not a share" in line for line in left_out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--task piqa --params 2e7 --tokens 4e8", "task=piqa: none of 3 runs has"),
+        ("--task pairs --chance 1 --params 2e7 --tokens 4e8", "chance=1.0 must be"),
+        ("--task pairs --target-loss 2", "cannot be combined with --target-loss"),
+        ("--task pairs --law isoflop --flops 1e18", "law=isoflop"),
+    ],
+)
+def test_an_error_is_one_line(tmp_path: Path, launch, options: str, message: str) -> None:
+    ladder = make_ladder(tmp_path / "ladder", questions=500)
+    with pytest.raises((ConfigError, DataError), match=message) as error:
+        launch("forecast --runs", ladder, options)
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_runs_are_refused(tmp_path: Path, launch) -> None:
+    ladder = make_ladder(tmp_path / "ladder", 2, questions=500)
+    with pytest.raises(DataError, match="task=pairs: a curve needs 3 finished runs"):
+        launch("forecast --task pairs --params 2e7 --tokens 4e8 --runs", ladder)
+
+
+def test_chance_is_that_of_the_questions(tmp_path: Path) -> None:
+    file = tmp_path / "quiz.jsonl"
+    rows = [
+        {"task": "a", "good": "x", "bad": "y"},
+        {"task": "b", "prompt": "p", "choices": ["1", "2", "3", "4"], "answer": 0},
+        {"task": "b", "prompt": "p", "continuation": "1"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert read_task(file).chance == pytest.approx((0.5 + (0.25 + 0) / 2) / 2)
