@@ -113,8 +113,7 @@ def forecast(
     from pipeline.scaling import decide, predict
     from pipeline.scaling.study import study
 
-    if task is not None:
-        skill.check(law, chance, target_loss, inference_tokens, unique)
+    skill.check(task, law, chance, target_loss, inference_tokens, unique)
     rows, ladder, found = read_points(runs, experiment, points, law, task)
     site = decide.priced(cluster) if cluster else None  # refuse before the fit
     buys = target_loss is not None or flops is not None
@@ -141,13 +140,8 @@ def forecast(
     data |= _recipe_and_cost(made, recipe, site, gpus, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
-        name = experiment or (runs.resolve().name if runs else None)
-        _register(folder, scored or made, done, name, data)
-    if as_json:
-        print_json(data)
-        return
-    skill.print_table(scored) if scored else _print_table(data, made)
-    _print_rest(data)
+        _register(folder, scored or made, done, runs, experiment, data)
+    print_json(data) if as_json else _print_forecast(data, made, scored)
 
 
 def _recipe_and_cost(
@@ -172,6 +166,7 @@ def _register(
     folder: Path,
     made: "Sequence[Forecast | TaskForecast]",
     done: "Study",
+    runs: Path | None,
     experiment: str | None,
     data: dict[str, Any],
 ) -> None:
@@ -184,7 +179,8 @@ def _register(
     data["registered"] = [str(path) for path in paths]
     # By default the directory of a sweep has the name of its experiment. The files are the record:
     # a store that cannot be reached is a warning.
-    failure = keep(experiment, forecasts=paths) if experiment else None
+    name = experiment or (runs.resolve().name if runs else None)
+    failure = keep(name, forecasts=paths) if name else None
     data["warnings"] += [failure] if failure else []
 
 
@@ -290,10 +286,9 @@ def _above_zero(key: str, value: float) -> float:
     return value
 
 
-def _print_table(data: dict[str, Any], made: "list[Forecast]") -> None:
+def _print_table(console: "Console", data: dict[str, Any], made: "list[Forecast]") -> None:
     from pipeline.units import count, power
 
-    console = new_console()
     columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
     rows = []
     for one in made:
@@ -314,9 +309,14 @@ def _print_table(data: dict[str, Any], made: "list[Forecast]") -> None:
     _print_decision(console, data.get("decision", {}), made[0])
 
 
-def _print_rest(data: dict[str, Any]) -> None:
-    """What forecasts of losses and of tasks have in common: the recipe, the cost, the doubts."""
+def _print_forecast(
+    data: dict[str, Any], made: "list[Forecast]", scored: "list[TaskForecast] | None"
+) -> None:
     console = new_console()
+    if scored:
+        skill.print_table(console, scored)
+    else:
+        _print_table(console, data, made)
     for key in ("recipe", "cost"):
         figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
         texts = [

@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.tables import new_console, table
+from launch.tables import table
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pipeline.runs.history import Run
     from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.predict import Forecast
@@ -33,6 +35,7 @@ NO_RUNS = ("isoflop", "parabola", "envelope")
 
 
 def check(
+    task: str | None,
     law: str,
     chance: float | None,
     target_loss: float | None,
@@ -40,6 +43,10 @@ def check(
     unique: float | None,
 ) -> None:
     """Refuse options that make no sense for a task, before anything is read."""
+    if task is None:
+        if chance is not None:
+            raise ConfigError("--chance is the accuracy of guessing on a task; give --task too")
+        return
     given = {"target-loss": target_loss, "inference-tokens": inference_tokens, "unique": unique}
     for name, value in given.items():
         if value is not None:
@@ -76,10 +83,9 @@ def forecast(
     return found, data | {"forecasts": [vars(one) for one in found]}
 
 
-def print_table(made: "list[TaskForecast]") -> None:
+def print_table(console: "Console", made: "list[TaskForecast]") -> None:
     from pipeline.units import count, power
 
-    console = new_console()
     columns = ("run", "N", "D", "FLOPs", "beyond", "bits/byte", "accuracy", "95% interval")
     rows = []
     for one in made:

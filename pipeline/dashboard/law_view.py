@@ -27,7 +27,8 @@ SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
     """The law of runs that belong together; where none can be fitted, the reason."""
-    scores = [dict(vars(score)) for score in forecasts]
+    # The page draws losses here; forecasts of tasks are listed by `launch score`.
+    scores = [dict(vars(score)) for score in forecasts if score.task is None]
     try:
         points = points_of(runs)
         # The page draws intervals, so a law that was requested by name is backtested too.

@@ -66,15 +66,15 @@ def test_the_gradient_is_that_of_the_curve() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("middle", [1.3, 0.9], ids=["in the middle", "mostly at chance"])
-def test_the_interval_covers_larger_runs(middle: float, monkeypatch) -> None:
+def test_the_interval_covers_larger_runs(monkeypatch) -> None:
     """The measured accuracy of a run with 9 times the compute of the largest, over 40 ladders."""
-    monkeypatch.setattr(accuracy, "RESAMPLES", 150)  # 500 give the same, in twice the time
-    curve = CURVE | {"middle": middle}
+    monkeypatch.setattr(accuracy, "RESAMPLES", 150)  # 500 give the same intervals
     inside = 0
     widths = []
     off = []
     for seed in range(40):
+        # Every other ladder is mostly at chance.
+        curve = CURVE | {"middle": (1.3, 0.9)[seed % 2]}
         rng = np.random.default_rng(seed)
         done = study(drawn(rng, 500, curve), "compute", tested=True, profiled=False)
         found, _ = at(done, 9e7)
@@ -84,8 +84,9 @@ def test_the_interval_covers_larger_runs(middle: float, monkeypatch) -> None:
         off.append(abs(found.accuracy - truth))
     assert inside >= 36
     # The noise of 500 questions alone makes an interval of about 0.08.
-    assert np.median(widths) < 0.2, (inside, np.median(widths), np.mean(off))
+    assert np.median(widths) < 0.2
     assert np.mean(off) < 0.03
+    print(f"{inside} of 40, median width {np.median(widths):.3f}, {np.mean(off):.3f} off")
 
 
 def test_both_methods_are_tested_and_the_better_is_used() -> None:
