@@ -41,7 +41,7 @@ SLOW = (
     "hub/",
     "model/test_account.py::test_any_architecture",
     "model/test_mixtures.py",
-    "model/test_mup.py::test_activations_move_alike",
+    "model/test_mup.py::test_activations_change_equally",
     "objective/test_noise.py::test_spans_are_as_likely",
     "optim/test_muon.py::test_a_step_is_that_of_torch_bit_for_bit[mla-moe",
     "parallel/",

@@ -64,12 +64,12 @@ class Launched:
             self._status, theirs = socket.socketpair()
             SERVER.ask(json.dumps(asked).encode(), [theirs.fileno(), *ends])
             theirs.close()
-            said = self._status.recv(20)
-            if said:  # a server that ends before it forks says nothing
+            received = self._status.recv(20)
+            if received:  # a server that ends before it forks says nothing
                 break
         for end in ends:
             os.close(end)
-        self.pid = int(said)
+        self.pid = int(received)
 
     stdout: IO[str]
     stderr: IO[str]

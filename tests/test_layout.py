@@ -198,7 +198,7 @@ def test_more_of_anything_costs_what_it_should():
     )
 
 
-def test_the_plan_takes_the_fastest_that_fits():
+def test_the_plan_uses_the_fastest_layout_that_fits():
     c = config("7b", "moe", 64, rows=512)
     rows = plan(c, 64)
     assert [(e.layout.zero, e.layout.ep) for e in rows] == [
@@ -265,7 +265,7 @@ def test_a_refusal_names_the_nearest_layout_that_works(size, arch, ranks, memory
         fit(named.pop("size", size), int(named.pop("nproc", ranks)), {**sets, **named})
 
 
-def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
+def test_cpu_memory_includes_offloaded_states_and_the_checkpoint_copy():
     here, away = (
         config("tiny", "dense", 2),
         config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"}),
@@ -281,7 +281,7 @@ def test_a_cpu_holds_what_is_offloaded_to_it_and_the_copy_that_is_saved():
 
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
 @pytest.mark.parametrize("params", ["cpu", "nvme"])
-def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer, params):
+def test_cpu_memory_excludes_states_that_are_offloaded_to_disk(optimizer, params):
     sets = {"parallel.zero": 3, "parallel.offload.path": "/"}
     here = config("tiny", "dense", 2, **sets)
     away = config(
@@ -313,7 +313,7 @@ def test_of_what_is_offloaded_a_cpu_holds_what_does_not_go_to_the_disk(optimizer
         (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
     ],
 )
-def test_every_micro_batch_that_cuts_is_tried_from_the_largest_that_may_fit(
+def test_micro_batches_that_divide_the_batch_are_tried_from_the_largest_that_may_fit(
     shared, gib, first, then
 ):
     c = load(
@@ -342,7 +342,7 @@ def test_published_runs_are_met_within_the_stated_error():
         assert abs(run.predict().tokens_s / run.gpus / run.published - 1) <= ERROR, run.row()
 
 
-def test_the_page_says_what_the_planner_says():
+def test_the_page_agrees_with_the_planner():
     """Every row of docs/SCALE.md, printed anew by `python -m tests.published`."""
     page = (
         (Path(__file__).parent.parent / "docs" / "SCALE.md")

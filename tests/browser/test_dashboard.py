@@ -36,15 +36,15 @@ UNDER_THE_LAW = """() => {
 STOP = "([i, j]) => { const g = iso.law().grid, N = g.N[i] * g.sizes[j]; return [g.C[i], N, g.C[i] / g.each / N]; }"
 PAIRS = "tiles => tiles.map(t => [t.children[0].textContent, t.children[1].textContent])"
 HOVER_EACH_RUN = """async () => {
-  const chart = document.getElementById("chart"), said = [];
+  const chart = document.getElementById("chart"), labels = [];
   for (const [curveNumber, t] of chart.data.entries())
-    for (const [pointNumber, told] of (t.name === "final" ? t.customdata : []).entries()) {
-      if (!told) continue;
+    for (const [pointNumber, data] of (t.name === "final" ? t.customdata : []).entries()) {
+      if (!data) continue;
       Plotly.Fx.hover(chart, [{ curveNumber, pointNumber }]);
       await new Promise((resolve) => setTimeout(resolve, 60)); // Plotly takes one hover in 50 ms
-      said.push(chart.querySelector(".hoverlayer").textContent);
+      labels.push(chart.querySelector(".hoverlayer").textContent);
     }
-  return said;
+  return labels;
 }"""
 HOVER = """async (id) => {
   const chart = document.getElementById("chart"), mine = (c) => c?.row.id === id;
@@ -68,8 +68,8 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 make_run(root / arch, f"{arch}-{b}-{m}", N, C / 6.4 / N, size=f"x{m}", arch=arch, experiment="iso",
                          steps=100, seed=b)  # fmt: skip
     done = study(points_of(read_runs(root / "dense")))
-    (told,) = forecast(done, at_sizes(done, 2e7, 8e7))
-    register(root / "dense" / "forecasts", [told], {}, now=0.0)
+    (made,) = forecast(done, at_sizes(done, 2e7, 8e7))
+    register(root / "dense" / "forecasts", [made], {}, now=0.0)
     return root
 
 
@@ -154,10 +154,10 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
         loss, curve = run["row"]["loss"], run["curves"]["held_out"]
         places = {"flops": "1.00×10¹⁵ FLOPs", "tokens": "55.9M tokens", "step": "100 steps",
                   "hours": f"{curve['hours'][-1]:.3g} GPU-hours"}  # fmt: skip
-        told = [run["row"]["name"], "N 2.8M", "D 55.9M", "20 tokens per parameter", places[axis]]
-        told.append(f"{loss if unit == 'nats' else loss / math.log(2) / 3.4:.4f}")
+        wanted = [run["row"]["name"], "N 2.8M", "D 55.9M", "20 tokens per parameter", places[axis]]
+        wanted.append(f"{loss if unit == 'nats' else loss / math.log(2) / 3.4:.4f}")
         until(
-            lambda told=told: all(said in page.evaluate(HOVER, run["row"]["id"]) for said in told),
+            lambda wanted=wanted: all(w in page.evaluate(HOVER, run["row"]["id"]) for w in wanted),
             30,
         )
     sums = (

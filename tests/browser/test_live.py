@@ -74,8 +74,8 @@ def test_runs_appear_train_and_become_a_law(
     assert row["link"].startswith(f"{server.uri}/#/experiments/") and row["hours"] > 0
     C = page.evaluate("iso.law().grid.C[+document.getElementById('compute').value]")
     monkeypatch.chdir(tmp_path)
-    told = forecast_json("--experiment", "live", "--flops", C)
-    assert page.locator("#forecast-tiles dd").first.inner_text() == f"{told['loss']:.4f}"
+    printed = forecast_json("--experiment", "live", "--flops", C)
+    assert page.locator("#forecast-tiles dd").first.inner_text() == f"{printed['loss']:.4f}"
 
     page.locator("#table tbody a.name").first.click()  # a run's own page, from MLflow's metrics
     for key in ("loss", "grad_norm", "lr", "tokens_per_s", "memory_bytes", "wait_s"):

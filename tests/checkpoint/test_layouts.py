@@ -107,7 +107,7 @@ def check_sizes(*roots: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", MOVED)
-def test_a_run_moves_through_worlds_and_stays_the_same(corpus, tmp_path, optimizer):
+def test_a_run_resumes_in_other_layouts_with_the_same_losses(corpus, tmp_path, optimizer):
     """A model with experts and router counters, compared with the run that never moved.
 
     4 ranks at ZeRO-2 with 2 experts each, then each from the one before: 2 at ZeRO-1 with 4 each,
@@ -189,5 +189,5 @@ def test_the_same_layout_continues_bit_for_bit(corpus, tmp_path):
         if "experts" in layout or "muon" in layout:
             continue  # another model, another optimizer
         bf16 = layout.startswith("bf16")
-        alike = losses(tmp_path / ("bf16, zero 1" if bf16 else "zero 0"))
-        assert losses(whole) == pytest.approx(alike, abs=1e-3 if bf16 else 1e-6), layout
+        expected = losses(tmp_path / ("bf16, zero 1" if bf16 else "zero 0"))
+        assert losses(whole) == pytest.approx(expected, abs=1e-3 if bf16 else 1e-6), layout

@@ -153,7 +153,7 @@ class Slurm:
             deadline = time.monotonic() + 30
             while self._state(node) not in ("idle", "mix", "alloc", "comp"):
                 if time.monotonic() > deadline:
-                    print(f"{node} is {self._state(node)}\n{self._said()}")
+                    print(f"{node} is {self._state(node)}\n{self._logs()}")
                     self.power_off(node)
                     self.power_on(node)
                     break
@@ -191,7 +191,7 @@ class Slurm:
         )
 
     def ends(self, job: str, state: str = "COMPLETED") -> None:
-        """Waits for that end; another one is told at once, with the job's last words."""
+        """Wait for this end; raise at once on any other, with the job's last output."""
         living = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
         other = 0.0  # since when: a job that is requeued shows how its start ended, for a moment
 
@@ -200,8 +200,8 @@ class Slurm:
             now = self.field(job, "state")
             other = 0.0 if now in (*living, state) else other or time.monotonic()
             if other and time.monotonic() - other > 30:
-                said = Path(self.field(job, "stdout")).read_text()[-6000:]
-                raise AssertionError(f"job {job} is {now}, not {state}\n{said}\n{self._said()}")
+                output = Path(self.field(job, "stdout")).read_text()[-6000:]
+                raise AssertionError(f"job {job} is {now}, not {state}\n{output}\n{self._logs()}")
             return now == state
 
         self.until(ended)
@@ -241,11 +241,11 @@ class Slurm:
         while not true():
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"waited {seconds} s in vain\n{self.run('squeue', '--states=all')}\n{self._said()}"
+                    f"waited {seconds} s in vain\n{self.run('squeue', '--states=all')}\n{self._logs()}"
                 )
             time.sleep(0.1)
 
-    def _said(self) -> str:
+    def _logs(self) -> str:
         return "\n".join(
             f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.state.glob("*.log"))
         )

@@ -35,13 +35,13 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     slurm.ends(later["job"])
     assert slurm.field(made, "state") == "COMPLETED"
 
-    def told() -> list[dict]:
-        """What the jobs that submit have said, one document after the other."""
+    def answers() -> list[dict]:
+        """Return the JSON documents that the submitting jobs have printed."""
         text = (here / "three-sweep.log").read_text()
         return [json.loads(part + "}") for part in text.split("}\n")[:-1]]
 
-    slurm.until(lambda: len(told()) == 2)
-    trunk, rest = told()
+    slurm.until(lambda: len(answers()) == 2)
+    trunk, rest = answers()
     assert (trunk["runs"], trunk["later"]) == ([str(runs / "tiny-0.04x")], 2)
     assert trunk["fit"] is None
     assert slurm.field(f"{trunk['job']}_0", "state") == "COMPLETED"

@@ -67,7 +67,7 @@ def runs(site, corpus, tmp_path_factory) -> Path:
     return runs
 
 
-def test_whatever_befalls_it_the_curve_is_the_same(slurm, runs, corpus, tmp_path):
+def test_the_curve_survives_every_event(slurm, runs, corpus, tmp_path):
     """USR1, kill -9 of a rank, preemption, a hang, a power cycle: one job, one curve, bit for bit."""
     run, whole = tmp_path / "run", runs / "whole"
     job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run)
@@ -139,7 +139,7 @@ def test_jobs_side_by_side(slurm, runs):
     assert "step 12/12" not in launch("logs", wide, "--rank", 3, **slurm.env).stdout
 
 
-def test_what_fails_twice_alike_is_not_tried_a_third_time(slurm, runs):
+def test_the_same_failure_twice_is_not_retried(slurm, runs):
     """A wrong network variable: the job came back once, then stopped with the reason."""
     run = runs / "doomed"
     assert [event for event, _ in verdicts(run)] == ["requeue", "stop"]
@@ -189,8 +189,8 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     patient = ("--set", "train.hang_s=100")
     job = submit(slurm, *LONG, *where, "--track", *patient, **env)
     slurm.until(lambda: step(run) >= 4)
-    said = [launch("logs", run, "--rank", rank).stdout for rank in range(2)]
-    assert ["4/160 │ loss" in words for words in said] == [True, False] and "torch" in said[1]
+    printed = [launch("logs", run, "--rank", rank).stdout for rank in range(2)]
+    assert ["4/160 │ loss" in words for words in printed] == [True, False] and "torch" in printed[1]
     slurm.power_off("node2")  # for good: SLURM requeues the job, which goes on with one node
     slurm.until(lambda: len(beginnings(run)) == 2 and step(run) >= beginnings(run)[-1] + 4)
     slurm.power_on("node2")

@@ -35,15 +35,15 @@ def test_dry_run_shows_the_job_and_asks_slurm(slurm, corpus, tmp_path):
     )
     options = ("--out", out, "--cluster", site, "--slurm", "--nodes", 2)
     asked = ("pretrain", *TINY, "--data", corpus, *options, "--dry-run")
-    said = launch(*asked, **slurm.env).stdout
+    output = launch(*asked, **slurm.env).stdout
     wanted = "partition=high nodes=2 gpus-per-node=2 ntasks-per-node=2 time=1:00:00"
-    assert all(f"--{option}" in said for option in wanted.split())
-    assert "50%% done/logs/job.log" in said and "NCCL_DEBUG=**********" in said
-    assert (TEMPLATES / "pretrain.sbatch").read_text() in said
+    assert all(f"--{option}" in output for option in wanted.split())
+    assert "50%% done/logs/job.log" in output and "NCCL_DEBUG=**********" in output
+    assert (TEMPLATES / "pretrain.sbatch").read_text() in output
     around = "--container-image=/images/a.sqsh --container-mounts=/home:/home,/data:/data"
     inner = f"--cpus-per-task=3 {around} python3 -P -m pipeline.slurm.task"
-    assert f"50%% done/logs/rank-%t.log' {inner}" in said
-    assert "to start at" in said.splitlines()[-1]  # sbatch --test-only
+    assert f"50%% done/logs/rank-%t.log' {inner}" in output
+    assert "to start at" in output.splitlines()[-1]  # sbatch --test-only
     assert not out.exists()
     bare = launch(*asked, PATH=str(tmp_path))  # a machine without SLURM
     assert "not validated" in bare.stdout.splitlines()[-1]
@@ -68,12 +68,12 @@ def test_refused_in_one_line(slurm, corpus, tmp_path, monkeypatch, inside, argum
     out = tmp_path / "run"
     monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
     job = ("--data", corpus, "--out", out, "--slurm", "--gpus-per-node", 0)
-    said = inside("pretrain", *TINY, *job, *shlex.split(arguments), code=2)
-    assert all(word in said for word in words), said
+    output = inside("pretrain", *TINY, *job, *shlex.split(arguments), code=2)
+    assert all(word in output for word in words), output
     assert not out.exists()
 
 
-def test_the_example_site_is_one():
+def test_the_example_cluster_file_is_valid():
     config = resolve(load(size="tiny", cluster="example"), ranks=8, gpu=True)
     again = validate(RunConfig, tomllib.loads(to_toml(config)))
     assert differences(config, again) == {}
@@ -152,18 +152,18 @@ def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
         cwd=tmp_path, env=environment(**slurm.env), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    told = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(50)]
-    assert len({t["job"] for t in told}) == len({t["run"] for t in told}) == 50
-    for one in told:
+    submitted = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(50)]
+    assert len({t["job"] for t in submitted}) == len({t["run"] for t in submitted}) == 50
+    for one in submitted:
         run = Path(one["run"])
         assert json.loads((run / "slurm.json").read_text())["job"] == one["job"]
         assert json.loads((run / "run.json").read_text())["name"] == run.name
     assert len(launch("status", tmp_path / "runs", "--json", **slurm.env).stdout.splitlines()) == 50
-    slurm.run("scancel", *(t["job"] for t in told))
+    slurm.run("scancel", *(t["job"] for t in submitted))
 
 
 @pytest.mark.parametrize(("nodes", "used"), [(1, 1), (2, 2), (3, 2), (7, 4)])
-def test_a_job_uses_as_many_nodes_as_cut_its_batch(nodes, used):
+def test_a_job_uses_as_many_nodes_as_divide_its_batch(nodes, used):
     """16 sequences, two processes a node, micro-batches of two."""
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.micro_batch=2")
     config = resolve(load(size="tiny", sets=sets), ranks=8, gpu=False)
@@ -187,7 +187,7 @@ FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
         ({"fault": {**FAULT, "user": True}, "hopeless": "full"}, "stop", "full; see runs/x/logs"),
     ],
 )
-def test_whether_to_come_back(change, action, words):
+def test_decision_to_requeue(change, action, words):
     restarts = change.pop("restarts", 0)
     none = dict.fromkeys(("asked", "fault", "hopeless"))
     plain = {"step": 7, "finished": False, "saved": False, **none}
@@ -208,8 +208,8 @@ def test_the_first_to_end_is_the_cause(tmp_path, known, reason):
     run = RunDir(tmp_path)
     if known:
         run.fail(known)
-    said = (
+    output = (
         "srun: error: node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
     )
-    fault = ending(run, "1", 0.0, 137, None, said, max_restarts=3).fault
+    fault = ending(run, "1", 0.0, 137, None, output, max_restarts=3).fault
     assert fault is not None and line(fault) == reason

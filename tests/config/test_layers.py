@@ -183,7 +183,7 @@ def test_resolved_config_survives_the_disk(size, arch, tmp_path):
     assert "'auto'" not in str(tomllib.loads(path.read_text()))
 
 
-def test_a_config_from_before_a_setting_has_its_default(tmp_path):
+def test_an_older_config_without_a_setting_gets_its_default(tmp_path):
     sets = ["train.check_every=5", "optim.schedule.kind=cosine"]
     config = resolve(load(size="tiny", sets=sets), ranks=2, gpu=False)
     path = tmp_path / "config.toml"

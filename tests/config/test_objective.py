@@ -17,7 +17,7 @@ from tests.scaling.made_runs import make_run
 ENCODER = ("model.stack=encoder", "objective.kind=masked")
 
 
-def test_a_decoder_predicts_the_next_token_and_old_runs_say_nothing(tmp_path: Path) -> None:
+def test_a_decoder_predicts_the_next_token_and_old_runs_name_no_objective(tmp_path: Path) -> None:
     config = resolve(load(size="tiny"), ranks=1, gpu=False)
     assert config.objective == Causal()
     text = to_toml(config)
@@ -35,7 +35,7 @@ def test_settings_of_an_objective() -> None:
     )
 
 
-def test_the_vocabulary_has_place_for_special_ids() -> None:
+def test_the_vocabulary_has_space_for_special_ids() -> None:
     assert [padded_vocab(pieces, Masked()) for pieces in (511, 512)] == [512, 576]
     assert padded_vocab(32_000, Spans()) == 32_128  # that of T5
     assert load(size="tiny", pieces=512).model.vocab == 512
@@ -61,7 +61,7 @@ def test_the_vocabulary_has_place_for_special_ids() -> None:
         (["objective=masked"], "objective", "kind"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(sets: list[str], key: str, remedy: str) -> None:
+def test_unsupported_objectives_are_one_line_errors(sets: list[str], key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(size="tiny", sets=sets, pieces=512)
     message = str(error.value)

@@ -47,7 +47,7 @@ def test_the_batch_is_the_same_on_1_2_4_and_8_ranks(size):
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 6, 7, 24, 64])
-def test_any_world_gets_a_batch_that_cuts(ranks):
+def test_any_world_size_divides_its_batch(ranks):
     train = resolve(load(size="1b"), ranks=ranks, gpu=True).train
     assert train.batch_tokens % (ranks * train.micro_batch * 2048) == 0
 
@@ -109,7 +109,7 @@ def test_length_in_steps_tokens_or_flops(length):
     ),
 )
 @settings(deadline=None, max_examples=200)
-def test_what_a_refusal_names_is_accepted_at_once(
+def test_the_remedy_of_a_refusal_is_accepted(
     corpus, size, arch, ranks, memory, gpu, keep, cluster, parallel, train
 ):
     """Whatever is wrong with a layout: the settings named in the one line work, all of them, as they

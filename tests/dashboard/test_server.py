@@ -131,7 +131,7 @@ def test_a_run_that_is_deleted_disappears_without_a_note(tmp_path: Path) -> None
     assert watcher.page(gone) is None
 
 
-def test_a_growing_log_is_read_on_and_a_truncated_one_again(tmp_path: Path) -> None:
+def test_a_growing_log_is_read_incrementally_and_a_truncated_one_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo", "one", 2e5, 4e6, finish=False)
     os.utime(run / "log.jsonl")
     source = Directories(tmp_path / "demo")

@@ -127,7 +127,7 @@ def test_the_hash_covers_the_noise(corpus: Corpus) -> None:
     assert (batch.tokens_BS == tokenizer.vocab).any()  # the mask: the first special id
 
 
-def test_the_hash_is_of_the_windows(loader: Loader) -> None:
+def test_the_hash_covers_the_windows(loader: Loader) -> None:
     batch = loader.batch(5)
     windows = torch.cat([batch.tokens_BS, batch.targets_BS[:, -1:]], 1).numpy().astype(np.uint16)
     hashes = [xxhash.xxh3_64_intdigest(row.tobytes(), seed=i) for i, row in enumerate(windows)]

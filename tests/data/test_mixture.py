@@ -64,7 +64,7 @@ def test_schedule_numbers_every_draw_of_a_source() -> None:
     assert not np.array_equal(schedule.block(0)[0], schedule.block(1)[0])
 
 
-def test_caps_give_way_to_the_rest() -> None:
+def test_capped_sources_give_their_share_to_the_others() -> None:
     weights = np.array([0.5, 0.3, 0.2])
     assert capped(weights, np.array([0.1, 9, 9])) == pytest.approx([0.1, 0.54, 0.36])
     assert capped(weights, np.array([0.1, 0.5, 9])) == pytest.approx([0.1, 0.5, 0.4])

@@ -252,7 +252,7 @@ def test_malformed_lines_have_positions(tmp_path: Path, monkeypatch: pytest.Monk
         assert start <= item.position < start + len(line)
 
 
-def test_a_line_over_many_pieces_is_not_read_by_each(tmp_path, monkeypatch):
+def test_a_line_across_many_pieces_is_read_once(tmp_path, monkeypatch):
     """A 1 GB line in 64 pieces once took 32 GB of reading."""
     skip = reading._skip_line
     skipped: list[int] = []

@@ -191,7 +191,7 @@ def using(folder: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_private_session_leaves_its_logs_if_it_failed_and_never_a_process(alone: None) -> None:
+def test_a_private_ray_session_keeps_logs_of_failures_and_leaves_no_process(alone: None) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path: Ray has sockets in it
         driver = subprocess.Popen(
             [sys.executable, "-c", SESSIONS],

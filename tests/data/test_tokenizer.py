@@ -42,7 +42,7 @@ def test_gigatoken_itself_agrees_where_it_is_used(tokenizer: Tokenizer, text: st
         assert tokenizer._gigatoken.encode(text).tolist() == tokenizer.sentencepiece.encode(text)
 
 
-def test_words_are_not_remembered_without_end(tokenizer, monkeypatch):
+def test_the_word_cache_is_bounded(tokenizer, monkeypatch):
     """A terabyte has enough words to fill any memory; a new cache changes no id."""
     monkeypatch.setattr(tokenizing, "CACHE_BYTES", 8 * MB)
     monkeypatch.setattr(tokenizing, "CACHE_CHECK_CHARACTERS", 100_000)

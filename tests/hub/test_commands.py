@@ -32,7 +32,7 @@ def exported(trained) -> Path:
     return trained.parent / "hub"
 
 
-def test_a_run_goes_to_the_hub_and_back_and_trains_on(trained, exported, corpus, inside, tmp_path):
+def test_a_run_is_exported_imported_and_continued(trained, exported, corpus, inside, tmp_path):
     done = json.loads(inside("export", "--run", trained, "--to", exported, "--json"))
     assert done["architecture"] == "DeepseekV3ForCausalLM" and done["difference"] < 1e-5
     assert "--to" in inside("export", "--run", trained, "--to", exported, code=2)

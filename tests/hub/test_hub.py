@@ -172,7 +172,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
         ("dense", ["model.parametrization=mup"], "parametrization='mup'"),
     ],
 )
-def test_what_has_no_counterpart_is_named(arch, sets, names_):
+def test_settings_without_a_counterpart_are_named(arch, sets, names_):
     with pytest.raises(ConfigError) as error:
         choose_family(load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model)
     assert names_ in str(error.value) and "\n" not in str(error.value)
@@ -186,8 +186,8 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8)
-    said = families.to_hub_config
-    lie = lambda *a: {**said(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
+    old = families.to_hub_config
+    lie = lambda *a: {**old(*a), "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}  # noqa: E731
     monkeypatch.setattr("pipeline.hub.exporting.to_hub_config", lie)
     with pytest.raises(RunError, match="--to"):
         export(model, tmp_path / "out", None, torch.float32)

@@ -102,8 +102,8 @@ def test_a_model_of_theirs_becomes_ours_and_goes_back(case, tmp_path):
     theirs = random_hub_model(case)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_hub_model(tmp_path / "theirs")
-    given, said = inputs(case)
-    out = theirs(**said)
+    given, their_inputs = inputs(case)
+    out = theirs(**their_inputs)
     logits = out.prediction_logits if hasattr(out, "prediction_logits") else out.logits
     torch.testing.assert_close(ours(**given), logits, atol=1e-5, rtol=1e-5)
 
@@ -127,7 +127,7 @@ def test_a_model_of_theirs_becomes_ours_and_goes_back(case, tmp_path):
 
     done = export(ours, tmp_path / "ours", None, torch.float32)
     assert done.difference < 1e-5 and done.architecture == type(theirs).__name__
-    again = type(theirs).from_pretrained(tmp_path / "ours").eval()(**said)
+    again = type(theirs).from_pretrained(tmp_path / "ours").eval()(**their_inputs)
     logits_again = again.prediction_logits if hasattr(again, "prediction_logits") else again.logits
     torch.testing.assert_close(logits_again, logits, atol=1e-5, rtol=1e-5)
 
@@ -210,7 +210,7 @@ def test_modifications_have_the_published_counts(row):
     )
 
 
-def test_what_has_no_counterpart_is_named():
+def test_settings_without_a_counterpart_are_named():
     cfg = load(size="tiny", arch="t5", sets=["model.share_layers=encoder"]).model
     with pytest.raises(ConfigError, match="share_layers='encoder'"):
         choose_family(cfg)
@@ -229,10 +229,10 @@ def test_an_encoder_decoder_generates_what_theirs_does(case, tmp_path):
     for source, tokens in zip(sources, found, strict=True):
         row = [2]
         for _ in range(9):  # the whole forward pass of theirs, without any cache
-            said = theirs(
+            logits = theirs(
                 input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([row])
             ).logits
-            row.append(int(said[0, -1].argmax()))
+            row.append(int(logits[0, -1].argmax()))
         assert tokens == row[1:]
         beams = beam_search(ours, [2], 9, None, 3, source)
         assert beams[0].score >= beam_search(ours, [2], 9, None, 1, source)[0].score - 1e-4

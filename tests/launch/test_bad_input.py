@@ -69,7 +69,7 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
          ["parallel.offload.path=file"]),
     ],
 )  # fmt: skip
-def test_a_run_that_cannot_be(corpus, out, tmp_path, monkeypatch, inside, options, keys):
+def test_impossible_runs_are_refused(corpus, out, tmp_path, monkeypatch, inside, options, keys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     words = [str(corpus) if word == "DATA" else word for word in options.split()]

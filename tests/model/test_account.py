@@ -293,7 +293,7 @@ def test_a_window_counts_what_it_sees():
         ("mla-moe", ()),
     ],
 )
-def test_what_is_recomputed_is_what_torch_counts(arch, more):
+def test_recomputed_flops_equal_torchs_count(arch, more):
     """Selective: the feed-forward's matmuls, of a plain one without the last, whose output nothing needs. In full: one
     more forward of the blocks, of which torch too leaves out at most the last matrix of each."""
     sets = ["model.vocab=64", "model.seq=32", "model.width=32", "model.layers=2", "model.mtp=1"]
@@ -330,7 +330,7 @@ def test_the_1b_shape_has_its_published_flops():
     assert flops.model == 6_643_777_536  # 82.9k tokens/s at 55.7% of 989 TFLOP/s
 
 
-def test_zero_shards_what_it_says():
+def test_zero_shards_states_by_stage():
     model = load(size="1b").model
 
     def states(zero, ranks):

@@ -60,8 +60,8 @@ def test_a_mask_hides_what_it_should(how):
         assert {None: "causal", "all": "all"}[mask] == how
         return
     for row in range(len(mask)):
-        said = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
-        assert mask[row, 0].tolist() == said
+        expected = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
+        assert mask[row, 0].tolist() == expected
     last = make_mask(
         3, 16, torch.device("cpu"), **MASKS[how]
     )  # the last queries of a longer sequence
@@ -84,11 +84,11 @@ def test_attention_equals_its_eager_twin(how, flex):
         inputs = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
         twins = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
         out = attend(*inputs, Scoring(0.3, softcap), mask, added, sink)
-        said = eager(*twins, Scoring(0.3, softcap), truth, added, sink)
-        torch.testing.assert_close(out, said, atol=1e-5, rtol=1e-5)
+        expected = eager(*twins, Scoring(0.3, softcap), truth, added, sink)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         if not flex:
             out.square().sum().backward()
-            said.square().sum().backward()
+            expected.square().sum().backward()
             for a, b in zip(inputs, twins, strict=True):
                 torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
 
@@ -108,8 +108,8 @@ def test_the_eager_twin_is_the_definition():
     ]
     weights = [math.exp(s) for s in scores]
     whole = sum(weights) + math.exp(float(sinks[head]))
-    said = sum(w / whole * v[row, head // 2, key] for w, key in zip(weights, keys, strict=True))
-    torch.testing.assert_close(out[row, head, query], said, atol=1e-5, rtol=1e-5)
+    expected = sum(w / whole * v[row, head // 2, key] for w, key in zip(weights, keys, strict=True))
+    torch.testing.assert_close(out[row, head, query], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stack", ["decoder", "encoder"])

@@ -226,6 +226,6 @@ def test_a_step_costs_one_token_and_its_attention(kind):
     assert near - 11 * per_key == account.flops_per_token(cfg).matmul // 3
 
 
-def test_what_has_no_position_is_refused():
+def test_generation_beyond_learned_positions_is_refused():
     with pytest.raises(ConfigError, match="at most --max-new 54"):
         generate(made(position="learned"), prompts(10), 60)

@@ -79,11 +79,11 @@ def test_capacity_drops_the_last_rows_of_each_sequence():
         chosen = (x @ layer.router.weight.T).argmax(-1)
         dropped = 0
         for row in range(3):
-            room = [math.ceil(1.0 * 8 / 4)] * 4
+            free = [math.ceil(1.0 * 8 / 4)] * 4
             for place in range(8):
                 e = int(chosen[row, place])
-                room[e] -= 1
-                kept = room[e] >= 0
+                free[e] -= 1
+                kept = free[e] >= 0
                 dropped += not kept
                 assert bool(out[row, place].abs().sum() > 0) == kept
     assert dropped and float(routing.dropped) == pytest.approx(dropped / 24)
@@ -175,7 +175,7 @@ def test_further_tokens_are_predicted_as_in_the_paper():
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich", "deepnorm"])
-def test_norms_stand_where_they_should(placement):
+def test_norms_are_placed_correctly(placement):
     model = made(placement=placement, multipliers={"residual": 0.7})
     block = model.blocks[0]
     x = inputs(1, 6, 32)
@@ -193,11 +193,11 @@ def test_norms_stand_where_they_should(placement):
             case "deepnorm":
                 return rms((2 * 2) ** 0.25 * x + 0.7 * layer(x))
 
-    said = by_hand(by_hand(x, lambda t: block.attention(t, context)), block.ffn)
+    expected = by_hand(by_hand(x, lambda t: block.attention(t, context)), block.ffn)
     stream, given, _ = block(x, None, context)
     assert (given is None) == (placement in ("post", "deepnorm"))  # they norm the sum itself
     torch.testing.assert_close(
-        stream if given is None else stream + given, said, atol=1e-4, rtol=1e-4
+        stream if given is None else stream + given, expected, atol=1e-4, rtol=1e-4
     )
     assert isinstance(model.norm, torch.nn.Identity) == (placement in ("post", "deepnorm"))
 

@@ -76,7 +76,7 @@ def slopes(mup: bool, arch: str, widths: tuple[int, ...] = WIDTHS) -> dict[str, 
     }
 
 
-def test_activations_move_alike_at_every_width_under_mup_alone():
+def test_activations_change_equally_at_every_width_only_under_mup():
     flat, steep = slopes(True, "dense"), slopes(False, "dense")
     assert all(abs(slope) < 0.25 for slope in flat.values()), flat
     assert steep["block 0"] > 1 and steep["block 1"] > 1 and steep["logits"] > 0.4, steep
@@ -84,7 +84,7 @@ def test_activations_move_alike_at_every_width_under_mup_alone():
     assert all(abs(slope) < 0.25 for slope in flat.values()), flat
 
 
-def test_what_is_scaled_by_which_width():
+def test_scales_by_width_under_mup():
     """A latent's rank goes with its head, a router's outputs are few; what the rate is divided by multiplies decay."""
     sets = [
         "model.parametrization=mup",

@@ -32,8 +32,8 @@ def test_activations_have_their_closed_forms():
             activate(torch.tensor(x), kind), torch.tensor([form(v) for v in x]), msg=kind
         )
     for kind, gate in gates.items():
-        said = torch.tensor([plain[gate](v) * u for v, u in zip(x, up, strict=True)])
-        torch.testing.assert_close(activate(torch.tensor(x + up), kind), said, msg=kind)
+        expected = torch.tensor([plain[gate](v) * u for v, u in zip(x, up, strict=True)])
+        torch.testing.assert_close(activate(torch.tensor(x + up), kind), expected, msg=kind)
 
 
 def test_sinusoidal_positions_are_the_papers():

@@ -180,7 +180,7 @@ def test_the_leading_architecture_starts_as_it_was_measured():
 
 
 @pytest.mark.parametrize(
-    ("arch", "sets", "said"),
+    ("arch", "sets", "message"),
     [
         ("mla", ["value_embeddings=2"], 'needs attention.kind="gqa"'),
         ("isoflop", ['parametrization="mup"'], 'init="fan_in"'),
@@ -188,7 +188,7 @@ def test_the_leading_architecture_starts_as_it_was_measured():
         ("gpt2", ["norm.gain=false"], "bias=false"),
     ],
 )
-def test_what_does_not_compose_is_refused_with_a_remedy(arch, sets, said):
+def test_impossible_combinations_are_refused_with_a_remedy(arch, sets, message):
     with pytest.raises(ConfigError) as refused:
         load(size="tiny", arch=arch, sets=[f"model.{each}" for each in sets])
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)

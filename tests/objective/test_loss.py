@@ -55,7 +55,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("chunk", "most"), [(8, 8 * 500), (1000, 64 * 500)])
-def test_logits_are_there_a_chunk_at_a_time_forward_and_backward(chunk, most):
+def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk, most):
     h, weight = torch.randn(64, 4, requires_grad=True), torch.randn(500, 4, requires_grad=True)
     with Largest() as largest:
         total, _ = next_token_loss(h, weight, torch.arange(64), z_loss=1e-3, chunk=chunk)

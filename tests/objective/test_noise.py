@@ -180,7 +180,7 @@ def test_t5_reads_512_and_writes_114_of_568() -> None:
 
 
 @pytest.mark.parametrize("sample", range(20))
-def test_sentinels_stand_where_t5_puts_them(sample: int) -> None:
+def test_sentinels_are_placed_as_in_t5(sample: int) -> None:
     text = different(568)
     example = made(Spans(), text, sample=sample)
     noise = noise_of(example, text)
@@ -251,7 +251,7 @@ def test_infilling_has_poisson_lengths_and_exact_counts() -> None:
         assert counts[n] / spans == pytest.approx(share, abs=5 * math.sqrt(share / spans))
 
 
-def test_padding_of_a_source_is_a_document_of_its_own() -> None:
+def test_padding_of_a_source_is_a_separate_document() -> None:
     assert Denoise().lengths(512, None) == (512, 512) and Denoise().lengths(512, 300) == (512, 409)
     noise = make_noise(Denoise(), VOCABULARY, 512)
     assert noise is not None

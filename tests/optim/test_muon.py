@@ -163,6 +163,6 @@ def test_the_planner_counts_the_matrices_of_the_built_model(arch):
 
 
 @pytest.mark.parametrize("setting", ["parallel.offload.optimizer=cpu", "model.parametrization=mup"])
-def test_what_muon_does_not_do_is_refused_with_a_remedy(setting):
+def test_unsupported_muon_settings_are_refused_with_a_remedy(setting):
     with pytest.raises(ConfigError, match=f"{setting.split('=')[0]}.*use .*--recipe adamw"):
         start("dense", setting)

@@ -64,7 +64,7 @@ def test_only_matrices_decay(tied):
     assert len(decay["params"]) + len(kept["params"]) == len(names)
 
 
-def test_a_scaled_embedding_is_one_that_is_multiplied_by_the_root_of_the_width():
+def test_a_scaled_embedding_equals_a_multiplication_by_root_width():
     """arXiv 2312.16903 multiplies; larger first weights that learn faster make the same steps, and leave no factor in
     the model. Adam's epsilon alone tells them apart."""
     tokens = torch.arange(96).view(2, 48) * 7 % 64

@@ -103,7 +103,7 @@ def test_damage_is_named_and_the_rest_is_shown(tmp_path: Path, file: str, kind: 
 
 
 @pytest.mark.parametrize("world", ["abc", [2], {"a": 1}])
-def test_a_world_that_is_no_number(tmp_path: Path, world: object) -> None:
+def test_a_world_that_is_not_a_number(tmp_path: Path, world: object) -> None:
     run = make_run(tmp_path, "bad", 1e5, 1e6, world=world)
     with pytest.raises(RunError, match="world"):
         _ = RunDir(run).world

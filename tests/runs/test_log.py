@@ -105,7 +105,7 @@ def test_truncate_after(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["log.jsonl"]
 
 
-def test_events_are_numbered_whatever_the_clock_says(path: Path) -> None:
+def test_events_are_numbered_even_if_the_clock_goes_back(path: Path) -> None:
     """A number is not used again, even after its event was dropped."""
     for round_ in range(2):
         log = Log(path)

@@ -90,8 +90,8 @@ def test_inference_makes_the_model_smaller_as_published(
     assert total == pytest.approx(totals.min(), rel=1e-6)
     assert found.N[0] == pytest.approx(sizes[totals.argmin()], rel=1e-3)
     # Inference that costs more per FLOP makes it smaller still.
-    dear = Demand(tokens, inference_price=4.0)
-    assert best(sardana, np.array([least_cost(sardana, loss, dear)]), dear).N[0] < found.N[0]
+    costly = Demand(tokens, inference_price=4.0)
+    assert best(sardana, np.array([least_cost(sardana, loss, costly)]), costly).N[0] < found.N[0]
 
 
 def test_repeated_data_as_published() -> None:

@@ -54,7 +54,7 @@ def test_many_rows_descend_as_one_would() -> None:
         np.testing.assert_allclose(together[i], alone[0], rtol=1e-6)
 
 
-def test_three_runs_fall_back_loudly(ladder: Path, launch) -> None:
+def test_three_runs_fall_back_with_a_warning(ladder: Path, launch) -> None:
     data = json.loads(launch("fit --json --runs", ladder))
     assert data["law"] == "power"
     assert data["points"]["used"] == 3
@@ -96,7 +96,7 @@ def test_standard_errors_are_those_of_refits_to_new_noise() -> None:
     assert np.mean([p is not None and p.low < LAW["E"] < p.high for p in of_e]) >= 0.84
 
 
-def test_n_and_d_in_step_are_told() -> None:
+def test_a_warning_if_n_and_d_grow_together() -> None:
     N = np.geomspace(1e6, 1e9, 12)
     loss = true_loss(N, 20 * N)
     points = Points(N, 20 * N, 120 * N * N, loss, tuple(map(str, range(12))), "made")
@@ -130,7 +130,7 @@ def test_runs_that_do_not_vary() -> None:
     assert any("effect of D" in warning for warning in study(length).warnings)
     with pytest.raises(DataError, match="D = 10M"):
         study(length, "chinchilla")
-    assert any("same 10M tokens" in said for said in study(length.take(D < 1e9)).warnings)
+    assert any("same 10M tokens" in warning for warning in study(length.take(D < 1e9)).warnings)
     with pytest.raises(DataError, match="law=chinchilla has 5 parameters"):
         study(size.take(D < 3e8), "chinchilla")
     with pytest.raises(ConfigError, match="law='chinchila'"):
@@ -145,7 +145,7 @@ def test_runs_that_do_not_vary() -> None:
         ([2.5, 2.7, 2.9], [1e12, 1e13, 1e14], "rises with compute"),
     ],
 )
-def test_what_no_law_can_be_drawn_through(loss: list[float], C: list[float], words: str) -> None:
+def test_points_without_a_law_are_refused(loss: list[float], C: list[float], words: str) -> None:
     c = np.array(C)
     with pytest.raises(DataError, match=words):
         study(Points(c, c, c, np.array(loss), tuple("abc"[: len(c)]), "made"))
@@ -178,7 +178,7 @@ def test_the_ladder_of_the_docs() -> None:
         points.take(points.D > 3e5), "chinchilla"
     )  # nine runs do not determine it, and say so
     assert fewer.parameters()["E"]["low"] == 0
-    assert any("zero fits as well" in said for said in fewer.warnings)
+    assert any("zero fits as well" in warning for warning in fewer.warnings)
 
 
 def test_runs_too_short_for_their_size_break_no_backtest() -> None:

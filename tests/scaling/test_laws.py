@@ -72,7 +72,7 @@ def test_repeated_data() -> None:
     done = study(made, "data-constrained")
     assert done.fit.values["R_D"] == pytest.approx(15, rel=0.05)
     assert done.fit.values["beta"] == pytest.approx(LAW["beta"], rel=0.02)
-    assert any("R_N" in said and "ran to its bound" in said for said in done.warnings)
+    assert any("R_N" in warning and "ran to its bound" in warning for warning in done.warnings)
     target = at_sizes(done, 1e10, 1e12)
     assert "`unique`" in cautions(done, target, forecast(done, target))[0]
     with pytest.raises(DataError, match="column `unique`"):
@@ -115,7 +115,7 @@ def test_auto_stays_with_the_simpler_law_where_it_is_exact() -> None:
     assert best.D[0] == pytest.approx(D_far[0], rel=1e-6)
 
 
-def test_a_parabola_off_its_centre_is_biased_and_akima_less() -> None:
+def test_an_off_center_parabola_is_more_biased_than_akima() -> None:
     made, far, D_far = drifting_grid()
     parabola, akima = (
         isoflop(made, method).path(far)[1][0] / D_far[0] - 1 for method in ("parabola", "akima")
@@ -136,7 +136,7 @@ def test_scattered_compute_is_not_isoflop() -> None:
         isoflop(points(N, D, true_loss(N, D)))
 
 
-def test_a_hill_is_no_valley() -> None:
+def test_a_maximum_is_not_a_valley() -> None:
     C = np.repeat([1e18, 4e18, 1.6e19], 5)
     N = np.tile(np.geomspace(1e7, 1e9, 5), 3)
     hill = 3 - 0.1 * np.log10(C / 1e18) - 0.1 * (np.log10(N) - 8) ** 2
@@ -162,7 +162,7 @@ def test_the_envelope_follows_the_best_curve() -> None:
         envelope(curves.take(sizes[2] > N))
 
 
-def test_the_resamples_of_vpnls_gather_about_its_optimum() -> None:
+def test_resamples_of_vpnls_lie_around_its_optimum() -> None:
     N, D = grid()
     made = points(N, D, true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, N.size)))
     done = vpnls(made)

@@ -175,8 +175,8 @@ def test_there_are_enough_and_the_original_is_clean(tmp_path: Path) -> None:
 def test_nothing_is_silent(text: str, tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text(text)
-    said = outcome(file)
-    assert said and "\n" not in said
+    message = outcome(file)
+    assert message and "\n" not in message
 
 
 @pytest.mark.parametrize(

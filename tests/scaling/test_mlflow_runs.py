@@ -53,17 +53,17 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
         read_experiment("dmeo")
 
 
-def test_the_dashboard_draws_both_alike(stored: Path) -> None:
+def test_the_dashboard_draws_both_the_same(stored: Path) -> None:
     from pipeline.dashboard.source import Directories, open_source
 
     drawn = []
     for source in (Directories(stored), open_source(None, "demo")):
         seen = [source.read(key, whole=True) for key in source.scan()]
-        told = {
+        values = {
             one.run.name: (one.curves(100), one.row("", 0.0)["status"], one.log.token_hashes())
             for one in seen
         }
-        drawn.append(dict(sorted(told.items())))
+        drawn.append(dict(sorted(values.items())))
     assert drawn[0] == drawn[1] and len(drawn[0]) == 3
 
 

@@ -21,7 +21,7 @@ def test_an_isoflop_grid_surrounds_its_guess() -> None:
     assert len({run.name for run in runs}) == len(runs)
 
 
-def test_an_earlier_fit_moves_the_centre() -> None:
+def test_an_earlier_fit_moves_the_center() -> None:
     sweep = read(CONFIGS / "isoflop.toml")
     guessed = plan(sweep)
     moved = plan(
@@ -67,7 +67,7 @@ def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     assert "18 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
 
 
-def test_a_ladder_takes_no_budget(launch) -> None:
+def test_a_ladder_has_no_budget(launch) -> None:
     with pytest.raises(ConfigError, match="kind is 'ladder'"):
         launch("sweep", "plan", CONFIGS / "ladder.toml", "--budget", "1e19")
 

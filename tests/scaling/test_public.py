@@ -73,7 +73,7 @@ def test_isoflop_exponents_are_those_published(public: Path, porian: dict[str, P
 
 
 @pytest.mark.slow
-def test_larger_runs_are_foretold_from_smaller_ones(
+def test_larger_runs_are_predicted_from_smaller_ones(
     chinchilla: Points, porian: dict[str, Points]
 ) -> None:
     """Fit on the lower 60% and 80% of compute, predict everything above: its loss and the N* of

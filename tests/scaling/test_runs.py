@@ -68,7 +68,7 @@ def test_mixing_is_an_error(ladder: Path, change: dict[str, str], words: str) ->
             points_of(read_runs(ladder), curves=curves)
 
 
-def test_what_is_not_a_run_directory(tmp_path: Path) -> None:
+def test_other_directories_are_not_run_directories(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a directory"):
         read_runs(tmp_path / "nowhere")
     with pytest.raises(RunError, match="holds no run"):
@@ -124,7 +124,7 @@ def test_a_half_empty_column_is_refused(tmp_path: Path) -> None:
     assert points.experts is not None and list(points.experts) == [1, 8]
 
 
-def test_rows_that_count_compute_otherwise_are_told(tmp_path: Path) -> None:
+def test_a_warning_if_rows_count_compute_differently(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text("N,D,C,loss\n1e6,2e7,1.2e14,3.5\n2e6,4e7,4.8e17,3.2\n")
     assert "from 6 (row 2) to 6e+03 (row 3)" in read_csv(file).warnings[0]

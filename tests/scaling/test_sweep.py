@@ -50,16 +50,16 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
     ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    said, wrong = process.communicate(timeout=250)
-    assert process.returncode == 130, said + wrong
-    assert "0 of 4 runs in runs/short have finished" in said
+    output, wrong = process.communicate(timeout=250)
+    assert process.returncode == 130, output + wrong
+    assert "0 of 4 runs in runs/short have finished" in output
     assert records(trunk)[-1]["event"] == "interrupt"
 
     done = launch(*call, "--json", code=2, cwd=tmp_path, timeout=800, **tracked)
-    told = json.loads(done.stdout)
-    assert sorted(told["finished"]) == ["tiny-51.2k", "tiny-81.9k"] and told["missing"] == []
-    assert "needs about" in told["failed"]["175b-81.9k"]
-    assert "which failed" in told["failed"]["175b-51.2k"]  # its trunk
+    data = json.loads(done.stdout)
+    assert sorted(data["finished"]) == ["tiny-51.2k", "tiny-81.9k"] and data["missing"] == []
+    assert "needs about" in data["failed"]["175b-81.9k"]
+    assert "which failed" in data["failed"]["175b-51.2k"]  # its trunk
     assert done.stderr.splitlines()[-1].startswith(
         "error: 2 of 4 runs failed: 175b-81.9k, 175b-51.2k"
     )

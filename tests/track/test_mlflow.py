@@ -288,7 +288,7 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
     assert files == Counter(["runs", "mlflow.db", ".mlflow.lock", "mlruns"])
 
 
-def test_preemption_signal_waits_for_the_last_word(run_dir: Path, log: Log) -> None:
+def test_the_sidecar_outlives_a_preemption_signal(run_dir: Path, log: Log) -> None:
     """SLURM's SIGTERM reaches the sidecar too, while training still saves."""
     process = subprocess.Popen(
         python_module(MODULE, run_dir, "--wait", WAIT_S), stdin=subprocess.PIPE

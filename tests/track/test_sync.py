@@ -39,14 +39,14 @@ def test_replay_is_complete_and_happens_once(app, server, run_dir, log, monkeypa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     result = CliRunner().invoke(app, ["sync", str(run_dir), "--json"])
     assert result.exit_code == 0, result.exception
-    said = json.loads(result.stdout)
-    assert (said["records"], said["uri"]) == (302, server.uri)
-    history = MlflowClient(server.uri).get_metric_history(said["run_id"], "train/loss")
+    data = json.loads(result.stdout)
+    assert (data["records"], data["uri"]) == (302, server.uri)
+    history = MlflowClient(server.uri).get_metric_history(data["run_id"], "train/loss")
     assert sorted(metric.step for metric in history) == list(range(1, 301))
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the run remembers where it went
     again = CliRunner().invoke(app, ["sync", str(run_dir)])
-    assert f"0 records sent │ run {said['run_id']}" in again.stdout
+    assert f"0 records sent │ run {data['run_id']}" in again.stdout
     assert CliRunner().invoke(app, ["sync", str(run_dir), "--quiet"]).stdout == ""
 
 
@@ -60,8 +60,8 @@ def test_a_sweep_comes_back_with_its_forecasts(app, server, tmp_path, monkeypatc
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     call = ["forecast", "--runs", str(root), "--params", "7e6", "--tokens", "1.4e8"]
     call += ["--register", "--json"]
-    said = json.loads(CliRunner().invoke(app, call).stdout)
-    assert "MLflow has no copy" in said["warnings"][-1]
+    data = json.loads(CliRunner().invoke(app, call).stdout)
+    assert "MLflow has no copy" in data["warnings"][-1]
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     result = CliRunner().invoke(app, ["sync", str(root)])
@@ -73,7 +73,7 @@ def test_a_sweep_comes_back_with_its_forecasts(app, server, tmp_path, monkeypatc
     (kept,) = client.list_artifacts(parent, "forecasts")
     assert (
         Path(client.download_artifacts(parent, kept.path)).read_bytes()
-        == Path(said["registered"][0]).read_bytes()
+        == Path(data["registered"][0]).read_bytes()
     )
     files = {file.path for file in client.list_artifacts(parent)}
     assert {"fit.json", "points.csv", "dashboard.html"} <= files

@@ -150,8 +150,8 @@ def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Ten
 def strike(
     worker: Engine, replicas: Replicas, step: int, where: str, mine: random.Random | None
 ) -> str:
-    """What was said of a step in which a bit flips on one rank, the one that has a source of its own."""
-    held, done, told = worker.local_tensors(), [], []
+    """Return the error of a step in which a bit flips on the one rank that has its own random source."""
+    held, done, messages = worker.local_tensors(), [], []
     if where == "result" and mine:  # as if its optimizer had computed something else
         done = [flip([*held.expert_copies] or held.copies, mine)]
     replicas.remember()
@@ -167,13 +167,13 @@ def strike(
             )
         look = replicas.look()
         if wrong := WORLD.sum([], first=look.flags).any():
-            told.append(str(replicas.blame(look, step)))
+            messages.append(str(replicas.blame(look, step)))
         return ~wrong
 
     worker.update(batch(step), 1e-3, accept)
     for words, index, before in done:
         words[index] = before
-    return told[0] if told else ""
+    return messages[0] if messages else ""
 
 
 def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
@@ -185,9 +185,9 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
         where = ["memory", "result", "gradient"][step % (3 if zero == 0 else 2 if zero < 3 else 1)]
         victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
         mine = random.Random(seed) if victim == WORLD.rank else None
-        told = strike(worker, replicas, step, where, mine)
+        message = strike(worker, replicas, step, where, mine)
         both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and no majority"
-        caught += f"of rank {victim} " in told or (ep == 2 and both in told)
+        caught += f"of rank {victim} " in message or (ep == 2 and both in message)
         assert worker.update(batch(step), 1e-3).nll.isfinite(), "the flip was not taken back"
     return caught
 
@@ -221,7 +221,7 @@ def looped(save: bool) -> str:
 
 
 def routed(zero: int) -> str:
-    """What is said of a flip in a router's balancing counts, which every rank must have alike."""
+    """Return the error for a flip in a router's balancing counts, which are equal on all ranks."""
     worker: Any = build_engine(config("deepspeed", zero, arch="moe", ep=2), WORLD)
     replicas = Replicas(worker, WORLD, 2)
     if WORLD.rank == 1:

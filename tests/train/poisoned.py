@@ -38,7 +38,7 @@ def poison(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
     if stuck in which:
         time.sleep(600)
     if broken in which:
-        raise MemoryError(f"no room in step {broken}")
+        raise MemoryError(f"no memory in step {broken}")
     struck = torch.tensor([step is not None for step in which])
     return torch.where(struck[:, None, None], torch.nan, output)
 

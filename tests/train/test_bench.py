@@ -102,7 +102,7 @@ def test_fp8_is_compared_with_its_twin_from_the_same_weights_on_the_same_batches
         (None, None, None, 989e12),  # that of the shipped cluster whose device this is
     ],
 )
-def test_a_peak_is_of_the_device_that_is_there(monkeypatch, cluster, device, here, there):
+def test_the_peak_is_that_of_the_local_device(monkeypatch, cluster, device, here, there):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     site = load(size="7k", cluster=cluster).cluster.model_copy(update={"device": device})
     assert [peak_flops(site, torch.device(kind)) for kind in ("cpu", "cuda")] == [here, there]
@@ -187,7 +187,7 @@ def test_fp8_with_unscaled_embeddings_prints_a_note(corpus, tmp_path):
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", False),
     ],
 )
-def test_whatever_allocates_says_that_memory_ran_out(kind, message, lowers):
+def test_out_of_memory_is_recognized_from_any_allocator(kind, message, lowers):
     assert out_of_memory(kind, message) == lowers
 
 
@@ -216,16 +216,14 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
 @pytest.mark.parametrize(
     ("arch", "mtp", "kinds"), [("dense", 0, 2), ("moe", 0, 2), ("mla-moe", 0, 2), ("dense", 1, 2)]
 )  # the first has nothing to add
-def test_one_graph_per_kind_of_block_and_none_is_broken_or_made_again(
-    arch, mtp, kinds, monkeypatch
-):
+def test_one_graph_per_kind_of_block_without_breaks_or_recompilation(arch, mtp, kinds, monkeypatch):
     """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
     from torch._dynamo.utils import counters  # takes seconds, which every worker would pay
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     few = ["model.layers=3", f"model.mtp={mtp}", "train.compile=true", "train.dtype=bf16"]
-    wish = [*SMALL, *few, *(["model.ffn.experts=8"] if "moe" in arch else [])]
-    config = resolve(load(size="7k", arch=arch, sets=wish), ranks=1, gpu=False)
+    settings = [*SMALL, *few, *(["model.ffn.experts=8"] if "moe" in arch else [])]
+    config = resolve(load(size="7k", arch=arch, sets=settings), ranks=1, gpu=False)
     model = prepare_model(config, World(0, 1, torch.device("cpu"))).bfloat16()
     random = torch.Generator().manual_seed(0)
 

@@ -48,7 +48,7 @@ def judge(guard: Guard, loss: float, norm: float, number: int = 1000) -> str:
     return "" if (values <= limits).all() else guard.reason(number, loss, norm)
 
 
-def test_what_is_not_finite_or_far_from_the_window_is_refused():
+def test_nonfinite_and_outlying_steps_are_refused():
     young, old = Guard(noise(63)), Guard(noise(200))
     for guard in (young, old):
         assert judge(guard, math.nan, 1.0) == "loss is nan"
@@ -62,24 +62,24 @@ def test_what_is_not_finite_or_far_from_the_window_is_refused():
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_a_heavy_tail_is_no_fault_and_a_fault_in_it_is(log_every):
+def test_heavy_tailed_norms_are_accepted_and_real_spikes_are_not(log_every):
     """Loss and norm of the demo's 1m, 1,306 clean steps of 1,024 tokens: the largest norm is seven times the usual."""
     lines = (Path(__file__).parent / "clean.txt").read_text().splitlines()
     clean = [tuple(map(float, line.split())) for line in lines]
     norms = [norm for _, norm in clean[1155:1283]]  # the next is the largest, far beyond 6σ
     assert clean[1283][1] > statistics.mean(norms) + 40 * statistics.stdev(norms)
-    guard, told, missed = Guard([]), [], []
+    guard, reasons, missed = Guard([]), [], []
     for number, (loss, norm) in enumerate(clean, 1):
-        told += [judge(guard, loss, norm, number)]
+        reasons += [judge(guard, loss, norm, number)]
         if number > 65 * log_every:
             faults = ((loss, 40 * norm), (6 * loss, norm), (loss, math.nan))
             missed += [number for fault in faults if not judge(guard, *fault, number)]
         if number % log_every == 0:
             guard.hear(step(number, loss, norm))
-    assert len(told) == 1306 and not any(told) and not missed
+    assert len(reasons) == 1306 and not any(reasons) and not missed
 
 
-def test_skips_that_repeat_lead_back_and_then_to_an_end():
+def test_repeated_skips_roll_back_and_then_end_the_run():
     guard = Guard(noise(100))
 
     def skip(number: int) -> None:
@@ -101,7 +101,7 @@ def test_skips_that_repeat_lead_back_and_then_to_an_end():
         skip(152)
 
 
-def test_a_resumed_guard_judges_as_the_one_that_went_on():
+def test_a_resumed_guard_decides_like_an_uninterrupted_one():
     """Also where it has read a step more by then: what a step is held against ends two before it."""
     log = noise(300)
     log.insert(250, {"kind": "event", "event": "skip", "step": 250, "loss": math.nan})
@@ -112,20 +112,18 @@ def test_a_resumed_guard_judges_as_the_one_that_went_on():
     assert len(set(map(tuple, map(settled.limits, (301, 302, 400))))) == 1
 
 
-def test_what_was_done_is_told_before_an_error_and_the_save_that_a_run_goes_back_to_stays_told(
-    corpus, tmp_path
-):
+def test_finished_steps_are_logged_before_an_error_and_a_rollback_keeps_its_save(corpus, tmp_path):
     run = made(corpus, tmp_path / "one", nproc=1)
     for begun in ([], ["resume"]):
         assert forked("poisoned", run, 1, STEPS, 17).returncode != 0
-        assert "no room in step 17" in RunDir(run).fault()["message"]
+        assert "no memory in step 17" in RunDir(run).fault()["message"]
         assert [r["step"] for r in records(run, "step")] == [*range(1, 17)]
         events = [(r["event"], r["step"]) for r in records(run, "event")]
         expected = [("start", 0), ("save", 9), *((each, 9) for each in begun)]
         assert sorted(events, key=itemgetter(1)) == expected
 
 
-def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
+def test_every_engine_skips_cleanly_and_finds_every_flipped_bit():
     done = forked("corruption", 25, 300)
     lines = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert len(lines) == 2, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -134,14 +132,14 @@ def test_every_engine_skips_without_a_trace_and_no_flipped_bit_goes_unseen():
     assert set(seen["caught"].values()) == {5}, seen["caught"]
     assert seen["alarms"] == []
     assert set(seen["waits"].values()) == {"0"}, seen["waits"]
-    assert [told[:7] for told in seen["looped"]] == ["step 2:", "step 1:"], seen["looped"]
-    assert all("the weights of rank 1 changed" in told for told in seen["looped"]), seen["looped"]
-    assert all("the weights of rank 1 differ" in told for told in seen["routed"]), seen["routed"]
+    assert [line[:7] for line in seen["looped"]] == ["step 2:", "step 1:"], seen["looped"]
+    assert all("the weights of rank 1 changed" in line for line in seen["looped"]), seen["looped"]
+    assert all("the weights of rank 1 differ" in line for line in seen["routed"]), seen["routed"]
 
 
 @pytest.fixture(scope="module")
 def poisoned(corpus, tmp_path_factory) -> Path:
-    """Two processes, rank 1 of which gets NaN out of its rows in four of the steps, and stands still in the last."""
+    """Two processes, rank 1 of which gets NaN for its rows in four of the steps and hangs in the last."""
     run = made(corpus, tmp_path_factory.mktemp("poisoned") / "two", nproc=2)
     assert forked("poisoned", run, 2, STEPS, STEPS, *BAD).returncode != 0
     return run
@@ -150,13 +148,11 @@ def poisoned(corpus, tmp_path_factory) -> Path:
 def made(corpus: Path, out: Path, nproc: int) -> Path:
     sets = ("model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
             "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
-    wish = Request("tiny", "dense", corpus, out, nproc, sets=sets)
-    return plan_run(wish, Devices(0, 2**34, "CPU")).commit().run.path
+    request = Request("tiny", "dense", corpus, out, nproc, sets=sets)
+    return plan_run(request, Devices(0, 2**34, "CPU")).commit().run.path
 
 
-def test_a_run_that_never_stepped_goes_on_in_its_world_and_only_with_room_to_save(
-    corpus, tmp_path, monkeypatch
-):
+def test_a_run_without_steps_keeps_its_world_and_needs_disk_space(corpus, tmp_path, monkeypatch):
     run = made(corpus, tmp_path / "four", nproc=4)
     assert RunDir(run).world == 4  # though it has logged nothing
     plan_run(Request(None, None, None, run, 4, resume=True), Devices(0, 2**34, "CPU"))
@@ -172,9 +168,9 @@ def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     events = {(r["event"], r["step"]) for r in records(poisoned, "event")}
     assert {("skip", 2), ("rollback", 18), ("omit", 20), ("omit", 21), ("omit", 22)} <= events
     steps = [n for n in range(1, STEPS) if n not in BAD]
-    told = [r["step"] for r in records(poisoned, "step")]
+    logged = [r["step"] for r in records(poisoned, "step")]
     # the last is read beside the one that hangs, or where the end of its peer reaches this rank before its own
-    assert told in (steps, steps[:-1])
+    assert logged in (steps, steps[:-1])
     (back,) = [r for r in records(poisoned, "event") if r["event"] == "rollback"]
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
@@ -182,7 +178,7 @@ def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     assert saves == [9, 18]  # it went back to 18
 
 
-def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned):
+def test_a_stuck_rank_is_found_with_its_stacks(poisoned):
     fault = json.loads((poisoned / "error.json").read_text())
     assert fault["kind"] == "HangError"
     assert re.match(rf"step {STEPS} did not .*every rank waits", fault["message"])
@@ -192,7 +188,7 @@ def test_a_rank_that_lives_and_does_not_go_on_is_found_with_its_stacks(poisoned)
     assert "in poison" in hangs
 
 
-def test_a_start_that_does_not_end_is_found_after_first_s(tmp_path):
+def test_a_hanging_start_is_found_after_first_s(tmp_path):
     (tmp_path / "logs").mkdir()
     if (child := os.fork()) == 0:
         Watchdog(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=60.0, first_s=0.5)
@@ -204,7 +200,7 @@ def test_a_start_that_does_not_end_is_found_after_first_s(tmp_path):
     assert "in start 0" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 
-def test_one_process_decides_the_same_and_gives_up_when_going_back_did_not_help(
+def test_one_process_decides_the_same_and_gives_up_after_a_failed_rollback(
     poisoned, corpus, tmp_path
 ):
     run = made(corpus, tmp_path / "one", nproc=1)

@@ -165,17 +165,17 @@ def until(state: Callable[[], object], timeout_s: float = 800) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_while_starting_is_heard(corpus, tmp_path):
+def test_ctrl_c_during_the_start_stops_the_run(corpus, tmp_path):
     out = tmp_path / "run"
     process = pretrain(*TINY, "--steps", 2000, "--data", corpus, "--nproc", 2, "--out", out)
     until(lambda: len(processes(f"pipeline.train.worker {out}")) == 2)
     process.send_signal(signal.SIGINT)
-    said = process.stdout.read()
+    output = process.stdout.read()
     assert process.stderr.read().count("stopping: ") == 1
-    assert process.wait(60) == 130 and "continue with: launch pretrain --resume" in said
+    assert process.wait(60) == 130 and "continue with: launch pretrain --resume" in output
 
 
-def test_resuming_a_finished_run_says_so(base, tmp_path):
+def test_resuming_a_finished_run_prints_a_message(base, tmp_path):
     before = (base / "log.jsonl").read_bytes()
     began = time.monotonic()
     (base / "checkpoints").rename(tmp_path / "elsewhere")
@@ -186,7 +186,7 @@ def test_resuming_a_finished_run_says_so(base, tmp_path):
     assert (base / "log.jsonl").read_bytes() == before
 
 
-def test_evaluate_says_what_training_said(base, inside):
+def test_evaluate_prints_the_loss_of_training(base, inside):
     logged = records(base, "eval")[-1]
     found = json.loads(inside("evaluate", "--run", base, "--json"))
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-5)

@@ -79,8 +79,8 @@ def test_hostile_surroundings(corpus, tmp_path):
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
     until(lambda: not any(map(psutil.Process.is_running, children)))
-    said = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 75 and "continue with: launch pretrain --resume" in said
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 75 and "continue with: launch pretrain --resume" in output
     assert records(out, "event")[-1]["event"] == "interrupt"
     assert not marker.exists()
 
@@ -113,11 +113,11 @@ def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
     assert not processes(f"pipeline.train.worker {out}"), "orphans"
 
 
-def test_a_worker_that_cannot_start_is_a_fault_and_no_stop(corpus, tmp_path, monkeypatch, inside):
+def test_a_worker_that_cannot_start_is_a_fault_not_a_stop(corpus, tmp_path, monkeypatch, inside):
     monkeypatch.setattr(supervisor, "WORKER", "pipeline.train.nothing")
     never = ("--nproc", 1, "--set", "train.max_restarts=0")
-    said = inside("pretrain", *BRIEF, *never, "--data", corpus, "--out", tmp_path / "run", code=2)
-    assert "No module named pipeline.train.nothing" in said
+    output = inside("pretrain", *BRIEF, *never, "--data", corpus, "--out", tmp_path / "run", code=2)
+    assert "No module named pipeline.train.nothing" in output
 
 
 def test_every_child_starts_with_a_safe_path():

@@ -98,16 +98,16 @@ def disturb(out: Path, steps: list[int], faults: list[str], *options: object) ->
     """Run to the end, doing each fault when its step is printed after the restart for the one before, or as soon as
     there are ranks."""
     process = pretrain(*OPTIONS, "--out", out, *options)
-    told, due, well = "", list(zip(steps, faults, strict=True)), True
+    output, due, well = "", list(zip(steps, faults, strict=True)), True
     while due[0][0] == STARTING and len(ranks(out)) < 2:
         time.sleep(0.1)
     for line in chain([f"step {STARTING}/"], process.stdout):
-        told, well = told + line, well or "restart" in line
+        output, well = output + line, well or "restart" in line
         if well and due and re.match(rf"step +{due[0][0]}/", line):
             (what, whom), well = due.pop(0)[1].split(), False
             there = ranks(out)
             there[whom].send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    assert process.wait(120) == 0 and not due, told
+    assert process.wait(120) == 0 and not due, output
 
 
 def ranks(out: Path) -> dict[str, psutil.Process]:
@@ -117,7 +117,7 @@ def ranks(out: Path) -> dict[str, psutil.Process]:
     return {p.cmdline()[0].rpartition("RANK=")[2]: p for p in oldest_last}
 
 
-def test_a_fault_that_comes_again_is_not_tried_for_ever():
+def test_a_repeated_fault_is_not_retried_forever():
     def fault(step: int, saved: int = 0, kind: str = "RuntimeError", user: bool = False) -> dict:
         return {"step": step, "saved": saved, "kind": kind, "user": user, "message": "why\nwhere"}
 
@@ -153,7 +153,7 @@ def test_goodput_is_what_the_steps_left():
     assert share["goodput"] == pytest.approx(1 - (5 + 20 + 4 + 3.5 + 0.25 + 0.5 + 1) / 38)
 
 
-def test_a_save_that_was_told_late_is_no_step_that_was_kept(monkeypatch):
+def test_a_save_that_is_logged_late_does_not_count_as_a_kept_step(monkeypatch):
     log = [
         at(5, event="start", step=0, start_s=5.0),
         at(6, kind="step", step=1, wait_s=0.0),
