@@ -17,7 +17,7 @@ from tests import forks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Minutes each; they start first, in this order, so that no worker is left with one at the end.
+# These take minutes each. They start first, so that no worker is left with one at the end.
 # The jobs of SLURM mostly wait, so that the third worker of `make test` has a core.
 LONGEST = (
     "cluster/test_jobs.py",
@@ -30,7 +30,7 @@ LONGEST = (
     "attack/test_run_directories.py",
     "train/test_run.py",
 )
-# What starts training processes or takes more than two seconds of CPU time.
+# Tests that start training processes or take more than two seconds of CPU time.
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
 SLOW = (
     "attack/",

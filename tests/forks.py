@@ -65,7 +65,7 @@ class Launched:
             SERVER.ask(json.dumps(asked).encode(), [theirs.fileno(), *ends])
             theirs.close()
             received = self._status.recv(20)
-            if received:  # a server that ends before it forks says nothing
+            if received:  # a server that ends before it forks sends nothing
                 break
         for end in ends:
             os.close(end)
@@ -147,7 +147,7 @@ class Server:
         theirs.close()
 
     def close(self) -> None:
-        """End the process; commands that it has forked go on."""
+        """End the process; commands that it has forked continue."""
         self._socket.close()
         if self._process is not None:
             self._process.kill()
@@ -159,7 +159,7 @@ atexit.register(SERVER.close)
 
 
 class Fork(subprocess.Popen[str]):
-    """A child that is a fork where it would be another interpreter with a module of ours."""
+    """A child process that forks instead of starting another interpreter for one of our modules."""
 
     def _execute_child(self, *given: object) -> None:
         asked = inspect.signature(EXECUTE).bind(self, *given).arguments
@@ -191,7 +191,7 @@ def become(
 ) -> NoReturn:
     """Turn this fork into `python -P -m MODULE ARGUMENT…`."""
     code: object = 1
-    atexit._clear()  # what the parent has to do
+    atexit._clear()  # handlers of the parent
     try:
         for number, end in enumerate(ends):  # of standard input, output and error; -1 is inherited
             if end not in (-1, number):

@@ -1,7 +1,7 @@
-"""Runs that others published, as this house would write them down, and the ladder on paper: the rows of docs/SCALE.md.
+"""Published runs in our configuration format, and the predicted ladder: the rows of docs/SCALE.md.
 
-Tokens per second and GPU are compared, since FLOP conventions differ. Where each figure is from stands in the document.
-`python -m tests.published` prints the rows anew.
+Tokens per second and GPU are compared, since FLOP conventions differ. docs/SCALE.md names the source of each figure.
+`python -m tests.published` prints the rows.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Run:
     vocab: int
     seq: int
     layout: Layout | None = (
-        None  # None: theirs is none of ours, and the best of ours is set beside it
+        None  # None: we have no such layout, and our best one is compared with it
     )
     sets: tuple[str, ...] = field(default=())
 
@@ -71,7 +71,7 @@ LADDER = [  # size, arch, GPUs, seq, vocabulary
 
 
 def ladder_rows() -> Iterator[str]:
-    """Per ZeRO stage its best ep, micro-batch and recomputation on H100; the one to take is bold."""
+    """Yield the best ep, micro-batch and recomputation of each ZeRO stage on H100; the recommended stage is bold."""
     for size, arch, gpus, seq, vocab in LADDER:
         sets = [f"model.seq={seq}", f"model.vocab={vocab}"]
         rows = plan(
@@ -120,7 +120,7 @@ def _megatron(size, source, layers, width, heads, ranks, speed) -> Run:
     return Run(*about, ranks, speed, 51200, 2048, Layout(ranks, 3, 1, 1, True), sets)
 
 
-# Data-parallel throughout, bf16: the planner predicts the very layout. (ranks, zero, ep, micro-batch, recompute)
+# Data-parallel only, bf16: the planner predicts the same layout. (ranks, zero, ep, micro-batch, recompute)
 SAME = [
     _mpt("1.3b", "h100", Layout(8, 3, 1, 14), 112, 45456),
     _mpt("1.3b", "h100", Layout(512, 2, 1, 12), 6144, 39838),
@@ -141,7 +141,7 @@ SAME = [
     Run("1b", "our LOG", "1b", "dense", "h200", 1, 128, 81025, 32768, 2048, Layout(1, 1, 1, 8)),
 ]  # fmt: skip
 
-# Layouts, kernels or precisions that are not ours: what ours would do with the same GPUs, and nothing is promised.
+# Layouts, kernels or precisions that we do not have: the prediction is for our best layout on the same GPUs.
 OTHER = [
     _megatron("530B", "Megatron 2022", 105, 20480, 128, 280, 2048 / 49.05),
     _megatron("1T", "Megatron 2022", 128, 25600, 160, 512, 2048 / 94.42),

@@ -60,7 +60,7 @@ def test_bytes_of_experts_by_hand():
     tokens = 3 * 2 * 4096
     assert (
         sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16
-    )  # there and home, forward and backward
+    )  # there and back, forward and backward
     assert (
         traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros).tokens
         == sent.tokens * 3 // 2
@@ -343,7 +343,7 @@ def test_published_runs_are_met_within_the_stated_error():
 
 
 def test_the_page_agrees_with_the_planner():
-    """Every row of docs/SCALE.md, printed anew by `python -m tests.published`."""
+    """Every row of docs/SCALE.md, as `python -m tests.published` prints it."""
     page = (
         (Path(__file__).parent.parent / "docs" / "SCALE.md")
         .read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Runs in worlds of several sizes for the price of one import: the ranks are forks of a process that has torch and
+"""Run jobs in groups of several sizes after a single import: the ranks are forks of a process that has torch and
 DeepSpeed loaded. `python -m tests.worlds JOBS.json` does a list of jobs, one after the other.
 """
 
@@ -32,7 +32,7 @@ from pipeline.train.worker import run
 
 
 def fork(ranks: int, work: Callable[[World], object]) -> None:
-    """`work` in `ranks` processes that find each other as a run's do; raises if one fails."""
+    """Call `work` in `ranks` processes that are connected like those of a run; raise if one fails."""
     children = []
     store = Path(tempfile.mkdtemp(prefix="isoflop-")) / "store"
     for rank in range(ranks):
@@ -51,7 +51,7 @@ def fork(ranks: int, work: Callable[[World], object]) -> None:
 
 
 def launch(arguments: list[object]) -> None:
-    """The command line, whose ranks are forked here and not started anew."""
+    """The command line, with ranks that are forked here instead of started."""
     from launch import __main__ as command_line
     from pipeline.train import supervisor as start
 
@@ -71,7 +71,7 @@ def launch(arguments: list[object]) -> None:
 
 
 def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
-    """A run from where it stands to its end."""
+    """Train a run from its last checkpoint to its end."""
     path = Path(out)
     resume = path.exists()
     size, arch = None if resume else "tiny", rest.get("arch", "dense")
@@ -92,7 +92,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
 
 
 def cut(out: str, step: int) -> None:
-    """Forget everything after a step."""
+    """Remove everything after a step from a run."""
     path = Path(out)
     for checkpoint in (path / "checkpoints").glob("step-*"):
         if int(checkpoint.name[5:]) > step:
@@ -132,7 +132,7 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any], reject: bool = 
 
 
 class Late(Saver):
-    """Its copies begin when the next step has begun: what they hold must not depend on that."""
+    """A saver whose copies begin after the next step has begun, which must not change what is saved."""
 
     def _copy(self, live: list[Fragment]) -> tuple[int, list[Fragment]]:
         time.sleep(0.1)

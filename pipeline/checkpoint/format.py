@@ -44,7 +44,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class DamagedError(Exception):
-    """A checkpoint is not as it was written; the message says where."""
+    """A checkpoint is damaged; the message names the place."""
 
 
 class Run(NamedTuple):

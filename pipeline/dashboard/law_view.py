@@ -1,4 +1,4 @@
-"""What the page shows of a law: the line, the valleys, how far to trust it, and its forecasts."""
+"""The page's data about a law: its line, the valleys, its uncertainty, and its forecasts."""
 
 import math
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from pipeline.scaling.record import Score
 from pipeline.scaling.study import Study, study
 from pipeline.units import power
 
-AHEAD = 10.0  # how far beyond the largest run the law is drawn
+AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's compute
 STOPS_PER_DECADE = 20  # of the sliders
-DECADES_BELOW = 2  # the largest run
+DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
 def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
-    """The law of runs that belong together; where none can be fitted, the reason."""
+    """Return the law of a group of runs, or the reason if none can be fitted."""
     # The page draws losses here; forecasts of tasks are listed by `launch score`.
     scores = [dict(vars(score)) for score in forecasts if score.task is None]
     try:
@@ -60,10 +60,10 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
 
 
 def run_path(points: Points, C: Array) -> Points:
-    """Places along the runs themselves: the best run of each budget, and between them in logs.
+    """Return places along the runs: the best run of each budget, interpolated in logs.
 
-    Beyond the runs N and D grow alike, so the law's line starts where the last run is. On the
-    frontier instead, it would pass below every run of a ladder that is off the optimum.
+    Beyond the runs, N and D grow by the same factor, so that the line continues from the last run.
+    Along the frontier, the line would pass below all runs of a ladder that is not optimal.
     """
     best = [group.take(np.array([np.argmin(group.loss)])) for group in budgets_of(points)]
     x = np.log([float(run.C[0]) for run in best])
@@ -77,7 +77,7 @@ def run_path(points: Points, C: Array) -> Points:
 
 
 def line(done: Study, points: Points) -> dict[str, list[float]]:
-    """The law with its interval along the runs, at each run's own compute too."""
+    """Return the law with its interval along the runs, including each run's own compute."""
     grid = np.geomspace(points.C.min() / 2, points.C.max() * AHEAD, 120)
     C = np.union1d(grid, [group.C[np.argmin(group.loss)] for group in budgets_of(points)])
     loss, low, high = done.interval(run_path(points, C))
@@ -85,27 +85,27 @@ def line(done: Study, points: Points) -> dict[str, list[float]]:
 
 
 def in_words(done: Study, points: Points) -> str:
-    """The law as one sentence."""
+    """Describe the law in two sentences."""
     top = float(points.C.max())
     loss, low, high = done.interval(run_path(points, np.array([top / 10, top, top * 10])))
     text = (
-        f"Up to the largest run ({power(top)} FLOPs) each tenfold of compute lowers the held-out "
+        f"Up to the largest run ({power(top)} FLOPs), ten times the compute lowers the held-out "
         f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "
         f"{loss[2]:.3f}"
     )
     if not math.isfinite(high[2]):
-        return text + "; these runs do not show how far off that may be."
+        return text + "; these runs do not determine an interval."
     return text + f" (95% interval {low[2]:.3f} to {high[2]:.3f})."
 
 
 def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
-    """Each budget of two or more sizes: its runs, its valley if it has one, the law's N* and D*."""
+    """Return each budget of two or more sizes: its runs, its valley if any, the law's N* and D*."""
     from scipy.interpolate import Akima1DInterpolator
 
     found = []
     for runs in budgets_of(points):
         x, losses = valley(np.log(runs.N), runs.loss)
-        # Compute that spreads this far is not one budget (frontier.UNEQUAL).
+        # Runs whose compute differs by more are not one budget (frontier.UNEQUAL).
         if len(x) < 2 or runs.C.max() > 1.5 * runs.C.min():
             continue
         C = float(np.median(runs.C))
@@ -128,9 +128,9 @@ def valleys(points: Points, done: Study) -> list[dict[str, Any]]:
 
 
 def grid(done: Study) -> dict[str, Any]:
-    """Forecasts at every stop of the sliders, as `launch forecast` makes them.
+    """Return forecasts at every stop of the sliders, as `launch forecast` makes them.
 
-    The page computes no loss.
+    The page itself computes no loss.
     """
     top = math.log10(float(done.fit.points.C.max()))
     stops = np.arange(top - DECADES_BELOW, top + DECADES_ABOVE, 1 / STOPS_PER_DECADE)
@@ -153,7 +153,7 @@ def grid(done: Study) -> dict[str, Any]:
 
 @cache
 def clusters() -> list[dict[str, Any]]:
-    """The shipped clusters whose peak is known, for the time that a run would take."""
+    """Return the shipped clusters whose peak is known, to compute the time of a run."""
     paths = sorted((CONFIGS / "cluster").glob("*.toml"))
     # example.toml is a template for a site's own file, not a cluster.
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]

@@ -36,7 +36,7 @@ MAX_NOTES = 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What requests are answered from. It is never changed, only replaced."""
+    """The data from which requests are answered. It is never changed, only replaced."""
 
     revision: int = 0
     # Run id → revision of the run's last change, and its row and curves as JSON.
@@ -104,7 +104,7 @@ class Watcher:
         self._publish(notes, laws=self._fit(notes))
 
     def _read(self, key: str, notes: list[str]) -> RunView | None:
-        """Read one run. If that fails in any way, note it and go on with the others."""
+        """Read one run. If that fails in any way, note it and continue with the others."""
         try:
             view = self.source.read(key)
             view.row(key, 0.0)

@@ -1,7 +1,7 @@
 """Export a model as a Hugging Face directory: config.json, safetensors files, tokenizer files.
 
 The directory is written under a temporary name, loaded by transformers and compared with our own
-logits. Only then it gets its name.
+logits. It gets its final name only if they agree.
 """
 
 import json
@@ -66,7 +66,7 @@ def export(
                 shutil.copyfile(Path(__file__).with_name(name), temporary / name)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary)
-        # safetensors writes mode 0600; a new directory's mode shows what the umask allows
+        # safetensors writes mode 0600; the mode of a new directory shows what the umask allows.
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.iterdir():
             path.chmod(mode)
@@ -81,7 +81,7 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
 def _config(
     cfg: Model, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    # a document begins after the end of another, so both ends are the same token
+    # A document begins after the end of another, so bos and eos are the same token.
     end = None if tokenizer is None else tokenizer.eod
     name = str(dtype).removeprefix("torch.")
     starts = {"decoder_start_token_id": end} if cfg.source_layers and end is not None else {}
@@ -101,7 +101,7 @@ def _config(
 
 
 def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its name on the Hub, one at a time."""
+    """Yield every tensor under its name on the Hub, one at a time."""
     cfg = model.cfg
     ours = model.state_dict()
     if cfg.tied:
@@ -109,7 +109,7 @@ def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[t
     for row in rows(cfg, family.kind, ours):
         tensors = to_hub_tensors(cfg, row, ours[row.ours])
         for name, tensor in zip(row.theirs, tensors, strict=True):
-            # The router's bias stays fp32: bf16 would blur its small steps.
+            # The router's bias stays in fp32, because bf16 is too coarse for its small steps.
             yield name, tensor.to(torch.float32 if row.change == "bias" else dtype)
     if family.kind == "isoflop" or not isinstance(cfg.ffn, MoE):
         return
@@ -159,13 +159,13 @@ def _write_tensors(
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """tokenizer.model unchanged and, for lossless BPE, a tokenizer.json that gives the same ids."""
+    """Write tokenizer.model and, for lossless BPE, a tokenizer.json that gives the same ids."""
     (directory / "tokenizer.model").write_bytes(tokenizer.model)
     about: dict[str, Any] = {
         "unk_token": "<unk>",
         "eos_token": tokenizer.sentencepiece.id_to_piece(tokenizer.eod),
         "clean_up_tokenization_spaces": False,
-        # otherwise transformers 4 adds token_type_ids, which no decoder accepts
+        # Otherwise transformers 4 adds token_type_ids, which no decoder accepts.
         "model_input_names": ["input_ids", "attention_mask"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }

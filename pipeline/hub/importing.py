@@ -98,7 +98,7 @@ def import_model(source: Path, out: Path) -> Imported:
 
 
 def load_hub_model(directory: Path) -> Decoder:
-    """The model of a Hugging Face directory, in fp32."""
+    """Load the model of a Hugging Face directory, in fp32."""
     with _checked_copy(directory) as folder:
         return _load(folder, directory)[0]
 
@@ -119,7 +119,7 @@ def new_directory(directory: Path, option: str) -> Iterator[Path]:
 
 @contextmanager
 def _checked_copy(source: Path) -> Iterator[Path]:
-    """A temporary directory with config.json, without what would load code, and weight links."""
+    """Yield a temporary directory with links to the weights and a config.json without code."""
     if not (source / CONFIG).is_file():
         raise DataError(f"--from {source} has no {CONFIG}; give a directory of save_pretrained")
     described = _read_json(_regular_file(source, CONFIG))
@@ -146,7 +146,7 @@ def _checked_copy(source: Path) -> Iterator[Path]:
 
 
 def _regular_file(directory: Path, name: str) -> Path:
-    """The real path of a file; a link out of the directory, a FIFO or a device is refused."""
+    """Return the real path of a file; refuse a link out of the directory, a FIFO or a device."""
     root = directory.resolve()
     roots = [root]
     if root.parent.name == "snapshots":  # the Hub's cache: snapshots/COMMIT/* link to blobs/*
@@ -193,7 +193,7 @@ class _Weights:
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self.bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         self.names = set(self._files)
-        self.used: set[str] = set()  # what remains unused is an error
+        self.used: set[str] = set()  # a tensor that stays unused is an error
 
     def __call__(self, name: str) -> Tensor:
         # a model saved without its head has names without the prefix
@@ -213,7 +213,7 @@ class _Weights:
 
 
 def _load(folder: Path, source: Path) -> tuple[Decoder, Family]:
-    """Our model of a checked directory. A tensor that is left over is an error."""
+    """Load a checked directory into our model. A tensor that is not used is an error."""
     weights = _Weights(folder)
     model, family = _empty_model(folder, source, weights)
     cfg = model.cfg
@@ -223,7 +223,7 @@ def _load(folder: Path, source: Path) -> tuple[Decoder, Family]:
     state = dict(gather(cfg, family.kind, ours, weights))
     left = weights.names - weights.used - ({"lm_head.weight"} if cfg.tied else set())
     left -= set(family.ignored)
-    # what is left of the extra prediction layers are copies of the embedding and the head
+    # The unused tensors of the extra prediction layers are copies of the embedding and the head.
     ahead = [f"model.layers.{cfg.layers + depth}." for depth in range(cfg.mtp)]
     left = {name for name in left if not name.endswith(_TABLES)}
     left = {name for name in left if not name.startswith(tuple(ahead))}
@@ -246,10 +246,10 @@ def _load(folder: Path, source: Path) -> tuple[Decoder, Family]:
 
 
 def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder, Family]:
-    """The model that config.json describes, without memory for its weights."""
+    """Build the model that config.json describes, without memory for its weights."""
     where = source / CONFIG
     described = _read_json(folder / CONFIG)
-    # Loops over layers are bounded before transformers or we run one: a layer has tensors.
+    # Limit the number of layers before any loop over them: each layer has at least one tensor.
     for key in _LAYER_KEYS:
         count = described.get(key, 0)
         if isinstance(count, int | float) and count > len(weights.names):
@@ -277,7 +277,7 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
 
 
 def check_logits(model: Decoder, family: Family, directory: Path, what: str) -> float:
-    """The difference between our logits and transformers'; more than rounding is an error."""
+    """Return the difference between our logits and transformers'; raise if it is not rounding."""
     try:
         difference = logit_difference(model, family, directory)
     except Exception as error:  # transformers raises any class for bad files
@@ -293,7 +293,7 @@ def check_logits(model: Decoder, family: Family, directory: Path, what: str) -> 
 
 @torch.no_grad()
 def logit_difference(model: Decoder, family: Family, directory: Path) -> float:
-    """The largest difference over the largest logit, on seeded random tokens, both in fp32."""
+    """Return the largest difference over the largest logit, on seeded random tokens, in fp32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loader = AutoModelForCausalLM

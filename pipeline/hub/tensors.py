@@ -223,7 +223,7 @@ def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
 
 def _sizes(model: Model, parts: int, length: int) -> list[int]:
     a = model.attention
-    # Three parts are queries, keys and values; two are gate and up, which are alike.
+    # Three parts are queries, keys and values; two are gate and up, which have the same shape.
     if parts == 3:
         assert isinstance(a, GQA)
         return [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)]

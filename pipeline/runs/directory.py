@@ -47,7 +47,7 @@ _OUT_OF_MEMORY = (
     "[CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-# A lock ends when its object does. Those of a run last as long as this process.
+# A lock is released when its object is deleted. Locks of a run last as long as this process.
 _HELD: list[BaseFileLock] = []
 
 
@@ -183,15 +183,15 @@ class RunDir:
     def forget_fault(self) -> None:
         (self.path / "error.json").unlink(missing_ok=True)
 
-    def note_fault(self, code: int, said: str = "", ranks: int | None = None) -> Record:
+    def note_fault(self, code: int, detail: str = "", ranks: int | None = None) -> Record:
         """Record how the attempt that just ended failed, and clear its reason for the next one.
 
         If memory ran out and a smaller micro-batch is possible, the run's config gets that one.
         """
         from pipeline.planner.check import smaller_micro_batch  # the ranks need no planner
 
-        unknown = f"it ended with code {code}: {said or 'no reason was given'}"
-        # A process that was killed leaves no reason; `said` is what its launcher knows.
+        unknown = f"it ended with code {code}: {detail or 'no reason was given'}"
+        # A process that was killed leaves no reason; `detail` is what its launcher knows.
         reason = self.fault() or {"kind": "exit", "message": unknown, "user": False}
         steps = (record["step"] for record in read(self.log) if record["kind"] == "step")
         fault = {

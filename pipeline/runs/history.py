@@ -1,6 +1,6 @@
-"""The history of a run: what it is (run.json), what it ran on (env.json), what it logged.
+"""The history of a run: its facts (run.json), its environment (env.json) and its log.
 
-From the log follow its status and its goodput.
+The status and the goodput of a run follow from its log.
 """
 
 import json
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.status(now=0.0) == "finished"  # time only tells running from stale
+        return self.status(now=0.0) == "finished"  # `now` only distinguishes running from stale
 
 
 def read_json(path: Path) -> Record:
@@ -229,7 +229,7 @@ def goodput(records: Iterable[Record]) -> dict[str, float]:
         event = record.get("event")
         until = _accounted_until(last, record)
         if event in ("start", "resume", "restart", "rollback"):
-            # The pause before a beginning counts only as far as the attempt cost it.
+            # Of the pause before a start, only these two parts count.
             for key in ("start_s", "replay_s"):
                 lost[key] += record.get(key) or 0.0
                 wall_s += record.get(key) or 0.0
@@ -249,8 +249,8 @@ def goodput(records: Iterable[Record]) -> dict[str, float]:
 def _accounted_until(until: float, record: Record) -> float:
     """Return up to when time is accounted for after one more record.
 
-    A save is logged when it is committed, after later steps. It stands only for the time that
-    training waited for it.
+    A save is logged when it is committed, after later steps. Only the time that training waited
+    for it counts.
     """
     time_s = float(record["time"])
     if record.get("event") == "save":

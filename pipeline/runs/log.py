@@ -129,7 +129,7 @@ class Tail:
         self._file: BinaryIO | None = None
 
     def take(self, limit: int) -> list[Record]:
-        """Return up to `limit` new records; `rewound` says that they start at the top again."""
+        """Return up to `limit` new records; `rewound` is true if they start at the top again."""
         self.rewound = self._follow()
         records: list[Record] = []
         while self._file is not None and len(records) < limit:

@@ -133,8 +133,8 @@ def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) ->
     epochs = train.steps * train.batch_tokens / train_tokens
     if epochs > MAX_EPOCHS:
         yield (
-            f"warning: the run passes {epochs:,.0f} times over its {count(train_tokens)} tokens; "
-            f"above {MAX_EPOCHS} it learns little more: prepare more data or lower --steps"
+            f"warning: the run repeats its {count(train_tokens)} tokens {epochs:,.0f} times; above "
+            f"{MAX_EPOCHS} epochs it learns little more: prepare more data or lower --steps"
         )
     if held_out_tokens < MIN_HELD_OUT_TOKENS:
         yield (
@@ -180,7 +180,7 @@ def format_record(
 def _bar(total_steps: int) -> Any:
     try:
         from rich import progress
-    except ImportError:  # the lines say everything
+    except ImportError:  # the lines are enough
         return None
     bar = progress.Progress(
         progress.BarColumn(bar_width=None),
@@ -201,7 +201,7 @@ def _print(line: str) -> None:
     except UnicodeEncodeError:  # a terminal that has no │
         plain = line.replace("│", "|").replace(UNKNOWN, "-").encode("ascii", "replace")
         print(plain.decode(), flush=True)
-    except BrokenPipeError:  # `launch … | head` closed our output; training goes on
+    except BrokenPipeError:  # `launch … | head` closed our output; training continues
         return
 
 

@@ -1,4 +1,4 @@
-"""How a run looks in MLflow: its params, tags, metrics and files, and the same run read back."""
+"""A run in MLflow: write its params, tags, metrics and files, and read the run back."""
 
 import hashlib
 import json
@@ -197,7 +197,7 @@ def keep(
 ) -> str | None:
     """Copy files to the run of a whole sweep; return a line if that failed.
 
-    The files on disk are the record, so a failure costs nothing.
+    The files on disk are the authoritative copy, so a failure loses nothing.
     """
     uri = configured()
     if uri is None:
@@ -205,7 +205,7 @@ def keep(
     try:
         store = Store(uri)
         run_id = store.parent(experiment)
-        if about:  # of a sweep: what was asked for
+        if about:  # the settings of a sweep
             store.describe(run_id, flat(masked(about)), {})
             store.set_status(run_id, "FINISHED", None)
         for path in paths:
@@ -218,8 +218,8 @@ def keep(
             store.client.log_artifact(run_id, str(path), FORECASTS)
     except Exception as error:  # MLflow raises exceptions of many kinds
         return (
-            f"MLflow has no copy of this ({reason(error)}); the files are the record, "
-            "and `launch sync` sends a sweep's."
+            f"MLflow has no copy of this ({reason(error)}); the files on disk are complete, and "
+            "`launch sync` sends those of a sweep."
         )
     return None
 
@@ -308,7 +308,7 @@ def loads(client: Any, run_id: str) -> list[Record]:
 
 
 def _events(client: Any, run: Any) -> tuple[Record, ...]:
-    """Return the events in order. How the run ended is what MLflow's own status says."""
+    """Return the events in order. MLflow's own status determines how the run ended."""
     world = run.data.metrics.get("event/world")
     found: list[Record] = []
 
@@ -321,7 +321,7 @@ def _events(client: Any, run: Any) -> tuple[Record, ...]:
         if event not in (key, "world") and PHASES.get(event, "running") == "running":
             for metric in client.get_metric_history(run.info.run_id, key):
                 add(event, metric.step, metric.timestamp)
-    # The store returns metrics by name. An end comes last, whatever the clock said.
+    # The store returns metrics by name. An end comes last, even if the clock was wrong.
     found.sort(key=lambda record: float(record["time"]))
     if not found:
         add("start", 0, run.info.start_time)

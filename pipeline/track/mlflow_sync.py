@@ -26,7 +26,7 @@ LONGEST_PAUSE_S = 30.0
 CHUNK_RECORDS = 500
 BATCH_METRICS = 300  # per request: about 0.1 s of a server's time, so that a slow one keeps up
 LOADS_EVERY_S = 60.0
-# Metrics that every record of a kind has: they tell how far a lost request got.
+# Metrics that every record of a kind has: they show how far a lost request got.
 ALWAYS_THERE = {
     "step": ("train/tokens", "train/loss"),
     "eval": ("eval/tokens", "eval/loss"),
@@ -118,7 +118,7 @@ class Feeder:
 
     @property
     def ended(self) -> bool:
-        """Whether the log says that training has ended, in whatever way."""
+        """Whether training has ended, in any way, according to the log."""
         return self._phase is not None and PHASES[self._phase["event"]] != "running"
 
     def _connect(self) -> Store:
@@ -183,7 +183,7 @@ class Feeder:
         records = 0
         for record in self._batch:
             found = mlflow_runs.metrics(record)
-            # A record is never split, so that one metric tells how far all of them got.
+            # A record is never split, so that one metric shows how far all of them got.
             if records and len(points) + len(found) > BATCH_METRICS:
                 break
             if record["kind"] == "event":

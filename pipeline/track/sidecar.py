@@ -68,9 +68,9 @@ class Sidecar:
         try:
             for _ in range(2):
                 # The sidecar gives up by itself before this time-out.
-                said, _ = self.process.communicate(timeout=wait_s + 10)
+                printed, _ = self.process.communicate(timeout=wait_s + 10)
                 if self.process.returncode == 0:
-                    return said.strip()
+                    return printed.strip()
                 self.process = self._start()  # it was killed: a new one sends what is missing
             fault = "the sidecar was killed"
         except subprocess.TimeoutExpired:

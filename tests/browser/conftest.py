@@ -1,4 +1,4 @@
-"""One Chromium for all, and a page that remembers whatever went wrong in it."""
+"""One Chromium for all tests, and a page that records every error in it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def served() -> Iterator[Callable[..., tuple[int, Watcher]]]:
 
 @pytest.fixture
 def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
-    """Open an address; at the end nothing may have been complained about, run or asked of another host."""
+    """Open an address; at the end there must be no error, no foreign script and no request to another host."""
     contexts: list[Any] = []
     troubles: list[str] = []
     asked: list[str] = []

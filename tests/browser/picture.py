@@ -26,7 +26,7 @@ def picture(page_file: Path, folder: Path) -> None:
 
 
 def drawn(page: Page) -> int:
-    """Charts are drawn when they come into sight: scroll through, and say how high the page is."""
+    """Scroll through the page, because charts are drawn when they become visible; return its height."""
     height = int(page.evaluate("document.documentElement.scrollHeight"))
     for top in range(0, height, 400):
         page.evaluate(f"scrollTo(0, {top})")

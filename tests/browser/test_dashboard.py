@@ -59,7 +59,7 @@ FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('j
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """IsoFLOP runs of two architectures, with a forecast on record."""
+    """IsoFLOP runs of two architectures, with a registered forecast."""
     root = tmp_path_factory.mktemp("grid") / "iso"
     for arch in ("dense", "moe"):
         for b, C in enumerate(BUDGETS):
@@ -109,7 +109,7 @@ def told_numbers(page: Any) -> dict[str, str]:
 
 
 def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
-    """What stands under the mouse and beside the sliders is what `launch forecast --json` says."""
+    """The hover label and the sliders show the figures of `launch forecast --json`."""
     page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
     C, x, y = page.evaluate(UNDER_THE_LAW)
     page.mouse.move(x - 3, y)
@@ -120,7 +120,7 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
     shown = float(page.locator("#chart .hoverlayer").text_content().split()[-1])
     assert abs(shown / loss - 1) < 0.01
 
-    # the sliders say what the command says, at the optimum and off it
+    # the sliders show the command's figures, at the optimum and away from it
     page.select_option("#cluster", "h200")
     for compute, split in ((70, 16), (95, 27)):
         slide(page, "#compute", compute)
@@ -317,7 +317,7 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     page.wait_for_selector("#chart .trace")
     assert page.evaluate(FORECASTS) == ["diamond-open"]
     make_run(root, "landed", 5e7, 1e9, size="huge")
-    until(lambda: page.evaluate(FORECASTS) == ["diamond"], 90)  # the run has landed
+    until(lambda: page.evaluate(FORECASTS) == ["diamond"], 90)  # the run has finished
     page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
     tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
     train(320)

@@ -108,7 +108,7 @@ def check_sizes(*roots: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", MOVED)
 def test_a_run_resumes_in_other_layouts_with_the_same_losses(corpus, tmp_path, optimizer):
-    """A model with experts and router counters, compared with the run that never moved.
+    """A model with experts and router counters, compared with the run that kept its layout.
 
     4 ranks at ZeRO-2 with 2 experts each, then each from the one before: 2 at ZeRO-1 with 4 each,
     1 rank, 3 at ZeRO-3, 4 at ZeRO-3 with 4 experts each and half of each sequence. And other
@@ -134,7 +134,7 @@ def test_a_run_resumes_in_other_layouts_with_the_same_losses(corpus, tmp_path, o
     worlds(jobs, tmp_path)
 
     assert losses(moved) == pytest.approx(losses(whole), rel=1e-6)
-    # It did run elsewhere: sums in another order round differently.
+    # It did use another layout: sums in another order round differently.
     assert losses(moved) != losses(whole)
     want = tensors(newest(moved))
     kinds = {"model", "exp_avg", "exp_avg_sq"}

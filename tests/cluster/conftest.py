@@ -1,4 +1,4 @@
-"""One SLURM for the whole suite; where there is none, the reason is shown."""
+"""One SLURM for the whole suite; if none can be started, the tests show the reason."""
 
 import shutil
 import tempfile

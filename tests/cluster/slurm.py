@@ -160,7 +160,7 @@ class Slurm:
                 time.sleep(0.1)
 
     def power_off(self, node: str) -> None:
-        """The cable first: a process that dies would otherwise say so to its peers."""
+        """Cut the network first, because a dying process would otherwise close its connections."""
         process = self._nodes.pop(node, None)
         if process is None:
             return
@@ -207,7 +207,7 @@ class Slurm:
         self.until(ended)
 
     def _state(self, node: str) -> str | None:
-        """Of a node; None while the controller does not answer yet."""
+        """Return the state of a node; None while the controller does not answer yet."""
         ask = ["sinfo", "-hN", "-n", node, "-p", "main", "-o", "%t"]
         done = subprocess.run(
             ask, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=120
@@ -215,7 +215,7 @@ class Slurm:
         return None if done.returncode else done.stdout.strip()
 
     def inside(self, node: str, pattern: str) -> list[int]:
-        """Processes of a node by their command line, as this host numbers them."""
+        """Find processes of a node by their command line; return the process ids on this host."""
         space = _child(self._nodes[node].pid)
         ask = ["pgrep", "--ns", str(space), "--nslist", "pid", "-f", pattern]
         found = subprocess.run(ask, capture_output=True, text=True).stdout
@@ -252,7 +252,7 @@ class Slurm:
 
 
 def absent() -> str | None:
-    """Why a SLURM cannot be started here."""
+    """Return why SLURM cannot be started here."""
     tools = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "ip")
     missing = [name for name in tools if shutil.which(name) is None]
     if missing:
@@ -283,12 +283,12 @@ def running(state: Path) -> Iterator[Slurm]:
 
 
 def _mac(net: int, host: int) -> str:
-    """A machine keeps its card: with another, its neighbours would send into the void for seconds after each start."""
+    """A node keeps its MAC address: with another one, its neighbors could not reach it for seconds after a start."""
     return f"02:87:00:00:{net:02x}:{host:02x}"
 
 
 def _child(pid: int) -> int | None:
-    """The first process inside a node, once it is there."""
+    """Return the first process inside a node, once it exists."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
 
@@ -302,7 +302,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _end(file: Path) -> None:
-    """A daemon by its pid file; a zombie has ended."""
+    """Whether the daemon of a pid file runs; a zombie has ended."""
     try:
         pid = int(file.read_text())
         os.kill(pid, signal.SIGTERM)

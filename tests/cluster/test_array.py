@@ -1,4 +1,4 @@
-"""Data, then a sweep as arrays, then the law: each waits for the one before; what failed is run again, alone."""
+"""Data, then a sweep as arrays, then the law: each job waits for the one before, and only failed runs are repeated."""
 
 import json
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.timeout(3000)
 
 
 def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
-    """The longest run first, which the others branch from."""
+    """The longest run first, from which the others branch."""
     here = tmp_path / 'it\'s\n#SBATCH "$(touch pwned)"'
     here.mkdir()
     (here / "sweep.toml").write_text(SWEEP)
     runs = here / "runs" / "three"
     broken = runs / "tiny-0.03x"
-    (broken / ".lock").mkdir(parents=True)  # it cannot be held: only a person mends that
+    (broken / ".lock").mkdir(parents=True)  # it cannot be locked, which only a person can fix
 
     copy = ("--output=/dev/null", "--wrap", f"cp -r {corpus} data")
     made = slurm.run("sbatch", "--parsable", f"--chdir={here}", *copy)
@@ -46,7 +46,7 @@ def test_data_then_sweep_then_fit(slurm, corpus, tmp_path):
     assert trunk["fit"] is None
     assert slurm.field(f"{trunk['job']}_0", "state") == "COMPLETED"
     assert rest["runs"] == [str(runs / "tiny-0.02x"), str(broken)] and rest["later"] == 0
-    slurm.ends(rest["fit"], "CANCELLED")  # its runs will never all be there
+    slurm.ends(rest["fit"], "CANCELLED")  # some of its runs will never finish
     states = [slurm.field(f"{rest['job']}_{index}", "state") for index in range(2)]
     assert states == ["COMPLETED", "FAILED"]
     ((event, reason),) = verdicts(broken)

@@ -1,4 +1,4 @@
-"""Training on a real SLURM: submitted, disturbed in every way a cluster knows, and never another curve."""
+"""Training on a real SLURM: jobs are submitted and disturbed in every way, and the curve stays the same."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.cluster.slurm import Slurm
 from tests.conftest import launch
 from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
 
-STEPS = 160  # room for five disturbances on a fast machine
+STEPS = 160  # enough for five disturbances on a fast machine
 LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=80")
 pytestmark = pytest.mark.timeout(3000)  # a busy box; alone it takes a tenth
 
@@ -55,7 +55,7 @@ def runs(site, corpus, tmp_path_factory) -> Path:
     wrong = ("--set", 'cluster.slurm.env={GLOO_SOCKET_IFNAME="nowhere"}')
     shapes = {
         "doomed": (*TINY, "--nproc", 1, *wrong),
-        "whole": (*LONG, "--nodes", 2, "--nproc", 1),  # what the disturbed ones are held against
+        "whole": (*LONG, "--nodes", 2, "--nproc", 1),  # others are compared with it
         "wide": (*TINY, "--nodes", 2, "--nproc", 2),
     }
     jobs = [
@@ -73,7 +73,7 @@ def test_the_curve_survives_every_event(slurm, runs, corpus, tmp_path):
     job = submit(slurm, *LONG, "--data", corpus, "--nodes", 2, "--nproc", 1, "--out", run)
 
     def training(starts: int) -> None:
-        """Wait until the job has begun so many times, and has made a few steps since."""
+        """Wait until the job has started this many times and has made a few steps since."""
         slurm.until(lambda: len(beginnings(run)) == starts and step(run) >= beginnings(run)[-1] + 4)
 
     # the ports of a job on two nodes are open on its own network only
@@ -92,22 +92,22 @@ def test_the_curve_survives_every_event(slurm, runs, corpus, tmp_path):
     training(3)
     assert verdicts(run)[-1][0] == "requeue" and "rank 1 on node2: Killed" in verdicts(run)[-1][1]
 
-    # someone more important comes by
+    # a job with higher priority preempts it
     job_of_guest = "sbatch --parsable -p high -N2 --exclusive -o/dev/null --wrap true"
     guest = slurm.run(*job_of_guest.split())
     training(4)
     assert slurm.field(guest, "state") == "COMPLETED"
     assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
 
-    # a rank is there and answers nobody: SLURM sees a job that runs
+    # a rank hangs: for SLURM the job is running
     hung = step(run) + 1
     os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGSTOP)
     training(5)
     action, reason = verdicts(run)[-1]
     assert action == "requeue" and "HangError: rank 1" in reason
 
-    # a node is off and on again before SLURM has noticed: it believes that the job runs there
-    slurm.until(lambda: step(run) > hung)  # the same fault at the same step would be the last
+    # a node restarts before SLURM notices: for SLURM the job is still running there
+    slurm.until(lambda: step(run) > hung)  # the same fault at the same step would end the job
     slurm.power_off("node2")
     slurm.power_on("node2")
     assert slurm.field(job, "state") == "RUNNING"
@@ -121,7 +121,7 @@ def test_the_curve_survives_every_event(slurm, runs, corpus, tmp_path):
 
 
 def test_jobs_side_by_side(slurm, runs):
-    """They were on the same nodes at the same time, and met only their own."""
+    """Jobs on the same nodes at the same time connect only to their own ranks."""
     whole, wide = runs / "whole", runs / "wide"
     assert losses(wide) == pytest.approx(GOLDEN["loss"], abs=1e-5)
     assert records(wide, "eval")[-1]["loss"] == pytest.approx(GOLDEN["eval"], abs=1e-5)
@@ -140,7 +140,7 @@ def test_jobs_side_by_side(slurm, runs):
 
 
 def test_the_same_failure_twice_is_not_retried(slurm, runs):
-    """A wrong network variable: the job came back once, then stopped with the reason."""
+    """A wrong network variable: the job was requeued once, then stopped with the reason."""
     run = runs / "doomed"
     assert [event for event, _ in verdicts(run)] == ["requeue", "stop"]
     reason = verdicts(run)[-1][1]
@@ -191,7 +191,7 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     slurm.until(lambda: step(run) >= 4)
     printed = [launch("logs", run, "--rank", rank).stdout for rank in range(2)]
     assert ["4/160 │ loss" in words for words in printed] == [True, False] and "torch" in printed[1]
-    slurm.power_off("node2")  # for good: SLURM requeues the job, which goes on with one node
+    slurm.power_off("node2")  # permanently: SLURM requeues the job, which continues with one node
     slurm.until(lambda: len(beginnings(run)) == 2 and step(run) >= beginnings(run)[-1] + 4)
     slurm.power_on("node2")
     assert "asked to save" in launch("cancel", run, **slurm.env).stdout
@@ -215,7 +215,7 @@ def test_a_cancelled_job_saves_and_is_continued_elsewhere(slurm, runs, corpus, t
     printed = (run / "logs" / "job.log").read_text()
     assert worlds == [2, 1, 2] and "Application launch failed" in printed
     assert hashes(run) == hashes(whole) and losses(run) == pytest.approx(losses(whole), abs=1e-3)
-    launch("sync", run, **tracked)  # what a busy machine had no time for
+    launch("sync", run, **tracked)  # records that a busy machine has not sent yet
     steps_of = "SELECT step FROM metrics WHERE key = 'train/loss' ORDER BY step"
     with sqlite3.connect(tmp_path / "mlflow.db") as store:  # one run, and each step of it once
         runs_there = store.execute("SELECT COUNT(*), MAX(status) FROM runs").fetchall()

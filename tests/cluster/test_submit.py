@@ -1,4 +1,4 @@
-"""What reaches SLURM, and what is refused before it does."""
+"""What is submitted to SLURM, and what is refused before."""
 
 import json
 import shlex
@@ -99,7 +99,7 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     assert slurm.field(job, "state") == "CANCELLED"
     assert "squeue is not here" in launch("cancel", out, code=2, PATH=str(tmp_path)).stderr
 
-    # SLURM brings a job back after a lost node without asking us: that too is bounded
+    # SLURM itself restarts a job after a lost node; that is limited too
     there = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
     batch = [sys.executable, "-m", "pipeline.slurm.job", str(out)]
     env = environment(**slurm.env, **there, SLURM_RESTART_COUNT="101")
@@ -127,7 +127,7 @@ def test_a_job_may_wait_for_nodes_that_are_down(slurm, corpus, tmp_path):
 
 
 def test_fifty_at_once_are_fifty_runs(slurm, corpus, tmp_path):
-    """Without --out each takes a directory of its own, however close they come."""
+    """Without --out each job gets its own directory, even if they are submitted at the same time."""
     job = ("--slurm", "--gpus-per-node", 0, "--nproc", 1, "--json", *HELD)
     wanted = ["launch", "pretrain", *TINY, "--data", corpus, *job]
     program = textwrap.dedent(
@@ -179,7 +179,7 @@ FAULT = {"kind": "RuntimeError", "message": "out of luck", "user": False}
         ({"finished": True}, "done", "finished at step 7"),
         ({"saved": True}, "requeue", "saved at step 7"),
         ({"saved": True, "restarts": 100}, "stop", "max_restarts=100"),
-        ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # before it could listen
+        ({"asked": "SIGUSR1"}, "requeue", "asked to stop at step 7"),  # no handler yet
         ({"saved": True, "asked": "SIGTERM"}, "stop", "asked to end; saved at step 7"),
         ({"fault": FAULT}, "requeue", "RuntimeError: out of luck at step 7"),
         ({"fault": FAULT, "restarts": 100}, "stop", "max_restarts=100"),

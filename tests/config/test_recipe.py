@@ -1,4 +1,4 @@
-"""Numbers that follow from the size, and refusals whose remedies work."""
+"""Settings that follow from the size, and refusals whose remedies work."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_rate_and_batch_follow_the_published_ladder():
     assert config.optim.lr == pytest.approx(0.5 * 0.0047 * (n / 108e6) ** (-1 / 3), rel=5e-3)
     assert config.train.batch_tokens == pytest.approx(
         2048 * 160 * (n / 108e6) ** (2 / 3), rel=0.25
-    )  # snapped
+    )  # rounded to 2^k or 3·2^k
     assert config.optim.optimizer.beta2 == 0.99  # below 524,288 tokens
 
 

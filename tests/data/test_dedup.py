@@ -275,7 +275,7 @@ def test_decontamination(tmp_path: Path, tokenizer: Tokenizer) -> None:
     texts = some_texts(60)
     secret = " ".join(f"q{i}" for i in range(30))
     texts[7] += f"\nAnswer: {secret.upper()}!"
-    texts[9] += " ".join(secret.split()[:12])  # twelve words in common: below the limit of thirteen
+    texts[9] += " ".join(secret.split()[:12])  # twelve common words: below the limit of thirteen
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     held_out = f"Question one.\n{secret}\n"
     manifest = make([source], tmp_path / "out", tokenizer, decontaminate=against(held_out))

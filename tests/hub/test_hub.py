@@ -65,7 +65,7 @@ def random_hub_model(kind):
         for name, p in theirs.named_parameters():
             if p.ndim < 2:  # gains of 1 and biases of 0 would hide a mistake
                 p.add_(torch.randn_like(p) * 0.2)
-            elif "gate.weight" in name:  # which expert is first must not hang on rounding
+            elif "gate.weight" in name:  # the choice of experts must not depend on rounding
                 p.normal_(0, 1.0)
         for name, b in theirs.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -112,7 +112,7 @@ def test_a_model_of_theirs_becomes_ours_and_goes_back(kind, tmp_path):
 
 
 def hub_gradient(grads, name):
-    """By the name on disk: transformers holds experts fused."""
+    """Return gradients by the name on disk: in memory, transformers has fused experts."""
     name = name.replace("block_sparse_moe", "mlp")
     if name in grads:
         return grads[name]
@@ -133,7 +133,7 @@ STACKS = {arch: load_config(size="tiny", arch=arch).model.stack for arch in name
     "arch", [arch for arch in STACKS if STACKS[arch] == "decoder" and arch != "switch"]
 )
 def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
-    """Ours, with their own heads, experts and blocks for further tokens, drawn by us."""
+    """Our named architectures with random weights, exported and compared."""
     cfg = load_config(
         size="tiny",
         arch=arch,
@@ -179,7 +179,7 @@ def test_settings_without_a_counterpart_are_named(arch, sets, names_):
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    """A rotary base that config.json does not say: transformers computes something else from the same weights."""
+    """A rotary base that config.json does not have: transformers computes something else from the same weights."""
     cfg = load_config(size="tiny", arch="llama3", sets=TINY).model
     model = build_model(cfg)
     init_weights(model, cfg, seed=1)

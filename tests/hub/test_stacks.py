@@ -70,7 +70,7 @@ def random_hub_model(case):
 
 
 def inputs(case):
-    """Tokens of ours, and the same under their names; targets, and labels of rows."""
+    """Return tokens, targets and row labels as inputs of our model, and the same as inputs of theirs."""
     g = torch.Generator().manual_seed(1)
     tokens, source = (torch.randint(3, VOCAB, (2, n), generator=g) for n in (LENGTH, SOURCE))
     if case.startswith(("t5", "bart", "marian")):
@@ -137,7 +137,7 @@ OTHERS = [arch for arch in names("arch") if load(size="tiny", arch=arch).model.s
 
 @pytest.mark.parametrize("arch", OTHERS)
 def test_every_named_architecture_has_a_counterpart(arch, tmp_path):
-    """Ours, drawn by us, in a file of theirs and back through a checkpoint."""
+    """Our models with random weights, exported, imported and compared."""
     cfg = load(size="tiny", arch=arch, sets=["model.vocab=96", "model.seq=32"]).model
     model = build_model(cfg)
     init_weights(model, cfg, seed=1)
@@ -219,7 +219,7 @@ def test_settings_without_a_counterpart_are_named():
 
 @pytest.mark.parametrize("case", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_generates_what_theirs_does(case, tmp_path):
-    """Greedily and by beam search, with sources of several lengths, each as if it were alone."""
+    """Greedy and beam search with sources of several lengths; batching does not change the result."""
     theirs = random_hub_model(case)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_hub_model(tmp_path / "theirs").eval()

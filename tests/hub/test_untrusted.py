@@ -55,7 +55,7 @@ def test_import_never_runs_a_models_code(model_type, works, source, tmp_path, mo
 def test_other_files_of_the_directory_are_not_read(source, tmp_path):
     for name in ("generation_config.json", "adapter_config.json", "pytorch_model.bin"):
         (source / name).unlink(missing_ok=True)
-        os.mkfifo(source / name)  # to open one would wait for ever
+        os.mkfifo(source / name)  # opening one would block forever
     import_model(source, tmp_path / "out")
 
 

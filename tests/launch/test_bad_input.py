@@ -1,4 +1,4 @@
-"""What a person can get wrong: one line with key, value and remedy, exit code 2, nothing lost or half-written."""
+"""User errors: one line with key, value and remedy, exit code 2, nothing lost or half-written."""
 
 import json
 import os

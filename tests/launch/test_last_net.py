@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a command ends in one line and an exit code."""
+"""Any error in a command ends in one line and an exit code."""
 
 import os
 import subprocess

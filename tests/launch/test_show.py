@@ -1,4 +1,4 @@
-"""Commands that only look: they answer at once, in words and in JSON."""
+"""Commands that only print: they answer at once, as text and as JSON."""
 
 import json
 import subprocess

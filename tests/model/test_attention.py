@@ -33,7 +33,7 @@ MASKS = {
 
 
 def visible(row: int, query: int, key: int, how: dict) -> bool:
-    """Said anew, one pair at a time."""
+    """The definition of a mask, one pair at a time."""
     causal = how.get("causal", True)
     seen = key <= query or not causal
     if "prefix_B" in how:
@@ -116,7 +116,7 @@ def test_the_eager_twin_is_the_definition():
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 @torch.no_grad()
 def test_documents_in_one_row_are_each_document_alone(kind, stack):
-    """Positions begin anew in each, whatever their kind; routed experts, without a capacity, see tokens one by one."""
+    """Positions of every kind restart in each document; routed experts without a capacity process tokens one by one."""
     first, second, third = (torch.tensor([p]) for p in prompts(5, 9, 2))
     row = torch.cat((first, second, third), 1)
     documents = torch.tensor([[0] * 5 + [1] * 9 + [2] * 2])

@@ -1,4 +1,4 @@
-"""Decoding with a cache against the whole forward pass, and what each way of choosing tokens promises."""
+"""Decoding with a cache against the whole forward pass, and the properties of each sampling method."""
 
 import itertools
 

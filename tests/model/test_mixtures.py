@@ -62,7 +62,7 @@ def test_any_mixture_is_refused_in_a_line_or_works(arch, changes):
     model(tokens[:, :-1], targets, **more).total.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     with torch.no_grad():
-        for router in model.routers():  # which expert is first must not hang on rounding
+        for router in model.routers():  # the choice of experts must not depend on rounding
             router.weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
         model.eval()
     if cfg.stack == "decoder":

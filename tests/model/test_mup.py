@@ -16,7 +16,7 @@ ROUTED = '{kind="moe", activation="swiglu", experts=4, top_k=2, shared=1, hidden
 
 
 def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) -> dict[str, float]:
-    """How far each activation has moved from where it began, root mean square."""
+    """Return the root mean square change of each activation since the start."""
     heads = width // 16
     shape = [f"model.width={width}", "model.layers=2", "model.vocab=64", "model.seq=32"]
     if arch == "dense":
@@ -66,7 +66,7 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
 
 
 def slopes(mup: bool, arch: str, widths: tuple[int, ...] = WIDTHS) -> dict[str, float]:
-    """Of log change over log width, least squares."""
+    """Return the slope of log change over log width, by least squares."""
     rows = [changes(width, mup, arch) for width in widths]
     x = torch.tensor([math.log(w) for w in widths])
     x = x - x.mean()
@@ -85,7 +85,7 @@ def test_activations_change_equally_at_every_width_only_under_mup():
 
 
 def test_scales_by_width_under_mup():
-    """A latent's rank goes with its head, a router's outputs are few; what the rate is divided by multiplies decay."""
+    """A latent's rank scales with its head, a router has few outputs; decay is multiplied by what divides the rate."""
     sets = [
         "model.parametrization=mup",
         "model.mup_base={base_width=16, base_head_dim=16}",

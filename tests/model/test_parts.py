@@ -61,7 +61,7 @@ def test_multipliers_scale_the_embedding_and_the_logits(tied):
 
 @torch.no_grad()
 def test_layers_take_position_and_window_in_turn():
-    """Of four layers every second knows no position, every third sees beyond the window."""
+    """Of four layers, every second has no position and every third attends beyond the window."""
     attention = {**KINDS["gqa"], "window": 3, "global_every": 3}
     model = made(layers=4, nope_every=2, attention=attention)
     tokens = torch.tensor(prompts(12))

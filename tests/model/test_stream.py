@@ -99,7 +99,7 @@ def reference(model: torch.nn.Module, tokens, documents):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("recompute", [False, "selective", True])
 def test_loss_and_gradients_are_those_of_the_formula(part, recompute):
-    """With documents: positions restart, nothing is seen across their ends, and nothing smears over them."""
+    """With documents, positions restart, and neither attention nor smear crosses their boundaries."""
     source = model_of(part, **({"attention": {**made().cfg.attention.model_dump(), "score_scale": 1.44}}
                                if part == "all" else {}))  # fmt: skip
     model = build_model(source.cfg, recompute=recompute, z_loss=1e-2, loss_chunk=5)

@@ -47,7 +47,7 @@ def corpus() -> torch.Tensor:
 
 
 def trained(width: int, mup: bool, lr: float, seed: int, steps: int, tokens: torch.Tensor) -> float:
-    """The mean loss of the last steps; the rate is constant after a warmup, which punishes one that is too high."""
+    """Return the mean loss of the last steps. The rate is constant after a warmup, so a rate that is too high shows."""
     cfg = model_of(width, mup, f"model.vocab={int(tokens.max()) + 1}")
     model = build_model(cfg)
     init_weights(model, cfg, seed)

@@ -1,4 +1,4 @@
-"""What is made of a text, against the code of Hugging Face and T5 and against closed forms."""
+"""Noise of every objective, compared with the code of Hugging Face and T5 and with closed forms."""
 
 import math
 from collections import Counter
@@ -219,7 +219,7 @@ def test_every_row_has_the_same_lengths(seq: int, rate: float, length: float, se
     assert example.source is not None
     assert len(example.source) == seq and len(example.targets) == spans.target_length(seq)
     cut = example.targets[(example.targets < 10**6) & (example.targets != EOD)]
-    # Nothing is lost: what was cut out and what is left are the text.
+    # Nothing is lost: the parts cut out and the rest make up the text.
     kept = example.source[(example.source < 10**6) & (example.source != EOD)]
     assert sorted([*cut, *kept]) == text.tokens.tolist()
 

@@ -66,7 +66,7 @@ def test_only_matrices_decay(tied):
 
 def test_a_scaled_embedding_equals_a_multiplication_by_root_width():
     """arXiv 2312.16903 multiplies; larger first weights that learn faster make the same steps, and leave no factor in
-    the model. Adam's epsilon alone tells them apart."""
+    the model. Only Adam's epsilon makes a difference."""
     tokens = torch.arange(96).view(2, 48) * 7 % 64
     outs = []
     for way in ("model.scaled_embedding=true", "model.multipliers.embedding=8.0"):

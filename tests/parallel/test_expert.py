@@ -1,4 +1,4 @@
-"""The dispatch that crosses ranks against the one that does not, and whether a host waits in it."""
+"""The dispatch across ranks against the local one, and whether the host waits in it."""
 
 import pytest
 import torch

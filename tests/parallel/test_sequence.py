@@ -1,4 +1,4 @@
-"""Ranks that share sequences compute the losses and gradients of one process that has whole ones."""
+"""Ranks that share sequences compute the same losses and gradients as one process with whole sequences."""
 
 import pytest
 import torch

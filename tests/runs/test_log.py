@@ -1,4 +1,4 @@
-"""The log survives whatever the process that writes it does not."""
+"""The log survives the death of the process that writes it."""
 
 import json
 import math
@@ -161,7 +161,7 @@ def test_tail_follows_appends_and_rewrites(path: Path) -> None:
     log.append({"kind": "step", "step": 4})
     assert [record["step"] for record in tail.take(9)] == [4]
     log.truncate_after(1)
-    for step in range(2, 9):  # longer than before, so that the size alone would not tell
+    for step in range(2, 9):  # longer than before, so that the size alone does not show the rewrite
         log.append({"kind": "step", "step": step})
     assert [record["step"] for record in tail.take(99)] == list(range(9))
     assert tail.rewound

@@ -15,7 +15,7 @@ from pipeline.scaling.study import study
 from pipeline.units import count
 
 POINTS = Path(__file__).with_name("synthetic.csv")
-TRUTH = 2.9497  # nats per token of the held-out split, as `launch data prepare` says
+TRUTH = 2.9497  # nats per token of the held-out split, as `launch data prepare` prints
 
 
 def picture(folder: Path) -> None:

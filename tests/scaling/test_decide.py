@@ -1,4 +1,4 @@
-"""The runs to buy, against closed forms, brute-force grids and the figures of the papers."""
+"""Chosen runs, compared with closed forms, brute-force grids and the figures of the papers."""
 
 import json
 import math

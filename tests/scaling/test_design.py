@@ -1,4 +1,4 @@
-"""Plans that say how well they will forecast: against the same fits to real draws."""
+"""Predicted widths of forecasts, compared with fits to simulated runs."""
 
 import json
 from dataclasses import replace

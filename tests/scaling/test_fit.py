@@ -167,7 +167,7 @@ def test_the_ladder_of_the_docs() -> None:
         [2.940, 2.990, 3.006], abs=2e-3
     )
     assert done.warnings == ()
-    simpler = study(points)  # Chinchilla's law, fitted to forecast
+    simpler = study(points)  # Chinchilla's law, fitted for forecasting
     chosen = simpler.parameters()["E"]
     assert simpler.name == "chinchilla" and simpler.warnings == ()
     # The interval holds what the points alone allow, with γ free, and the law's own E.
@@ -176,13 +176,13 @@ def test_the_ladder_of_the_docs() -> None:
     assert study(points, "chinchilla").parameters()["E"]["low"] > 2.9497
     fewer = study(
         points.take(points.D > 3e5), "chinchilla"
-    )  # nine runs do not determine it, and say so
+    )  # nine runs do not determine it, and there is a warning
     assert fewer.parameters()["E"]["low"] == 0
     assert any("zero fits as well" in warning for warning in fewer.warnings)
 
 
 def test_runs_too_short_for_their_size_break_no_backtest() -> None:
-    """Measured on synthetic:small: the largest size has hardly begun to learn, and Kaplan's Nc ran away."""
+    """Measured on synthetic:small: the largest size has hardly begun to learn, and Kaplan's Nc diverges."""
     N = np.repeat([14992.0, 43232.0, 107952.0], [4, 4, 2])
     D = np.array([131072.0, 262144, 524288, 1048576] * 2 + [131072, 262144])
     loss = np.array(

@@ -1,4 +1,4 @@
-"""Forecasts: what they are worth, that they follow the printed law, and their register."""
+"""Forecasts: their errors, their agreement with the printed law, and their registration."""
 
 import json
 import shlex
@@ -46,7 +46,7 @@ def test_the_interval_covers_what_comes_next() -> None:
         inside.append((low <= larger.loss) & (larger.loss <= high))
         widths.append(np.median(high / loss - 1))
     assert np.mean(inside) >= 0.9
-    assert np.mean(widths) < 0.05  # and is of some use
+    assert np.mean(widths) < 0.05  # and narrow enough to be useful
 
 
 def test_backtests_never_see_what_they_predict() -> None:

@@ -1,4 +1,4 @@
-"""Each law gets back what it was drawn from."""
+"""Each law recovers the parameters that the points were drawn from."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ UNEVEN = {"E": 1.7, "A": 800.0, "alpha": 0.46, "B": 60.0, "beta": 0.27}
 
 
 def drifting_grid(width: float = 4.0) -> tuple[Points, np.ndarray, np.ndarray]:
-    """isoFLOP budgets whose centre drifts from a third of N* to three times it: how a first guess goes wrong."""
+    """isoFLOP budgets whose center drifts from a third of N* to three times N*, as with a wrong first guess."""
     E, A, alpha, B, beta = UNEVEN.values()
     G, a = (alpha * A / (beta * B)) ** (1 / (alpha + beta)), beta / (alpha + beta)
     C = np.repeat(np.geomspace(1e18, 1e21, 7), 7)

@@ -1,4 +1,4 @@
-"""More than 200 malformed inputs: each ends in one line, or in a law that states its doubt."""
+"""More than 200 malformed inputs: each ends in a one-line error, or in a law with a warning."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ Table = dict[str, list[str]]
 
 
 def table(seed: int = 0, noise: float = 0.002) -> Table:
-    """A ladder without fault: five sizes at three lengths."""
+    """A valid ladder: five sizes at three lengths."""
     rng = np.random.default_rng(seed)
     N = np.repeat(np.geomspace(1e6, 1e9, 5), 3)
     D = N * np.tile([5.0, 20.0, 80.0], 5)
@@ -41,7 +41,7 @@ def column(key: str, change: Callable[[float], float], rows: slice | list[int]) 
 
 
 def cells() -> Iterator[tuple[str, str]]:
-    """A cell that is no number, in every required column and several rows."""
+    """A cell that is not a number, in every required column and several rows."""
     words = ("x", "12M", "1e6 params", "3.1%", "1.2.3", "0x10", "–", "1 000", "3,1", "$4", "None")
     for key in ("N", "D", "loss"):
         for row, word in enumerate(words):
@@ -155,7 +155,7 @@ CASES = [*cells(), *shapes(), *figures()]
 
 
 def outcome(file: Path) -> str:
-    """The error, or the first doubt, or nothing."""
+    """Return the error, the first warning, or nothing."""
     try:
         done = study(read_csv(file), "chinchilla", profiled=False)
     except UserError as error:

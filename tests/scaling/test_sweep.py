@@ -81,7 +81,7 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
 
 
 def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
-    """It is the run that a run of its own would have been, and cost only its decay."""
+    """A branch equals the separate run, and costs only its decay."""
     sets = (part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s))
     call = (
         "pretrain",

@@ -1,4 +1,4 @@
-"""The lines a person reads, to the letter."""
+"""The exact lines that the console prints."""
 
 import io
 import subprocess
@@ -92,7 +92,7 @@ def test_header_and_warnings() -> None:
     ("per_step_s", "eta"), [(0.01, "1s"), (1, "1m40"), (100, "2h46"), (2000, "2d07")]
 )
 def test_eta_is_a_moving_average(capsys, per_step_s, eta):
-    """A long compilation after the first step is soon forgotten; with quiet nothing is printed."""
+    """A long compilation after the first step soon has no effect; with quiet nothing is printed."""
     for quiet in (False, True):
         console = Console(200, quiet=quiet)
         console.record(STEP | {"step": 1, "time": 0.0})

@@ -32,7 +32,7 @@ def uri(server: Server, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def write(log: Log, steps: range, pause_s: float = 0.0) -> None:
-    """The part of the training loop: nothing but appending, timed."""
+    """Append records as the training loop does, and time it."""
     for step in steps:
         began = time.perf_counter()
         log.append(step_record(step))
@@ -184,7 +184,7 @@ def test_crash_and_resume_is_one_run(uri: str, run_dir: Path, log: Log) -> None:
     again.append(event(110, "resume"))
     write(again, range(111, 151))
     again.close()
-    assert sidecar.finish(WAIT_S) == ""  # no event says how it ended
+    assert sidecar.finish(WAIT_S) == ""  # no event states how it ended
     run = the_run(uri, run_dir)
     assert steps_there(uri, run_dir) == list(range(1, 151))
     assert run.data.metrics["restarts"] == 2
@@ -298,7 +298,7 @@ def test_the_sidecar_outlives_a_preemption_signal(run_dir: Path, log: Log) -> No
     wait_for_step(run_dir, 5)
     os.kill(process.pid, signal.SIGTERM)
     write(log, range(6, 11))
-    wait_for_step(run_dir, 10)  # it goes on after the signal
+    wait_for_step(run_dir, 10)  # it continues after the signal
     log.append(event(10, "interrupt"))
     assert process.wait(WAIT_S) == 0
     assert mlflow_sync.load_state(run_dir).status == "KILLED"

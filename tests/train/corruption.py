@@ -1,8 +1,8 @@
-"""`python -m tests.train.corruption FLIPS STEPS`: every engine skips a step and is struck by flipped bits, on four
-ranks, and steps without a wait, and DDP trains in peace, on two; rank 0 prints what was seen.
+"""`python -m tests.train.corruption FLIPS STEPS`: on four ranks, every engine skips a step and finds flipped bits; on
+two, steps do not wait and DDP raises no alarm. Rank 0 prints the results.
 
-One launch for all: importing is most of what it costs. Of four ranks a majority can name the odd one; of two that share
-experts none can, and both are named.
+One launch for all, because importing takes most of the time. Of four ranks, a majority names the one that differs; of
+two ranks that share experts, both are named.
 """
 
 import json
@@ -52,7 +52,7 @@ def config(
 
 
 def batch(step: int) -> list[Micro]:
-    """One row of this rank: a walk that goes one or two tokens on, which can be learnt in part."""
+    """One row of this rank: a walk with steps of one or two tokens, which can be learned in part."""
     source = torch.Generator().manual_seed(step * WORLD.size + WORLD.rank)
     row = torch.randint(1, 3, (1, SEQ + 1), generator=source).cumsum(1) % VOCAB
     return [Micro(row[:, :-1], row[:, 1:])]
@@ -68,7 +68,7 @@ class Heard(list[dict[str, Any]]):
 
 
 def looping(config: RunConfig, guard: Guard | None = None) -> tuple[Loop, Heard]:
-    """The real loop, with no more than it needs here, and what it says."""
+    """Build the real loop with the minimum that it needs; return it and its records."""
     heard: Any = Heard()
     made = build_engine(config, WORLD), WORLD, heard, StopRequest(), None, guard or Guard([]), None
     return Loop(config, RunDir(Path()), *made), heard
@@ -96,8 +96,8 @@ def nan_on(rank: int) -> Iterator[None]:
 
 
 def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
-    """A NaN on one rank, and then a loss that is finite and far off: all refuse the step, nothing changes, routers'
-    counts neither, and what follows is as if it had never been."""
+    """A NaN on one rank, and then a finite loss that is far too high: all ranks reject the step, nothing changes, not
+    even the routers' counts, and later steps are not affected."""
     one = {"kind": "step", "loss": 4.2, "grad_norm": 1.0}
     usual = [{**one, "step": step} for step in range(-128, 0)]
     both = [looping(config(name, zero, dtype, "moe"), Guard(usual)) for _ in range(2)]
@@ -130,7 +130,7 @@ def skipped(name: str, zero: int, dtype: str) -> dict[str, bool]:
 
 
 def waits(name: str, zero: int, dtype: str, arch: str) -> str:
-    """Where the real loop waits for its device in a step, beside reading the one before; it records routing too."""
+    """Return where the real loop waits for its device in a step, apart from reading the step before."""
     loop, _ = looping(config(name, zero, dtype, arch))
     loop._routing_every = 1
     for step in range(2):  # in the first ZeRO-3 compares what the ranks do
@@ -139,7 +139,7 @@ def waits(name: str, zero: int, dtype: str, arch: str) -> str:
 
 
 def flip(tensors: list[Tensor], source: random.Random) -> tuple[Tensor, int, Tensor]:
-    """Where, and what was there."""
+    """Flip a bit; return its place and the old value."""
     words = source.choice(tensors).detach().reshape(-1).view(torch.int32)
     index, bit = source.randrange(len(words)), source.randrange(32)
     before = words[index].clone()
@@ -155,7 +155,7 @@ def strike(
     if where == "result" and mine:  # as if its optimizer had computed something else
         done = [flip([*held.expert_copies] or held.copies, mine)]
     replicas.remember()
-    if where == "memory" and mine:  # weights that change while nobody writes
+    if where == "memory" and mine:  # weights that change without an update
         done = [flip([*held.copies, *held.own, *held.expert_copies], mine)]
 
     def accept(_nll: Tensor, _norm: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def strike(
 
 
 def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
-    """How many of so many flips were caught before the step, with the struck rank named."""
+    """Count the flips that were caught before the step with the right rank named."""
     made = config(name, zero, arch="moe" if ep > 1 else "dense", ep=ep)
     worker, caught, source = build_engine(made, WORLD), 0, random.Random(zero)
     replicas = Replicas(worker, WORLD, ep)
@@ -193,7 +193,7 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
 
 
 def clean(count: int) -> list[str]:
-    """Alarms in so many good steps, under DDP: it has the most to compare, gradients too."""
+    """Count the alarms in good steps under DDP, which has the most to compare, including gradients."""
     loop, heard = looping(config("accelerate", 0))
     for step in range(count):
         loop.step(step, rows(step), 0.0)
@@ -203,7 +203,7 @@ def clean(count: int) -> list[str]:
 
 
 def looped(save: bool) -> str:
-    """What the real loop says of a flip between two steps, when the next is launched, or before a checkpoint."""
+    """Return the loop's error for a flip between two steps, at the next step or before a checkpoint."""
     loop, heard = looping(config("deepspeed", 1))
     loop.step(0, rows(0), 0.0)
     loop.settle()

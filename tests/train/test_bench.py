@@ -24,7 +24,7 @@ from tests.conftest import environment, launch
 
 BENCH = ["bench", "train", "--size", "7k"]
 SMALL = ["model.vocab=512", "model.seq=64", "train.batch_tokens=1024"]
-# One chunk of logits needs more than all else: it fits the host's memory, not the process limit.
+# One chunk of logits needs more than everything else: it fits the host, not the process limit.
 # With ZeRO-0, because the buckets of the other stages are larger than that.
 WIDE = ["model.vocab=32768", "model.seq=256", "train.batch_tokens=8192", "train.loss_chunk=1000000"]
 MICRO_BATCHES = [36, 18, 12, 9, 6, 4, 3, 2, 1]
@@ -98,7 +98,7 @@ def test_fp8_is_compared_with_its_twin_from_the_same_weights_on_the_same_batches
     [  # on a CPU, on an H200
         ("h200", "H200", None, 989e12),
         ("h200", "A100", None, None),
-        ("h200", None, 989e12, 989e12),  # believed
+        ("h200", None, 989e12, 989e12),  # used as given
         (None, None, None, 989e12),  # that of the shipped cluster whose device this is
     ],
 )
@@ -217,7 +217,7 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
     ("arch", "mtp", "kinds"), [("dense", 0, 2), ("moe", 0, 2), ("mla-moe", 0, 2), ("dense", 1, 2)]
 )  # the first has nothing to add
 def test_one_graph_per_kind_of_block_without_breaks_or_recompilation(arch, mtp, kinds, monkeypatch):
-    """Counted by Dynamo, which does the cutting; what compiles its graphs afterwards does not matter here."""
+    """Counted by Dynamo, which creates the graphs; the compiler that runs afterwards does not matter here."""
     from torch._dynamo.utils import counters  # takes seconds, which every worker would pay
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -1,4 +1,4 @@
-"""Bad numbers: a step that would hurt is not taken, and no bit flips unseen."""
+"""Bad numbers: a harmful step is not applied, and every flipped bit is found."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def noise(count: int) -> list[dict]:
 
 
 def judge(guard: Guard, loss: float, norm: float, number: int = 1000) -> str:
-    """As the device does it, and what the host then says."""
+    """Decide as the device does; return the host's reason if the step is rejected."""
     values, limits = torch.tensor([(loss, norm), guard.limits(number)], dtype=torch.float64)
     return "" if (values <= limits).all() else guard.reason(number, loss, norm)
 
@@ -53,8 +53,8 @@ def test_nonfinite_and_outlying_steps_are_refused():
     for guard in (young, old):
         assert judge(guard, math.nan, 1.0) == "loss is nan"
         assert judge(guard, 3.0, math.inf) == "gradient norm is inf"
-        assert judge(guard, 3.3, 1.1) == "" and judge(guard, 0.5, 0.1) == ""  # lower is no harm
-    assert judge(young, 30.0, 50.0) == ""  # too few to know
+        assert judge(guard, 3.3, 1.1) == "" and judge(guard, 0.5, 0.1) == ""  # lower is fine
+    assert judge(young, 30.0, 50.0) == ""  # too few steps for a limit
     assert "σ above the usual 3" in judge(old, 3.9, 1.0)
     assert "gradient norm 25 is 6.4σ" in judge(old, 3.0, 25.0)
     still = Guard([step(i) for i in range(128)])
@@ -102,7 +102,7 @@ def test_repeated_skips_roll_back_and_then_end_the_run():
 
 
 def test_a_resumed_guard_decides_like_an_uninterrupted_one():
-    """Also where it has read a step more by then: what a step is held against ends two before it."""
+    """Also if it has read one more step: the limits of a step come from steps up to two before it."""
     log = noise(300)
     log.insert(250, {"kind": "event", "event": "skip", "step": 250, "loss": math.nan})
     whole, resumed = Guard(log), Guard(relevant(log))
@@ -175,7 +175,7 @@ def test_bad_batches_are_skipped_and_left_out_and_the_rest_is_trained(poisoned):
     assert (back["first"], back["last"], back["reason"]) == (20, 22, "loss is nan")
     assert all(map(math.isfinite, losses(poisoned)))
     saves = [r["step"] for r in records(poisoned, "event") if r["event"] == "save"]
-    assert saves == [9, 18]  # it went back to 18
+    assert saves == [9, 18]  # it rolled back to 18
 
 
 def test_a_stuck_rank_is_found_with_its_stacks(poisoned):

@@ -1,4 +1,4 @@
-"""Whole runs through the command line: the same numbers in every world, after every interruption."""
+"""Whole runs through the command line: the same numbers in every layout and after every interruption."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def hashes(run: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def base(corpus, tmp_path_factory) -> Path:
-    """Two processes, ZeRO-1, never interrupted: what the others are held against."""
+    """Two processes, ZeRO-1, never interrupted: the run that the others are compared with."""
     out = tmp_path_factory.mktemp("runs") / "base"
     options = ("--data", corpus, "--nproc", 2, "--out", out)
     # Not a fork: what a user runs.
@@ -142,7 +142,7 @@ def pretrain(*options: object) -> Launched:
 
 
 def interrupt(arguments: tuple, send: Callable[[psutil.Process], object], *, code: int) -> None:
-    """Stop a run at its first step. It does not exit with 0: a script must not go on then."""
+    """Stop a run at its first step. It does not exit with 0, so that a script does not continue."""
     process = pretrain(*arguments)
     for line in process.stdout:
         if line.startswith("step "):

@@ -1,4 +1,4 @@
-"""The supervisor: what it starts is closed to others, and survives whatever happens around it."""
+"""The supervisor: its processes are closed to others and survive disturbances."""
 
 import base64
 import fcntl

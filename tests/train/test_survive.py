@@ -1,4 +1,4 @@
-"""What a run lives through: ranks that die or stand still, at any step, again and again."""
+"""A run survives ranks that die or hang, at any step and repeatedly."""
 
 import random
 import re
@@ -47,7 +47,7 @@ def few(corpus, tmp_path_factory) -> Path:
 
 
 # Options, and what happens to which rank at which step: some steps before the next fault, because
-# ranks go on until they miss the other.
+# ranks continue until they lose the other.
 CASES = {
     "zero 1": (
         ("--zero", 1, "--set", "train.eval_batches=40"),
@@ -128,7 +128,7 @@ def test_a_repeated_fault_is_not_retried_forever():
     assert "twice at step 7: RuntimeError: why" in (verdict([fault(7), fault(7)], 3) or "")
     in_vain = [fault(step) for step in (5, 6, 7, 8)]
     assert verdict(in_vain[:3], 3) is None and "4 times" in (verdict(in_vain, 3) or "")
-    # a new checkpoint: it gets somewhere
+    # a new checkpoint: there is progress
     assert verdict([*in_vain[:3], fault(12, saved=8)], 3) is None
     assert "failed after step 0" in (verdict([fault(7)], 0) or "")
 
@@ -145,7 +145,7 @@ def test_goodput_is_what_the_steps_left():
         # 3.5 s of steps lost, 20 s until it trained again
         at(30, event="restart", start_s=20.0, replay_s=3.5),
         at(31, event="interrupt"),
-        at(1000, event="resume", start_s=4.0),  # not running costs nothing
+        at(1000, event="resume", start_s=4.0),  # time while it is not running does not count
         at(1003, event="skip", seconds=1.0),
     ]
     share = goodput(log)

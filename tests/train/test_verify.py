@@ -1,4 +1,4 @@
-"""`launch verify`: real ranks in every layout compared with one plain process, and an error to catch."""
+"""`launch verify`: real ranks in every layout compared with one plain process, and a deliberate error."""
 
 import json
 import math
