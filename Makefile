@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAUNCH := $(BIN)/launch
-# The demo runs on CPUs: its ladder takes seconds, not hours.
+# The demo runs on CPUs; its ladder takes minutes.
 DATA   := data/demo
 RUNS   := runs/demo
-# The run that is forecast from the ladder: several times its largest compute.
+# The run that is forecast from the ladder; it needs several times the largest run's compute.
 LARGER := 500k
 
 .PHONY: demo picture quick test gpu-test attack check install system clean help
