@@ -13,40 +13,40 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-STOPPED = os.EX_TEMPFAIL  # 75: exit code of a run that saved as a signal asked, before its end
+STOPPED = os.EX_TEMPFAIL  # 75: exit code of a run that saved and stopped because of a signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks to save and stop
 STORE = "ISOFLOP_STORE"  # the file through which the ranks of one node find each other
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def python_module(module: str, *arguments: object) -> list[str]:
-    """The command `python -m MODULE`, which imports nothing from the working directory (-P)."""
+    """Return the command `python -P -m MODULE`; -P ignores files in the working directory."""
     return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 def loopback() -> dict[str, str]:
-    """Environment that keeps the ports of gloo and NCCL closed to other machines."""
+    """Return the environment that keeps the ports of gloo and NCCL closed to other machines."""
     return {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
 
 
 def one_node(rank: int, size: int, store: Path | None = None) -> dict[str, str]:
-    """Environment of one rank of a group on this node.
+    """Return the environment of one rank of a group on this node.
 
     The ranks meet in the file `store`, in a directory that only this user can enter: torch's
-    TCPStore would listen on every interface for whoever comes. A single rank needs no store.
+    TCPStore would listen on every interface. A single rank needs no store.
     """
     env = loopback() | rank_variables(rank, rank, size, size)
     return env if store is None else {**env, STORE: str(store)}
 
 
 def rank_variables(rank: int, local: int, size: int, local_size: int) -> dict[str, str]:
-    """The variables by which torch knows the place of a process in its group and on its node."""
+    """Return torch's variables for the position of a process in its group and on its node."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     return dict(zip(names, map(str, (rank, local, size, local_size)), strict=True))
 
 
 def end_with_parent() -> None:
-    """Ask for SIGTERM when the parent dies, so that workers save and stop instead of living on."""
+    """Ask for SIGTERM when the parent dies, so that workers save and stop."""
     with contextlib.suppress(OSError, AttributeError):  # prctl exists on Linux only
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG
 

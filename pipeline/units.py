@@ -16,7 +16,7 @@ def count(x: float) -> str:
 
 
 def parse_count(text: str) -> float:
-    """The number that `count` would write so, such as 1.3e9 for 1.3b; 0 for any other text."""
+    """Parse a number in the form of `count`, such as 1.3b; return 0 for any other text."""
     found = re.fullmatch(r"(\d*\.?\d+)([kmbt])", text.lower())
     return float(found[1]) * 1000 ** ("kmbt".index(found[2]) + 1) if found else 0.0
 
@@ -35,7 +35,7 @@ def power(x: float) -> str:
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold: a number that is not finite becomes null."""
+    """Replace numbers that are not finite by None, because JSON has no NaN."""
     match value:
         case float():
             return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
 """The stages before deduplication: read → normalise → filter, on batches of documents.
 
-No stage knows what runs it. The sketch pass and the encode pass chain them within one task, and a
-ledger counts what each stage reads, keeps and drops. The filters are the rules of Gopher and C4
-and a score function of the user.
+Stages do not depend on the program that runs them. The sketch pass and the encode pass chain them
+within one task, and a ledger counts what each stage reads, keeps and drops. The filters are the
+rules of Gopher and C4 and a score function of the user.
 """
 
 import json

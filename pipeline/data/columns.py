@@ -99,7 +99,7 @@ def _row(number: int, values: Sequence[Any]) -> Row:
 
 
 def _value(value: Any) -> tuple[object, int]:
-    """A value in Python and its size; of a text that is too long, enough to show that it is."""
+    """Return a value in Python and its size; a text that is too long is cut above the limit."""
     if value is None:
         return None, 0
     if isinstance(value, pyarrow.DictionaryScalar):
@@ -126,7 +126,7 @@ def _check_offsets(column: Any) -> None:
 
 
 def _check_columns(path: str, keys: Sequence[str], names: list[str]) -> list[str]:
-    """The columns that are there: the one with the text, or at least two of those of pairs."""
+    """Return the columns that exist: the one with the text, or at least two of those of pairs."""
     present = [key for key in keys if key in names]
     known = f"choose from {', '.join(names)}"
     if len(keys) == 1 and not present:

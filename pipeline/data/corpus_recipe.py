@@ -1,4 +1,4 @@
-"""Everything that decides the bytes of a corpus: the recipe, and the pieces of its inputs."""
+"""Everything that determines the bytes of a corpus: the recipe, and the pieces of its inputs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ class Permutation:
 
 
 def order_by_shards(rows: I64, index: I64, seed: int, epoch: int) -> I64:
-    """The rows that an epoch draws at these positions, of shards with so many rows each.
+    """Return the rows that an epoch draws at these positions; `rows` counts those of each shard.
 
     Shards come in a new order each epoch and are shuffled together a few at a time."""
     count = len(rows)
@@ -153,7 +153,7 @@ def _most_places(sources: Sequence[SourceShare], tokens: int, epochs: float) -> 
 
 
 def capped(weights: F64, limits: F64) -> F64:
-    """Cap the weights; the others get what a capped source gives up, in proportion."""
+    """Cap the weights; the other sources get the rest in proportion."""
     fixed = np.zeros(len(weights), bool)
     while True:
         free = np.where(fixed, 0, weights)

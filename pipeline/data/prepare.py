@@ -1,8 +1,8 @@
 """From sources to a corpus: plan, tokenizer, passes over the text on Ray, manifest last.
 
-Everything is written under .work/FINGERPRINT first, where the fingerprint covers all that decides
-the bytes. A call after Ctrl-C, a lost worker or a power cut does only what is missing, and gives
-the same bytes.
+Everything is written to .work/FINGERPRINT first; the fingerprint covers everything that determines
+the bytes. After Ctrl-C, a lost worker or a power cut, the next call does only what is missing, and
+the result has the same bytes.
 """
 
 import json

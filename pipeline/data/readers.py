@@ -185,7 +185,7 @@ def _parse(line: bytes, path: str, position: int, keys: Sequence[str]) -> str | 
 def _join(
     values: Sequence[object], path: str, position: int, keys: Sequence[str], size: int
 ) -> str | Malformed:
-    """The text of a document: one value, or one for each part of a pair."""
+    """Return the text of a document: one value, or one for each part of a pair."""
     if len(keys) == 1:
         return _check(values[0], path, position, keys[0], size)
     parts = []

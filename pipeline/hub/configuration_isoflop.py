@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "qk_norm": False,
     "attention_bias": False,
     "attention_out_bias": False,
-    "attention_window": None,  # tokens that a query sees, itself included
+    "attention_window": None,  # tokens that a query attends to, including itself
     "global_attention_every": None,  # every n-th layer ignores the window
     "attention_softcap": None,
     "attention_sinks": False,
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     # Feed-forward
     "ffn_type": "ffn",  # or "moe"
     "hidden_act": "swiglu",
-    "intermediate_size": 1024,  # of one expert, if routed
+    "intermediate_size": 1024,  # of one expert if routed
     "mlp_bias": False,
     # Routed experts
     "dense_intermediate_size": 1024,  # of the layers that are not routed

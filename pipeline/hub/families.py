@@ -186,7 +186,7 @@ _FREE |= {f"ffn.{key}" for key in ("aux_loss", "seq_aux_loss", "z_loss", "bias_s
 
 
 def to_hub_config(model: Model, family: Family) -> Table:
-    """The model part of config.json, without token ids and dtype."""
+    """Return the model part of config.json, without token ids and dtype."""
     model = _in_numbers(model)
     ours_flat = flat(model)
     table: Table = {"architectures": [family.architecture], "model_type": family.kind}
@@ -202,7 +202,7 @@ def to_hub_config(model: Model, family: Family) -> Table:
 
 
 def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
-    """Our model of a config.json in which transformers has filled in every default."""
+    """Return our model for a config.json in which transformers has filled in every default."""
     kind = str(theirs.get("model_type"))
     found = [family for family in FAMILIES if family.kind == kind]
     # Some kinds have several classes, of which the first has every part.
@@ -238,7 +238,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
 
 
 def choose_family(model: Model) -> Family:
-    """The family that can express the model, or an error that names a setting it cannot express."""
+    """Return the family that can express the model, or raise an error that names a setting."""
     lost = {family.architecture: _lost(model, family) for family in FAMILIES}
     family = min(FAMILIES, key=lambda family: len(lost[family.architecture]))
     missing = lost[family.architecture]
@@ -254,7 +254,7 @@ def choose_family(model: Model) -> Family:
 
 
 def _lost(model: Model, family: Family) -> Table:
-    """Our settings that do not survive the round trip through the family's config.json."""
+    """Return our settings that do not survive the round trip through the family's config.json."""
     ours = flat(_in_numbers(model))
     try:
         back = flat(_in_numbers(_read(to_hub_config(model, family), family)))
@@ -270,8 +270,8 @@ def _lost(model: Model, family: Family) -> Table:
 
 
 def _in_numbers(model: Model) -> Model:
-    """The same model in the words of config.json: factors as numbers, both lengths, and instead of
-    NTK scaling a larger theta."""
+    """Return the same model as config.json can express it: factors as numbers, both lengths, and a
+    larger theta instead of NTK scaling."""
     scales = Multipliers(
         embedding=model.embedding_multiplier,
         residual=model.multipliers.residual,

@@ -156,7 +156,7 @@ class IsoflopRouter(nn.Module):
         self.e_score_correction_bias: Tensor | None
 
     def forward(self, x_TW: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights."""
+        """Return each token's experts and their weights."""
         c = self.config
         logits_TE = F.linear(x_TW.float(), self.weight.float())
         softmax = c.router_type == "softmax"
@@ -311,7 +311,7 @@ class IsoflopModel(IsoflopPreTrainedModel):
         seen = (distance_SK >= 0)[None, None]
         if attention_mask is not None:
             real = attention_mask.bool()
-            # Padding sees itself: a softmax over no key at all would be NaN.
+            # Padding attends to itself, because a softmax over no keys would be NaN.
             seen = seen & (real[:, None, None] | (distance_SK == 0))
             if position_ids is None:
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
@@ -329,7 +329,7 @@ class IsoflopModel(IsoflopPreTrainedModel):
         for index, layer in enumerate(self.layers):
             attention = (input_ids, angle_BSD, distance_SK, seen, past_key_values)
             x_BSW = layer(x_BSW, first_BSW, *attention)
-            # With two layers the first: a share of the last would vanish in the norm.
+            # With two layers the first: a share of the last only scales it, which the norm undoes.
             if index == max(0, min(len(self.layers) // 2, len(self.layers) - 2)):
                 middle_BSW = x_BSW
         if self.backout_scale is not None:

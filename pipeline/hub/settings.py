@@ -68,7 +68,7 @@ def _write_rope(model: Model) -> Table:
 
 
 def _mscale(factor: float, weight: float) -> float:
-    """YaRN's attention factor, as DeepSeek weighs it."""
+    """YaRN's attention factor with DeepSeek's weight."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 

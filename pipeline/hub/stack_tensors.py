@@ -4,7 +4,7 @@ A name within a layer has no prefix here; `LAYERS` has those of the two sides. A
 with "encoder." is of the encoder's layers alone.
 """
 
-Names = dict[str, str]  # our name → their names, several where they split what we fuse
+Names = dict[str, str]  # our name → their names; several if we fuse tensors that they split
 
 
 def pair(ours: str, theirs: str) -> Names:
@@ -150,7 +150,7 @@ STACK_TENSORS: dict[str, Names] = {
     "bart": _BART,
     "marian": _BART,
 }
-# Prefixes of the layers: of the decoder or the only side, and of the encoder.
+# Prefixes of the layers: of the decoder or the only stack, and of the encoder.
 LAYERS = {
     "gpt2": ("transformer.h.{}.", ""),
     "bert": ("bert.encoder.layer.{}.", ""),

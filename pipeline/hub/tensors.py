@@ -143,7 +143,7 @@ class Row(NamedTuple):
 
 
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
-    """Where each of our tensors goes."""
+    """Yield a row for each of our tensors: the names of its parts in their files."""
     table = TENSORS[family]
     stack, source_stack = LAYERS.get(family, DEFAULT_LAYERS)
     for name, tensor in ours.items():
@@ -185,7 +185,7 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
 
 
 def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
-    """The tensors of a row, from ours."""
+    """Convert one of our tensors to those of a row."""
     if row.expert is not None:
         tensor = tensor[row.expert]
     match row.change:
@@ -204,7 +204,7 @@ def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:
 
 
 def from_hub_tensors(model: Model, row: Row, parts: list[Tensor]) -> Tensor:
-    """Our tensor, or one expert of it, from those of a row."""
+    """Convert the tensors of a row to ours, or to one expert of it."""
     tensor = torch.cat(parts)
     match row.change:
         case "transposed":
@@ -231,7 +231,7 @@ def _sizes(model: Model, parts: int, length: int) -> list[int]:
 
 
 def _interleaved(model: Model, name: str) -> Tensor:
-    """Where DeepSeek's rows are in ours: it rotates neighbors, we rotate i with i + half."""
+    """Map DeepSeek's rows to ours: it rotates neighbors, we rotate i with i + half."""
     a = model.attention
     assert isinstance(a, MLA)
     queries = name.endswith("q_up.weight")
@@ -245,7 +245,7 @@ def _interleaved(model: Model, name: str) -> Tensor:
 def gather(
     model: Model, family: str, ours: Mapping[str, Tensor], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All of our tensors, from theirs; of `ours` only names and shapes are used."""
+    """Convert all tensors from theirs to ours; of `ours` only names and shapes are used."""
     stacks: dict[str, list[Tensor]] = {}
     for row in rows(model, family, ours):
         tensor = from_hub_tensors(model, row, [read(name) for name in row.theirs])

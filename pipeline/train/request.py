@@ -1,4 +1,4 @@
-"""Before the first process starts: plan a run, and refuse in one line what cannot work."""
+"""Plan a run before the first process starts, and refuse impossible requests in one line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import begin, meeting
 from pipeline.units import byte_size
 
-# Settings that the weights of --init were drawn and trained with.
+# Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
@@ -39,7 +39,7 @@ _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a node trains on."""
+    """The GPUs of a node, or its CPUs, and their memory."""
 
     gpus: int
     memory_bytes: int | None  # of one GPU, or of the host without any; None: not known here
@@ -59,7 +59,7 @@ class Devices:
 
     @classmethod
     def of(cls, cluster: Cluster, gpus: int) -> "Devices":
-        """A cluster's node, seen from its login node."""
+        """Describe a cluster's node from its file, because a login node has other devices."""
         return cls(gpus, cluster.memory_bytes if gpus else None, cluster.device or "GPU")
 
     @property
@@ -69,7 +69,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for. None leaves it to the config."""
+    """The user's options. None leaves a value to the config."""
 
     size: str | None
     arch: str | None
@@ -83,7 +83,7 @@ class Request:
     resume: bool = False
     fresh: bool = False  # without an `out`, create a new directory beside existing ones
     fewest: int | None = None  # processes of a job that may start with fewer than nproc
-    branch: Path | None = None  # a run in whose plateau this one starts
+    branch: Path | None = None  # a longer run from whose plateau this one branches
     init: Path | None = None  # a run with whose model and weights this one starts
 
     @property
@@ -95,7 +95,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run that can work, not yet written."""
+    """A run that was checked but not yet written."""
 
     run: RunDir
     config: RunConfig
@@ -104,14 +104,14 @@ class PlannedRun:
     note: str = ""  # for the user: how the layout was chosen, what a setting lacks
 
     def commit(self) -> "PlannedRun":
-        """Lock the run directory for this launcher, then create it or check that it can go on."""
+        """Lock the run directory, then create the run or check that it can continue."""
         planned = self
         while not planned._claim():
             planned = self._next_directory()
         return planned
 
     def _claim(self) -> bool:
-        """False if another process has the directory and a new one may be used instead."""
+        """Return False if another process has the directory and a new one may be used instead."""
         try:
             self.run.lock(".launch")  # before anything is in the directory
             if self.facts is not None and self.run.exists:
@@ -130,7 +130,7 @@ class PlannedRun:
         return True
 
     def _next_directory(self) -> "PlannedRun":
-        """The same run in the first free directory of 1b-2, 1b-3 and so on."""
+        """Return the same run in the first free directory of 1b-2, 1b-3 and so on."""
         parent = self.run.path.parent
         stem = self.config.name[:58]  # a name has at most 64 characters
         number = 2
@@ -181,7 +181,7 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
 
 
 def _check_path(out: Path) -> None:
-    """A name that is too long or a parent that may not be read shows only when it is used."""
+    """Refuse a name that is too long or a parent directory that may not be read."""
     try:
         out.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -219,7 +219,7 @@ def _resized(request: Request, corpus: Corpus, spec: RunSpec) -> Resized:
 
 
 def _continue(request: Request, devices: Devices) -> PlannedRun:
-    """A run as its directory has it, with those changes that a resumed run may make."""
+    """Plan the run of a directory, with the changes that a resumed run may make."""
     if not request.resume:
         raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
@@ -308,7 +308,7 @@ def _fit(
     devices: Devices,
     resized: Resized | None,
 ) -> tuple[RunConfig, str]:
-    """Every number for this many processes, and how the layout was chosen."""
+    """Return every number for this many processes, and how the layout was chosen."""
     check_one_micro_batch(spec, before.train.micro_batch if before else None)
     if before is not None:
         spec = _as_before(spec, before, request.nproc)
@@ -328,7 +328,7 @@ def _fit(
 
 
 def _as_before(spec: RunSpec, before: RunConfig, ranks: int) -> RunSpec:
-    """A run that continues keeps its global batch. How the ranks divide it may change."""
+    """Keep the global batch of a run that continues; how the ranks divide it may change."""
     asked = spec.train
     was = before.train
     batch = was.batch_tokens if asked.batch_tokens == "auto" else asked.batch_tokens
