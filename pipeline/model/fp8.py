@@ -71,5 +71,5 @@ def _product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
     b8, b_scale = b
     if not a8.is_cuda:
         return ((a8.float() @ b8.float().t()) * (a_scale * b_scale)).to(dtype)
-    # Without use_fast_accum, whose sums shrink towards zero by up to 6e-4 (docs/LOG.md).
+    # Without use_fast_accum, whose sums shrink toward zero by up to 6e-4 (docs/LOG.md).
     return torch._scaled_mm(a8, b8.t(), a_scale, b_scale, out_dtype=dtype)

@@ -71,7 +71,7 @@ class Fit:
 
     def predict(self, points: Points) -> Array:
         """The law's loss at other points; their own loss column is not read."""
-        x = Inputs.of(points, self.inputs.centre)
+        x = Inputs.of(points, self.inputs.center)
         return np.asarray(np.exp(self.law.log_loss(self.theta[None], x)[0][0]))
 
 
@@ -92,7 +92,7 @@ def fit(
     forecasting = weights is not None
     thin = points.thinned(THINNED)
     few = points.take(thin)
-    x_few = Inputs.of(few, x.centre)
+    x_few = Inputs.of(few, x.center)
     weights_few = None if weights is None else weights[thin]
     if full_grid and type(law) is Chinchilla:
         starts = hoffmann_grid(x)

@@ -77,7 +77,7 @@ class Scatter:
 
     def half_width(self, points: Points) -> Array:
         """Half the 95% interval of log loss for a new run at each point."""
-        x = Inputs.of(points, self.fit.inputs.centre)
+        x = Inputs.of(points, self.fit.inputs.center)
         jacobian = self.fit.law.log_loss(self.fit.theta[None], x)[1][:, 0]
         spread = np.einsum("pi,pq,qi->i", jacobian, self.covariance, jacobian)
         return np.asarray(self.t * np.sqrt(self.sigma**2 + np.maximum(spread, 0)))

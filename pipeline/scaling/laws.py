@@ -37,21 +37,21 @@ class Inputs:
     c: Array
     m: Array  # experts
     u: Array  # distinct tokens, on the scale of d and never above it
-    centre: tuple[float, float, float, float]  # of n, d, c and m
+    center: tuple[float, float, float, float]  # of n, d, c and m
 
     @classmethod
     def of(
-        cls, points: Points, centre: tuple[float, float, float, float] | None = None
+        cls, points: Points, center: tuple[float, float, float, float] | None = None
     ) -> "Inputs":
         n = np.log(points.N)
         d = np.log(points.D)
         c = np.log(points.C)
         m = np.zeros_like(n) if points.experts is None else np.log(points.experts)
         u = d if points.unique is None else np.minimum(np.log(points.unique), d)
-        if centre is None:
-            centre = (float(n.mean()), float(d.mean()), float(c.mean()), float(m.mean()))
-        n0, d0, c0, m0 = centre
-        return cls(n - n0, d - d0, c - c0, m - m0, u - d0, centre)
+        if center is None:
+            center = (float(n.mean()), float(d.mean()), float(c.mean()), float(m.mean()))
+        n0, d0, c0, m0 = center
+        return cls(n - n0, d - d0, c - c0, m - m0, u - d0, center)
 
 
 class Terms(NamedTuple):
@@ -113,8 +113,8 @@ class Chinchilla(Law):
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, b, beta = theta[:, :5].T
-        coefficient_n = np.exp(a + alpha * x.centre[0])
-        coefficient_d = np.exp(b + beta * x.centre[1])
+        coefficient_n = np.exp(a + alpha * x.center[0])
+        coefficient_d = np.exp(b + beta * x.center[1])
         five = np.stack([np.exp(e), coefficient_n, alpha, coefficient_d, beta], axis=1)
         # Parameters that variants of this law add after the first five are fitted as logarithms.
         return np.concatenate([five, np.exp(theta[:, 5:])], axis=1)
@@ -248,7 +248,7 @@ class Routed(Law):
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, a, alpha, delta, gamma, b, beta, omega, zeta = theta.T
-        n0, d0, _, m0 = x.centre
+        n0, d0, _, m0 = x.center
         # Uncentering log M moves part of δ and γ into A and α, and of ω and ζ into B and β.
         log_a = a - delta * m0 + alpha * n0 - gamma * m0 * n0
         log_b = b - omega * m0 + beta * d0 - zeta * m0 * d0
@@ -286,8 +286,8 @@ class Kaplan(Law):
         a, ratio, b, log_gamma = theta.T
         alpha_d = np.exp(log_gamma)
         # (Nc/N)^ratio is fitted as exp(a − ratio·n), so log Nc = a / ratio, uncentered.
-        n_c = np.exp(a / ratio + x.centre[0])
-        d_c = np.exp(b + x.centre[1])
+        n_c = np.exp(a / ratio + x.center[0])
+        d_c = np.exp(b + x.center[1])
         return np.stack([n_c, ratio * alpha_d, d_c, alpha_d], axis=1)
 
     def terms(self, values: dict[str, float], experts: float) -> Terms | None:
@@ -312,7 +312,7 @@ class Compute(Law):
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         e, k, g = theta.T
-        return np.stack([np.exp(e), np.exp(k + g * x.centre[2]), g], axis=1)
+        return np.stack([np.exp(e), np.exp(k + g * x.center[2]), g], axis=1)
 
 
 class Power(Law):
@@ -329,7 +329,7 @@ class Power(Law):
 
     def natural(self, theta: Array, x: Inputs) -> Array:
         k, g = theta.T
-        return np.stack([np.exp(k + g * x.centre[2]), g], axis=1)
+        return np.stack([np.exp(k + g * x.center[2]), g], axis=1)
 
 
 LAWS: dict[str, Law] = {
@@ -343,6 +343,6 @@ def hoffmann_grid(x: Inputs) -> Array:
     steps = np.arange(0, 2.01, 0.5)
     sizes = np.arange(0, 25.1, 5)
     grid = np.array(list(itertools.product(np.arange(-1, 1.01, 0.5), sizes, steps, sizes, steps)))
-    grid[:, 1] -= grid[:, 2] * x.centre[0]
-    grid[:, 3] -= grid[:, 4] * x.centre[1]
+    grid[:, 1] -= grid[:, 2] * x.center[0]
+    grid[:, 3] -= grid[:, 4] * x.center[1]
     return grid

@@ -35,7 +35,7 @@ def law_of(E: float, A: float, alpha: float, B: float, beta: float) -> Study:
     loss = E + A * N**-alpha + B * D**-beta
     points = Points(N, D, 6 * N * D, loss, tuple(map(str, range(25))), SIX_ND)
     x = Inputs.of(points)
-    theta = [E, A * math.exp(-alpha * x.centre[0]), 1, B * math.exp(-beta * x.centre[1]), 1]
+    theta = [E, A * math.exp(-alpha * x.center[0]), 1, B * math.exp(-beta * x.center[1]), 1]
     theta = np.log(theta)
     theta[2] = alpha
     theta[4] = beta
