@@ -26,10 +26,10 @@ class Reader(Protocol):
     longest: int  # tokens that the model reads at once
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """The likelihoods of the answers, in order."""
+        """Return the likelihoods of the answers, in order."""
 
     def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
-        """The greedy continuation of each prompt, in order."""
+        """Return the greedy continuation of each prompt, in order."""
 
 
 class Model:
@@ -63,7 +63,7 @@ class Pool:
         return self._share(partial(_generate, most=most, end=end), prompts)
 
     def _share(self, work: Callable[[Sequence[Any]], list[T]], items: Sequence[Any]) -> list[T]:
-        """Each process takes every n-th item: neighbors have similar lengths."""
+        """Give each process every n-th item, because neighbors have similar lengths."""
         count = self._processes
         shares = [items[index::count] for index in range(count)]
         out: list[Any] = [None] * len(items)
@@ -72,14 +72,14 @@ class Pool:
                 out[index::count] = found
         except BrokenProcessPool:
             raise RunError(
-                f"a process of --nproc {count} ended; it may lack memory: give fewer"
+                f"a process of --nproc {count} ended, perhaps without memory; lower --nproc"
             ) from None
         return out
 
 
 @contextmanager
 def open_model(run: Path, processes: int) -> Iterator[Reader]:
-    """A run's model in so many processes, each on its own GPU where there are any."""
+    """Open a run's model in this many processes, each on its own GPU if there are GPUs."""
     if processes == 1:
         yield Model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
@@ -93,7 +93,7 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
         yield Pool(workers, processes, run_config(run).model.seq)
 
 
-_model: Model  # of a worker process
+_model: Model  # the model of a worker process
 
 
 def _load(run: Path, taken: Any, threads: int) -> None:

@@ -11,7 +11,7 @@ from pipeline.tasks.likelihood import Pair
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
 
-MAX_NEW = 256  # tokens that a task generates unless it says otherwise, as in lm-eval
+MAX_NEW = 256  # tokens that a task generates by default, as in lm-eval
 INSTALL = "lm-eval is not installed; run `pip install 'isoflop[tasks]'`"
 
 
@@ -24,7 +24,7 @@ def evaluate(
     questions: int | None = None,
     shots: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """lm-eval's figures for each task, by metric. `folder` has more tasks as YAML files."""
+    """Return lm-eval's figures for each task, by metric. `folder` has more tasks as YAML files."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -58,7 +58,7 @@ def evaluate(
 
 
 def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
-    # The class exists only where lm-eval, its base, does.
+    # The class is defined here, because its base class needs lm-eval.
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -80,7 +80,7 @@ def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
             return [(each.nats, each.greedy) for each in reader.score(pairs)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            """The likelihood of whole texts, in windows that share no predicted token."""
+            """Return the likelihood of whole texts, in windows that predict each token once."""
             windows: list[Pair] = []
             owners: list[int] = []
             for number, request in enumerate(requests):
@@ -95,7 +95,7 @@ def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
             return totals
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            """Greedy continuations, each cut before the first of its stop texts."""
+            """Return greedy continuations, each cut before the first of its stop texts."""
             texts = [""] * len(requests)
             lengths = {request.args[1].get("max_gen_toks", MAX_NEW) for request in requests}
             for most in sorted(lengths):
@@ -104,8 +104,8 @@ def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
                     for number, request in enumerate(requests)
                     if request.args[1].get("max_gen_toks", MAX_NEW) == most
                 ]
-                room = max(1, reader.longest - most)
-                prompts = [self.tok_encode(requests[n].args[0])[-room:] for n in numbers]
+                left = max(1, reader.longest - most)
+                prompts = [self.tok_encode(requests[n].args[0])[-left:] for n in numbers]
                 prompts = [prompt or [tokenizer.eod] for prompt in prompts]
                 found = reader.generate(prompts, most, tokenizer.eod)
                 for number, tokens in zip(numbers, found, strict=True):

@@ -33,10 +33,10 @@ Scorer = Callable[[Sequence[Pair]], list[Likelihood]]
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, answer: str) -> Pair:
-    """The tokens of both, cut where the context alone ends, as in EleutherAI's lm-eval.
+    """Return the tokens of both, split at the length of the context alone, as in lm-eval.
 
     Spaces at the end of the context belong to the first word of the answer. An empty context is
-    the end of a document, which is what a document begins after in training."""
+    replaced by the end of a document, which precedes every document in training."""
     stripped = context.rstrip()
     answer = context[len(stripped) :] + answer
     if not stripped:
@@ -53,14 +53,14 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 class Batch(NamedTuple):
     numbers: list[int]  # of the pairs
     tokens_BS: Tensor
-    # Where the answers are predicted, and what they are.
+    # Rows and positions at which the answers are predicted, and the answers.
     rows_T: Tensor
     places_T: Tensor
     targets_T: Tensor
 
 
 def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Iterator[Batch]:
-    """Group pairs of similar length; a context is cut on the left to what the model can read."""
+    """Group pairs of similar length; a context that is too long is cut on the left."""
     order = sorted(range(len(pairs)), key=lambda i: -_length(pairs[i], longest))
     while order:
         width = math.ceil(_length(pairs[order[0]], longest) / _ROUND) * _ROUND
@@ -73,8 +73,8 @@ def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Itera
         places_T: list[int] = []
         targets_T: list[int] = []
         for row, number in enumerate(chosen):
-            # The last token of an answer is only predicted. Padding on the right is never seen by
-            # a causal model.
+            # The last token of an answer is predicted but not read. A causal model never attends
+            # to padding on the right.
             whole = [*pairs[number].context, *pairs[number].answer][-(longest + 1) :]
             tokens_BS[row, : len(whole) - 1] = torch.tensor(whole[:-1])
             answer = min(len(pairs[number].answer), len(whole) - 1)
@@ -93,7 +93,7 @@ def _length(pair: Pair, longest: int) -> int:
 def score_batch(
     logits: Callable[[Tensor], Tensor], batch: Batch, device: torch.device
 ) -> list[Likelihood]:
-    """The likelihoods of a batch, in its order."""
+    """Return the likelihoods of a batch, in its order."""
     logits_BSV = logits(batch.tokens_BS.to(device))
     rows_T = batch.rows_T.to(device)
     targets_T = batch.targets_T.to(device)
@@ -107,7 +107,7 @@ def score_batch(
 
 
 def scorer(logits: Callable[[Tensor], Tensor], longest: int, device: torch.device) -> Scorer:
-    """A function that scores any number of pairs on one device."""
+    """Return a function that scores any number of pairs on one device."""
 
     def score(pairs: Sequence[Pair]) -> list[Likelihood]:
         found: dict[int, Likelihood] = {}
@@ -119,7 +119,7 @@ def scorer(logits: Callable[[Tensor], Tensor], longest: int, device: torch.devic
 
 
 def pairs_of(task: Task, tokenizer: Tokenizer) -> list[Pair]:
-    """Every answer of every question, in order."""
+    """Return every answer of every question, in order."""
     return [
         encode_pair(tokenizer, question.prompt, answer)
         for question in task.questions
@@ -128,7 +128,7 @@ def pairs_of(task: Task, tokenizer: Tokenizer) -> list[Pair]:
 
 
 def score_parts(task: Task, likelihoods: Sequence[Likelihood]) -> dict[str, Score]:
-    """The score of each part, from the likelihoods of all answers in the order of `pairs_of`."""
+    """Return the score of each part; `likelihoods` has the order of `pairs_of`."""
     parts: dict[str, list[Score]] = defaultdict(list)
     at = 0
     for question in task.questions:
@@ -144,10 +144,10 @@ def _score(question: Question, found: Sequence[Likelihood]) -> Score:
     right = question.right
     bits = -found[right].nats / math.log(2) / sizes[right]
     if len(found) == 1:
-        said = float(found[0].greedy)
-        return Score(said, said, bits, 1)
+        exact = float(found[0].greedy)
+        return Score(exact, exact, bits, 1)
     plain = [each.nats for each in found]
     per_byte = [nats / size for nats, size in zip(plain, sizes, strict=True)]
-    # The first of equal answers, as numpy's argmax in lm-eval.
+    # Of equal answers the first wins, like numpy's argmax in lm-eval.
     accuracy = float(plain.index(max(plain)) == right)
     return Score(accuracy, float(per_byte.index(max(per_byte)) == right), bits, 1)

@@ -22,14 +22,14 @@ from pipeline.tasks.likelihood import (
 )
 from pipeline.tasks.questions import Task, mean, read_tasks
 
-FEWEST = 32  # questions of a task: with fewer, a score says nothing
+FEWEST = 32  # questions of a task: with fewer, a score is meaningless
 
 
 class Monitor:
     """Scores the model of an engine; the ranks share the questions.
 
-    The questions are the same at every step and on any number of ranks. There are as many as
-    `eval.share` of the run's compute pays for, unless `eval.questions` gives their number."""
+    The questions are the same at every step and on any number of ranks. Their number is
+    `eval.questions`, or as many as `eval.share` of the run's compute allows."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, world: World) -> None:
         self._world = world
@@ -49,7 +49,7 @@ class Monitor:
             self._batches.append(list(make_batches(chosen_pairs, longest, most_tokens)))
 
     def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The accuracy and the bits per byte of each task, as figures of an evaluation."""
+        """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
         figures: dict[str, float] = {}
         for task, batches in zip(self._tasks, self._batches, strict=True):
             found = self._likelihoods(logits, batches)
@@ -61,7 +61,7 @@ class Monitor:
     def _likelihoods(
         self, logits: Callable[[Tensor], Tensor], batches: list[Batch]
     ) -> list[Likelihood]:
-        """Of all pairs, on every rank."""
+        """Return the likelihoods of all pairs, on every rank."""
         world = self._world
         mine: dict[int, Likelihood] = {}
         # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
@@ -82,7 +82,7 @@ class Monitor:
 
 
 def affordable(config: RunConfig, task: Task, pairs: list[Pair]) -> int:
-    """How many questions of a task the run pays for with its share of `eval.share`."""
+    """Return how many questions of a task the run can afford with its part of `eval.share`."""
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
     # A forward pass is a third of a training step.

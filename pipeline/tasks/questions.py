@@ -27,7 +27,7 @@ _FORMS = "good and bad; or prompt, choices and answer; or prompt and continuatio
 class Question(NamedTuple):
     part: str  # of the task
     prompt: str
-    answers: tuple[str, ...]  # one answer is an exact continuation: the model has to say it
+    answers: tuple[str, ...]  # a single answer is a continuation that the model must produce
     right: int  # which answer is right
 
 
@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """The accuracy of guessing; nobody guesses a continuation."""
+        """The accuracy of guessing; for a continuation it is zero."""
         parts: dict[str, list[float]] = defaultdict(list)
         for question in self.questions:
             answers = len(question.answers)
@@ -46,7 +46,7 @@ class Task(NamedTuple):
         return sum(sum(part) / len(part) for part in parts.values()) / len(parts)
 
     def sample(self, most: int | None) -> "Task":
-        """At most so many questions, evenly spread over the parts and within each."""
+        """Return at most this many questions, evenly spread over the parts and within each."""
         if most is None or most >= len(self.questions):
             return self
         parts: dict[str, list[Question]] = defaultdict(list)
@@ -117,13 +117,13 @@ class Score(NamedTuple):
     """How a model does on a task or a part of it."""
 
     accuracy: float
-    accuracy_per_byte: float  # choosing by likelihood per byte, which favors no short answer
-    bits_per_byte: float  # of the right answers
+    accuracy_per_byte: float  # choosing by likelihood per byte, which does not favor short answers
+    bits_per_byte: float  # bits per byte of the right answers
     questions: int
 
 
 def mean(scores: Iterable[Score]) -> Score:
-    """The mean over parts, as published for BLiMP: each part counts the same."""
+    """Return the mean over parts, as published for BLiMP: each part counts the same."""
     accuracy, per_byte, bits, questions = zip(*scores, strict=True)
     count = len(questions)
     return Score(sum(accuracy) / count, sum(per_byte) / count, sum(bits) / count, sum(questions))
