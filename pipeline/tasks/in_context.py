@@ -1,9 +1,9 @@
-"""How a model uses its context, while it trains: two figures of Olsson et al. (arXiv 2209.11895).
+"""Measure how a model uses its context while it trains, as Olsson et al. do (arXiv 2209.11895).
 
 The in-context score is the loss late in a held-out row minus the loss early in it. The prefix
-matching of an attention head is how much it attends, in repeated random tokens, from a token to
-the one after its previous occurrence. Heads that do this appear at once, together with a drop of
-the in-context score: the induction phase change.
+matching of an attention head is its attention, in repeated random tokens, from a token to the one
+after its previous occurrence. Heads that do this appear suddenly, together with a drop of the
+in-context score: the induction phase change.
 
 B rows · S tokens · L layers · H heads · Q queries · K keys · T pairs of a query and a key
 """
@@ -26,19 +26,19 @@ from pipeline.model.stack import Decoder
 from pipeline.parallel.engine import Engine, Micro
 from pipeline.parallel.world import World
 
-PERIODS = 16  # different ones: a head that looks at a fixed distance matches one of them
+PERIODS = 16  # number of different periods: a head with a fixed distance matches only one
 LONGEST = 64  # tokens until the random tokens repeat
 
 
 class Repeats(NamedTuple):
-    """Random tokens that repeat, with another period in every row, and what an induction head
-    attends to in them."""
+    """Random tokens that repeat with a different period in every row, and the pairs of query and
+    key that an induction head attends to."""
 
     tokens_BS: Tensor
     rows_T: Tensor
     queries_T: Tensor
     keys_T: Tensor
-    shares_T: Tensor  # of a pair in the mean, in which all rows count the same
+    shares_T: Tensor  # weight of a pair in the mean, in which all rows count the same
 
 
 class InContext:
@@ -63,7 +63,7 @@ class InContext:
             self._repeats = Repeats(*(part.to(world.device) for part in made))
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
-        """The score and the best head, as figures of an evaluation, and every head by layer."""
+        """Return the score and the best head as figures of an evaluation, and every head."""
         if self._tokens is None or self._repeats is None:
             return {}
         early, late = (self._loss(engine, token) for token in self._tokens)
@@ -81,8 +81,8 @@ class InContext:
         return figures
 
     def _loss(self, engine: Engine, token: int) -> float:
-        """The mean held-out loss at one token of the context, over the rows of all ranks."""
-        # Their sum and number; on the device, so that nothing waits before the end.
+        """Return the mean held-out loss at one token of the context, over the rows of all ranks."""
+        # Sum and number of the losses, on the device, so that nothing waits before the end.
         total = torch.zeros(2, dtype=torch.double, device=self._world.device)
         for micro in self._held_out():
             one = only(micro, token)
@@ -93,7 +93,7 @@ class InContext:
                 nll = engine.evaluate(one)
             total += torch.stack((nll.double() * count, count.double()))
         summed, number = self._world.reduce(total).tolist()
-        # With documents apart, none may be so long.
+        # If documents are kept apart, all of them may be too short.
         return summed / number if number else math.nan
 
     def _uncompiled(self) -> AbstractContextManager[None]:
@@ -104,11 +104,11 @@ class InContext:
 
 
 def only(micro: Micro, token: int) -> Micro:
-    """The rows with a single target: what the token-th token predicts.
+    """Return the rows with a single target: the prediction of the token-th token.
 
-    Where attention stays within documents, that is a token of every document that is so long."""
+    If attention stays within documents, every document that is long enough has one target."""
     if micro.documents_BS is None:
-        # A causal model does not see what follows, so the rows may end here.
+        # A causal model does not attend to later tokens, so the rows may end here.
         targets_BS = torch.full_like(micro.targets_BS[:, :token], IGNORED)
         targets_BS[:, -1] = micro.targets_BS[:, token - 1]
         return Micro(micro.tokens_BS[:, :token], targets_BS)
@@ -117,8 +117,8 @@ def only(micro: Micro, token: int) -> Micro:
 
 
 def make_repeats(model: Model, pieces: int, eod: int) -> Repeats:
-    """The same for every run of a vocabulary. A row begins with the end of a document, as rows in
-    training do, and has no other repetition than that of its period."""
+    """Make repeated tokens, the same for every run with this vocabulary. A row begins with the end
+    of a document, as in training, and has no repetition except by its period."""
     # A windowed head must reach the previous occurrence; within 4 tokens there is little to see.
     reach = max(4, model.attention.window or LONGEST)
     longest = min(LONGEST, reach, (model.seq - 1) // 2, pieces - 1)
@@ -130,7 +130,7 @@ def make_repeats(model: Model, pieces: int, eod: int) -> Repeats:
         drawn = torch.randperm(pieces - 1, generator=generator)[:period]
         drawn += drawn >= eod  # every piece but the end of a document
         tokens_BS[row, 1:] = drawn[torch.arange(2 * longest) % period]
-        # The second copy alone: in a third one, two earlier tokens would match.
+        # Only the second copy counts: in a third one, two earlier tokens would match.
         for query in range(period + 1, 2 * period + 1):
             pairs.append((row, query, query - period + 1, 1 / (period * len(periods))))
     rows_T, queries_T, keys_T, shares_T = map(torch.tensor, zip(*pairs, strict=True))
@@ -141,7 +141,7 @@ def make_repeats(model: Model, pieces: int, eod: int) -> Repeats:
 def prefix_matching(
     evaluate: Callable[[Micro], object], model: nn.Module, repeats: Repeats
 ) -> Tensor:
-    """The prefix matching of every head, (L, H), from 0 to 1."""
+    """Return the prefix matching of every head, (L, H), from 0 to 1."""
     layers: list[Tensor] = []
 
     def report(weights_BHQK: Tensor) -> None:
@@ -149,7 +149,7 @@ def prefix_matching(
         layers.append(repeats.shares_T @ chosen_TH)
 
     with _watched(cast(Decoder, model), report):
-        # With targets, though the loss is not asked for: a pass without them would make all logits.
+        # With targets, although the loss is not used: otherwise all logits would be computed.
         evaluate(Micro(repeats.tokens_BS, repeats.tokens_BS))
     return torch.stack(layers)
 
