@@ -15,9 +15,12 @@ from pipeline.hub.importing import import_model, load_hub_model
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.decode import beam_search, generate
+from pipeline.objective.batch import Batch
+from pipeline.objective.noise import Pair, join_pairs
 from pipeline.planner.count import params
 
 VOCAB, LENGTH, SOURCE = 96, 24, 17
+_SIDES = ("source_BE", "tokens_BS")
 BERT = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "intermediate_size": 48, "max_position_embeddings": 32, "initializer_range": 0.2, "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
@@ -239,6 +242,34 @@ def test_an_encoder_decoder_generates_what_theirs_does(case, tmp_path):
         assert list(beam_search(ours, [2], 9, None, 1, source)[0].tokens) == tokens
     with pytest.raises(ConfigError, match="needs a source"):
         generate(ours, [[2]], 3)
+
+
+@pytest.mark.parametrize("case", ["t5", "bart", "marian"])
+def test_a_padded_source_is_the_source_alone(case, tmp_path):
+    """The logits of theirs with an attention mask, and of ours without padding."""
+    theirs = random_hub_model(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_hub_model(tmp_path / "theirs").eval()
+    given, said = inputs(case)
+    length = SOURCE - 6
+    padding = torch.zeros(2, SOURCE, dtype=torch.long)
+    padding[1, length:] = 1
+    padded = ours(**given, source_documents_BE=padding)
+    want = theirs(**said, attention_mask=1 - padding).logits
+    torch.testing.assert_close(padded, want, atol=1e-5, rtol=1e-5)
+    alone = ours(given["tokens_BS"][1:], source_BE=given["source_BE"][1:, :length])
+    torch.testing.assert_close(padded[1:], alone, atol=1e-5, rtol=1e-5)
+    # Two pairs in one row, and padding on both sides: each has the logits of its own row.
+    pairs = [
+        Pair(s.numpy(), 2, t.numpy()) for s, t in zip(*(given[n] for n in _SIDES), strict=True)
+    ]
+    row = Batch.stack([join_pairs(pairs, 2 * LENGTH + 3, 2 * SOURCE + 5, 2)], 0).tensors
+    logits = ours(**{name: tensor for name, tensor in row.items() if name != "targets_BS"})
+    for number, pair in enumerate(pairs):
+        tokens = torch.tensor([[2, *pair.target[:-1]]])
+        alone = ours(tokens, source_BE=given["source_BE"][number : number + 1])
+        here = logits[:, number * LENGTH : (number + 1) * LENGTH]
+        torch.testing.assert_close(here, alone, atol=1e-5, rtol=1e-5)
 
 
 def test_an_encoder_does_not_generate():
