@@ -276,14 +276,16 @@ def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[
     is_dict = False  # whether the keys here are the user's own
     for part in loc:
         found = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        if found or is_dict:
+        tagged = [m for m in models if "kind" in m.model_fields]
+        arms = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)]
+        if arms and len(models) > 1:
+            # An arm of a union, which pydantic names by its kind. A field of another arm may have
+            # the same name.
+            models = arms
+        elif found or is_dict:
             path.append(part)
             is_dict = any(get_origin(f) is dict for f in found)
             models = [model for f in found for model in _models(f)]
-        else:  # a variant of a union, which pydantic names by its kind
-            tagged = [m for m in models if "kind" in m.model_fields]
-            arms = [m for m in tagged if part in get_args(m.model_fields["kind"].annotation)]
-            models = arms or models
     return path, [name for m in models for name in m.model_fields]
 
 

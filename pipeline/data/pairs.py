@@ -48,6 +48,15 @@ class PairRows(NamedTuple):
         return list(permutations(range(len(self.objective.languages)), 2))
 
 
+def check_pairs(corpus: Corpus, config: RunSpec) -> None:
+    """Refuse data that the objective of a run cannot read, or with no pair that fits a row."""
+    corpus.check_pairs(config.objective)
+    rows = PairRows.of(config)
+    if rows is not None:
+        for split in ("train", "valid"):
+            PairStream(corpus, corpus.split(split).shards, rows, split)
+
+
 class Packed(NamedTuple):
     """The rows of a shard. Parts are numbered through all documents."""
 

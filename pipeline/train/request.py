@@ -16,6 +16,7 @@ from pipeline.config.layers import load, reload
 from pipeline.config.objective import Denoise, Pairs
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
+from pipeline.data.pairs import check_pairs
 from pipeline.errors import ConfigError, RunError
 from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
 from pipeline.planner.memory import (
@@ -286,7 +287,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
-    corpus.check_pairs(spec.objective)
+    check_pairs(corpus, spec)
     special = spec.objective.special_ids
     corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
     for key in _OF_THE_WEIGHTS if model is not None else ():

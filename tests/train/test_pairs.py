@@ -1,4 +1,4 @@
-"""A small transformer learns to copy and to reverse, by language tokens, and translates pairs that it has not seen."""
+"""A small transformer learns to copy and to reverse, and translates pairs that it has not seen."""
 
 import json
 import random
@@ -21,8 +21,8 @@ SHORT = (
     "--set", "train.save_every=4", "--set", "train.eval_every=4",
 )  # fmt: skip
 LONG = (
-    "--size", "27k", "--steps", 700, "--set", "model.seq=48", "--set", "train.batch_tokens=768",
-    "--set", "objective.directions=every", "--set", "train.save_every=700", "--set", "train.eval_every=700",
+    "--size", "27k", "--steps", 600, "--set", "model.seq=48", "--set", "train.batch_tokens=768",
+    "--set", "objective.directions=every", "--set", "train.save_every=600", "--set", "train.eval_every=600",
 )  # fmt: skip
 
 
