@@ -11,7 +11,7 @@ from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.dashboard.payload import short
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
-from pipeline.scaling.decide import MFU
+from pipeline.scaling import decide
 from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token, valley
 from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.record import Score
@@ -22,6 +22,7 @@ AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's comput
 STOPS_PER_DECADE = 20  # of the sliders
 DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
+GPUS = (1, 8, 64, 512)  # that the page offers: planning all sizes for a number takes a second
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
@@ -147,8 +148,31 @@ def grid(done: Study) -> dict[str, Any]:
         D = np.repeat(C, len(SIZES)) / each / N
         places = at(done.fit.points, each * N * D, N, D)
         found |= {"sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist(), "each": each}
+        found["mfu"] = speeds(float(N.min()), float(N.max()))
     loss, low, high = done.interval(places)
     return {**found, "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def speeds(low: float, high: float) -> dict[str, Any]:
+    """Return the planned MFU by cluster, GPUs and size, for prices as `launch forecast` gives them.
+
+    Only sizes that are nearest to some N between `low` and `high`. N of each size comes first.
+    """
+    known = sorted(decide.known_sizes().items(), key=lambda item: item[1])
+    below = [i for i, (_, N) in enumerate(known) if low >= N]
+    above = [i for i, (_, N) in enumerate(known) if high <= N]
+    near = known[below[-1] if below else 0 : above[0] + 1 if above else len(known)]
+    found: dict[str, Any] = {"N": [N for _, N in near], "gpus": list(GPUS)}
+    for cluster in clusters():
+        found[cluster["name"]] = [
+            [_mfu(size, cluster["name"], gpus) for size, _ in near] for gpus in GPUS
+        ]
+    return found
+
+
+@cache
+def _mfu(size: str, cluster: str, gpus: int) -> float | None:
+    return decide.planned_mfu(1.0, decide.priced(cluster), gpus, size)
 
 
 @cache
@@ -159,7 +183,7 @@ def clusters() -> list[dict[str, Any]]:
     tables = [read_toml(path)["cluster"] for path in paths if path.stem != "example"]
     keys = ("name", "peak_flops", "usd_per_gpu_hour")
     return [
-        {**{key: table.get(key) for key in keys}, "mfu": MFU}
+        {**{key: table.get(key) for key in keys}, "mfu": decide.MFU}
         for table in tables
         if table.get("peak_flops")
     ]

@@ -19,7 +19,7 @@ from scipy import special, stats
 from pipeline.config.layers import reload
 from pipeline.errors import ConfigError, DataError
 from pipeline.runs.history import Run
-from pipeline.scaling.backtest import TYPICAL_CUTS, Backtest, growth
+from pipeline.scaling.backtest import TYPICAL_CUTS, Backtest
 from pipeline.scaling.fitting import Rows, minimize
 from pipeline.scaling.points import Array, Points, runs_across
 from pipeline.scaling.predict import Forecast
@@ -29,16 +29,17 @@ from pipeline.tasks.questions import read_tasks
 # The prior, with x in standard deviations of the runs: middle, log slope, the logit of the ceiling
 # between chance and 1, and the logit of chance, which is fitted where nobody gave it.
 CENTERS = np.array([-1.0, 0.0, 2.5, -1.1])
-SPREADS = np.array([2.0, 1.0, 1.5, 1.0])
+SPREADS = np.array([2.0, 1.0, 1.0, 1.0])
 STARTS = np.array([[m, s, 2.5, -1.1] for m in (-3.0, -1.0, 0.0, 1.0) for s in (-0.7, 0.7)])
 HUBER = 1.345  # standard deviations: 95% efficient for normal errors
 FIRST_SIGMA = 0.03  # of accuracy, until the residuals show it: 300 questions
 SMALLEST_SIGMA = 0.002
 RESAMPLES = 500
 FEWEST = 3  # runs
-# Systematic error of a forecast next to the largest run, in accuracy. It grows with the distance as
-# that of a loss does.
+# Systematic error of a forecast next to the largest run, in accuracy, and how it grows with each
+# decade of compute: in a straight line, because accuracy is bounded.
 TYPICAL = 0.005
+PER_DECADE = 3.0
 NORMAL_95 = float(stats.norm.ppf(0.975))
 ABOVE_CHANCE = 2.5  # standard deviations
 
@@ -164,9 +165,9 @@ class Method(NamedTuple):
             assert self.test is not None
             at = self.test.cut == edge
             beyond_scatter = np.maximum(self.test.errors[at] ** 2 - self.sigma**2, 0)
-            total += float((beyond_scatter / growth(self.test.ratio[at], np.zeros(1)) ** 2).mean())
+            total += float((beyond_scatter / _growth(self.test.ratio[at]) ** 2).mean())
         # Shrunk toward a typical ladder, as `Backtest.scale` of losses is.
-        systematic = np.sqrt(total / (TYPICAL_CUTS + len(edges))) * growth(ratio, np.zeros(1))
+        systematic = np.sqrt(total / (TYPICAL_CUTS + len(edges))) * _growth(ratio)
         return np.asarray(NORMAL_95 * np.sqrt(self.sigma**2 + systematic**2))
 
     def draws(self, x: Array) -> Array:
@@ -209,6 +210,10 @@ def fit_method(
         errors = points.accuracy[held_out.rows] - predicted
         test = replace(held_out.test, errors=errors, excess=np.zeros(len(errors)))
     return Method(x, points.accuracy, curve, sigma, max(freedom, 3.0), test)
+
+
+def _growth(ratio: Array) -> Array:
+    return np.asarray(1 + PER_DECADE * np.log10(np.maximum(ratio, 1)))
 
 
 class HeldOut(NamedTuple):

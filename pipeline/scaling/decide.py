@@ -7,6 +7,7 @@ The least cost for a loss is found by searching over total costs.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ R_PARAMETERS = 5.309743
 FORWARD = 1 / 3  # inference FLOPs per token over those of training: no backward pass
 WIDEST = 12.0  # log N above and below the square root of N·D: tokens per parameter within e^±24
 LARGEST_FLOPS = 1e40
+FARTHEST = 4.0  # times N of a shipped size, beyond which its speed says nothing
 MFU = 0.4  # if the planner has no estimate; 1–7B on H100s reach 41–47% (llm-foundry, Megatron)
 
 
@@ -233,14 +235,20 @@ def cost(
     return found
 
 
+@cache
+def known_sizes() -> dict[str, float]:
+    """Return N of every shipped size."""
+    return {name: float(params(load(size=name).model).scaling) for name in names("size")}
+
+
 def planned_mfu(N: float, site: Cluster, gpus: int, size: str | None) -> float | None:
     """Return the MFU of this size, or of the shipped size nearest to N; None if it is unknown."""
     if site.rates is None or not math.isfinite(N):
         return None
     if size is None:
-        known = {name: params(load(size=name).model).scaling for name in names("size")}
+        known = known_sizes()
         size = min(known, key=lambda name: abs(math.log(known[name] / N)))
-        if abs(math.log(known[size] / N)) > math.log(4):
+        if abs(math.log(known[size] / N)) > math.log(FARTHEST):
             return None
     try:
         spec = load(size=size).model_copy(update={"cluster": site})

@@ -122,21 +122,22 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
 
     # the sliders show the command's figures, at the optimum and away from it
     page.select_option("#cluster", "h200")
-    for compute, split in ((70, 16), (95, 27)):
+    for compute, split, gpus in ((70, 16, 8), (95, 27, 64)):
+        page.select_option("#gpus", str(gpus))
         slide(page, "#compute", compute)
         slide(page, "#split", split)
         C, N, D = page.evaluate(STOP, [compute, split])
         target = ("--flops", C) if split == 16 else ("--params", N, "--tokens", D)
-        made = forecast_json("--runs", runs, *target, "--cluster", "h200", "--gpus", 8)
+        made = forecast_json("--runs", runs, *target, "--cluster", "h200", "--gpus", gpus)
         shown = told_numbers(page)
-        # The page assumes 40% MFU. The command uses the speed that the planner predicts.
         cost = made["cost"]
         assert cost["usd"] == pytest.approx(5.99 * cost["gpu_hours"])
-        hours = cost["gpu_hours"] * cost["mfu"] / 0.4
+        hours = cost["gpu_hours"]
+        assert cost["mfu_from"] == "planner"
         assert shown["held-out loss"] == f"{made['loss']:.4f}"
         assert f"{made['low']:.4f} … {made['high']:.4f}" in text(page, "#forecast-tiles")
         for label, expected in (("parameters N", made["N"]), ("tokens D", made["D"]),
-                                ("GPU-hours at 40% MFU", hours)):  # fmt: skip
+                                (f"GPU-hours at {cost['mfu']:.1%} MFU, planned", hours)):  # fmt: skip
             unit = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
             figure = float(shown[label].rstrip("kMBT")) * unit.get(shown[label][-1], 1)
             assert figure == pytest.approx(expected, rel=1e-2)

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from pipeline.dashboard import law_view
 from pipeline.dashboard.payload import SLACK, RunLog, thin
+from pipeline.scaling import decide
 
 
 def step(number: int, **more: object) -> dict[str, object]:
@@ -88,3 +90,14 @@ def test_scores_of_tasks_are_columns_from_where_they_begin() -> None:
     scores = log.evals.column("quiz/accuracy")
     assert math.isnan(scores[0]) and scores[1] == 0.5
     assert len(log.evals.keys) == 100  # a hostile log does not grow the page without limit
+
+
+def test_the_page_has_the_mfu_that_the_command_prices_with() -> None:
+    table = law_view.speeds(2e6, 3e7)
+    assert {"gpus", "N", "h100"} <= set(table)
+    site = decide.priced("h100")
+    # The rule of page/law.js: the nearest size, at most 4 times off.
+    for N in np.geomspace(2e6, 3e7, 5):
+        nearest = int(np.argmin(np.abs(np.log(np.array(table["N"]) / N))))
+        for row, gpus in zip(table["h100"], table["gpus"], strict=True):
+            assert row[nearest] == decide.planned_mfu(float(N), site, gpus, None)

@@ -301,6 +301,15 @@
     return { i, C, share, N, D: C / grid.each / N, index: i * grid.sizes.length + j };
   }
 
+  // As decide.planned_mfu: of the size nearest to N, unless it is more than 4 times off.
+  function plannedMfu(table, N, chosen, gpus) {
+    const rows = table?.[chosen.name];
+    if (!rows || !N) return null;
+    const off = table.N.map((size) => Math.abs(Math.log(size / N)));
+    const nearest = off.indexOf(Math.min(...off));
+    return off[nearest] > Math.log(4) ? null : rows[table.gpus.indexOf(gpus)][nearest];
+  }
+
   function cost(usd) {
     if (usd < 0.01) return "< $0.01";
     return usd < 1000 ? `$${usd.toFixed(2)}` : `$${short(usd)}`;
@@ -310,7 +319,9 @@
     const { grid } = fit;
     const { i, C, share, N, D, index } = stop;
     const best = share === 1;
-    const hours = C / (chosen.peak_flops * chosen.mfu) / 3600;
+    const planned = plannedMfu(grid.mfu, N, chosen, gpus);
+    const mfu = planned ?? chosen.mfu;
+    const hours = C / (chosen.peak_flops * mfu) / 3600;
     const price = +$("price").value;
     const interval = grid.high[index] == null
       ? "interval unknown"
@@ -324,7 +335,8 @@
     tiles.push(tile("beyond the largest run", `${number(C / Math.max(...fit.points_used.C))}×`));
     const time = `${duration((hours / gpus) * 3600)} on ${gpus}`;
     const shownHours = hours < 0.001 ? "< 0.001" : short(hours);
-    tiles.push(tile(`GPU-hours at ${100 * chosen.mfu}% MFU`, shownHours, time));
+    const source = planned ? "planned" : "assumed";
+    tiles.push(tile(`GPU-hours at ${(100 * mfu).toFixed(1)}% MFU, ${source}`, shownHours, time));
     if (price > 0) tiles.push(tile(`cost at $${price} per GPU-hour`, cost(hours * price)));
     fill($("forecast-tiles"), ...tiles);
   }
@@ -380,7 +392,7 @@
   function drawStop() {
     const fit = iso.law();
     const stop = currentStop(fit.grid);
-    const gpus = Math.max(1, +$("gpus").value || 1);
+    const gpus = +$("gpus").value;
     const chosen = cluster();
     setText($("compute-out"), `${power(stop.C)} FLOPs`);
     $("compute").setAttribute("aria-valuetext", `${stop.C.toExponential(2)} FLOPs`);
