@@ -63,8 +63,8 @@ InferenceTokens = Annotated[
 InferenceMfu = Annotated[
     float | None,
     typer.Option(
-        help="MFU of inference, which sets its price; training counts with 0.4.  [default: the "
-        "same as training]",
+        help="MFU of inference, which sets its price, where training has 0.4 (default: the same "
+        "price as training).",
         min=0.001,
         max=1,
     ),

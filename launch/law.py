@@ -34,7 +34,7 @@ FullGrid = Annotated[
 ForecastsDir = Annotated[
     Path | None,
     typer.Option(
-        "--forecasts", help="Directory of registered forecasts.  [default: beside the runs]"
+        "--forecasts", help="Directory of registered forecasts (default: beside the runs)."
     ),
 ]
 SPLIT = {"N*": "a", "D*": "b"}

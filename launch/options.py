@@ -16,10 +16,10 @@ Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
 Size = Annotated[str, Option(help="Model size; `launch show --sizes` lists all of them.")]
 Arch = Annotated[
     str | None,
-    Option(help="Architecture, a name in configs/arch.  [default: dense, or the size's own]"),
+    Option(help="Architecture, a name in configs/arch (default: dense, or the size's own)."),
 ]
 Recipe = Annotated[
-    str | None, Option(help="Training recipe, a name in configs/recipe.  [default: adamw]")
+    str | None, Option(help="Training recipe, a name in configs/recipe (default: adamw).")
 ]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
 File = Annotated[str, typer.Argument(help=SHIPPED)]
 PlanFile = Annotated[
-    str | None, typer.Argument(help=f"{SHIPPED} [default with --target-size: ladder]")
+    str | None, typer.Argument(help=f"{SHIPPED} (default with --target-size: ladder)")
 ]
 Budget = Annotated[
     float | None, typer.Option(help="FLOPs for all runs together, instead of the file's budgets.")
@@ -51,7 +51,7 @@ WantedWidth = Annotated[
 ]
 Noise = Annotated[
     str | None,
-    typer.Option(help="Simulated scatter of runs around a law.  [default: 0.3%]"),
+    typer.Option(help="Simulated scatter of runs around a law (default: 0.3%)."),
 ]
 Save = Annotated[Path | None, typer.Option(help="Write the proposed ladder to this sweep file.")]
 

@@ -42,20 +42,20 @@ Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` list
 # A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
-_OUT = "Run directory.  [default: runs/EXPERIMENT/SIZE]"
+_OUT = "Run directory (default: runs/EXPERIMENT/SIZE)."
 Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
-_NPROC = "Processes per node.  [default: one per GPU; with --resume as before]"
+_NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
-_LAYOUT = "[default: the fastest layout if --cluster has rates, else {}]"
-Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3.  {_LAYOUT.format(1)}")]
-Ep = Annotated[int | None, Option(help=f"Ranks that share the experts.  {_LAYOUT.format(1)}")]
-Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence.  [default: 1]")]
+_LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
+Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
+Ep = Annotated[int | None, Option(help=f"Ranks that share the experts {_LAYOUT.format(1)}.")]
+Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence (default: 1).")]
 Engine = Annotated[str | None, Option(help="deepspeed, or accelerate, a second engine for tests.")]
 Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]
 Tokens = Annotated[float | None, Option(help="Length in tokens, such as 1e9.")]
 Flops = Annotated[float | None, Option(help="Length in training FLOPs.")]
-_DTYPE = "fp32 or bf16.  [default: bf16 on GPUs, fp32 on CPUs]"
+_DTYPE = "fp32 or bf16 (default: bf16 on GPUs, fp32 on CPUs)."
 DtypeName = Annotated[str | None, Option("--dtype", help=_DTYPE)]
 _BATCH = "Use the largest micro-batch that fits, found by trial."
 AutoBatch = Annotated[bool, Option("--auto-batch", help=_BATCH)]
@@ -66,9 +66,9 @@ Experiment = Annotated[str | None, Option(help="Experiment of the run, also in M
 Seed = Annotated[int | None, Option(help="Random seed for weights and data order.", min=0)]
 Track = Annotated[bool, Option("--track/--no-track", help="Also send the log to MLflow.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a SLURM job that requeues itself.")]
-_NODES = "Nodes of the job: 4, or 2-4 for as many as are free.  [default: 1]"
+_NODES = "Nodes of the job: 4, or 2-4 for as many as are free (default: 1)."
 NodeCount = Annotated[str | None, Option(help=_NODES)]
-_GPUS = "GPUs per node of the job; 0 trains on CPUs.  [default: --nproc, or the cluster's]"
+_GPUS = "GPUs per node of the job; 0 trains on CPUs (default: --nproc, or the cluster's)."
 Gpus = Annotated[int | None, Option(help=_GPUS, min=0, max=100_000)]
 Time = Annotated[str | None, Option(help="Time limit of the job, such as 24:00:00 or 2-12.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the job instead of submitting it.")]

@@ -30,14 +30,12 @@ app.command(
 )(plan)
 
 Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1)]
-Out = Annotated[
-    Path | None, typer.Option(help="Directory of the runs.  [default: runs/EXPERIMENT]")
-]
+Out = Annotated[Path | None, typer.Option(help="Directory of the runs (default: runs/EXPERIMENT).")]
 Track = Annotated[bool, typer.Option("--track/--no-track", help="Send runs to MLflow too.")]
 Slurm = Annotated[bool, typer.Option("--slurm", help="Submit one job array; --jobs limits it.")]
 GpusPerNode = Annotated[
     int | None,
-    typer.Option(help="GPUs of a run.  [default: one per process, 0 without a cluster]", min=0),
+    typer.Option(help="GPUs of a run (default: one per process, 0 without a cluster).", min=0),
 ]
 After = Annotated[
     str | None, typer.Option(help="Job that must succeed first, such as `launch data prepare`.")

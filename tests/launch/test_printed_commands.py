@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 
 from launch import __main__ as command_line
 
@@ -85,12 +86,20 @@ def test_commands_in_texts(app) -> None:
     assert not (found := [line for line in complaints if line]), "\n".join(found)
 
 
-def test_commands_in_help(app) -> None:
-    def epilogs(command: Any) -> Iterator[str]:
-        yield from (command.epilog or "").splitlines()
-        for each in getattr(command, "commands", {}).values():
-            yield from epilogs(each)
+def commands(command: Any) -> Iterator[Any]:
+    yield command
+    for each in getattr(command, "commands", {}).values():
+        yield from commands(each)
 
-    lines = [match[1] for line in epilogs(app) if (match := LINE.match(line))]
+
+def test_commands_in_help(app) -> None:
+    text = "\n".join(command.epilog or "" for command in commands(app))
+    lines = LINE.findall(text)
     assert len(lines) > 25
     assert [wrong for line in lines if (wrong := complain(parse, app, line))] == []
+
+
+def test_help_texts_are_shown_completely(app) -> None:
+    """typer treats [text] in a help as markup and does not print it."""
+    helps = [getattr(each, "help", None) or "" for c in commands(app) for each in c.params]
+    assert [text for text in helps if Text.from_markup(text).plain != text] == []
