@@ -1,4 +1,5 @@
-"""`launch bench data | loader | train`: ratios measured in one run, because machines are noisy."""
+"""`launch bench data | loader | train | in-context`: ratios measured in one run, because machines
+are noisy."""
 
 import json
 import os
@@ -14,6 +15,7 @@ import typer
 from typer import Argument, Option
 
 from launch.options import Arch, AsJson, Cluster, Settings, Size, examples
+from launch.tables import new_console, print_json, table
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ Overheads = Annotated[
     bool, Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
 ]
 
-app = typer.Typer(help="Measure speed, relative to other tools.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed, and learning in context, relative to others.", no_args_is_help=True
+)
 
 
 @app.command(
@@ -167,6 +171,56 @@ def train(
     except RuntimeError as error:
         _try_smaller_batch(error, config, world, environment)
     leave()
+
+
+@app.command(
+    "in-context",
+    epilog=examples(
+        "launch bench in-context",
+        "launch bench in-context --d 5 --examples 40 --size 1m --steps 50000 --json",
+    ),
+)
+def in_context(
+    d: Annotated[int, Option("--d", min=1, max=100, help="Dimensions of x.")] = 2,
+    count: Annotated[int, Option("--examples", min=1, max=1000, help="Examples per row.")] = 10,
+    noise: Annotated[float, Option(min=1e-3, help="Standard deviation of the noise.")] = 0.5,
+    size: Size = "27k",
+    arch: Arch = None,
+    steps: Annotated[int, Option(min=1, help="Training steps.")] = 3000,
+    rows: Annotated[int, Option(min=1, help="Rows per step.")] = 64,
+    test_rows: Annotated[int, Option(min=1, help="Rows to measure the errors on.")] = 20_000,
+    sets: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train on linear regression in context; compare each error with the lowest possible one."""
+    import torch
+
+    from pipeline.bench.regression import Problem, configure, measure, train
+
+    problem = Problem(d, count, noise)
+    config = configure(problem, size, arch, steps, rows, sets or ())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def report(step: int, loss: float) -> None:
+        if not as_json:
+            typer.echo(f"step {step}/{steps}  squared error {loss:.4f}", err=True)
+
+    model = train(config, problem, device, report)
+    errors = measure(model, problem, test_rows, device)
+    worst = max(errors.excess)
+    columns = list(zip(errors.model, errors.ridge, errors.excess, strict=True))
+    if as_json:
+        keys = ("model", "ridge", "excess")
+        found = [{"k": k, **dict(zip(keys, row, strict=True))} for k, row in enumerate(columns)]
+        print_json({"d": d, "noise": noise, "steps": steps, "worst_excess": worst, "errors": found})
+        return
+    lines = [
+        (f"{k}", f"{ours:.4f}", f"{best:.4f}", f"{more:.1%}")
+        for k, (ours, best, more) in enumerate(columns)
+    ]
+    console = new_console()
+    console.print(table("squared error after k examples", ("k", "model", "ridge", "excess"), lines))
+    console.print(f"largest excess {worst:.1%}", markup=False)
 
 
 def _resolve(

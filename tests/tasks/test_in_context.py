@@ -1,4 +1,4 @@
-"""Prefix matching of heads that were built by hand, and in-context scores against plain losses."""
+"""Heads built by hand, in-context scores against plain losses, and regression against the optimum."""
 
 import itertools
 import json
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipeline.bench.regression import Problem, build, configure, measure, predict, ridge, train
 from pipeline.checkpoint.restore import load_model
 from pipeline.data.corpus import Corpus
 from pipeline.model.attention import Scoring, Watched, eager
@@ -189,3 +190,55 @@ def test_what_cannot_be_measured_is_refused(corpus, tmp_path, inside):
     }.items():
         options = ("--data", corpus, "--out", tmp_path / "x", *asked)
         assert words in inside("pretrain", *TINY, *options, code=2)
+
+
+def test_ridge_is_the_mean_given_the_examples():
+    """Against the plain normal equations of each prefix, and against any other linear predictor."""
+    problem = Problem(dimensions=3, examples=6, noise=0.7)
+    x, y = problem.draw(5, 0, torch.device("cpu"))
+    found = ridge(x, y, problem.noise)
+    for row, k in itertools.product(range(5), range(6)):
+        before, seen = x[row, :k], y[row, :k]
+        penalty = 0.49 * torch.eye(3)
+        w = torch.linalg.inv(before.T @ before + penalty) @ before.T @ seen
+        assert found[row, k].item() == pytest.approx((w @ x[row, k]).item(), abs=1e-4)
+    x, y = problem.draw(20_000, 1, torch.device("cpu"))
+    best = (ridge(x, y, problem.noise) - y).square().mean(0)
+    assert best[0].item() == pytest.approx(3 + 0.49, rel=0.03)  # nothing is known yet
+    for noise in (0.35, 1.4):
+        assert ((ridge(x, y, noise) - y).square().mean(0)[1:] > best[1:]).all()
+
+
+def test_a_trained_model_nears_the_optimum():
+    """The error after two examples is far below that of any predictor that ignores them."""
+    problem = Problem(dimensions=1, examples=4, noise=0.5)
+    config = configure(problem, "27k", None, 250, 64, ["optim.lr=3e-3"])
+    cpu = torch.device("cpu")
+    losses = []
+    trained = train(config, problem, cpu, lambda _, loss: losses.append(loss))
+    untrained = measure(build(config, problem, cpu), problem, 4096, cpu).excess
+    excess = measure(trained, problem, 4096, cpu).excess
+    print(untrained, excess)
+    assert max(excess) < 0.2 and min(untrained[1:]) > 0.5
+    assert len(losses) > 10
+
+
+def test_prediction_sees_only_what_came_before():
+    problem = Problem(dimensions=2, examples=5, noise=0.5)
+    cpu = torch.device("cpu")
+    model = build(configure(problem, "27k", None, 1, 8, []), problem, cpu)
+    x, y = problem.draw(2, 0, cpu)
+    before = predict(model, x, y)
+    y[:, 2:] += 1
+    x[:, 3:] += 1
+    after = predict(model, x, y)
+    assert (before[:, :3] == after[:, :3]).all() and (before[:, 3:] != after[:, 3:]).all()
+
+
+def test_regression_on_the_command_line(inside):
+    small = ("--d", 1, "--examples", 3, "--steps", 2, "--test-rows", 64)
+    found = json.loads(inside("bench", "in-context", *small, "--json"))
+    assert [row["k"] for row in found["errors"]] == [0, 1, 2]
+    assert "largest excess" in inside("bench", "in-context", *small)
+    assert "needs tokens" in inside("bench", "in-context", "--arch", "isoflop", code=2)
+    assert "use a decoder" in inside("bench", "in-context", "--arch", "bert", code=2)
