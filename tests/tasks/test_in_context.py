@@ -210,17 +210,15 @@ def test_ridge_is_the_mean_given_the_examples():
 
 
 def test_a_trained_model_nears_the_optimum():
-    """The error after two examples is far below that of any predictor that ignores them."""
+    """Within seconds; a model that ignores the examples is 80% to 230% above it."""
     problem = Problem(dimensions=1, examples=4, noise=0.5)
-    config = configure(problem, "27k", None, 250, 64, ["optim.lr=3e-3"])
+    config = configure(problem, "27k", None, 250, 64, [])
     cpu = torch.device("cpu")
-    losses = []
-    trained = train(config, problem, cpu, lambda _, loss: losses.append(loss))
+    steps = []
+    trained = train(config, problem, cpu, lambda step, _: steps.append(step))
     untrained = measure(build(config, problem, cpu), problem, 4096, cpu).excess
     excess = measure(trained, problem, 4096, cpu).excess
-    print(untrained, excess)
-    assert max(excess) < 0.2 and min(untrained[1:]) > 0.5
-    assert len(losses) > 10
+    assert steps[-1] == 240 and max(excess) < 0.35 and min(untrained[1:]) > 0.7
 
 
 def test_prediction_sees_only_what_came_before():
