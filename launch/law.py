@@ -160,7 +160,7 @@ def _print_fit(data: dict[str, Any]) -> None:
     used = data["points"]["used"]
     # The bootstrap, or the scatter of the points around the law if --bootstrap is 0.
     errors = data["errors_from"]
-    console.print(f"{used} points, objective {data['objective']:.6g}, errors from the {errors}")
+    console.print(f"{used} points, objective {data['objective']:.6g}, errors by the {errors}")
     fitted = data["goodness"]
     if fitted:
         console.print(

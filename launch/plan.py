@@ -220,6 +220,6 @@ def _print_plan(console: "Console", data: dict[str, Any]) -> None:
     if total["saved"]:
         whole = total["flops"] + total["saved"]
         console.print(
-            f"Branches start in the plateau of their size's longest run, at the step under `from`: "
-            f"{total['saved'] / whole:.0%} less than {power(whole)} FLOPs for whole runs"
+            f"Shorter runs branch off the longest run of their size at the step under `from`, "
+            f"which saves {total['saved'] / whole:.0%} of the {power(whole)} FLOPs of separate runs"
         )

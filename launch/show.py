@@ -195,7 +195,7 @@ def _print_one(f: dict[str, Any]) -> None:
     about = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     about.add_column(style="bold")
     about.add_row("shape", f"{size}, vocab {f['vocab']:,}, seq {f['seq']:,}")
-    about.add_row("parameters", f"{counts} · {p['scaling']} as N of a fit")
+    about.add_row("parameters", f"{counts} · {p['scaling']} as N in scaling laws")
     if f["parts"]:
         about.add_row("parts", " · ".join(f["parts"]))
     about.add_row("FLOPs/token", per_token)
@@ -206,7 +206,7 @@ def _print_one(f: dict[str, Any]) -> None:
     out = new_console()
     out.print(f"[bold]{f['size']}[/bold] × {f['arch']}")
     out.print(about)
-    rules = [[row["key"], f"{row['value']:,.6g}", row["rule"]] for row in f["rules"]]
+    rules = [[row["key"], f"{row['value']:,}", row["rule"]] for row in f["rules"]]
     title = "settings that follow from size and length"
     out.print(table(title, ("setting", "value", "rule"), rules))
     if "layouts" in f:
@@ -271,8 +271,8 @@ def _advice(f: dict[str, Any]) -> str:
     low = _digits(row["step_s"] * (1 - row["error"]))
     high = _digits(row["step_s"] * (1 + row["error"]))
     chosen = flags(Layout(**row["layout"]).change())
-    expected = f"{low} to {high} s per step, by published runs (docs/SCALE.md)"
-    return f"use [bold]{chosen}[/bold], as `launch pretrain` does: {expected}"
+    expected = f"expect {low} to {high} s per step (docs/SCALE.md)"
+    return f"use [bold]{chosen}[/bold], as `launch pretrain` does; {expected}"
 
 
 def _digits(value: float) -> str:
