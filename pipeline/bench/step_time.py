@@ -101,7 +101,7 @@ def measure_step(
         loss = theirs.losses[0]
         yield f"first loss, ours and {theirs.name}'s", f"{own_loss:.3f} {loss:.3f}"
         if abs(own_loss - loss) > _MAX_FIRST_DIFFERENCE * own_loss:
-            raise RunError(f"the first losses {own_loss:.3f} and {loss:.3f} are of other models")
+            raise RunError(f"first losses {own_loss:.3f} and {loss:.3f}: the models differ")
     waited_s = yield from _timed_steps(config, batches, ours, theirs, steps, progress)
     yield from _speed(config, world, ours, waited_s, ceiling)
     if theirs is not None:

@@ -151,7 +151,7 @@ def read_manifest(path: Path) -> Checkpoint:
     try:
         content = json.loads(read_regular(path / MANIFEST, _MAX_MANIFEST_BYTES))
         if content.pop("seal") != _checksum(content):
-            raise DamagedError(f"{MANIFEST}: not as it was written")
+            raise DamagedError(f"{MANIFEST}: its checksum differs")
         version = content["version"]
         if version == _LEGACY:
             content = _from_legacy(content)
@@ -201,7 +201,7 @@ def _check_places(path: Path, manifest: Manifest) -> None:
             if not raw and manifest.version != _LEGACY:
                 raise DamagedError(f"{key} does not have {item_bytes} bytes per number")
         if position != int(np.prod(stored.shape, dtype=object)):
-            raise DamagedError(f"{key} has {position:,} numbers, not those of {stored.shape}")
+            raise DamagedError(f"{key} has {position:,} numbers, but the shape {stored.shape}")
 
 
 def check_files(checkpoint: Checkpoint, names: Sequence[str]) -> None:

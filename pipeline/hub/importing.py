@@ -121,7 +121,7 @@ def new_directory(directory: Path, option: str) -> Iterator[Path]:
 def _checked_copy(source: Path) -> Iterator[Path]:
     """Yield a temporary directory with links to the weights and a config.json without code."""
     if not (source / CONFIG).is_file():
-        raise DataError(f"--from {source} has no {CONFIG}; give a directory of save_pretrained")
+        raise DataError(f"--from {source} has no {CONFIG}; give a directory by save_pretrained")
     described = _read_json(_regular_file(source, CONFIG))
     if described.get("quantization_config"):
         raise ConfigError(

@@ -30,7 +30,7 @@ def register(
     for one in made:
         if not (one.N > 0 and one.D > 0):
             raise RunError(
-                "a registered forecast names one run; give --size, or --params and --tokens"
+                "--register needs the forecast of one run; give --size, or --params and --tokens"
             )
         if not (math.isfinite(one.low) and math.isfinite(one.high)):
             value = one.accuracy if isinstance(one, TaskForecast) else one.loss

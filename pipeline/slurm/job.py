@@ -77,7 +77,7 @@ def usable(here: Allocation, config: RunConfig) -> Allocation:
             return replace(here, nodes=nodes)
     raise ConfigError(
         f"{here.tasks} processes on each of up to {here.nodes} nodes do not divide the "
-        f"{config.rows} sequences of a batch in micro-batches of {micro}, or are no multiple of "
+        f"{config.rows} sequences of a batch in micro-batches of {micro}, or are not a multiple of "
         f"--ep {ep} and --sp {sp}; give other --nodes"
     )
 

@@ -75,7 +75,7 @@ def _call(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except FileNotFoundError:
-        raise RunError(f"{tool} is not here; this needs SLURM, on a login node") from None
+        raise RunError(f"{tool} is not installed here; use a login node of a cluster") from None
     except subprocess.TimeoutExpired:
         raise RunError(f"{tool} does not answer; check the controller: `scontrol ping`") from None
     if done.returncode > 0:  # below 0: killed together with the job that it requeues

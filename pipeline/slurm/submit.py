@@ -141,7 +141,7 @@ class Submission:
     def _call(self, *first: str) -> "subprocess.CompletedProcess[str]":
         if shutil.which("sbatch") is None:
             raise ConfigError(
-                "--slurm needs sbatch, which is not here; submit on a login node, or use --dry-run"
+                "--slurm needs sbatch, which is not installed here; use a login node, or --dry-run"
             )
         # If we run inside a job ourselves, its variables must not reach the new job.
         env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:6] != "SLURM_"}

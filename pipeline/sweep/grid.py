@@ -255,7 +255,7 @@ def within(
         cluster = load(size="tiny", cluster=sweep.cluster).cluster if sweep.cluster else None
         if cluster is None or cluster.peak_flops is None:
             raise ConfigError(
-                "hours needs to know the GPUs; set cluster = 'h100' (configs/cluster) in the sweep"
+                "hours needs the GPUs' speed; set cluster = 'h100' (configs/cluster) in the sweep"
             )
         most = min(most, hours * 3600 * sweep.nproc * cluster.peak_flops)
     refused = ""
@@ -279,6 +279,6 @@ def within(
     given = {"budget": flops, "hours": hours}
     asked = " and ".join(f"{key}={value:.3g}" for key, value in given.items() if value)
     raise ConfigError(
-        f"{asked} does not buy four valleys of these sizes{least or refused}; raise it, or name "
-        f"other sizes"
+        f"{asked} is not enough for four budgets of these sizes{least or refused}; raise it, or "
+        f"name other sizes"
     )

@@ -117,7 +117,7 @@ class Store:
             else:
                 self.client = MlflowClient(uri)
         except UnsupportedModelRegistryStoreURIException:
-            raise UnusableError(_remedy(uri, "is of no kind that MLflow knows")) from None
+            raise UnusableError(_remedy(uri, "is not supported by MLflow")) from None
 
     def has(self, run_id: str) -> bool:
         """Return False if the store was wiped. A run that somebody deleted there stays deleted."""

@@ -97,7 +97,7 @@ def test_nothing_of_a_name_is_executed(slurm, corpus, tmp_path):
     assert f"in the queue as job {job} (PENDING)" in again.stderr
     assert "cancelled" in launch("cancel", out, **slurm.env).stdout
     assert slurm.field(job, "state") == "CANCELLED"
-    assert "squeue is not here" in launch("cancel", out, code=2, PATH=str(tmp_path)).stderr
+    assert "squeue is not installed" in launch("cancel", out, code=2, PATH=str(tmp_path)).stderr
 
     # SLURM itself restarts a job after a lost node; that is limited too
     there = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
