@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 
 # Every module registers its commands with the app, in the order in which --help lists them.
 MODULES = (
-    "data", "bench", "show", "pretrain", "verify", "trained", "generate", "jobs", "law",
+    "data", "bench", "show", "pretrain", "finetune", "verify", "trained", "generate", "jobs", "law",
     "dashboard", "doctor",
 )  # fmt: skip
 MAX_MESSAGE = 400  # characters; some exceptions quote whole files

@@ -118,14 +118,14 @@ def pretrain(
     before = out if resume else None  # the run to continue
     machine = (cluster, config, sets or (), before)  # every source of cluster settings
     nodes = nodes or "1" if slurm else None
-    job, devices, ranks = _where(nodes, nproc, gpus_per_node, *machine)
+    job, devices, ranks = where(nodes, nproc, gpus_per_node, *machine)
     length = {"steps": steps, "tokens": tokens, "flops": flops}  # at most one
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
     over |= {"recipe": recipe, "parallel": layout, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        size, arch, data, out, ranks, cluster, config, sets or (), _given(over), resume,
+        size, arch, data, out, ranks, cluster, config, sets or (), given_only(over), resume,
         fresh=job is not None and not resume, fewest=job.worlds[0] if job else None,
         branch=branch, init=init,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def pretrain(
     if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
     if job is None:
-        _train(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
+        train_here(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
     elif not (dry_run and quiet):  # together they mean `as_job`
         submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
         _announce(planned.config, ranks, devices.name, track=track, header=False)
@@ -148,10 +148,10 @@ def _refuse_job_options(slurm: bool, *values: Any) -> None:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
 
 
-def _given(table: dict[str, Any]) -> dict[str, Any]:
+def given_only(table: dict[str, Any]) -> dict[str, Any]:
     """The table without options that were not given."""
     # An option that was not given must not override the config file or the cluster.
-    inner = {k: _given(v) if isinstance(v, dict) else v for k, v in table.items()}
+    inner = {k: given_only(v) if isinstance(v, dict) else v for k, v in table.items()}
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
@@ -169,6 +169,8 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
         for line in lines:
             print(line, flush=True)
+    if config.objective.examples:  # a few thousand are enough, and several passes usual
+        return
     rows = PairRows.of(config)
     if rows is not None:
         stream = PairStream(corpus, corpus.split("train").shards, rows)
@@ -178,7 +180,7 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         typer.echo(line, err=not header)
 
 
-def _train(
+def train_here(
     planned: "PlannedRun",
     ranks: int,
     devices: "Devices",
@@ -226,7 +228,7 @@ def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     return planned, nodes
 
 
-def _where(
+def where(
     nodes: str | None,
     nproc: int | None,
     gpus: int | None,
@@ -317,8 +319,11 @@ def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None
     elif not quiet:
         figures = ""
         if last:
-            figures = f"held-out loss {last['loss']:.4f} nats/token"
+            scores = {key.partition("/")[2]: last[key] for key in last if key.startswith("labels/")}
+            unit = "per row" if scores else "nats/token"
+            figures = f"held-out loss {last['loss']:.4f} {unit}"
             figures += f", {last['bpb']:.4f} bits/byte" if last.get("bpb") is not None else ""
+            figures += "".join(f", {name} {score:.4f}" for name, score in scores.items())
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
         if status == "stopped":
             print(f"continue with: launch pretrain --resume --out {path}")

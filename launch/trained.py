@@ -107,13 +107,16 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():
-        # Nats, without auxiliary losses.
-        figures = evaluator(lambda micro: model(**micro.inputs).nll)
+        figures = evaluator(lambda micro: model(**micro.inputs))
     if as_json:
         print(json.dumps({"run": str(run), "data": str(where), **figures}))
         return
-    bits = f", {figures['bpb']:.4f} bits per byte" if "bpb" in figures else ""
-    print(f"{run}: {figures['loss']:.4f} nats per predicted token{bits} on {where}")
+    more = f", {figures['bpb']:.4f} bits per byte" if "bpb" in figures else ""
+    unit = "nats per predicted token"
+    if scores := {key.partition("/")[2]: figures[key] for key in figures if "/" in key}:
+        unit = "loss per row"
+        more = "".join(f", {name} {score:.4f}" for name, score in scores.items())
+    print(f"{run}: {figures['loss']:.4f} {unit}{more} on {where}")
 
 
 # Trailing underscores: `import` is a Python keyword, and `export` the function that is called.
@@ -135,8 +138,9 @@ def export_(
     import torch
 
     from pipeline.checkpoint.restore import load_model
+    from pipeline.config.objective import Labels
     from pipeline.hub.exporting import export
-    from pipeline.hub.families import choose_family
+    from pipeline.hub.sequences import export_family
     from pipeline.runs.directory import tokenizer_of
 
     # Both sides are rounded to this dtype before their logits are compared.
@@ -145,12 +149,13 @@ def export_(
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(dtypes)}")
     # In fp32 on the CPU, where the logits of the two implementations can be compared closely.
     model, config = load_model(run)
-    choose_family(config.model)  # refuse before the slow part
+    labels = config.objective if isinstance(config.objective, Labels) else None
+    export_family(config.model, labels)  # refuse before the slow part
     # An imported model may come without a tokenizer and has no data to take one from.
     known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
     found = tokenizer_of(run, config.data.dir, tokenizer) if known else None
     # The directory appears under its name only after the logits match.
-    done = export(model, to, found, dtypes[dtype])
+    done = export(model, to, found, dtypes[dtype], labels=labels)
     if as_json:
         row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
         print(json.dumps(row))

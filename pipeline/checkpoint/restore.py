@@ -18,6 +18,7 @@ from pipeline.checkpoint.format import (
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import RunError
+from pipeline.model.adapter import is_adapter, merge_adapters
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
 from pipeline.parallel import fragments
@@ -92,8 +93,22 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
 
 def load_initial_weights(engine: Engine, path: Path) -> None:
     """Load the weights of another run, and not its optimizer state; every rank calls it."""
-    weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/")]
-    Reader(newest(path)).fill(weights)
+    checkpoint = newest(path)
+    known = checkpoint.manifest.tensors
+
+    if any(is_adapter(key) for key in known):
+        remedy = "merge it first with `launch export` and `launch import`"
+        raise RunError(f"--init {path} was trained with LoRA; {remedy}")
+
+    def is_new(fragment: Fragment) -> bool:
+        # Adapters, and a head for other labels, start as they were drawn.
+        head = fragment.key.startswith(f"{WEIGHTS}/row_head.")
+        stored = known.get(fragment.key)
+        other = stored is None or stored.numel != fragment.global_numel
+        return is_adapter(fragment.key) or (head and other)
+
+    weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/") and not is_new(f)]
+    Reader(checkpoint).fill(weights)
     engine.sync_weights()
 
 
@@ -155,7 +170,7 @@ def load_model(
     config = reload(checkpoint.path / CONFIG)
     weights = Weights(checkpoint, dtype)
     with torch.device("meta"):
-        model = build_model(config.model)
+        model = build_model(config.model, token_weight=config.objective.token_weight)
     saved = model.state_dict()
     tensors: dict[str, nn.Parameter | Tensor] = dict(model.named_parameters())
     tensors.update(model.named_buffers())
@@ -164,6 +179,8 @@ def load_model(
         for name, tensor in tensors.items()
         if name in saved
     }
+    if config.lora is not None:
+        merge_adapters(filled, Weights(checkpoint), config.lora)
     # Not strict: of tied weights only one name is filled, and `tie` restores the other.
     model.load_state_dict(filled, strict=False, assign=True)
     model.tie()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.parts import Count, Frozen, Positive, Share, require
+from pipeline.config.parts import Count, Frozen, Positive, Share, Weight, require
 from pipeline.config.shape import Model
 
 Stack = Literal["decoder", "encoder", "encoder-decoder"]
@@ -53,6 +53,16 @@ class _Objective(Frozen):
     def label_smoothing(self) -> float:
         """Share of each target's probability that training spreads over the vocabulary."""
         return 0.0
+
+    @property
+    def examples(self) -> bool:
+        """Whether a row is one example of a file (`launch finetune`), and not running text."""
+        return False
+
+    @property
+    def token_weight(self) -> float | None:
+        """Of the tokens' loss beside that of the row. None: the tokens' loss is the main one."""
+        return None
 
 
 class Causal(_Objective):
@@ -242,8 +252,65 @@ class Pairs(_Objective):
         return seq + (source_seq or seq)
 
 
+class Answers(_Objective):
+    """The answer to a prompt. The prompt is read, not predicted (objective/examples.py)."""
+
+    kind: Literal["answers"] = "answers"
+
+    @property
+    def examples(self) -> bool:
+        return True
+
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        return seq + 2  # the end after the prompt, and the last token, which is only predicted
+
+
+class Labels(_Objective):
+    """The class of a text or of a pair of texts, or a number (objective/examples.py)."""
+
+    kind: Literal["labels"] = "labels"
+    names: tuple[str, ...] = ()  # of the classes; none: the label is a number
+    # The token that the row's head reads: the last one of a decoder, the first one of an encoder.
+    reads: Literal["last", "first"] = "last"
+    lm_weight: Weight = 0.0  # of the loss of the text's tokens; GPT has 0.5
+    special: Count = 0  # ids above the tokenizer's that the pretrained model has
+
+    @model_validator(mode="after")
+    def _tokens_ahead(self) -> Self:
+        text = f"lm_weight={self.lm_weight} needs a decoder: an encoder sees the tokens to predict"
+        require(self.reads == "last" or not self.lm_weight, f"{text}; set lm_weight=0")
+        require(len(self.names) != 1, f"names={list(self.names)} is one class; give two or more")
+        return self
+
+    @property
+    def stack(self) -> Stack:
+        return "decoder" if self.reads == "last" else "encoder"
+
+    @property
+    def classes(self) -> int:
+        """Numbers that the head predicts for a row."""
+        return len(self.names) or 1
+
+    @property
+    def special_ids(self) -> int:
+        return self.special
+
+    @property
+    def examples(self) -> bool:
+        return True
+
+    @property
+    def token_weight(self) -> float | None:
+        return self.lm_weight
+
+    def text_length(self, seq: int, source_seq: int | None = None) -> int:
+        return seq + LABEL_DIGITS
+
+
+LABEL_DIGITS = 8  # hexadecimal, at the start of a row of the data: 32 bits
 Objective = Annotated[
-    Causal | Prefix | Masked | Replaced | Spans | Denoise | Pairs, Field(discriminator="kind")
+    Causal | Prefix | Masked | Replaced | Spans | Denoise | Pairs | Answers | Labels,
+    Field(discriminator="kind"),
 ]
 
 
@@ -265,6 +332,8 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
             remedy = "--arch transformer"
         return f"{text}; use {remedy}"
     pairs = isinstance(objective, Masked) and objective.pairs != "none"
+    if isinstance(objective, Labels):
+        return _refuse_labels(objective, model, key, apart=apart)
     if isinstance(objective, Replaced) != (model.head == "replaced"):
         remedy = "--arch electra" if isinstance(objective, Replaced) else "objective.kind=replaced"
         return f'{key} has another head than model.head="{model.head}"; use {remedy}'
@@ -274,7 +343,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if model.row_classes and not pairs:
         text = f"model.row_classes={model.row_classes} labels rows, which {key} does not"
         return f"{text}; set objective.pairs=next, or model.row_classes=0"
-    if apart and (pairs or isinstance(objective, Prefix | Spans | Denoise)):
+    if apart and (pairs or isinstance(objective, Prefix | Spans | Denoise | Answers)):
         text = f"{key} reads rows of running text, not documents kept apart"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     if apart and isinstance(objective, Pairs):
@@ -289,4 +358,14 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         if spans > objective.sentinels:
             text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
             return f"{text} of {model.source_seq} tokens; set objective.sentinels={spans}"
+    return ""
+
+
+def _refuse_labels(objective: Labels, model: Model, key: str, *, apart: bool) -> str:
+    if model.row_classes != objective.classes:
+        text = f"{key} has {objective.classes} classes, not model.row_classes={model.row_classes}"
+        return f"{text}; set model.row_classes={objective.classes}"
+    if apart:
+        text = f"{key} reads one example per row, not documents"
+        return f'{text}; remove data.documents=true and data.packing="best-fit"'
     return ""

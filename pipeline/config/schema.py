@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, model_valida
 from pipeline.config.objective import Causal, Objective, refuse
 from pipeline.config.optimizer import Optim, OptimSpec
 from pipeline.config.parts import (
+    FFN,
     Auto,
     Count,
     Dtype,
@@ -137,6 +138,14 @@ class Eval(Frozen):
     questions: Positive | None = None  # of each task; None: as many as `share` pays for
     # The in-context score and the heads' prefix matching; the two tokens whose losses are compared.
     in_context: bool | tuple[Positive, Positive] = False
+
+
+class Lora(Frozen):
+    """Adapters beside the matrices of the blocks; only they and the head of a row are trained."""
+
+    rank: Positive
+    # Of the adapters' output: alpha / rank. 2 is the choice of arXiv 2405.09673.
+    scale: Rate = 2.0
 
 
 _Efficiency = Annotated[float, Field(gt=0, le=1)]
@@ -275,6 +284,7 @@ class RunSpec(Frozen):
     init: str | None = None  # the run or checkpoint whose weights this run starts from
     model: Model
     objective: Objective = Causal()
+    lora: Lora | None = None  # None: all weights are trained
     data: Data
     optim: OptimSpec
     train: TrainSpec
@@ -287,6 +297,25 @@ class RunSpec(Frozen):
         apart = self.data.documents or self.data.packing == "best-fit"
         refusal = refuse(self.objective, self.model, apart=apart)
         require(not refusal, refusal)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_served(self) -> Self:
+        if self.lora is not None:
+            key = f"lora.rank={self.lora.rank}"
+            text = f'{key} needs model.ffn.kind="ffn": experts have no adapters'
+            require(isinstance(self.model.ffn, FFN), f"{text}; train all weights instead")
+            text = f"{key} needs optim.optimizer.kind=adamw, got {self.optim.optimizer.kind}"
+            require(self.optim.optimizer.kind == "adamw", f"{text}; use --recipe adamw")
+            require(not self.train.fp8, f"{key} with train.fp8=true; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _rows_are_whole(self) -> Self:
+        """The head of a row reads one token, which one of the ranks that share the row has."""
+        shared = self.objective.examples and self.parallel.sp > 1
+        text = f'parallel.sp={self.parallel.sp} with objective.kind="{self.objective.kind}"'
+        require(not shared, f"{text}, whose rows are short; remove it")
         return self
 
     @model_validator(mode="after")

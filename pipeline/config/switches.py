@@ -65,7 +65,8 @@ class Design(Frozen):
     head: Literal["tokens", "replaced"] = "tokens"  # replaced: which tokens were (ELECTRA)
     head_transform: bool = False  # a layer, an activation and a norm before the head (BERT)
     head_bias: bool = False
-    row_classes: Count = 0  # kinds of rows, predicted from the first token (next sentence: 2)
+    # Kinds of rows, predicted from the first token (next sentence: 2), in a decoder from the last.
+    row_classes: Count = 0
     # Every n-th layer, counted back from the last, adds an embedding of the token to its values,
     # times a learned gate per head (modded-nanogpt, nanochat).
     value_embeddings: Positive | None = None
@@ -110,8 +111,8 @@ class Design(Frozen):
         require(not both or not self.parallel_block, f"parallel_block=true {text}")
         deep = both and self.placement == "deepnorm"
         require(not deep, 'placement="deepnorm" needs one stack; use pre or post')
-        text = 'needs stack="encoder": a decoder\'s first token sees nothing else'
-        require(self.stack == "encoder" or not self.row_classes, f"row_classes>0 {text}")
+        text = f"row_classes={self.row_classes} needs one stack, an encoder or a decoder"
+        require(not both or not self.row_classes, text)
         replaced = self.head == "replaced"
         text = f'head="replaced" needs stack="encoder", got "{self.stack}"'
         require(not replaced or self.stack == "encoder", text)

@@ -101,6 +101,16 @@ class Corpus:
                 f"{','.join(columns)}; prepare it with --pairs {','.join(wanted)}"
             )
 
+    def check_rows(self, length: int) -> None:
+        """Check that every document is a row of so many tokens (data/rows.py)."""
+        for shard in (shard for split in self.manifest.splits.values() for shard in split.shards):
+            lengths = self.lengths(shard)
+            if (lengths[:-1] != length).any() or lengths[-1] != 1:
+                raise DataError(
+                    f"{self.path}: not examples in rows of {length} tokens; make them with "
+                    "`launch finetune`, whose --seq is the length of a row"
+                )
+
     def check_same(self, data: Data) -> None:
         """Refuse a corpus other than the one that a run started with."""
         if data.hash != self.manifest.hash:

@@ -12,16 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, processors
 from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor
 
+from pipeline.config.objective import Labels
 from pipeline.config.parts import MoE
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
-from pipeline.hub.families import choose_family, to_hub_config
+from pipeline.hub.families import to_hub_config
 from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_directory
+from pipeline.hub.sequences import (
+    SEQUENCES,
+    export_family,
+    padding_id,
+    sequence_config,
+    sequence_head,
+)
 from pipeline.hub.settings import Family
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
@@ -52,25 +60,30 @@ def export(
     tokenizer: Tokenizer | None,
     dtype: torch.dtype,
     shard_bytes: int = _SHARD_BYTES,
+    labels: Labels | None = None,
 ) -> Exported:
-    """Write the directory. A model without a counterpart is refused before anything is written."""
-    family = choose_family(model.cfg)
+    """Write the directory. A model without a counterpart is refused before anything is written.
+    With labels, the class of transformers is that for sequences."""
+    family = export_family(model.cfg, labels)
     with new_directory(directory, "--to") as temporary:
         with torch.no_grad():
             for parameter in model.parameters():  # so that both sides have the exported precision
                 parameter.copy_(parameter.to(dtype))
         count, size = _write_tensors(_hub_state(model, family, dtype), temporary, shard_bytes)
-        _write_json(temporary / CONFIG, _config(model.cfg, family, tokenizer, dtype))
+        config = _config(model.cfg, family, tokenizer, dtype)
+        if labels is not None:
+            config |= sequence_config(labels, tokenizer)
+        _write_json(temporary / CONFIG, config)
         if family.kind == "isoflop":
             for name in CODE:
                 shutil.copyfile(Path(__file__).with_name(name), temporary / name)
         if tokenizer is not None:
-            _write_tokenizer(tokenizer, temporary)
+            _write_tokenizer(tokenizer, temporary, labels)
         # safetensors writes mode 0600; the mode of a new directory shows what the umask allows.
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.iterdir():
             path.chmod(mode)
-        difference = check_logits(model, family, temporary, f"--to {directory}")
+        difference = check_logits(model, family, temporary, f"--to {directory}", labels)
     return Exported(family.architecture, count, size, difference)
 
 
@@ -106,6 +119,8 @@ def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[t
     ours = model.state_dict()
     if cfg.tied:
         ours.pop("head.weight")
+    if family.architecture.endswith(SEQUENCES):
+        yield from sequence_head(family, ours)
     for row in rows(cfg, family.kind, ours):
         tensors = to_hub_tensors(cfg, row, ours[row.ours])
         for name, tensor in zip(row.theirs, tensors, strict=True):
@@ -158,7 +173,7 @@ def _write_tensors(
 # ── Tokenizer ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | None) -> None:
     """Write tokenizer.model and, for lossless BPE, a tokenizer.json that gives the same ids."""
     (directory / "tokenizer.model").write_bytes(tokenizer.model)
     about: dict[str, Any] = {
@@ -169,6 +184,8 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    if labels is not None:
+        about["pad_token"] = tokenizer.sentencepiece.id_to_piece(padding_id(tokenizer))
     if tokenizer.fast:
         converted = _to_hub_tokenizer(tokenizer)
         for text in _PROBES:
@@ -178,6 +195,12 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
                     f"{tokenizer.name}: tokenizer.json would give other ids for {text[:20]!r}; "
                     "nothing was written"
                 )
+        if labels is not None and labels.reads == "last":
+            end = about["eos_token"]
+            # Each text and its end, as in training (objective/noise.py).
+            converted.post_processor = processors.TemplateProcessing(
+                single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eod)]
+            )
         converted.save(str(directory / "tokenizer.json"))
     else:
         about |= {"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": False}

@@ -24,12 +24,13 @@ from transformers.utils import logging
 from pipeline import atomic
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, recipe_layer, validate
-from pipeline.config.objective import Denoise
+from pipeline.config.objective import Denoise, Labels
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError, DataError, RunError, UserError
 from pipeline.hub.configuration_isoflop import IsoflopConfig
 from pipeline.hub.families import from_hub_config
 from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
+from pipeline.hub.sequences import row_logits
 from pipeline.hub.settings import Family
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
@@ -276,10 +277,12 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
 # ── Parity ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def check_logits(model: Decoder, family: Family, directory: Path, what: str) -> float:
+def check_logits(
+    model: Decoder, family: Family, directory: Path, what: str, labels: Labels | None = None
+) -> float:
     """Return the difference between our logits and transformers'; raise if it is not rounding."""
     try:
-        difference = logit_difference(model, family, directory)
+        difference = logit_difference(model, family, directory, labels)
     except Exception as error:  # transformers raises any class for bad files
         reason = _first_line(error)
         raise RunError(f"{what}: transformers cannot run the model: {reason}") from error
@@ -292,12 +295,14 @@ def check_logits(model: Decoder, family: Family, directory: Path, what: str) -> 
 
 
 @torch.no_grad()
-def logit_difference(model: Decoder, family: Family, directory: Path) -> float:
+def logit_difference(
+    model: Decoder, family: Family, directory: Path, labels: Labels | None = None
+) -> float:
     """Return the largest difference over the largest logit, on seeded random tokens, in fp32."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     loader = AutoModelForCausalLM
-    if model.cfg.stack != "decoder":
+    if model.cfg.stack != "decoder" or labels is not None:
         loader = getattr(transformers, family.architecture)
     theirs = loader.from_pretrained(
         directory,
@@ -317,6 +322,8 @@ def logit_difference(model: Decoder, family: Family, directory: Path) -> float:
         source = tokens.flip(1)
         logits = theirs(input_ids=source, decoder_input_ids=tokens).logits
         ours = model.eval()(tokens, source_BE=source)
+    elif labels is not None:
+        ours, logits = row_logits(model, theirs, tokens, labels)
     else:
         out = theirs(tokens)
         logits = out.prediction_logits if hasattr(out, "prediction_logits") else out.logits

@@ -33,6 +33,7 @@ def build_model(
     loss_chunk: int = 2048,
     recompute: Recompute = False,
     experts: range | None = None,
+    token_weight: float | None = None,
 ) -> Decoder:
     """Build the model with uninitialized weights; under torch.device("meta") it needs no memory.
 
@@ -67,6 +68,7 @@ def build_model(
             smoothing=smoothing,
             loss_chunk=loss_chunk,
             recompute=recompute is True,
+            token_weight=token_weight,
         )
 
 

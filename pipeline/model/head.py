@@ -3,7 +3,7 @@
 B batch · S sequence · W width · V vocabulary · T = B·S tokens
 """
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ IGNORED = -100  # a target or label without a loss
 
 class Losses(NamedTuple):
     total: Tensor  # for the backward pass
-    nll: Tensor  # nats per token, for every curve and fit
+    nll: Tensor  # nats per token, or the loss per row, for every curve and fit
     routing: Routing | None = None  # statistics of the routed layers, stacked
+    rows_BC: Tensor | None = None  # predictions of the row head
 
 
 class Transform(nn.Module):
@@ -99,21 +100,33 @@ class Head(nn.Module):
 
 
 class RowHead(nn.Module):
-    """Predicts the kind of a row from its first token: BERT's pooler and next-sentence head."""
+    """Predicts the class of a row, or a number: from its first token through BERT's pooler, or in a
+    decoder from its last one, as transformers' classes for sequences do."""
 
     def __init__(self, cfg: Model) -> None:
         super().__init__()
-        self.pool = nn.Linear(cfg.width, cfg.width)
-        self.out = nn.Linear(cfg.width, cfg.row_classes)
+        pooled = cfg.stack == "encoder"
+        self.pool = nn.Linear(cfg.width, cfg.width) if pooled else None
+        self.out = nn.Linear(cfg.width, cfg.row_classes, bias=pooled)
         self.sequence = Sequence()
 
-    def forward(self, h_BSW: Tensor, labels_B: Tensor | None) -> Tensor:
-        """Return the mean loss of the rows with a label, or the logits without labels."""
-        logits_BC = self.out(torch.tanh(self.pool(h_BSW[:, 0])))
-        if labels_B is None:
-            return cast(Tensor, logits_BC)
-        nll_B = F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED, reduction="none")
-        nll = nll_B.sum() / (labels_B >= 0).sum().clamp(min=1)
-        # Only the first of the ranks that share a row has its first token. It multiplies the loss,
-        # because losses are averaged over the ranks.
-        return nll * (self.sequence.parts if self.sequence.rank == 0 else 0)
+    def forward(
+        self, h_BSW: Tensor, labels_B: Tensor, last_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean loss of the rows with a label, and what is predicted. Labels that are not whole
+        numbers have the squared error; NaN is no label."""
+        rows = torch.arange(len(h_BSW), device=h_BSW.device)
+        h_BW = h_BSW[:, 0] if last_B is None else h_BSW[rows, last_B]
+        if self.pool is not None:
+            h_BW = torch.tanh(self.pool(h_BW))
+        out_BC: Tensor = self.out(h_BW).float()
+        labeled_B = labels_B >= 0
+        if labels_B.is_floating_point():
+            labeled_B = ~labels_B.isnan()
+            nll_B = (out_BC[:, 0] - labels_B.nan_to_num()).square() * labeled_B
+        else:
+            nll_B = F.cross_entropy(out_BC, labels_B, ignore_index=IGNORED, reduction="none")
+        nll = nll_B.sum() / labeled_B.sum().clamp(min=1)
+        # Of the ranks that share a row, the first has its first token. Losses are averaged over
+        # the ranks.
+        return nll * (self.sequence.parts if self.sequence.rank == 0 else 0), out_BC

@@ -36,10 +36,12 @@ class Decoder(Side):
         smoothing: float = 0.0,
         loss_chunk: int = 2048,
         recompute: bool = False,
+        token_weight: float | None = None,  # of the tokens' loss, if that of the row comes first
     ) -> None:
         super().__init__(cfg, causal=cfg.causal, recompute=recompute)
         self.z_loss = z_loss
         self.smoothing = smoothing
+        self.token_weight = token_weight
         self.loss_chunk = loss_chunk
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
@@ -79,13 +81,16 @@ class Decoder(Side):
         segments_BS: Tensor | None = None,
         prefix_B: Tensor | None = None,
         labels_B: Tensor | None = None,
+        last_B: Tensor | None = None,
     ) -> Tensor | Losses:
         """Return logits or, with targets, losses; all logits together then never exist in memory.
 
         With documents, a token attends within its own document, and positions restart in each.
         With a cache, the tokens continue the cached ones, and only the logits of the last token are
         returned. A prefix is the number of first tokens of a row to which every token attends. The
-        source is the input of an encoder–decoder's encoder; with a cache, it is given once."""
+        source is the input of an encoder–decoder's encoder; with a cache, it is given once.
+        Labels belong to whole rows. The row head reads the first token, or `last_B`, the last token
+        before the padding."""
         # Positions, masks and biases are computed once and shared by all layers.
         places, context = self.context(tokens_BS, Seen(documents_BS, prefix_B), cache)
         routings: list[Routing | None] = []
@@ -94,27 +99,28 @@ class Decoder(Side):
                 context, routings, tokens_BS, documents_BS, source_BE, source_documents_BE, cache
             )
         x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, segments_BS)
+        if self.training and not x_BSW.requires_grad:
+            # A frozen embedding. ZeRO-3 gathers the weights of a block for the backward pass only
+            # where the block's input has a gradient.
+            x_BSW.requires_grad_()
         x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
         # Only the next token is needed, and the logits of a whole prompt would fill the memory.
         if cache is not None:
             x_BSW = x_BSW[:, -1:]
             pending = None if pending is None else pending[:, -1:]
         x_BSW, h_BSW = add_and_norm(self.norm, x_BSW, pending)
-        out = self._head(h_BSW, targets_BS)
+        out = self._losses(h_BSW, targets_BS, labels_B, last_B)
         if targets_BS is None or isinstance(out, Tensor):
             return out
-        # Training adds the losses of further tokens, of the row and of the routers. `nll` stays the
-        # plain loss.
+        # Training adds the losses of further tokens and of the routers. `nll` stays the plain loss.
         total = out.total
-        if self.row_head is not None and labels_B is not None:
-            total = total + self.row_head(h_BSW, labels_B)
         if self.training and self.cfg.mtp:
             total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
         routed = [routing for routing in routings if routing is not None]
         if not routed:
-            return Losses(total, out.nll)
+            return out._replace(total=total)
         stacked = Routing(*(torch.stack(part) for part in zip(*routed, strict=True)))
-        return Losses(total + stacked.loss.sum(), out.nll, stacked)
+        return out._replace(total=total + stacked.loss.sum(), routing=stacked)
 
     def _encode(
         self,
@@ -173,6 +179,30 @@ class Decoder(Side):
             x_BSW = self.backout(x_BSW, pending, middle_BSW)
             pending = None
         return x_BSW, pending
+
+    def _losses(
+        self,
+        h_BSW: Tensor,
+        targets_BS: Tensor | None,
+        labels_B: Tensor | None,
+        last_B: Tensor | None,
+    ) -> Tensor | Losses:
+        """The logits, or the losses of tokens and rows: either the row's is added to that of the
+        tokens (BERT), or the tokens' to that of the row (GPT's fine-tuning)."""
+        if targets_BS is None or self.row_head is None or labels_B is None:
+            return self._head(h_BSW, targets_BS)
+        row_loss, rows_BC = self.row_head(h_BSW, labels_B, last_B)
+        if self.token_weight is None:
+            out = cast(Losses, self._head(h_BSW, targets_BS))
+            return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
+        if self.token_weight == 0:
+            # One token that predicts nothing: the head gets a gradient of zero, which every engine
+            # expects of a parameter, and costs nothing.
+            h_BSW = h_BSW[:1, :1]
+            targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
+        tokens = cast(Losses, self._head(h_BSW, targets_BS))
+        total = row_loss + self.token_weight * tokens.total
+        return Losses(total, row_loss.detach(), rows_BC=rows_BC)
 
     def _head(self, h_BSW: Tensor, targets_BS: Tensor | None) -> Tensor | Losses:
         if self.transform is not None:

@@ -29,7 +29,8 @@ class Batch:
     source_documents_BE: Tensor | None = None  # cross-attention stays within each document
     segments_BS: Tensor | None = None  # which of two texts a token belongs to
     prefix_B: Tensor | None = None  # tokens at the start of a row that all others see
-    labels_B: Tensor | None = None  # of the row as a whole; -100 for none
+    labels_B: Tensor | None = None  # of the row as a whole; -100 for none, and NaN of numbers
+    last_B: Tensor | None = None  # place of the last token before the padding
 
     @classmethod
     def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":

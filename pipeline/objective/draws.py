@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]

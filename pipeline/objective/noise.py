@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.objective import (
+    LABEL_DIGITS,
+    Answers,
     Causal,
     Denoise,
+    Labels,
     Masked,
     Objective,
     Pairs,
@@ -21,7 +24,7 @@ from pipeline.config.objective import (
     Replaced,
     Spans,
 )
-from pipeline.objective.draws import I64, Draws
+from pipeline.objective.draws import F32, I64, Draws
 
 IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
 
@@ -36,7 +39,8 @@ class Example(NamedTuple):
     source_documents: I64 | None = None
     segments: I64 | None = None
     prefix: I64 | None = None  # one number
-    labels: I64 | None = None  # one number
+    labels: I64 | F32 | None = None  # one number
+    last: I64 | None = None  # one number
 
     @property
     def raw(self) -> memoryview:
@@ -84,6 +88,10 @@ def make_noise(
         case Pairs():
             # Rows of data are read as pairs (data/pairs.py); these are of random text.
             return lambda text, draws: cut_pairs(vocabulary, source_seq, text, draws)
+        case Answers():
+            return lambda text, _draws: read_answer(text.tokens, vocabulary)
+        case Labels():
+            return lambda text, _draws: read_label(text.tokens, objective, vocabulary)
         case _:
             assert_never(objective)
 
@@ -268,3 +276,74 @@ def random_parts(total: int, parts: int, draws: Draws) -> I64:
     """Lengths of parts of at least one that add up to a total, every such list as likely."""
     borders = np.sort(draws.choice(np.arange(1, total), parts - 1))
     return np.diff(np.concatenate(([0], borders, [total])))
+
+
+# Examples of a file (data/rows.py). The text of a row is one example, whose parts end with an end
+# of document each; more of them fill the row up. No text can hold this token itself.
+
+
+def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
+    """Predict the answer after the prompt, and its end; an answer that was cut has none."""
+    eod = vocabulary.eod
+    seq = len(text) - 2
+    prompt, answer, ended = _two_parts(text, eod)
+    if not len(prompt):
+        prompt = np.array([eod])  # an empty prompt starts like a document, as in `launch generate`
+    whole = np.concatenate((prompt, answer, [eod] if ended else []))[: seq + 1].astype(np.int64)
+    tokens = np.full(seq, eod)
+    targets = np.full(seq, IGNORE)
+    inputs = len(whole) - 1
+    tokens[:inputs] = whole[:-1]
+    if len(answer):  # rows that only fill a batch up have none
+        first = len(prompt) - 1
+        targets[first:inputs] = whole[first + 1 :]
+    return Example(tokens, targets)
+
+
+def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
+    """Predict the label, 32 bits at the start of the row, from the text or the pair that follows.
+
+    A decoder reads each text and its end, and the label is that of the last end: as GPT's tokens
+    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or with the
+    end of document in place of both."""
+    bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
+    seq = len(text) - LABEL_DIGITS
+    first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
+    encoder = objective.reads == "first"
+    framed = encoder and objective.special >= 3  # as the pretraining of pairs (mask_pair)
+    start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []
+    end = [vocabulary.pieces + 2 if framed else vocabulary.eod]
+    after = end if len(second) else []
+    whole = np.concatenate((start, first, end, second, after)).astype(np.int64)[:seq]
+    length = len(whole)
+    tokens = np.full(seq, vocabulary.eod)
+    tokens[:length] = whole
+    targets = np.full(seq, IGNORE)
+    label = _label(bits, objective)
+    if not encoder:
+        targets[: length - 1] = whole[1:]
+        return Example(tokens, targets, labels=label, last=np.array([length - 1]))
+    # Padding is another document, which no token of the text sees.
+    documents = (np.arange(seq) >= length).astype(np.int64)
+    segments = None
+    if framed:
+        border = len(first) + 2
+        segments = ((np.arange(seq) >= border) & (np.arange(seq) < length)).astype(np.int64)
+    return Example(tokens, targets, documents, segments=segments, labels=label)
+
+
+NO_LABEL = 2**32 - 1  # of a row that fills a batch up; as a float, it is a NaN
+
+
+def _label(bits: int, objective: Labels) -> I64 | F32:
+    if not objective.names:
+        return np.array([bits], np.uint32).view(np.float32)
+    return np.array([IGNORE if bits == NO_LABEL else bits % objective.classes])
+
+
+def _two_parts(text: I64, eod: int) -> tuple[I64, I64, bool]:
+    """The tokens before the first end and those between it and the second, if there is one."""
+    ends = np.flatnonzero(text == eod)[:2]
+    first = int(ends[0]) if len(ends) else len(text)
+    second = int(ends[1]) if len(ends) > 1 else len(text)
+    return text[:first], text[first + 1 : second], len(ends) > 1

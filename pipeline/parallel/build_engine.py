@@ -8,6 +8,7 @@ import torch
 from pipeline.config.parts import MoE
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
+from pipeline.model.adapter import adapt
 from pipeline.model.block import Block
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.fp8 import convert_to_fp8
@@ -58,8 +59,11 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
         loss_chunk=train.loss_chunk,
         recompute=train.recompute,
         experts=experts,
+        token_weight=config.objective.token_weight,
     )
     init_weights(model, config.model, config.seed)
+    if config.lora is not None:
+        adapt(model, config.lora, config.seed)
     if experts is not None:
         from pipeline.parallel.expert import announce
 

@@ -91,10 +91,10 @@ class DDPEngine:
         return Update(passed.nll, norm, routing)
 
     @torch.no_grad()
-    def evaluate(self, micro: Micro) -> Tensor:
+    def evaluate(self, micro: Micro) -> Losses:
         self._model.eval()
         losses: Losses = self._model(**micro.inputs)
-        return losses.nll
+        return losses
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:

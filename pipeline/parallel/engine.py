@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeline.model.head import Losses
 from pipeline.model.moe import Routing
 from pipeline.model.stack import Decoder
 from pipeline.parallel.fragments import Fragment
@@ -28,6 +29,7 @@ class Micro(NamedTuple):
     segments_BS: Tensor | None = None
     prefix_B: Tensor | None = None
     labels_B: Tensor | None = None
+    last_B: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -99,8 +101,8 @@ class Engine(Protocol):
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
         """Call `forward_backward` and `step`."""
 
-    def evaluate(self, micro: Micro) -> Tensor:
-        """Return the mean loss in nats, without gradients."""
+    def evaluate(self, micro: Micro) -> Losses:
+        """Return the losses and what is predicted of rows, without gradients."""
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits of every place, without gradients."""

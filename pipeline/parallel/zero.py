@@ -202,10 +202,10 @@ class ZeroEngine:
         return squares.sqrt()
 
     @torch.no_grad()
-    def evaluate(self, micro: Micro) -> Tensor:
+    def evaluate(self, micro: Micro) -> Losses:
         self._engine.eval()
         losses: Losses = self._engine(**micro.inputs)
-        return losses.nll
+        return losses
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:

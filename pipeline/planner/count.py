@@ -125,8 +125,15 @@ def _ends(model: Model) -> int:
     if model.head_bias:
         ends += 1 if model.head == "replaced" else model.vocab
     if model.row_classes:
-        ends += (width + 1) * (width + model.row_classes)
+        ends += row_matrix(model)
+        ends += width + model.row_classes if model.stack == "encoder" else 0  # biases
     return ends
+
+
+def row_matrix(model: Model) -> int:
+    """Of the head of a row; an encoder's has a layer before it (BERT's pooler)."""
+    pooled = model.width if model.stack == "encoder" else 0
+    return model.width * (pooled + model.row_classes) if model.row_classes else 0
 
 
 def transform_matrix(model: Model) -> int:
@@ -322,8 +329,7 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     smear = model.smear_inputs * model.smear
     heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
     inputs = (1 + model.mtp) * (model.embedding_rank or 0) * model.width
-    # The row head reads only the first token of each row.
-    heads += model.width * (model.width + model.row_classes) * bool(model.row_classes) // model.seq
+    heads += row_matrix(model) // model.seq  # reads one token of each row
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
     if model.source_layers:
         # Counted per row, then divided among the decoder's tokens.

@@ -90,7 +90,7 @@ class InContext:
             # Rows that were cut have a new shape, which would be compiled.
             cut = one.tokens_BS.shape != micro.tokens_BS.shape
             with self._uncompiled() if cut else nullcontext():
-                nll = engine.evaluate(one)
+                nll = engine.evaluate(one).nll
             total += torch.stack((nll.double() * count, count.double()))
         summed, number = self._world.reduce(total).tolist()
         # If documents are kept apart, all of them may be too short.

@@ -20,10 +20,12 @@ from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.pairs import PairRows
+from pipeline.model.head import Losses
 from pipeline.objective.batch import Batch
 from pipeline.objective.noise import Vocabulary, make_noise
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
+from pipeline.train.label_scores import label_figures, label_sums
 
 
 class Evaluator:
@@ -41,13 +43,15 @@ class Evaluator:
         # Converts nats per token to bits per byte of raw text.
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
-    def __call__(self, nll: Callable[[Micro], Tensor]) -> dict[str, float]:
-        """Return nats per predicted token. If the objective predicts running text, also return
-        bits per byte of raw text, which can be compared across tokenizers."""
+    def __call__(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
+        """Nats per predicted token, and bits per byte of the raw text, which compare across
+        tokenizers, if the objective predicts running text. Of labels, the figures of their rows."""
+        if self._config.objective.examples:
+            return self._evaluate_examples(evaluate)
         total = torch.zeros((), device=self._world.device)
         count = 0
         for micro in self.micros():
-            total += nll(micro)  # stays on the device: read once, at the end
+            total += evaluate(micro).nll  # stays on the device: read once, at the end
             count += 1
         loss = self._world.sum([], first=total).item() / count / self._world.size
         if not self._config.objective.whole_text:
@@ -59,6 +63,22 @@ class Evaluator:
         for step in range(self._batches):
             batch = self._loader.batch(step, *self._reader)
             yield from cut(batch, self._config, self._world)
+
+    def _evaluate_examples(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
+        """Every example counts once, and each token of an answer the same. The rows that fill up
+        the last batch count nothing."""
+        sums: list[Tensor] = []
+        for micro in self.micros():
+            losses = evaluate(micro)
+            if micro.labels_B is not None and losses.rows_BC is not None:
+                sums.append(label_sums(micro.labels_B, losses.rows_BC))
+            else:
+                tokens = (micro.targets_BS >= 0).sum().double()
+                sums.append(torch.stack((tokens, losses.nll * tokens)))
+        total = self._world.sum([], first=torch.stack(sums).sum(0))
+        if len(total) > 2:
+            return label_figures(total)
+        return {"loss": (total[1] / total[0]).item()}
 
 
 def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) -> Loader:

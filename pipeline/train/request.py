@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from pipeline.config.dump import changed
-from pipeline.config.layers import load, reload
+from pipeline.config.layers import load, merge, reload
 from pipeline.config.objective import Denoise, Pairs
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.data.corpus import Corpus
@@ -86,6 +86,7 @@ class Request:
     fewest: int | None = None  # processes of a job that may start with fewer than nproc
     branch: Path | None = None  # a longer run from whose plateau this one branches
     init: Path | None = None  # a run with whose model and weights this one starts
+    defaults: dict[str, Any] | None = None  # of the command, below what the user gives
 
     @property
     def layers(self) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         size=request.size,
         arch=request.arch,
         model=model,
-        data=layer,
+        data=merge(layer, request.defaults or {}),
         pieces=pieces,
         **request.layers,
     )
@@ -290,6 +291,8 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     check_pairs(corpus, spec)
     special = spec.objective.special_ids
     corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
+    if spec.objective.examples:
+        corpus.check_rows(spec.text_length)
     for key in _OF_THE_WEIGHTS if model is not None else ():
         asked = json.dumps(getattr(spec.model, key))
         was = json.dumps((model or {})[key])

@@ -1,0 +1,243 @@
+"""Files of examples for fine-tuning, as a corpus whose documents are rows of one length.
+
+A line of the file is a JSON object in one of two forms; the file may be compressed with gzip:
+
+    {"prompt": "Translate: chat", "answer": " cat"}                       the answer is learned
+    {"text": "A fine film.", "label": "good"}                             the label is learned
+    {"text": "It rains.", "text2": "It is wet.", "label": 1}              of a pair
+
+A label is a class, given as a whole number or a text, or a number with a fraction. Rows are padded
+to the same length, so that the loader, which cuts a corpus into windows of one length, reads one
+example per window; objective/noise.py turns a window into what the model reads.
+"""
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.atomic import read_regular
+from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
+from pipeline.data.encode import is_held_out
+from pipeline.data.shards import (
+    VERSION,
+    Manifest,
+    ShardWriter,
+    SourceShare,
+    Split,
+    dtype_for,
+    save,
+)
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import DataError
+from pipeline.objective.noise import NO_LABEL
+
+_MAX_BYTES = 2**30  # of a file
+_FORMS = "prompt and answer; or text, label and optionally text2"
+_ROUND = 32  # tokens: rows have a multiple of this
+_MODEL = "tokenizer.model"
+
+
+class Example(NamedTuple):
+    first: str  # the prompt or the text
+    second: str  # the answer or the other text of a pair, if there is one
+    label: str | int | float | None  # None: the second text is an answer
+    where: str  # file and line
+
+
+def read_examples(path: Path) -> list[Example]:
+    """All lines of a file; they have the same form."""
+    try:
+        data = read_regular(path, _MAX_BYTES)
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; give a file of JSON lines") from None
+    lines = enumerate(text.splitlines(), 1)
+    found = [_example(line, f"{path}:{at}") for at, line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no examples; a line has {_FORMS}")
+    for each in found:
+        if (each.label is None) != (found[0].label is None):
+            first = "an answer" if found[0].label is None else "a label"
+            raise DataError(f"{each.where}: another form than line 1, which has {first}; split it")
+    return found
+
+
+def _example(line: str, where: str) -> Example:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}")
+    if "prompt" in row or "answer" in row:
+        return Example(
+            _text(row, "prompt", where, empty=True), _text(row, "answer", where), None, where
+        )
+    text = _text(row, "text", where)
+    second = _text(row, "text2", where) if "text2" in row else ""
+    label = row.get("label")
+    if isinstance(label, bool) or not isinstance(label, int | float | str) or label == "":
+        text = f"{where}: label={label!r} is neither a class nor a number"
+        raise DataError(f"{text}; a line has {_FORMS}")
+    if not isinstance(label, str) and not math.isfinite(label):
+        raise DataError(f"{where}: label={label!r} is not finite; remove the line")
+    return Example(text, second, label, where)
+
+
+def _text(row: dict[str, Any], key: str, where: str, *, empty: bool = False) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not (value or empty):
+        raise DataError(f"{where}: {key}={value!r} is not a text; a line has {_FORMS}")
+    return value
+
+
+def split_examples(rows: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Training and held-out examples. The text decides, so that equal ones are on one side."""
+    held = [is_held_out(f"{row.first}\0{row.second}".encode(), share) for row in rows]
+    train = [row for row, out in zip(rows, held, strict=True) if not out]
+    valid = [row for row, out in zip(rows, held, strict=True) if out]
+    if not train or not valid:
+        text = f"--valid-share {share} leaves {len(train)} of {len(rows)} examples for training"
+        raise DataError(f"{text}; give another share, or --valid FILE")
+    return train, valid
+
+
+def label_names(
+    train: Sequence[Example], valid: Sequence[Example], regression: bool
+) -> tuple[str, ...]:
+    """The classes in order, or none if the labels are numbers. One class per label of training."""
+    every = [*train, *valid]
+    texts = isinstance(train[0].label, str)
+    for row in every:
+        if isinstance(row.label, str) != texts:
+            raise DataError(
+                f"{row.where}: label={row.label!r}, but that of {train[0].where} is "
+                f"{train[0].label!r}; labels are all texts or all numbers"
+            )
+    if regression and texts:
+        raise DataError(
+            f"{train[0].where}: label={train[0].label!r} is a text; leave --regression out"
+        )
+    if regression or any(isinstance(row.label, float) for row in every):
+        return ()
+    classes: list[Any] = sorted({row.label for row in train})
+    if len(classes) < 2:
+        raise DataError(f"every label is {classes[0]!r}; a task has two classes or more")
+    for row in valid:
+        if row.label not in classes:
+            raise DataError(
+                f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
+                "training examples; remove the line, or add such examples"
+            )
+    return tuple(map(str, classes))
+
+
+# ── Rows ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Encoded(NamedTuple):
+    first: list[int]
+    second: list[int]
+    bits: int  # of the label
+    text_bytes: int
+
+
+def encode_examples(
+    rows: Sequence[Example], objective: Answers | Labels, tokenizer: Tokenizer
+) -> list[Encoded]:
+    found = []
+    for row in rows:
+        bits = 0
+        if isinstance(objective, Labels) and objective.names:
+            bits = objective.names.index(str(row.label))
+        elif isinstance(objective, Labels):
+            bits = int(np.array([row.label], np.float32).view(np.uint32)[0])
+        first = tokenizer.encode(row.first).tolist()
+        second = tokenizer.encode(row.second).tolist()
+        found.append(Encoded(first, second, bits, len(row.first.encode() + row.second.encode())))
+    return found
+
+
+def row_length(rows: Sequence[Encoded], objective: Answers | Labels, longest: int) -> int:
+    """The places that the longest example needs, at most those of the model."""
+    most = max(_places(row, objective) for row in rows)
+    return min(longest, math.ceil(most / _ROUND) * _ROUND)
+
+
+def _places(row: Encoded, objective: Answers | Labels) -> int:
+    if isinstance(objective, Answers):  # the end is only predicted
+        return max(1, len(row.first)) + len(row.second)
+    ends = 2 if row.second else 1
+    return len(row.first) + len(row.second) + ends + (objective.reads == "first")
+
+
+def make_row(
+    row: Encoded, objective: Answers | Labels, seq: int, eod: int
+) -> tuple[list[int], bool]:
+    """The tokens of a row of the corpus, and whether the example had to be cut to fit."""
+    excess = max(0, _places(row, objective) - seq)
+    if isinstance(objective, Answers):
+        # The end of a prompt is next to its answer. A quarter of the row is left to any prompt.
+        kept = max(len(row.first) - excess, min(len(row.first), seq // 4))
+        prompt = row.first[len(row.first) - kept :]
+        tokens = [*prompt, eod, *row.second[: seq + 1 - max(1, kept)]]
+    else:
+        first = len(row.first)
+        second = len(row.second)
+        for _ in range(excess):  # the longer text of a pair gets shorter first
+            longer = first >= second
+            first -= longer
+            second -= not longer
+        digits = [int(digit, 16) for digit in f"{row.bits:0{LABEL_DIGITS}x}"]
+        tokens = [*digits, *row.first[:first], eod, *row.second[:second]]
+    return tokens + [eod] * (objective.text_length(seq) - len(tokens)), excess > 0
+
+
+def write_rows(
+    out: Path,
+    splits: dict[str, list[Encoded]],  # train and valid
+    objective: Answers | Labels,
+    seq: int,
+    batch: int,
+    tokenizer: Tokenizer,
+) -> int:
+    """Write the corpus of a run's examples; return how many were cut.
+
+    The held-out rows are filled up to whole batches of rows without a label, so that an evaluation
+    reads every example once."""
+    cut = 0
+    shards: dict[str, Split] = {}
+    dtype = dtype_for(tokenizer.vocab)
+    length = objective.text_length(seq)
+    for split, rows in splits.items():
+        blanks = -len(rows) % batch if split == "valid" else 0
+        writer = ShardWriter(out, split, "examples", dtype)
+        for row in [*rows, *[Encoded([], [], NO_LABEL, 0)] * blanks]:
+            tokens, shortened = make_row(row, objective, seq, tokenizer.eod)
+            writer.add(np.array(tokens), row.text_bytes)
+            cut += shortened
+        # A window of running text has one more token, its last target.
+        writer.add(np.array([tokenizer.eod]), 0)
+        shards[split] = Split.of([writer.close()])
+    save(out / _MODEL, tokenizer.model)
+    train = shards["train"]
+    source = SourceShare(
+        name="examples", documents=train.documents, bytes=train.bytes, tokens=train.tokens
+    )
+    Manifest(
+        version=VERSION,
+        hash="",
+        plan=f"{objective.kind} in rows of {length} tokens",
+        tokenizer=tokenizer.info(_MODEL),
+        dtype=dtype,
+        splits=shards,
+        sources=(source,),
+        stages=(),
+    ).save(out)
+    return cut

@@ -1,0 +1,99 @@
+"""Models with labels as transformers' ...ForSequenceClassification.
+
+B rows · S tokens · C classes
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config.objective import Labels
+from pipeline.config.shape import Model
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.errors import ConfigError
+from pipeline.hub.families import choose_family
+from pipeline.hub.settings import Family
+from pipeline.model.head import IGNORED
+from pipeline.model.stack import Decoder
+
+SEQUENCES = "ForSequenceClassification"
+# Family → the class without its last part, and the name of the head. Those of decoders read the
+# last token that is no padding, BERT's its pooled first token.
+_HEADS = {
+    "llama": ("Llama", "score"),
+    "mistral": ("Mistral", "score"),
+    "mixtral": ("Mixtral", "score"),
+    "qwen3": ("Qwen3", "score"),
+    "gpt2": ("GPT2", "score"),
+    "bert": ("Bert", "classifier"),
+}
+# What a class for sequences leaves out, by our names.
+_TOKEN_HEAD = ("head.", "transform.")
+
+
+def export_family(cfg: Model, labels: Labels | None) -> Family:
+    """The family of a model; with labels, that of the same model without, by another class."""
+    if labels is None:
+        return choose_family(cfg)
+    # BERT's own class with a head of rows has two of them.
+    plain = 2 if cfg.stack == "encoder" else 0
+    family = choose_family(cfg.model_copy(update={"row_classes": plain}))
+    if family.kind not in _HEADS:
+        known = ", ".join(_HEADS)
+        raise ConfigError(
+            f"model.arch={cfg.arch} with labels has no counterpart in transformers that this "
+            f"version exports; only models of the families {known} have"
+        )
+    return family._replace(architecture=_HEADS[family.kind][0] + SEQUENCES)
+
+
+def padding_id(tokenizer: Tokenizer) -> int:
+    """Another token than the end of a text, which transformers would otherwise skip as padding."""
+    return tokenizer.controls.get("<pad>", tokenizer.sentencepiece.unk_id())
+
+
+def sequence_config(labels: Labels, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What config.json says about labels."""
+    names = labels.names or ("LABEL_0",)
+    kind = "single_label_classification" if labels.names else "regression"
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+        "problem_type": kind,
+        "pad_token_id": None if tokenizer is None else padding_id(tokenizer),
+        "classifier_dropout": 0.0,
+    }
+
+
+def sequence_head(family: Family, ours: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The head of rows by its name in transformers; it and the head of tokens leave `ours`."""
+    name = _HEADS[family.kind][1]
+    for key in [key for key in ours if key.startswith(_TOKEN_HEAD)]:
+        del ours[key]
+    for part in ("weight", "bias"):
+        if f"row_head.out.{part}" in ours:
+            yield f"{name}.{part}", ours.pop(f"row_head.out.{part}")
+
+
+@torch.no_grad()
+def row_logits(
+    model: Decoder, theirs: Any, tokens_BS: Tensor, labels: Labels
+) -> tuple[Tensor, Tensor]:
+    """Our predictions for padded rows, and those of transformers."""
+    seq = tokens_BS.shape[1]
+    padding = theirs.config.pad_token_id
+    lengths_B = torch.tensor([seq, seq])
+    if padding is not None:
+        lengths_B[1] = max(1, seq // 2)  # the second row is padded
+    real_BS = torch.arange(seq) < lengths_B[:, None]
+    tokens_BS = torch.where(real_BS, tokens_BS, padding or 0)
+    inputs: Mapping[str, Tensor] = {"last_B": lengths_B - 1}
+    if labels.reads == "first":
+        inputs = {"documents_BS": (~real_BS).long()}
+    targets_BS = torch.full_like(tokens_BS, IGNORED)
+    # Any label: only what is predicted counts.
+    out = model.eval()(tokens_BS, targets_BS, labels_B=torch.zeros(2).long(), **inputs)
+    logits_BC = theirs(tokens_BS, attention_mask=real_BS.long()).logits
+    return out.rows_BC, logits_BC

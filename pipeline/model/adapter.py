@@ -1,0 +1,86 @@
+"""LoRA (arXiv 2106.09685): a product of two thin matrices beside each frozen matrix of the blocks.
+
+I inputs · O outputs · R rank
+
+A frozen weight is a buffer: no engine looks for its gradient, no optimizer has a state for it, and
+a checkpoint stores it under its own name. In a trained model the product is added to the matrix.
+"""
+
+import hashlib
+from collections.abc import Mapping, MutableMapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config.schema import Lora
+from pipeline.config.shape import BLOCKS
+
+_DOWN = "lora_down"
+_UP = "lora_up"
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer whose weight is frozen, and the update that is learned beside it."""
+
+    def __init__(self, linear: nn.Linear, lora: Lora) -> None:
+        super().__init__()
+        self.scale = lora.scale
+        self.weight = linear.weight  # `freeze` makes buffers of both
+        self.bias = linear.bias
+        self.lora_down = nn.Parameter(torch.empty(lora.rank, linear.in_features))
+        self.lora_up = nn.Parameter(torch.zeros(linear.out_features, lora.rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        learned = F.linear(F.linear(x, self.lora_down), self.lora_up)
+        return F.linear(x, self.weight, self.bias) + self.scale * learned
+
+
+def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
+    """Put adapters beside the matrices of the blocks; freeze everything else but the row's head.
+
+    The product starts at zero, so that the model starts as it was. As all weights, those of an
+    adapter are drawn by name: from N(0, 1/inputs)."""
+    for name, module in list(model.named_modules()):
+        for leaf, child in list(module.named_children()):
+            path = f"{name}.{leaf}" if name else leaf
+            if isinstance(child, nn.Linear) and path.startswith(BLOCKS):
+                adapted = AdaptedLinear(child, lora)
+                key = hashlib.sha256(f"{seed}/{path}.{_DOWN}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+                std = child.in_features**-0.5
+                with torch.no_grad():
+                    adapted.lora_down.normal_(0.0, std, generator=generator)
+                setattr(module, leaf, adapted)
+    freeze(model)
+
+
+def freeze(model: nn.Module) -> None:
+    """Turn every parameter that is neither an adapter's nor of the row's head into a buffer."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            if leaf in (_DOWN, _UP) or name.startswith("row_head"):
+                continue
+            # A tied head is the embedding, and is saved with it.
+            tied = id(parameter) in seen
+            seen.add(id(parameter))
+            delattr(module, leaf)
+            module.register_buffer(leaf, parameter.detach(), persistent=not tied)
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((f".{_DOWN}", f".{_UP}"))
+
+
+def merge_adapters(
+    weights: MutableMapping[str, Tensor], stored: Mapping[str, Tensor], lora: Lora
+) -> None:
+    """Add what the adapters learned to the frozen matrices, in fp32."""
+    for name in filter(is_adapter, stored):
+        path, _, part = name.rpartition(".")
+        if part == _UP:
+            update = lora.scale * (stored[name].float() @ stored[f"{path}.{_DOWN}"].float())
+            weight = weights[f"{path}.weight"]
+            total = weight.float() + update.to(weight.device)
+            weights[f"{path}.weight"] = total.to(weight.dtype)

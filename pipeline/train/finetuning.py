@@ -1,0 +1,185 @@
+"""Fine-tuning as a run like any other: the examples of a file become its corpus, and the file and
+the pretrained run decide its objective, its length and its rates."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline import atomic
+from pipeline.checkpoint.restore import run_config
+from pipeline.config.objective import Answers, Labels
+from pipeline.config.optimizer import AdamW
+from pipeline.config.parts import Learned
+from pipeline.config.schema import RunConfig
+from pipeline.data.rows import (
+    Example,
+    encode_examples,
+    label_names,
+    read_examples,
+    row_length,
+    split_examples,
+    write_rows,
+)
+from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.planner.count import params
+from pipeline.planner.recipe import rule
+from pipeline.runs.directory import RunDir, tokenizer_of
+
+# GPT's (Radford et al. 2018): three epochs in batches of 32, at a quarter of the peak rate of its
+# pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are near (arXiv 1810.04805, A.3).
+RATE_SHARE = 0.25
+LORA_RATE = 10  # times as fast as all weights (Schulman et al. 2025, "LoRA Without Regret")
+WARMUP_SHARE = 0.06  # of the steps (RoBERTa: arXiv 1907.11692, table 10)
+DECAY = 0.01  # of the weights, as GPT and BERT
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """What the user asked for. None leaves it to the file and the run."""
+
+    start: Path  # the run or checkpoint with the weights
+    data: Path
+    valid: Path | None
+    valid_share: float
+    seq: int | None
+    batch: int
+    epochs: float
+    lr: float | None
+    regression: bool
+    lm_weight: float | None
+    lora: int | None  # rank
+    scratch: bool  # draw new weights instead
+    tokenizer: Path | None
+
+
+class Prepared(NamedTuple):
+    rows: Path  # the corpus
+    defaults: dict[str, Any]  # settings, below those that the user gives
+    note: str  # for the user: what the examples are
+
+
+def prepare(asked: FineTuning, out: Path) -> Prepared:
+    """Write the corpus of a run into its directory; refuse a file or a run that does not serve."""
+    rows = out / "examples"
+    if RunDir(out).exists:
+        remedy = "add --resume to continue it or give another --out"
+        raise RunError(f"--out {out} already contains a run; {remedy}")
+    every = read_examples(asked.data)
+    if asked.valid is None:
+        train, valid = split_examples(every, asked.valid_share)
+    else:
+        train = every
+        valid = read_examples(asked.valid)
+    if (train[0].label is None) != (valid[0].label is None):
+        raise DataError(f"--valid {asked.valid} has another form than --data {asked.data}")
+    before = run_config(asked.start)
+    objective = _objective(asked, before, train, valid)
+    tokenizer = tokenizer_of(asked.start, before.data.dir, asked.tokenizer)
+    encoded = {
+        "train": encode_examples(train, objective, tokenizer),
+        "valid": encode_examples(valid, objective, tokenizer),
+    }
+    seq = _length(asked, before)
+    if not isinstance(before.model.position, Learned):  # a learned table keeps its length
+        seq = row_length([*encoded["train"], *encoded["valid"]], objective, seq)
+    shutil.rmtree(rows, ignore_errors=True)  # left by an attempt that was killed here
+    try:
+        with atomic.directory(rows) as temporary:
+            cut = write_rows(temporary, encoded, objective, seq, asked.batch, tokenizer)
+    except OSError as error:
+        text = f"--out {out} cannot be written: {error.strerror}"
+        raise RunError(f"{text}; choose another directory") from None
+    note = f"{len(train):,} examples to train on, {len(valid):,} held out, rows of {seq} tokens"
+    if isinstance(objective, Labels):
+        note += f", {len(objective.names)} classes" if objective.names else ", labels are numbers"
+    if cut:
+        note += f"\nwarning: {cut:,} examples are longer than a row and were cut"
+    return Prepared(rows, _defaults(asked, before, objective, seq, len(train), len(valid)), note)
+
+
+def _objective(
+    asked: FineTuning, before: RunConfig, train: list[Example], valid: list[Example]
+) -> Answers | Labels:
+    stack = before.model.stack
+    labeled = train[0].label is not None
+    if stack == "encoder-decoder" or (stack == "encoder" and not labeled):
+        what = "labels" if labeled else "answers"
+        needs = "an encoder or a decoder" if labeled else "a decoder"
+        raise ConfigError(f'{asked.start} has model.stack="{stack}"; {what} need {needs}')
+    for option, given in (("regression", asked.regression), ("lm-weight", asked.lm_weight)):
+        if given and not labeled:
+            raise ConfigError(f"--{option} is for labels, but {asked.data} has answers; remove it")
+    if not labeled:
+        return Answers()
+    weight = asked.lm_weight or 0.0
+    if weight and stack == "encoder":
+        text = f"--lm-weight {weight} needs a decoder: an encoder sees the tokens to predict"
+        raise ConfigError(f"{text}; remove it")
+    return Labels(
+        names=label_names(train, valid, asked.regression),
+        reads="first" if stack == "encoder" else "last",
+        lm_weight=weight,
+        special=before.objective.special_ids,
+    )
+
+
+def _length(asked: FineTuning, before: RunConfig) -> int:
+    """The longest row that the user and the model allow."""
+    longest = before.model.seq
+    if asked.seq is None or asked.seq == longest:
+        return longest
+    if isinstance(before.model.position, Learned):
+        text = f"--seq {asked.seq}: the model has {longest} learned positions"
+        raise ConfigError(f"{text}, and a row as many tokens; remove it")
+    return asked.seq
+
+
+def _defaults(
+    asked: FineTuning,
+    before: RunConfig,
+    objective: Answers | Labels,
+    seq: int,
+    train: int,
+    valid: int,
+) -> dict[str, Any]:
+    steps = max(1, math.ceil(asked.epochs * train / asked.batch))
+    model = {"seq": seq, "row_classes": 0}
+    if isinstance(objective, Labels):
+        # Further tokens are not predicted.
+        model |= {"row_classes": objective.classes, "mtp": 0}
+    rate = RATE_SHARE * _peak_rate(before) * (1 if asked.lora is None else LORA_RATE)
+    return {
+        **({"init": None} if asked.scratch else {}),
+        "experiment": "finetune",
+        "objective": objective.model_dump(),
+        "lora": None if asked.lora is None else {"rank": asked.lora},
+        "model": model,
+        "train": {
+            "steps": steps,
+            "batch_tokens": asked.batch * seq,
+            "eval_every": max(1, round(train / asked.batch)),  # once per epoch
+            "eval_batches": math.ceil(valid / asked.batch),
+        },
+        "optim": {
+            "lr": asked.lr or rate,
+            "optimizer": {"decay": DECAY},
+            "schedule": {
+                "kind": "wsd",
+                "warmup_steps": math.ceil(WARMUP_SHARE * steps),
+                "decay_share": 1.0,
+                "decay_shape": "linear",
+                "final_share": 0.0,
+            },
+        },
+    }
+
+
+def _peak_rate(before: RunConfig) -> float:
+    """Of AdamW in the run's pretraining, or as the rule gives it for a run with Muon."""
+    if isinstance(before.optim.optimizer, AdamW):
+        # A run that was fine-tuned itself has a quarter already.
+        return before.optim.lr / (RATE_SHARE if before.objective.examples else 1)
+    tokens = before.train.steps * before.train.batch_tokens
+    return rule(params(before.model).scaling, tokens, "adamw")[0]

@@ -1,0 +1,225 @@
+"""Fine-tuning: the same run in every layout, what it learns, and files that it refuses."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from pipeline.checkpoint.restore import load_model, load_weights
+from pipeline.config.objective import LABEL_DIGITS
+from pipeline.data.corpus import Corpus
+from pipeline.model.adapter import adapt
+from pipeline.model.build import build_model
+from pipeline.runs.directory import tokenizer_of
+from pipeline.train.finetuning import FineTuning, prepare
+from pipeline.train.measure import loader
+from tests.conftest import worlds
+from tests.train.test_run import hashes, losses, records
+
+WORDS = ["red", "blue", "green", "one", "two", "three"]
+SETTINGS = (
+    "--no-track", "--quiet", "--set", "train.save_every=4", "--set", "train.keep_last=9",
+    "--set", "train.micro_batch=4",
+)  # fmt: skip
+SHORT = ("--batch", 8, "--epochs", 1, "--lr", 0.003)
+LAYOUTS = {"one": (1, 1), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
+# File, and the options of the run.
+TASKS = {
+    "classes": ("colors", ("--lm-weight", 0.5)),
+    "numbers": ("lengths", ()),
+    "answers": ("echo", ()),
+    "lora": ("colors", ("--lora", 4)),
+    "encoder": ("pairs", ()),
+}
+
+
+def lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_files(folder: Path) -> None:
+    """Tasks that a first word, the number of words, or a copy solves."""
+    draw = random.Random(0)
+    texts = [[draw.choice(WORDS) for _ in range(draw.randint(2, 6))] for _ in range(110)]
+    kinds = [("color", "number")[WORDS.index(text[0]) > 2] for text in texts]
+    joined = [" ".join(text) for text in texts]
+    rows = list(zip(texts, kinds, joined, strict=True))
+    lines(folder / "colors.jsonl", [{"text": text, "label": kind} for _, kind, text in rows])
+    lines(folder / "lengths.jsonl", [{"text": text, "label": len(w) / 2} for w, _, text in rows])
+    lines(folder / "echo.jsonl", [{"prompt": f"{t}>", "answer": w[0]} for w, _, t in rows])
+    paired = [{"text": w[0], "text2": text, "label": len(w) % 2} for w, _, text in rows]
+    lines(folder / "pairs.jsonl", paired)
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every task in every layout, and a run that is stopped and continued."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_files(folder)
+    begin = ("--size", "tiny", "--steps", 4, "--set", "model.seq=64", "--data", corpus)
+    begin = (*begin, "--set", "train.batch_tokens=512", "--no-track", "--quiet")
+    jobs: list[dict] = []
+
+    def launch(*arguments: object) -> None:
+        jobs.append({"do": "launch", "arguments": [*arguments]})
+
+    launch("pretrain", *begin, "--out", folder / "decoder-base")
+    launch("pretrain", *begin, "--arch", "bert", "--out", folder / "encoder-base")
+    for name, (file, options) in TASKS.items():
+        base = folder / ("encoder-base" if name == "encoder" else "decoder-base")
+        begin = ("finetune", "--run", base, "--data", folder / f"{file}.jsonl", *SETTINGS)
+        for layout, (ranks, zero) in LAYOUTS.items():
+            where = ("--out", folder / name / layout, "--nproc", ranks, "--zero", zero)
+            launch(*begin, *SHORT, *options, *where)
+    for name in ("classes", "lora"):
+        file, options = TASKS[name]
+        begin = ("finetune", "--run", folder / "decoder-base", "--data", folder / f"{file}.jsonl")
+        out = folder / name / "stopped"
+        launch(*begin, *SETTINGS, *SHORT, *options, "--zero", 1, "--out", out)
+        jobs.append({"do": "cut", "out": out, "step": 8})
+        launch("finetune", "--resume", "--out", out, "--no-track", "--quiet")
+    # Long enough to learn the task.
+    begin = ("finetune", "--run", folder / "decoder-base", *SETTINGS, "--lr", 0.003, "--epochs", 12)
+    launch(*begin, "--data", folder / "colors.jsonl", "--out", folder / "learned")
+    launch(*begin, "--data", folder / "echo.jsonl", "--out", folder / "echoes", "--batch", 8)
+    worlds(jobs, folder)
+    return folder
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_trains_the_same_run(runs: Path, task: str, layout: str) -> None:
+    run = runs / task / layout
+    one = runs / task / "one"
+    assert hashes(run) == hashes(one)
+    assert losses(run) == pytest.approx(losses(one), abs=1e-5)
+    last = records(run, "eval")[-1]
+    figures = {key: value for key, value in records(one, "eval")[-1].items() if "/" in key}
+    # A correlation divides by a spread, which is small before much is learned.
+    assert {key: last[key] for key in figures} == pytest.approx(figures, abs=1e-3)
+    assert last["loss"] == pytest.approx(losses(one, "eval")[-1], abs=1e-5)
+    assert bool(figures) == (task != "answers")
+
+
+@pytest.mark.parametrize("task", ["classes", "lora"])
+def test_a_stopped_run_continues_bit_for_bit(runs: Path, task: str) -> None:
+    stopped = runs / task / "stopped"
+    assert [r["step"] for r in records(stopped, "event") if r["event"] == "resume"] == [8]
+    assert losses(stopped) == losses(runs / task / "one")
+
+
+def test_an_easy_task_is_learned(runs: Path, inside) -> None:
+    assert records(runs / "learned", "eval")[-1]["labels/accuracy"] == 1
+    found = json.loads(inside("evaluate", "--run", runs / "learned", "--json"))
+    assert found["labels/accuracy"] == 1
+    out = inside("generate", "--run", runs / "echoes", "--prompt", "blue one red>", "--json")
+    assert json.loads(out)["text"] == "blue"
+    assert json.loads(out)["ended"]
+
+
+def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
+    """Against LoRA as in its paper: W + scale·BA, with all other weights those of the start."""
+    run = runs / "lora" / "one"
+    trained = load_weights(run)
+    start = load_weights(runs / "decoder-base")
+    merged, config = load_model(run)
+    assert config.lora is not None
+    weights = merged.state_dict()
+    learned = [name for name in trained if name.endswith(".lora_up")]
+    assert len(learned) == 4 * config.model.layers  # qkv, out, up and down of each block
+    for name in start:
+        path = name.removesuffix(".weight")
+        torch.testing.assert_close(trained[name], start[name], rtol=0, atol=0)
+        update = torch.zeros(())
+        if f"{path}.lora_up" in trained:
+            assert trained[f"{path}.lora_up"].abs().max() > 0
+            update = 2.0 * trained[f"{path}.lora_up"] @ trained[f"{path}.lora_down"]
+        torch.testing.assert_close(weights[name], start[name] + update)
+    # The model with adapters, as it was trained.
+    unmerged = build_model(config.model, token_weight=0.0)
+    adapt(unmerged, config.lora, seed=0)
+    unmerged.load_state_dict({name: trained[name] for name in trained})
+    tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
+    rows = {"targets_BS": tokens, "labels_B": torch.tensor([0, 1]), "last_B": torch.tensor([9, 31])}
+    ours = merged(tokens, **rows).rows_BC
+    torch.testing.assert_close(unmerged.eval()(tokens, **rows).rows_BC, ours, rtol=0, atol=1e-5)
+    with torch.no_grad():  # as `torch.testing` sees no difference between logits of zero
+        assert ours.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [("lora", "LlamaForSequenceClassification"), ("encoder", "BertForSequenceClassification"),
+     ("numbers", "LlamaForSequenceClassification")],
+)  # fmt: skip
+def test_transformers_predicts_the_same(
+    runs: Path, inside, tmp_path: Path, task: str, name: str
+) -> None:
+    run = runs / task / "one"
+    done = json.loads(inside("export", "--run", run, "--to", tmp_path / "hub", "--json"))
+    assert done["architecture"] == name
+    theirs = getattr(transformers, name).from_pretrained(tmp_path / "hub").eval()
+    model, config = load_model(run)
+    # Every held-out row, as `launch evaluate` reads them: padded on the right.
+    batch = loader(config, Corpus.open(run / "examples"), "valid").batch(0)
+    with torch.no_grad():
+        ours = model(**batch.tensors).rows_BC
+        inputs = {"input_ids": batch.tokens_BS}
+        if batch.last_B is None:
+            inputs["attention_mask"] = (batch.documents_BS == 0).long()
+            inputs["token_type_ids"] = batch.segments_BS
+        else:
+            inputs["attention_mask"] = torch.arange(config.model.seq) <= batch.last_B[:, None]
+            inputs["input_ids"] = torch.where(inputs["attention_mask"], batch.tokens_BS, 3)  # <pad>
+        found = theirs(**inputs).logits
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
+    assert found.shape[1] == config.model.row_classes == theirs.config.num_labels
+    if task == "lora":
+        assert list(theirs.config.id2label.values()) == ["color", "number"]
+        # The exported tokenizer frames a text as training does.
+        text = json.loads((runs / "colors.jsonl").read_text().splitlines()[0])["text"]
+        pieces = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
+        mine = tokenizer_of(run, config.data.dir)
+        assert pieces(text)["input_ids"] == [*mine.encode(text), mine.eod]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], (), "no examples"),
+        ([{"text": "a"}], (), "label=None is neither"),
+        ([{"text": "", "label": 1}], (), "text='' is not a text"),
+        ([{"prompt": "a"}], (), "answer=None is not a text"),
+        ([{"prompt": "a", "answer": "b"}, {"text": "a", "label": 1}], (), ":2: another form"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": "x"}], (), "all texts or all numbers"),
+        ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "leave --regression"),
+        ([{"text": t, "label": 1} for t in "abcdef"], (), "every label is 1"),
+        ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
+        ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
+        ([{"text": "a", "label": True}], (), "label=True is neither"),
+        ([{"text": "a", "label": float("nan")}], (), "is not finite"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_one_line(
+    runs: Path, inside, tmp_path: Path, rows: list[dict], options: tuple, message: str
+) -> None:
+    file = lines(tmp_path / "file.jsonl", rows)
+    start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid-share", 0.5)
+    assert message in inside(*start, "--out", tmp_path / "run", *options, code=2)
+    assert not (tmp_path / "run" / "examples").exists()
+
+
+def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
+    rows = [{"text": "red " * (1 + 60 * (i == 0)) + str(i), "label": i % 2} for i in range(20)]
+    file = lines(tmp_path / "file.jsonl", rows)
+    asked = FineTuning(
+        *(runs / "decoder-base", file, None, 0.3, 32, 4, 1.0, None, False, None, None, False, None)
+    )
+    prepared = prepare(asked, tmp_path / "run")
+    assert "1 examples are longer" in prepared.note
+    assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0}
+    Corpus.open(prepared.rows, verify=True).check_rows(32 + LABEL_DIGITS)
