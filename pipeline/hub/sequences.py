@@ -95,5 +95,8 @@ def row_logits(
     targets_BS = torch.full_like(tokens_BS, IGNORED)
     # Any label: only what is predicted counts.
     out = model.eval()(tokens_BS, targets_BS, labels_B=torch.zeros(2).long(), **inputs)
-    logits_BC = theirs(tokens_BS, attention_mask=real_BS.long()).logits
+    # Without a token for padding, transformers takes one row at a time.
+    together = 2 if padding is not None else 1
+    rows = zip(tokens_BS.split(together), real_BS.long().split(together), strict=True)
+    logits_BC = torch.cat([theirs(each, attention_mask=mask).logits for each, mask in rows])
     return out.rows_BC, logits_BC

@@ -9,10 +9,12 @@ import torch
 import transformers
 
 from pipeline.checkpoint.restore import load_model, load_weights
-from pipeline.config.objective import LABEL_DIGITS
+from pipeline.config.layers import load
+from pipeline.config.objective import LABEL_DIGITS, Labels
 from pipeline.data.corpus import Corpus
+from pipeline.hub.exporting import export
 from pipeline.model.adapter import adapt
-from pipeline.model.build import build_model
+from pipeline.model.build import build_model, init_weights
 from pipeline.runs.directory import tokenizer_of
 from pipeline.train.finetuning import FineTuning, prepare
 from pipeline.train.measure import loader
@@ -153,8 +155,8 @@ def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     ("task", "name"),
-    [("lora", "LlamaForSequenceClassification"), ("encoder", "BertForSequenceClassification"),
-     ("numbers", "LlamaForSequenceClassification")],
+    [("lora", "Qwen3ForSequenceClassification"), ("encoder", "BertForSequenceClassification"),
+     ("numbers", "Qwen3ForSequenceClassification")],
 )  # fmt: skip
 def test_transformers_predicts_the_same(
     runs: Path, inside, tmp_path: Path, task: str, name: str
@@ -185,6 +187,20 @@ def test_transformers_predicts_the_same(
         pieces = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
         mine = tokenizer_of(run, config.data.dir)
         assert pieces(text)["input_ids"] == [*mine.encode(text), mine.eod]
+
+
+@pytest.mark.parametrize("arch", ["llama3", "mistral", "mixtral", "gpt2", "bert"])
+def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> None:
+    reads = "first" if arch == "bert" else "last"
+    labels = Labels(names=("a", "b", "c"), reads=reads, special=3 if arch == "bert" else 0)
+    shape = ["model.row_classes=3", "model.seq=64", "model.vocab=512", "objective.kind=labels"]
+    shape += ['objective.names=["a", "b", "c"]', f"objective.reads={reads}"]
+    cfg = load(size="tiny", arch=arch, sets=shape).model
+    model = build_model(cfg, token_weight=0.0)
+    init_weights(model, cfg, seed=0)
+    done = export(model, tmp_path / "hub", None, torch.float32, labels=labels)
+    assert done.architecture.endswith("ForSequenceClassification")
+    assert done.difference < 1e-5
 
 
 @pytest.mark.parametrize(
