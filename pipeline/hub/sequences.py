@@ -97,6 +97,7 @@ def row_logits(
     out = model.eval()(tokens_BS, targets_BS, labels_B=torch.zeros(2).long(), **inputs)
     # Without a token for padding, transformers takes one row at a time.
     together = 2 if padding is not None else 1
-    rows = zip(tokens_BS.split(together), real_BS.long().split(together), strict=True)
+    masks = torch.split(real_BS.long(), together)
+    rows = zip(torch.split(tokens_BS, together), masks, strict=True)
     logits_BC = torch.cat([theirs(each, attention_mask=mask).logits for each, mask in rows])
     return out.rows_BC, logits_BC
