@@ -50,24 +50,24 @@ Data = Annotated[Path | None, Option(parser=parse_path, metavar="FILE", help=_DA
 _RUN = "Run to start from, or one checkpoint of it."
 Run = Annotated[Path | None, Option("--run", help=_RUN)]
 Init = Annotated[Path | None, Option(help="The same, for a directory of `launch import`.")]
-_VALID = "Held-out examples.  [default: a share of --data]"
+_VALID = "Held-out examples (default: a share of --data)."
 Valid = Annotated[Path | None, Option(help=_VALID)]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
-_OUT = "Run directory.  [default: runs/finetune/RUN-FILE]"
+_OUT = "Run directory (default: runs/finetune/RUN-FILE)."
 Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
-_RATE = "Peak learning rate.  [default: a quarter of pretraining's, with --lora ten times that]"
+_RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."
 Rate = Annotated[float | None, Option("--lr", help=_RATE)]
-_SEQ = "Tokens of a row; longer texts are cut.  [default: the longest, at most the model's]"
+_SEQ = "Tokens of a row; longer texts are cut (default: the longest, at most the model's)."
 Seq = Annotated[int | None, Option(help=_SEQ, min=2)]
-_NUMBERS = "Predict the label as a number; so it is if one has a fraction."
+_NUMBERS = "Predict labels as numbers; the default if any label has a fraction."
 Regression = Annotated[bool, Option("--regression", help=_NUMBERS)]
-_LM = "Weight of the language-model loss beside that of labels; GPT has 0.5."
+_LM = "Weight of the language-model loss, in addition to the labels' loss; GPT has 0.5."
 LmWeight = Annotated[float | None, Option(help=_LM, min=0.0)]
-_LORA = "Train adapters of this rank beside the blocks' matrices, and no other weights."
+_LORA = "Train only adapters of this rank for the blocks' matrices (LoRA)."
 Rank = Annotated[int | None, Option("--lora", help=_LORA, min=1)]
-_SCRATCH = "Draw new weights for the model of the run, as a baseline."
+_SCRATCH = "Start from new random weights instead of the run's, as a baseline."
 Scratch = Annotated[bool, Option("--scratch", help=_SCRATCH)]
 
 app = typer.Typer()
@@ -145,12 +145,12 @@ def _plan(
     try:
         return plan_run(replace(start, data=prepared.rows), devices)
     except BaseException:
-        shutil.rmtree(prepared.rows)  # nothing is left of a run that is refused
+        shutil.rmtree(prepared.rows)  # a refused run leaves nothing behind
         raise
 
 
 def _start(run: Path | None, init: Path | None) -> Path:
-    """The run to start from, by either of its options."""
+    """Return the run to start from, from either option."""
     if run is not None and init is not None:
         both = f"--run {run} and --init {init}"
         raise ConfigError(f"{both} both give a model; remove one of them")

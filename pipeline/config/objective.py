@@ -1,7 +1,7 @@
-"""What a model predicts, and from what: the closed union `[objective]` of a run.
+"""Objectives: what a model predicts, and from what. The closed union `[objective]` of a run.
 
-Special ids (mask, sentinels) lie above the tokenizer's own. A model's vocabulary includes as many
-as its objective needs, so that the same token shards serve every objective.
+Special ids (mask, sentinels) are above the tokenizer's own. A model's vocabulary includes as many
+as its objective needs, so that every objective can use the same token shards.
 """
 
 from typing import Annotated, Literal, Self
@@ -21,26 +21,26 @@ class _Objective(Frozen):
 
     @property
     def stack(self) -> Stack:
-        """The only stack that can serve this objective."""
+        """The stack that this objective needs."""
         return "decoder"
 
     @property
     def special_ids(self) -> int:
-        """Ids above the tokenizer's."""
+        """Number of special ids, which are above the tokenizer's."""
         return 0
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        """Tokens of text that a row of a model with these lengths is made of."""
+        """Number of text tokens in a row of a model with these lengths."""
         return seq
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """`model.seq` and `model.source_seq` that go together, nearest to those given."""
+        """Return the valid `model.seq` and `model.source_seq` nearest to those given."""
         return seq, source_seq
 
     @property
     def name(self) -> str:
-        """The kind and every setting that is not the default one: losses of two names do not
-        compare."""
+        """The kind and every setting that is not the default. Losses of objectives with different
+        names are not comparable."""
         given = self.model_dump(exclude_defaults=True)
         return " ".join([self.kind, *(f"{key}={value}" for key, value in given.items())])
 
@@ -66,7 +66,7 @@ class _Objective(Frozen):
 
 
 class Causal(_Objective):
-    """Each token from those before it."""
+    """Predict each token from those before it."""
 
     kind: Literal["causal"] = "causal"
 
@@ -76,30 +76,30 @@ class Causal(_Objective):
 
 
 class Prefix(_Objective):
-    """Each token of a continuation, from a prefix that is read in both directions, and from the
-    continuation so far (arXiv 1910.10683, §3.2.2). The end of the prefix is drawn."""
+    """Predict each token of a continuation from the tokens before it and a prefix that is read in
+    both directions (arXiv 1910.10683, §3.2.2). The end of the prefix is random."""
 
     kind: Literal["prefix"] = "prefix"
-    share: _Part = 0.5  # of a row's tokens that are predicted, the same number in every row
+    share: _Part = 0.5  # share of a row's tokens that are predicted, the same number in every row
 
     @property
     def whole_text(self) -> bool:
         return True
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        return seq + 1  # the last token is only predicted
+        return seq + 1  # the last token is predicted but not read
 
     def predicted(self, seq: int) -> int:
         return min(max(round(self.share * seq), 1), seq - 1)
 
 
 class Masked(_Objective):
-    """Some tokens of a text, from all others (BERT, arXiv 1810.04805)."""
+    """Predict some tokens of a text from all others (BERT, arXiv 1810.04805)."""
 
     kind: Literal["masked"] = "masked"
-    rate: _Part = 0.15  # of the tokens, which are predicted
-    mask: Share = 0.8  # of these, replaced by the mask
-    random: Share = 0.1  # of these, replaced by a random token; the others stay
+    rate: _Part = 0.15  # share of tokens that are predicted
+    mask: Share = 0.8  # share of these that the mask replaces
+    random: Share = 0.1  # share of these that a random token replaces; the others stay
     # A row is two parts of a text, and the model also predicts whether the second follows the first
     # (BERT), or whether the two were swapped (ALBERT, arXiv 1909.11942).
     pairs: Literal["none", "next", "order"] = "none"
@@ -116,7 +116,7 @@ class Masked(_Objective):
 
     @property
     def special_ids(self) -> int:
-        """The mask, and of pairs the first token of a row and the end of a part."""
+        """The mask; with pairs also the first token of a row and the end of a part."""
         return 1 if self.pairs == "none" else 3
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
@@ -124,11 +124,11 @@ class Masked(_Objective):
 
 
 class Replaced(_Objective):
-    """Which tokens of a text were replaced, from all of them (ELECTRA, arXiv 2003.10555). The
-    replacements are tokens of other texts: the generator is a unigram model."""
+    """Predict which tokens of a text were replaced (ELECTRA, arXiv 2003.10555). Replacements are
+    tokens of other texts, so the generator is a unigram model."""
 
     kind: Literal["replaced"] = "replaced"
-    rate: _Part = 0.15  # of the tokens, which are replaced; all are predicted
+    rate: _Part = 0.15  # share of tokens that are replaced; there is a prediction for every token
 
     @property
     def stack(self) -> Stack:
@@ -136,14 +136,14 @@ class Replaced(_Objective):
 
 
 class _Cut(_Objective):
-    """Spans of a text are cut out. Every row has as many tokens cut out, and as many spans."""
+    """Spans of a text are cut out: in every row the same number of tokens and of spans."""
 
-    rate: _Part  # of the tokens, which are cut out
-    length: _Length  # mean, in tokens, of a span
+    rate: _Part  # share of tokens that are cut out
+    length: _Length  # mean length of a span in tokens
 
     @model_validator(mode="after")
     def _tokens_between(self) -> Self:
-        """Spans do not touch, so there are at least as many tokens between them as spans."""
+        """Spans do not touch, so at least one token must stay for each span."""
         most = self.length / (1 + self.length)
         text = f"rate={self.rate} leaves no token between spans of {self.length:g} tokens"
         require(self.rate < most, f"{text}; use a rate below {most:.3g}, or longer spans")
@@ -154,27 +154,27 @@ class _Cut(_Objective):
         return "encoder-decoder"
 
     def noise(self, tokens: int) -> tuple[int, int]:
-        """Tokens that are cut out of a text of so many, and in how many spans."""
+        """Return the number of tokens to cut out of a text of this length, and of spans."""
         cut = min(max(round(tokens * self.rate), 1), tokens - 1)
         # Each span follows at least one token that stays.
         return cut, min(max(round(cut / self.length), 1), tokens - cut)
 
 
 class Spans(_Cut):
-    """Spans that were cut out of a text, from the rest (T5, arXiv 1910.10683, §3.1.4)."""
+    """Predict the spans cut out of a text from the rest (T5, arXiv 1910.10683, §3.1.4)."""
 
     kind: Literal["spans"] = "spans"
     rate: _Part = 0.15
     length: _Length = 3.0
-    sentinels: Positive = 128  # ids that stand for spans, one each; T5 has 100 and 28 unused ids
+    sentinels: Positive = 128  # ids that replace spans, one each; T5 has 100 and 28 unused ids
 
     @property
     def special_ids(self) -> int:
         return self.sentinels
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        """The longest text whose rest, sentinels and end fill what the encoder reads: T5's 512 are
-        of 568."""
+        """The longest text whose rest, sentinels and end fit into the encoder's input. T5 makes 512
+        tokens of input from 568 tokens of text."""
         reads = source_seq or seq
         tokens = max(2, reads // 2)  # shorter than any result: a span has at least one token
         while self._rest(tokens + 1) <= reads:
@@ -182,12 +182,12 @@ class Spans(_Cut):
         return tokens
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """A length alone is what the encoder reads."""
+        """A single given length is that of the encoder's input."""
         reads = source_seq or seq
         return self.target_length(reads), reads
 
     def target_length(self, seq: int) -> int:
-        """Places of the decoder: what was cut out, its sentinels and the end. T5 has 114."""
+        """Length of the decoder: the tokens cut out, their sentinels and the end. T5 has 114."""
         return sum(self.noise(self.text_length(seq))) + 1
 
     def _rest(self, tokens: int) -> int:
@@ -196,14 +196,14 @@ class Spans(_Cut):
 
 
 class Denoise(_Cut):
-    """A whole text, from one whose sentences are permuted and whose spans are masks, one for each
-    span of any length (BART, arXiv 1910.13461: infilling with Poisson lengths)."""
+    """Predict a whole text from one with permuted sentences, in which one mask replaces each span
+    of any length (BART, arXiv 1910.13461: infilling with Poisson lengths)."""
 
     kind: Literal["denoise"] = "denoise"
     rate: _Part = 0.3
     length: _Length = 3.0
     permute: bool = True
-    # Ids that end a sentence, beside the end of a document; a new run reads them off its tokenizer.
+    # Ids that end a sentence, besides the end of a document; new runs read them from the tokenizer.
     stops: tuple[Count, ...] = ()
 
     @property
@@ -211,11 +211,11 @@ class Denoise(_Cut):
         return 1
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """The decoder writes the whole text; the encoder reads what is left of it, and padding."""
+        """The decoder writes the whole text; the encoder reads the rest of it, and padding."""
         return seq, max(source_seq or seq, self.source_length(seq))
 
     def source_length(self, seq: int) -> int:
-        """What is left of a text, with a mask for each span."""
+        """Length of the rest of a text, with a mask for each span."""
         cut, spans = self.noise(seq)
         return seq - cut + spans
 
@@ -228,7 +228,7 @@ class Pairs(_Objective):
     # From the first column of the data to the second; or between any two, where the first token of
     # either side is that of its language (M2M-100, arXiv 2010.11125).
     directions: Literal["first", "every"] = "first"
-    languages: tuple[str, ...] = ()  # columns of the data; a new run reads them off its manifest
+    languages: tuple[str, ...] = ()  # columns of the data; a new run reads them from its manifest
 
     @property
     def stack(self) -> Stack:
@@ -241,7 +241,7 @@ class Pairs(_Objective):
 
     @property
     def special_ids(self) -> int:
-        """One for each language, in their order."""
+        """One id for each language, in their order."""
         return len(self.languages) if self.tagged else 0
 
     @property
@@ -253,7 +253,7 @@ class Pairs(_Objective):
 
 
 class Answers(_Objective):
-    """The answer to a prompt. The prompt is read, not predicted (objective/examples.py)."""
+    """Predict the answer to a prompt. The prompt itself is not predicted (objective/noise.py)."""
 
     kind: Literal["answers"] = "answers"
 
@@ -262,17 +262,17 @@ class Answers(_Objective):
         return True
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        return seq + 2  # the end after the prompt, and the last token, which is only predicted
+        return seq + 2  # the end after the prompt, and the last token, which is not read
 
 
 class Labels(_Objective):
-    """The class of a text or of a pair of texts, or a number (objective/examples.py)."""
+    """Predict the class of a text or of a pair of texts, or a number (objective/noise.py)."""
 
     kind: Literal["labels"] = "labels"
-    names: tuple[str, ...] = ()  # of the classes; none: the label is a number
+    names: tuple[str, ...] = ()  # names of the classes; none: the label is a number
     # The token that the row's head reads: the last one of a decoder, the first one of an encoder.
     reads: Literal["last", "first"] = "last"
-    lm_weight: Weight = 0.0  # of the loss of the text's tokens; GPT has 0.5
+    lm_weight: Weight = 0.0  # weight of the language-model loss on the text; GPT has 0.5
     special: Count = 0  # ids above the tokenizer's that the pretrained model has
 
     @model_validator(mode="after")
@@ -288,7 +288,7 @@ class Labels(_Objective):
 
     @property
     def classes(self) -> int:
-        """Numbers that the head predicts for a row."""
+        """How many numbers the head predicts for a row."""
         return len(self.names) or 1
 
     @property
@@ -315,13 +315,13 @@ Objective = Annotated[
 
 
 def padded_vocab(pieces: int, objective: Objective) -> int:
-    """Vocabulary of a model: GPUs multiply by multiples of 64 much faster."""
+    """Return the vocabulary of a model: a multiple of 64, because GPUs are faster with those."""
     return -(-(pieces + objective.special_ids) // 64) * 64
 
 
 def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
-    """Why a model, or documents that are kept `apart`, cannot serve an objective, and the remedy;
-    empty if they can."""
+    """Return why a model, or documents that are kept `apart`, do not work with an objective, and
+    the remedy; empty if they do."""
     usual = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "spans"}
     arch = {"decoder": "dense", "encoder": "bert", "encoder-decoder": "t5"}
     key = f'objective.kind="{objective.kind}"'

@@ -4,11 +4,11 @@ A line of the file is a JSON object in one of two forms; the file may be compres
 
     {"prompt": "Translate: chat", "answer": " cat"}                       the answer is learned
     {"text": "A fine film.", "label": "good"}                             the label is learned
-    {"text": "It rains.", "text2": "It is wet.", "label": 1}              of a pair
+    {"text": "It rains.", "text2": "It is wet.", "label": 1}              the label of a pair
 
 A label is a class, given as a whole number or a text, or a number with a fraction. Rows are padded
 to the same length, so that the loader, which cuts a corpus into windows of one length, reads one
-example per window; objective/noise.py turns a window into what the model reads.
+example per window; objective/noise.py turns a window into the inputs of the model.
 """
 
 import gzip
@@ -51,7 +51,7 @@ class Example(NamedTuple):
 
 
 def read_examples(path: Path) -> list[Example]:
-    """All lines of a file; they have the same form."""
+    """Return all examples of a file; they must have the same form."""
     try:
         data = read_regular(path, _MAX_BYTES)
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
@@ -98,7 +98,7 @@ def _text(row: dict[str, Any], key: str, where: str, *, empty: bool = False) -> 
 
 
 def split_examples(rows: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples. The text decides, so that equal ones are on one side."""
+    """Split into training and held-out examples by the text, so that equal texts stay together."""
     held = [is_held_out(f"{row.first}\0{row.second}".encode(), share) for row in rows]
     train = [row for row, out in zip(rows, held, strict=True) if not out]
     valid = [row for row, out in zip(rows, held, strict=True) if out]
@@ -111,7 +111,7 @@ def split_examples(rows: Sequence[Example], share: float) -> tuple[list[Example]
 def label_names(
     train: Sequence[Example], valid: Sequence[Example], regression: bool
 ) -> tuple[str, ...]:
-    """The classes in order, or none if the labels are numbers. One class per label of training."""
+    """Return the classes of the training labels in order, or none if the labels are numbers."""
     every = [*train, *valid]
     texts = isinstance(train[0].label, str)
     for row in every:
@@ -165,13 +165,13 @@ def encode_examples(
 
 
 def row_length(rows: Sequence[Encoded], objective: Answers | Labels, longest: int) -> int:
-    """The places that the longest example needs, at most those of the model."""
+    """Return the length that the longest example needs, at most that of the model."""
     most = max(_places(row, objective) for row in rows)
     return min(longest, math.ceil(most / _ROUND) * _ROUND)
 
 
 def _places(row: Encoded, objective: Answers | Labels) -> int:
-    if isinstance(objective, Answers):  # the end is only predicted
+    if isinstance(objective, Answers):  # the end is predicted but not read
         return max(1, len(row.first)) + len(row.second)
     ends = 2 if row.second else 1
     return len(row.first) + len(row.second) + ends + (objective.reads == "first")
@@ -180,10 +180,10 @@ def _places(row: Encoded, objective: Answers | Labels) -> int:
 def make_row(
     row: Encoded, objective: Answers | Labels, seq: int, eod: int
 ) -> tuple[list[int], bool]:
-    """The tokens of a row of the corpus, and whether the example had to be cut to fit."""
+    """Return the tokens of a row of the corpus, and whether the example had to be cut to fit."""
     excess = max(0, _places(row, objective) - seq)
     if isinstance(objective, Answers):
-        # The end of a prompt is next to its answer. A quarter of the row is left to any prompt.
+        # Keep the end of a prompt, which is next to its answer, and at least a quarter of the row.
         kept = max(len(row.first) - excess, min(len(row.first), seq // 4))
         prompt = row.first[len(row.first) - kept :]
         tokens = [*prompt, eod, *row.second[: seq + 1 - max(1, kept)]]

@@ -1,4 +1,4 @@
-"""Models with labels as transformers' ...ForSequenceClassification.
+"""Export models with labels as transformers' ...ForSequenceClassification.
 
 B rows · S tokens · C classes
 """
@@ -19,8 +19,8 @@ from pipeline.model.head import IGNORED
 from pipeline.model.stack import Decoder
 
 SEQUENCES = "ForSequenceClassification"
-# Family → the class without its last part, and the name of the head. Those of decoders read the
-# last token that is no padding, BERT's its pooled first token.
+# Family → prefix of the class, and name of the head. Heads of decoders read the last token that is
+# not padding, BERT's the pooled first token.
 _HEADS = {
     "llama": ("Llama", "score"),
     "mistral": ("Mistral", "score"),
@@ -29,15 +29,15 @@ _HEADS = {
     "gpt2": ("GPT2", "score"),
     "bert": ("Bert", "classifier"),
 }
-# What a class for sequences leaves out, by our names.
+# Tensors that a class for sequences does not have, by our names.
 _TOKEN_HEAD = ("head.", "transform.")
 
 
 def export_family(cfg: Model, labels: Labels | None) -> Family:
-    """The family of a model; with labels, that of the same model without, by another class."""
+    """Return the family of a model; with labels, the family of the model without, in this class."""
     if labels is None:
         return choose_family(cfg)
-    # BERT's own class with a head of rows has two of them.
+    # BERT's pretraining class has a row head with two classes.
     plain = 2 if cfg.stack == "encoder" else 0
     family = choose_family(cfg.model_copy(update={"row_classes": plain}))
     if family.kind not in _HEADS:
@@ -50,12 +50,12 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """Another token than the end of a text, which transformers would otherwise skip as padding."""
+    """Return a token for padding; not the end of a text, which transformers would then skip."""
     return tokenizer.controls.get("<pad>", tokenizer.sentencepiece.unk_id())
 
 
 def sequence_config(labels: Labels, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What config.json says about labels."""
+    """Return the keys of config.json about labels."""
     names = labels.names or ("LABEL_0",)
     kind = "single_label_classification" if labels.names else "regression"
     return {
@@ -68,7 +68,7 @@ def sequence_config(labels: Labels, tokenizer: Tokenizer | None) -> dict[str, An
 
 
 def sequence_head(family: Family, ours: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The head of rows by its name in transformers; it and the head of tokens leave `ours`."""
+    """Yield the row head by its names in transformers; remove it and the token head from `ours`."""
     name = _HEADS[family.kind][1]
     for key in [key for key in ours if key.startswith(_TOKEN_HEAD)]:
         del ours[key]
@@ -81,7 +81,7 @@ def sequence_head(family: Family, ours: dict[str, Tensor]) -> Iterator[tuple[str
 def row_logits(
     model: Decoder, theirs: Any, tokens_BS: Tensor, labels: Labels
 ) -> tuple[Tensor, Tensor]:
-    """Our predictions for padded rows, and those of transformers."""
+    """Return our predictions for padded rows, and those of transformers."""
     seq = tokens_BS.shape[1]
     padding = theirs.config.pad_token_id
     lengths_B = torch.tensor([seq, seq])
@@ -93,7 +93,7 @@ def row_logits(
     if labels.reads == "first":
         inputs = {"documents_BS": (~real_BS).long()}
     targets_BS = torch.full_like(tokens_BS, IGNORED)
-    # Any label: only what is predicted counts.
+    # The labels are arbitrary, because only the predictions are used.
     out = model.eval()(tokens_BS, targets_BS, labels_B=torch.zeros(2).long(), **inputs)
     # Without a token for padding, transformers takes one row at a time.
     together = 2 if padding is not None else 1

@@ -1,9 +1,9 @@
-"""LoRA (arXiv 2106.09685): a product of two thin matrices beside each frozen matrix of the blocks.
+"""LoRA (arXiv 2106.09685): adds a product of two thin matrices to each frozen matrix of the blocks.
 
 I inputs · O outputs · R rank
 
 A frozen weight is a buffer: no engine looks for its gradient, no optimizer has a state for it, and
-a checkpoint stores it under its own name. In a trained model the product is added to the matrix.
+a checkpoint stores it under its own name. When a trained model is loaded, the product is merged.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ _UP = "lora_up"
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer whose weight is frozen, and the update that is learned beside it."""
+    """A linear layer with a frozen weight and a learned low-rank update."""
 
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         super().__init__()
         self.scale = lora.scale
-        self.weight = linear.weight  # `freeze` makes buffers of both
+        self.weight = linear.weight  # `freeze` turns weight and bias into buffers
         self.bias = linear.bias
         self.lora_down = nn.Parameter(torch.empty(lora.rank, linear.in_features))
         self.lora_up = nn.Parameter(torch.zeros(linear.out_features, lora.rank))
@@ -37,10 +37,10 @@ class AdaptedLinear(nn.Module):
 
 
 def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
-    """Put adapters beside the matrices of the blocks; freeze everything else but the row's head.
+    """Add adapters to the matrices of the blocks; freeze everything except them and the row head.
 
-    The product starts at zero, so that the model starts as it was. As all weights, those of an
-    adapter are drawn by name: from N(0, 1/inputs)."""
+    The product starts at zero, so that the model is unchanged at first. Like all weights, those of
+    an adapter are drawn by name, from N(0, 1/inputs)."""
     for name, module in list(model.named_modules()):
         for leaf, child in list(module.named_children()):
             path = f"{name}.{leaf}" if name else leaf
@@ -56,7 +56,7 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Turn every parameter that is neither an adapter's nor of the row's head into a buffer."""
+    """Turn every parameter except those of adapters and of the row head into a buffer."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
@@ -76,7 +76,7 @@ def is_adapter(name: str) -> bool:
 def merge_adapters(
     weights: MutableMapping[str, Tensor], stored: Mapping[str, Tensor], lora: Lora
 ) -> None:
-    """Add what the adapters learned to the frozen matrices, in fp32."""
+    """Add the adapters' products to the frozen matrices, in fp32."""
     for name in filter(is_adapter, stored):
         path, _, part = name.rpartition(".")
         if part == _UP:

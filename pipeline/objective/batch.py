@@ -1,4 +1,4 @@
-"""What the data stage hands to training.
+"""The batches that the data stage passes to training.
 
 B rows of this rank · S tokens per row · E tokens per row of an encoder beside a decoder
 """
@@ -21,15 +21,15 @@ class Batch:
     """One rank's rows of one global step."""
 
     tokens_BS: Tensor  # int64 inputs
-    targets_BS: Tensor  # int64, the token to predict; -100 where a place predicts nothing
+    targets_BS: Tensor  # int64, the token to predict at each position; -100 for none
     hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
     documents_BS: Tensor | None = None  # int64, a token's document in its row, if asked for
-    # Of objectives that need them, all int64.
+    # For objectives that need them, all int64.
     source_BE: Tensor | None = None  # inputs of the encoder
     source_documents_BE: Tensor | None = None  # cross-attention stays within each document
     segments_BS: Tensor | None = None  # which of two texts a token belongs to
-    prefix_B: Tensor | None = None  # tokens at the start of a row that all others see
-    labels_B: Tensor | None = None  # of the row as a whole; -100 for none, and NaN of numbers
+    prefix_B: Tensor | None = None  # length of the prefix, to which all tokens of a row attend
+    labels_B: Tensor | None = None  # label of the whole row; -100 for none, and NaN of numbers
     last_B: Tensor | None = None  # place of the last token before the padding
 
     @classmethod
@@ -44,12 +44,12 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that this batch has, by the names that the model knows them by."""
+        """The tensors of this batch, by the names of the model's arguments."""
         every = {name: getattr(self, name) for name in TENSORS}
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     def pinned(self) -> "Batch":
-        """A copy in pinned memory, which a GPU reads while it computes."""
+        """Return a copy in pinned memory, which a GPU reads while it computes."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
         return Batch(hash=self.hash, **pinned)
 
@@ -58,12 +58,12 @@ TENSORS = tuple(field.name for field in fields(Batch) if field.name != "hash")
 
 
 def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = False) -> Batch:
-    """These rows of a global batch of random text, made and hashed as the loader does it: for
-    checks and benchmarks without data. With `same`, all its tokens are the same."""
+    """Return these rows of a global batch of random text, made and hashed like the loader's, for
+    checks and benchmarks without data. With `same`, all tokens are equal."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = Vocabulary(config.model.vocab - config.objective.special_ids, eod=0)
     noise = make_noise(config.objective, vocabulary, config.model.source_seq)
-    # Without noise, a text is its inputs and one more target.
+    # Without noise, a text has the inputs and one more token, the last target.
     shape = (config.rows, config.text_length + (noise is None))
     texts = torch.randint(vocabulary.pieces, shape, generator=generator)
     if same:

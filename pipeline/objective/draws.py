@@ -18,9 +18,9 @@ def mix(x: U64) -> U64:
 
 
 class Draws:
-    """Random numbers of a key: SplitMix64 from a state that depends on both of its parts.
+    """Random numbers of a key: SplitMix64 from a state that depends on seed and number.
 
-    numpy's own generators are slower to make than a row, and may change between versions."""
+    Creating a numpy generator takes longer than a row, and its numbers may change with versions."""
 
     def __init__(self, seed: int, number: int) -> None:
         # Python's integers may be negative or longer than 64 bits.
@@ -44,7 +44,7 @@ class Draws:
         return (self.bits(count) % np.uint64(limit)).astype(np.int64)
 
     def choice(self, among: I64, count: int) -> I64:
-        """Different ones, in no order."""
+        """Choose distinct elements, in no particular order."""
         if count >= len(among):
             return among
         return among[np.argpartition(self.bits(len(among)), count)[:count]]

@@ -28,11 +28,11 @@ def terms(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's part of the mean loss and of what training adds to it, and their gradient.
+    """Return a chunk's part of the mean loss, of the terms that training adds, and the gradient.
 
-    Training adds the squared log-sum-exp times z_loss, and what smoothing the labels changes. The
-    weight of each token in the mean is `share_T`. Both terms are of the capped logits, the gradient
-    of those given."""
+    Training adds the squared log-sum-exp times z_loss, and the effect of label smoothing. `share_T`
+    is the weight of each token in the mean. Both terms use the capped logits; the gradient is for
+    the given logits."""
     if logits_TV.is_cuda:
         from pipeline.objective.loss_kernel import cross_entropy
 
@@ -48,7 +48,7 @@ def eager_terms(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As few passes over the logits as plain torch needs, since nothing fuses them."""
+    """The same in plain torch, with as few passes over the logits as possible."""
     logits_TV_fp32 = cap(logits_TV.float(), softcap)
     top_T1, at_T1 = logits_TV_fp32.max(dim=-1, keepdim=True)
     grad_TV = logits_TV_fp32.softmax(dim=-1)
@@ -60,7 +60,7 @@ def eager_terms(
     grad_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1) * share_T[:, None])
     more = z_loss * (lse_T.square() * share_T).sum()
     if smoothing:
-        # Of the target's probability, this share is spread over the vocabulary, so that the loss is
+        # This share of the target's probability is spread over the vocabulary, so that the loss is
         # lse - (1 - smoothing)·picked - smoothing·mean.
         more = more + smoothing * ((picked_T - logits_TV_fp32.mean(-1)) * share_T).sum()
         grad_TV.sub_(share_T[:, None] * (smoothing / logits_TV.shape[1]))
@@ -93,7 +93,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         bias_V: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # Zero where nothing is predicted.
+        # Zero for positions without a target.
         share_T = (targets_T >= 0) / count
         targets_T = targets_T.clamp(min=0)
         # Gradients are computed now, while the logits exist.
@@ -147,10 +147,10 @@ def next_token_loss(
     smoothing: float = 0.0,
     bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss to minimize, with the z term and smooth labels, and the mean negative log
+    """Return the loss to minimize, with z-loss and label smoothing, and the mean negative log
     likelihood in nats.
 
-    `count` divides the sums, if these targets are only part of what the mean is over."""
+    `count` divides the sums; give it if the mean covers more targets than these."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, smoothing, bias_V

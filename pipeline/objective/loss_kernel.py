@@ -69,9 +69,9 @@ def cross_entropy(
     softcap: float | None = None,
     smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites the logits by their gradient: one read and one write of memory.
+    """Overwrite the logits with their gradient: one read and one write of memory.
 
-    Where the vocabulary is no power of two, the compiler's kernel takes twice as long."""
+    If the vocabulary is not a power of two, compiled code takes twice as long."""
     nll, more = share_T.new_empty(2, len(share_T))
     # Blocks of 8,192 take 344 µs, of 4,096 377 µs, of 16,384 512 µs (docs/LOG.md).
     _cross_entropy_kernel[(len(share_T),)](

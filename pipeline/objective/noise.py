@@ -1,8 +1,8 @@
-"""From a text to what a model reads and what it predicts, row by row.
+"""Turn a text into the inputs and targets of a model, row by row.
 
-A row's draws are a pure function of its key, so that they do not depend on the number of ranks and
-a resumed run sees the same rows. Every row predicts the same number of tokens, or fewer if it has
-padding: losses are means of means over micro-batches and ranks.
+The random draws of a row are a pure function of its key, so that they do not depend on the number
+of ranks and a resumed run sees the same rows. Every row predicts the same number of tokens, or
+fewer if it has padding, because losses are means of means over micro-batches and ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from pipeline.config.objective import (
 )
 from pipeline.objective.draws import F32, I64, Draws
 
-IGNORE = -100  # target of a place that predicts nothing, as in torch's cross-entropy
+IGNORE = -100  # target of a position without a prediction, as in torch's cross-entropy
 
 
 class Example(NamedTuple):
@@ -49,17 +49,17 @@ class Example(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What a row is made of."""
+    """The text of a row."""
 
     tokens: I64
-    documents: I64 | None  # of each token, if they are kept apart
-    length: int  # without padding
+    documents: I64 | None  # document of each token, if documents are kept apart
+    length: int  # number of tokens without padding
     another: Callable[[Draws], I64] | None = None  # draws another text of the same length
 
 
 class Vocabulary(NamedTuple):
-    pieces: int  # of the tokenizer; the special ids start here
-    eod: int  # ends every document, and starts what a decoder writes
+    pieces: int  # ids of the tokenizer; the special ids follow them
+    eod: int  # ends every document, and is the first input of an encoder–decoder's decoder
 
 
 Noise = Callable[[Text, Draws], Example]
@@ -68,8 +68,8 @@ Noise = Callable[[Text, Draws], Example]
 def make_noise(
     objective: Objective, vocabulary: Vocabulary, source_seq: int | None = None
 ) -> Noise | None:
-    """What makes rows of texts; None if rows are texts as they are. A source is padded to
-    `source_seq`."""
+    """Return the function that turns texts into rows; None if rows are unchanged texts. Sources are
+    padded to `source_seq`."""
     match objective:
         case Causal():
             return None
@@ -97,7 +97,7 @@ def make_noise(
 
 
 def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
-    """Predict the same number of tokens after a prefix of any length that leaves as many."""
+    """Predict a fixed number of tokens after a prefix of random length."""
     seq = len(text.tokens) - 1
     predicted = objective.predicted(seq)
     prefix = 1 + draws.below(seq - predicted, 1)
@@ -109,7 +109,7 @@ def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
 
 
 def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Predict some tokens, most of them hidden. The ends of documents are never predicted."""
+    """Predict some tokens, most of which are masked. Document ends are never predicted."""
     is_word = (text.tokens != vocabulary.eod) & (text.tokens < vocabulary.pieces)
     words = np.flatnonzero(is_word[: text.length])
     wanted = max(1, round(objective.rate * text.length))
@@ -163,8 +163,8 @@ def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draw
 def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
     """Replace each span by a sentinel; predict the sentinels, each followed by its span.
 
-    As T5's random_spans_noise_mask: text and noise are each divided into as many random parts as
-    there are spans, and the parts take turns, beginning with text."""
+    As in T5's random_spans_noise_mask, text and noise are each divided into as many random parts as
+    there are spans, and the parts alternate, beginning with text."""
     length = len(text.tokens)
     cut, spans = objective.noise(length)
     parts = np.empty(2 * spans, np.int64)
@@ -173,7 +173,7 @@ def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws
     sentinels = vocabulary.pieces + np.arange(spans)
     is_noise = np.repeat(np.arange(2 * spans) % 2 == 1, parts)
     source = text.tokens[~is_noise]
-    # A sentinel stands where a span was: after the tokens that stay before it.
+    # A sentinel is at the place of its span: after the tokens that stay before it.
     source = np.insert(source, np.cumsum(parts[0::2]), sentinels)
     source = np.append(source, vocabulary.eod)
     starts = np.cumsum(parts[1::2]) - parts[1::2]
@@ -191,8 +191,8 @@ def corrupt(
 ) -> Example:
     """Permute the sentences, replace each span by one mask, and predict the whole text.
 
-    The lengths of the spans are Poisson under the condition that their sum is the number of tokens
-    to cut out: every token falls into a span at random. A span of no token is a mask between two.
+    The lengths of the spans are Poisson distributed, given that their sum is the number of tokens
+    to cut out: every such token is assigned to a random span. An empty span inserts a mask.
     """
     length = len(text.tokens)
     cut, spans = objective.noise(length)
@@ -200,7 +200,7 @@ def corrupt(
     if objective.permute:
         given = permute_sentences(given, (vocabulary.eod, *objective.stops), draws)
     spans_lengths = np.bincount(draws.below(spans, cut), minlength=spans)
-    # Each span stands before another of the tokens that stay, or at the end.
+    # Each span is before a different one of the tokens that stay, or at the end.
     before = np.sort(draws.choice(np.arange(length - cut + 1), spans))
     starts = before + np.cumsum(spans_lengths) - spans_lengths
     stays = np.ones(length, bool)
@@ -212,7 +212,7 @@ def corrupt(
     padding = (source_seq or len(source)) - len(source)
     if not padding:
         return row
-    # Padding is another document, which no token of the text sees.
+    # Padding is a separate document, to which no token of the text attends.
     return row._replace(
         documents=np.zeros_like(tokens),
         source=np.pad(source, (0, padding), constant_values=vocabulary.eod),
@@ -222,16 +222,16 @@ def corrupt(
 
 class Pair(NamedTuple):
     source: npt.NDArray[np.integer]  # with its end
-    start: int  # what the decoder reads first
+    start: int  # the decoder's first input
     target: npt.NDArray[np.integer]  # with its end
 
 
 def join_pairs(pairs: Sequence[Pair], seq: int, source_seq: int, eod: int) -> Example:
-    """A row of pairs. Each is a document of its own on both sides, whatever follows is padding."""
+    """Return a row of pairs. On both sides, each pair is a document and the rest is padding."""
     tokens = np.full(seq, eod, np.int64)
     targets = np.full(seq, IGNORE, np.int64)
-    # Padding of the decoder continues the last pair, which does not see it, so that it too has a
-    # source to attend to. Padding of the encoder is a document that no pair sees.
+    # Padding of the decoder continues the last pair, so that it has a source to attend to; no token
+    # of the pair attends to it. Padding of the encoder is a separate document.
     documents = np.full(seq, len(pairs) - 1, np.int64)
     source = np.full(source_seq, eod, np.int64)
     source_documents = np.full(source_seq, len(pairs), np.int64)
@@ -252,7 +252,7 @@ def join_pairs(pairs: Sequence[Pair], seq: int, source_seq: int, eod: int) -> Ex
 
 
 def cut_pairs(vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws) -> Example:
-    """A row of two pairs that fill it, for checks and benchmarks without data."""
+    """Return a row filled by two pairs, for checks and benchmarks without data."""
     reads = source_seq or len(text.tokens) // 2
     source = text.tokens[:reads]
     target = text.tokens[reads:]
@@ -265,7 +265,7 @@ def cut_pairs(vocabulary: Vocabulary, source_seq: int | None, text: Text, draws:
 
 
 def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:
-    """A sentence ends with one of the stops; the last may be cut off."""
+    """Permute sentences, each of which ends with one of the stops; the last may be cut off."""
     after = np.flatnonzero(np.isin(tokens[:-1], stops)) + 1
     sentences = np.split(tokens, after)
     order = np.argsort(draws.bits(len(sentences)))
@@ -273,7 +273,7 @@ def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:
 
 
 def random_parts(total: int, parts: int, draws: Draws) -> I64:
-    """Lengths of parts of at least one that add up to a total, every such list as likely."""
+    """Return lengths of at least one that add up to a total; every such list is equally likely."""
     borders = np.sort(draws.choice(np.arange(1, total), parts - 1))
     return np.diff(np.concatenate(([0], borders, [total])))
 
@@ -323,7 +323,7 @@ def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
     if not encoder:
         targets[: length - 1] = whole[1:]
         return Example(tokens, targets, labels=label, last=np.array([length - 1]))
-    # Padding is another document, which no token of the text sees.
+    # Padding is a separate document, to which no token of the text attends.
     documents = (np.arange(seq) >= length).astype(np.int64)
     segments = None
     if framed:

@@ -1,5 +1,5 @@
-"""Fine-tuning as a run like any other: the examples of a file become its corpus, and the file and
-the pretrained run decide its objective, its length and its rates."""
+"""Fine-tuning as an ordinary run: the examples of a file become its corpus, and the file and the
+pretrained run determine its objective, length and learning rates."""
 
 import math
 import shutil
@@ -27,17 +27,17 @@ from pipeline.planner.count import params
 from pipeline.planner.recipe import rule
 from pipeline.runs.directory import RunDir, tokenizer_of
 
-# GPT's (Radford et al. 2018): three epochs in batches of 32, at a quarter of the peak rate of its
-# pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are near (arXiv 1810.04805, A.3).
+# As for GPT (Radford et al. 2018): three epochs in batches of 32, at a quarter of the peak rate of
+# pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are similar (arXiv 1810.04805, A.3).
 RATE_SHARE = 0.25
-LORA_RATE = 10  # times as fast as all weights (Schulman et al. 2025, "LoRA Without Regret")
-WARMUP_SHARE = 0.06  # of the steps (RoBERTa: arXiv 1907.11692, table 10)
-DECAY = 0.01  # of the weights, as GPT and BERT
+LORA_RATE = 10  # factor of the rate with LoRA (Schulman et al. 2025, "LoRA Without Regret")
+WARMUP_SHARE = 0.06  # share of the steps (RoBERTa: arXiv 1907.11692, table 10)
+DECAY = 0.01  # weight decay, as for GPT and BERT
 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """What the user asked for. None leaves it to the file and the run."""
+    """The user's options. None leaves a value to the file and the run."""
 
     start: Path  # the run or checkpoint with the weights
     data: Path
@@ -50,18 +50,18 @@ class FineTuning:
     regression: bool
     lm_weight: float | None
     lora: int | None  # rank
-    scratch: bool  # draw new weights instead
+    scratch: bool  # start from new random weights instead
     tokenizer: Path | None
 
 
 class Prepared(NamedTuple):
     rows: Path  # the corpus
     defaults: dict[str, Any]  # settings, below those that the user gives
-    note: str  # for the user: what the examples are
+    note: str  # for the user: a description of the examples
 
 
 def prepare(asked: FineTuning, out: Path) -> Prepared:
-    """Write the corpus of a run into its directory; refuse a file or a run that does not serve."""
+    """Write the corpus of a run into its directory; refuse an unsuitable file or run."""
     rows = out / "examples"
     if RunDir(out).exists:
         remedy = "add --resume to continue it or give another --out"
@@ -126,7 +126,7 @@ def _objective(
 
 
 def _length(asked: FineTuning, before: RunConfig) -> int:
-    """The longest row that the user and the model allow."""
+    """Return the longest row that the user and the model allow."""
     longest = before.model.seq
     if asked.seq is None or asked.seq == longest:
         return longest
@@ -147,7 +147,7 @@ def _defaults(
     steps = max(1, math.ceil(asked.epochs * train / asked.batch))
     model = {"seq": seq, "row_classes": 0}
     if isinstance(objective, Labels):
-        # Further tokens are not predicted.
+        # No multi-token prediction.
         model |= {"row_classes": objective.classes, "mtp": 0}
     rate = RATE_SHARE * _peak_rate(before) * (1 if asked.lora is None else LORA_RATE)
     return {
@@ -177,9 +177,9 @@ def _defaults(
 
 
 def _peak_rate(before: RunConfig) -> float:
-    """Of AdamW in the run's pretraining, or as the rule gives it for a run with Muon."""
+    """Return the peak rate of the run's pretraining with AdamW; for a run with Muon, by rule."""
     if isinstance(before.optim.optimizer, AdamW):
-        # A run that was fine-tuned itself has a quarter already.
+        # The rate of a run that was itself fine-tuned is already a quarter.
         return before.optim.lr / (RATE_SHARE if before.objective.examples else 1)
     tokens = before.train.steps * before.train.batch_tokens
     return rule(params(before.model).scaling, tokens, "adamw")[0]
