@@ -96,15 +96,16 @@ def print_table(console: "Console", made: "list[TaskForecast]") -> None:
     console.print(table(f"{first.task}, {first.method} forecast", columns, rows))
     if len(made) > 1:
         return
-    heads = ("method", "accuracy", "by bootstrap", "by backtest", "held-out error")
+    heads = ("method", "accuracy", "by bootstrap", "by backtest", "held-out error", "weighted")
     rows = []
     for name, figures in first.methods.items():
         ends = [
             f"{figures[f'{key}_low']:.1%} … {figures[f'{key}_high']:.1%}"
             for key in ("bootstrap", "backtest")
         ]
-        error = figures["backtest_error"]
-        rows.append(
-            [name, f"{figures['accuracy']:.1%}", *ends, "–" if error is None else f"{error:.1%}"]
-        )
+        errors = [
+            "–" if figures[key] is None else f"{figures[key]:.1%}"
+            for key in ("backtest_error", "backtest_score")
+        ]
+        rows.append([name, f"{figures['accuracy']:.1%}", *ends, *errors])
     console.print(table("both ways", heads, rows))
