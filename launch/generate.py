@@ -1,4 +1,4 @@
-"""`launch generate`: continue prompts, or write what an encoder–decoder makes of its sources."""
+"""`launch generate`: continue prompts, or translate sources with an encoder–decoder."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _SOURCE = "Text for an encoder-decoder to read, such as one to translate. Repeat
 Source = Annotated[list[str] | None, Option(help=_SOURCE)]
 _FILE = "File with one prompt or source per line, or .jsonl with a `prompt` or `source` each."
 File = Annotated[Path | None, Option(help=_FILE)]
-To = Annotated[str | None, Option(help="Language to translate to, of a run with several.")]
+To = Annotated[str | None, Option(help="Language to translate to, if the run has several.")]
 _FROM = "Language of the sources, if the run has more than two."
 From = Annotated[str | None, Option("--from", help=_FROM)]
 _SHOTS = "File with examples, which is put before every prompt."
@@ -41,11 +41,11 @@ app = typer.Typer()
 
 
 class Input(NamedTuple):
-    """What the model reads for one text of the user."""
+    """The inputs of the model for one text of the user."""
 
     text: str
-    prompt: list[int]  # what the decoder starts with
-    source: list[int] | None  # what the encoder reads, if there is one
+    prompt: list[int]  # first tokens of the decoder
+    source: list[int] | None  # input of the encoder, if there is one
 
 
 @app.command(
@@ -112,7 +112,7 @@ def generate(
         # Some at a time: the cache of a long file of prompts would not fit.
         for at in range(0, len(inputs), AT_ONCE):
             few = inputs[at : at + AT_ONCE]
-            # The seed of a prompt does not depend on what it is generated with.
+            # The seed of a prompt does not depend on the other prompts of its batch.
             draws = replace(sampling, seed=sampling.row_seed(at))
             prompts = [one.prompt for one in few]
             found = continuations(model, prompts, max_new, pieces.eod, draws, _sources(few))
@@ -127,7 +127,7 @@ def _inputs(
     from_: str | None,
     to: str | None,
 ) -> list[Input]:
-    """What the model reads for each text: as the user wrote it, and with examples before it."""
+    """Return the inputs for each text, which is given as the user wrote it and with examples."""
     languages = _languages(config, from_, to)
     found = []
     for shown, text in texts:
@@ -144,7 +144,7 @@ def _inputs(
 
 
 def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[int]:
-    """Numbers of the languages of source and target; none if the run does not tag them."""
+    """Return the numbers of the source's and target's language; none if the run has no tags."""
     from pipeline.config.objective import Pairs
 
     objective = config.objective
@@ -166,7 +166,7 @@ def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[i
 
 
 def _sources(inputs: list[Input]) -> list[list[int]] | None:
-    """None for a decoder."""
+    """Return the sources of an encoder–decoder; None for a decoder."""
     return [one.source for one in inputs if one.source is not None] or None
 
 

@@ -1,7 +1,7 @@
-"""Linear regression in context (Garg et al., arXiv 2208.01066), against the best predictor.
+"""Linear regression in context (Garg et al., arXiv 2208.01066), compared with the best predictor.
 
-A row is x1, y1, x2, y2, …, with y = w·x + noise and another w in every row. A decoder of ours,
-trained from scratch, predicts each y from what comes before it. With normal w, x and noise, the
+A row is x1, y1, x2, y2, …, with y = w·x + noise and a different w in every row. Our decoder,
+trained from scratch, predicts each y from everything before it. With normal w, x and noise, the
 mean of y given the examples so far is ridge regression with the noise's variance as its penalty
 (Akyürek et al., arXiv 2211.15661): no predictor has a lower squared error.
 
@@ -28,8 +28,8 @@ from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
 
 RATE = 3e-3  # for AdamW, found with d = 2; at 1e-2 the error falls more slowly
-TEST_SEED = 2**40  # training draws with seeds that count up from the run's
-TEST_ROWS = 1024  # of one pass
+TEST_SEED = 2**40  # far above the seeds of training, which count up from the run's seed
+TEST_ROWS = 1024  # rows of one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Errors(NamedTuple):
 
     @property
     def excess(self) -> list[float]:
-        """How far the model is above the optimum, as a share of it."""
+        """Relative excess of the model's error over the optimum."""
         return [ours / best - 1 for ours, best in zip(self.model, self.ridge, strict=True)]
 
 
 def configure(
     problem: Problem, size: str, arch: str | None, steps: int, rows: int, sets: Sequence[str]
 ) -> RunConfig:
-    """The settings of a run of this size, with two positions per example and one output."""
+    """Return the settings of a run of this size, with two positions per example and one output."""
     seq = 2 * problem.examples
     model = {"vocab": 1, "seq": seq, "tied": False}
     train = {"steps": steps, "batch_tokens": rows * seq}
-    # The recipe's rate is that of language models.
+    # The recipe's rate is for language models.
     sets = [f"optim.lr={RATE}", *sets]
     spec = load(size=size, arch=arch, sets=sets, over={"model": model, "train": train})
     shape = spec.model
@@ -80,9 +80,9 @@ def configure(
 
 
 def ridge(x_BKD: Tensor, y_BK: Tensor, noise: float) -> Tensor:
-    """The mean of each y given the examples before it, (B, K), in closed form."""
+    """Return the mean of each y given the examples before it, (B, K), in closed form."""
     x_BKD = x_BKD.double()
-    # Sums over the examples before each: none before the first.
+    # Sums over all earlier examples; there are none before the first.
     squares_BKDD = x_BKD.unsqueeze(-1) * x_BKD.unsqueeze(-2)
     squares_BKDD = squares_BKDD.cumsum(1) - squares_BKDD
     products_BKD = x_BKD * y_BK.double().unsqueeze(-1)
@@ -93,8 +93,8 @@ def ridge(x_BKD: Tensor, y_BK: Tensor, noise: float) -> Tensor:
 
 
 def build(config: RunConfig, problem: Problem, device: torch.device) -> Decoder:
-    """Our decoder with a linear layer in place of its embedding. The output matrix of a vocabulary
-    of one is the layer that reads out the prediction."""
+    """Build our decoder with a linear layer in place of its embedding. With a vocabulary of one,
+    the output matrix is the layer that reads out the prediction."""
     model = build_model(config.model)
     # Channels for x, for y, and for which of the two it is.
     read_in = nn.Linear(problem.dimensions + 3, config.model.input_width, bias=False)
@@ -104,12 +104,12 @@ def build(config: RunConfig, problem: Problem, device: torch.device) -> Decoder:
 
 
 def predict(model: Decoder, x_BKD: Tensor, y_BK: Tensor) -> Tensor:
-    """The model's y at every x, (B, K), which sees the examples before it."""
+    """Return the model's prediction of y at every x, (B, K), from the examples before it."""
     dimensions = x_BKD.shape[-1]
     row_BK2E = x_BKD.new_zeros(*y_BK.shape, 2, dimensions + 3)
     row_BK2E[:, :, 0, :dimensions] = x_BKD
     row_BK2E[:, :, 1, dimensions] = y_BK
-    # A norm removes the length of a vector, but not its length beside a constant.
+    # A norm removes the length of a vector; with a constant channel the length stays visible.
     row_BK2E[:, :, 0, -2] = 1
     row_BK2E[:, :, 1, -1] = 1
     row_BSE = row_BK2E.flatten(1, 2)
@@ -142,7 +142,7 @@ def train(
 
 @torch.no_grad()
 def measure(model: Decoder, problem: Problem, rows: int, device: torch.device) -> Errors:
-    """The errors of model and optimum on the same rows, none of which was trained on."""
+    """Return the errors of model and optimum on the same rows, none of which was trained on."""
     model.eval()
     sums_2K = torch.zeros(2, problem.examples, dtype=torch.double, device=device)
     passes = -(-rows // TEST_ROWS)

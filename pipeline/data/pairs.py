@@ -1,10 +1,10 @@
-"""Rows of translation pairs, from documents whose parts are one text in several languages.
+"""Rows of translation pairs, from documents whose parts are the same text in several languages.
 
-1. The parts of a shard's documents are found by the id that ends each.
+1. The parts of a shard's documents are found by the id that ends each part.
 2. Its pairs are all documents in the first direction (from the first language to the second), then
    all in the next one. A pair that is too long for a row of either side is left out and counted.
-3. Each row takes the next pairs while both of its sides have space. No pair crosses a row, and a
-   pair sees no other (objective/noise.py).
+3. Each row gets the next pairs while both of its sides have space. No pair crosses a row, and no
+   token attends to another pair (objective/noise.py).
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from pipeline.objective.noise import Example, Pair, Vocabulary, join_pairs
 class PairRows(NamedTuple):
     """How pairs fill rows."""
 
-    seq: int  # places of the decoder
-    source_seq: int  # places of the encoder
+    seq: int  # length of a row of the decoder
+    source_seq: int  # length of a row of the encoder
     objective: Pairs
 
     @classmethod
     def of(cls, config: RunSpec) -> "PairRows | None":
-        """None if the run is not one of pairs."""
+        """Return the shape of a run's rows; None if its objective is not pairs."""
         if not isinstance(config.objective, Pairs):
             return None
         model = config.model
@@ -58,10 +58,10 @@ def check_pairs(corpus: Corpus, config: RunSpec) -> None:
 
 
 class Packed(NamedTuple):
-    """The rows of a shard. Parts are numbered through all documents."""
+    """The rows of a shard. Parts are numbered across all documents."""
 
     starts_P: I64  # where a part starts in the shard
-    ends_P: I64  # behind the id that ends it
+    ends_P: I64  # after the id that ends it
     sources_N: I64  # part of each pair, in the order of the rows
     targets_N: I64
     rows: I64  # the first pair of each row, and the end
@@ -76,10 +76,10 @@ def pack_pairs(tokens: npt.NDArray[np.integer], eod: int, rows: PairRows) -> Pac
     first = np.arange(0, len(ends_P), languages)  # part of each document
     sources_N = np.concatenate([first + source for source, _ in rows.directions])
     targets_N = np.concatenate([first + target for _, target in rows.directions])
-    # An empty part has its end alone: the document is not in this language.
+    # An empty part has only its end: the document is not in this language.
     there = (lengths_P[sources_N] > 1) & (lengths_P[targets_N] > 1)
-    # The token of its language is before the source, and in the decoder before the target, where it
-    # takes the place that another start would have.
+    # The token of its language precedes the source. In the decoder it precedes the target, in place
+    # of the usual first token, so it needs no extra space there.
     source_lengths = lengths_P[sources_N] + rows.objective.tagged
     fits = (source_lengths <= rows.source_seq) & (lengths_P[targets_N] <= rows.seq)
     kept = there & fits
@@ -91,7 +91,7 @@ def pack_pairs(tokens: npt.NDArray[np.integer], eod: int, rows: PairRows) -> Pac
 
 
 def _fill(sources_N: I64, targets_N: I64, capacity: tuple[int, int]) -> I64:
-    """The first pair of each row, and the end: a row ends where either side is full."""
+    """Return the first pair of each row, and the end: a row ends where either side is full."""
     sums = [np.concatenate(([0], np.cumsum(lengths))) for lengths in (sources_N, targets_N)]
     firsts = [0]
     while firsts[-1] < len(sources_N):

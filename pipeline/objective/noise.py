@@ -278,12 +278,12 @@ def random_parts(total: int, parts: int, draws: Draws) -> I64:
     return np.diff(np.concatenate(([0], borders, [total])))
 
 
-# Examples of a file (data/rows.py). The text of a row is one example, whose parts end with an end
-# of document each; more of them fill the row up. No text can hold this token itself.
+# Examples of a file (data/rows.py). The text of a row is one example. Each of its parts ends with
+# the end of a document, which also fills the rest of the row; no text contains this token.
 
 
 def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
-    """Predict the answer after the prompt, and its end; an answer that was cut has none."""
+    """Predict the answer after the prompt, and its end unless the answer was cut."""
     eod = vocabulary.eod
     seq = len(text) - 2
     prompt, answer, ended = _two_parts(text, eod)
@@ -294,18 +294,18 @@ def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
     targets = np.full(seq, IGNORE)
     inputs = len(whole) - 1
     tokens[:inputs] = whole[:-1]
-    if len(answer):  # rows that only fill a batch up have none
+    if len(answer):  # rows that only fill a batch have no answer
         first = len(prompt) - 1
         targets[first:inputs] = whole[first + 1 :]
     return Example(tokens, targets)
 
 
 def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
-    """Predict the label, 32 bits at the start of the row, from the text or the pair that follows.
+    """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
 
-    A decoder reads each text and its end, and the label is that of the last end: as GPT's tokens
-    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or with the
-    end of document in place of both."""
+    A decoder reads each text and its end, and predicts the label at the last end, like GPT's tokens
+    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or the same
+    with the end of a document in place of both special tokens."""
     bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
     seq = len(text) - LABEL_DIGITS
     first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
