@@ -22,7 +22,7 @@ from launch.options import (
     Settings,
 )
 from launch.tables import new_console, print_json, print_warnings, table
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +111,6 @@ def forecast(
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
     from pipeline.scaling import decide, predict
-    from pipeline.scaling.study import study
 
     skill.check(task, law, chance, target_loss, inference_tokens, unique)
     rows, ladder, found = read_points(runs, experiment, points, law, task)
@@ -126,7 +125,7 @@ def forecast(
     else:
         place = _place(demand, size, tokens, params, flops, target_loss, targets)
     # Everything the user gave is valid by now; only the fit itself takes long.
-    done = study(rows.drop_highest(drop_highest), law, tested=True, resamples=RESAMPLES)
+    done = _study(rows.drop_highest(drop_highest), law, task)
     places = place(done)
     if unique is not None:
         decide.needs_terms(done)
@@ -142,6 +141,18 @@ def forecast(
         folder = forecasts or forecasts_beside(runs, experiment, points)
         _register(folder, scored or made, done, runs, experiment, data)
     print_json(data) if as_json else _print_forecast(data, made, scored)
+
+
+def _study(rows: "Points", law: str, task: str | None) -> "Study":
+    from pipeline.scaling.study import study
+
+    try:
+        return study(rows, law, tested=True, resamples=RESAMPLES)
+    except DataError as error:
+        if task is None:
+            raise
+        # Otherwise the reader would look for the fault in the held-out losses.
+        raise DataError(f"task={task}, with its bits per byte as the loss: {error}") from None
 
 
 def _recipe_and_cost(

@@ -129,9 +129,10 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     rows = read_table(path, required if task is None else ("N", "D"))
     if task is not None:
         rows = [_scored(row, task) for row in rows]
-        if "task_accuracy" not in rows[0] or "loss" not in rows[0]:
-            logged = [key.removesuffix(ACCURACY) for key in rows[0] if key.endswith(ACCURACY)]
-            raise unknown_task(task, str(path), logged)
+        if "task_accuracy" not in rows[0]:
+            raise unknown_task(task, f"{path} has no column", rows[0])
+        if "loss" not in rows[0]:
+            raise DataError(f"{path}: column {task}{BITS} is missing, and so is loss; add either")
         required = (*required, "task_accuracy")
     for key, remedy in ONE_KIND.items():
         kinds = sorted({row.get(key) or "none given" for row in rows})
@@ -170,7 +171,7 @@ BITS = "/bpb"
 
 
 def _scored(entry: Any, task: str) -> dict[str, Any]:
-    """A row or an evaluation with a task's bits per byte as the loss, or else the held-out loss."""
+    """Return a row or an evaluation with the task's bits per byte, if it has them, as the loss."""
     found = dict(entry)
     for key, source in (("loss", task + BITS), ("task_accuracy", task + ACCURACY)):
         if source in entry:
@@ -178,16 +179,17 @@ def _scored(entry: Any, task: str) -> dict[str, Any]:
     return found
 
 
-def unknown_task(task: str, where: str, logged: Iterable[str]) -> DataError:
-    known = ", ".join(sorted(set(logged))) or "no task"
+def unknown_task(task: str, missing: str, keys: Iterable[str]) -> DataError:
+    """Return the error for a task without a score; `keys` are those of the rows or evaluations."""
+    known = sorted({key.removesuffix(ACCURACY) for key in keys if key.endswith(ACCURACY)})
     return DataError(
-        f"task={task}: {where} has no {task}{ACCURACY}, but {known}; train with --set "
-        f"'eval.tasks=[\"{task}.jsonl\"]'"
+        f"task={task}: {missing} {task}{ACCURACY} (tasks there: {', '.join(known) or 'none'}); "
+        f"train with --set 'eval.tasks=[\"{task}.jsonl\"]'"
     )
 
 
 def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
-    """The runs with their evaluations on a task; the loss is the bits per byte of its answers."""
+    """Return the runs with their evaluations on a task, whose bits per byte become the loss."""
     found = []
     for run in runs:
         # A damaged log may have text there.
@@ -200,8 +202,7 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
         found.append(replace(run, evals=tuple(evals)))
     if not any(run.evals for run in found):
         keys = {key for run in runs for entry in run.evals for key in entry}
-        logged = [key.removesuffix(ACCURACY) for key in keys if key.endswith(ACCURACY)]
-        raise unknown_task(task, f"none of {len(runs)} runs", logged)
+        raise unknown_task(task, f"none of {len(runs)} runs logged", keys)
     return found
 
 

@@ -158,12 +158,21 @@ def test_points_of_a_file(tmp_path: Path, launch) -> None:
     file.write_text("\n".join(bad))
     left_out = json.loads(launch(*call, "--task quiz --chance 0.25"))["warnings"]
     assert any("accuracy=40 is not a share" in line for line in left_out)
+    rising = [f"{1e6 * 2**i},{2e7 * 2**i},3,{1 + i},0.5" for i in range(6)]
+    file.write_text("\n".join([bad[0], *rising]))
+    with pytest.raises(
+        DataError, match="task=quiz, with its bits per byte as the loss: loss rises"
+    ):
+        launch(*call, "--task quiz")
+    file.write_text("N,D,quiz/accuracy\n1e6,2e7,0.5\n")
+    with pytest.raises(DataError, match="quiz/bpb is missing, and so is loss"):
+        launch(*call, "--task quiz")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--task piqa --params 2e7 --tokens 4e8", "task=piqa: none of 3 runs has"),
+        ("--task piqa --params 2e7 --tokens 4e8", "task=piqa: none of 3 runs logged piqa/accuracy"),
         ("--task pairs --chance 1 --params 2e7 --tokens 4e8", "chance=1.0 must be"),
         ("--task pairs --target-loss 2", "cannot be combined with --target-loss"),
         ("--task pairs --law isoflop --flops 1e18", "law=isoflop"),
