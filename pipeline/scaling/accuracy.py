@@ -1,12 +1,12 @@
-"""Forecast the accuracy of a task, in two steps and directly, and use what backtests prefer.
+"""Forecast the accuracy of a task, in two steps and directly; backtests choose between the two.
 
     two-step   N, D → bits per byte of the right answers (the law of `study`) → accuracy
     direct     compute → accuracy
 
 In both, accuracy is a logistic curve between chance and a ceiling: of the bits per byte, as in
-arXiv 2412.04403, or of log compute. Few runs do not determine its parameters, so that a weak prior
-takes the place of what they do not show. Every resample of the bootstrap draws the center of that
-prior: where the runs say nothing, the interval is as wide as the prior.
+arXiv 2412.04403, or of log compute. A few runs do not determine its parameters, so there is a weak
+prior. Every resample of the bootstrap draws the center of that prior, so that the interval is as
+wide as the prior where the runs give no information.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from pipeline.scaling.study import Study
 from pipeline.tasks.questions import read_tasks
 
 # The prior, with x in standard deviations of the runs: middle, log slope, the logit of the ceiling
-# between chance and 1, and the logit of chance, which is fitted where nobody gave it.
+# between chance and 1, and the logit of chance, which is fitted if it is not given.
 CENTERS = np.array([-1.0, 0.0, 2.5, -1.1])
 SPREADS = np.array([2.0, 1.0, 1.0, 1.0])
 STARTS = np.array([[m, s, 2.5, -1.1] for m in (-3.0, -1.0, 0.0, 1.0) for s in (-0.7, 0.7)])
 HUBER = 1.345  # standard deviations: 95% efficient for normal errors
-FIRST_SIGMA = 0.03  # of accuracy, until the residuals show it: 300 questions
+FIRST_SIGMA = 0.03  # first guess of the scatter of accuracy: that of 300 questions
 SMALLEST_SIGMA = 0.002
 RESAMPLES = 500
 FEWEST = 3  # runs
@@ -57,15 +57,15 @@ class TaskForecast:
     low: float
     high: float
     extrapolation: float  # compute over the largest fitted
-    method: str  # the one that is used
+    method: str  # the method that was used
     bits_per_byte: dict[str, float]
-    methods: dict[str, dict[str, Any]]  # the figures of both
+    methods: dict[str, dict[str, Any]]  # the figures of both methods
 
 
 class Curves(NamedTuple):
-    """Logistic curves of accuracy, one per row of theta, that fall with x."""
+    """Logistic curves of accuracy, one per row of theta, that decrease with x."""
 
-    theta: Array  # (R, 3), or (R, 4) where chance is fitted
+    theta: Array  # (R, 3), or (R, 4) if chance is fitted
     mean: float  # of x
     spread: float
     chance: float | None
@@ -87,7 +87,7 @@ class Curves(NamedTuple):
 
 
 def _logistic(theta: Array, z: Array, chance: float | None) -> tuple[Array, Array]:
-    """The accuracy, (R, n), and its gradient, (P, R, n)."""
+    """Return the accuracy, (R, n), and its gradient, (P, R, n)."""
     middle, log_slope, ceiling = (column[:, None] for column in theta.T[:3])
     floor = np.asarray(special.expit(theta.T[3])[:, None] if chance is None else chance)
     slope = np.exp(log_slope)
@@ -112,7 +112,7 @@ def fit_curves(
     starts: Array = STARTS,
     centers: Array = CENTERS,
 ) -> Curves:
-    """The best curve for each row of `weights`, (R, n), by Huber's loss and the prior.
+    """Fit the best curve for each row of `weights`, (R, n), by Huber's loss and the prior.
 
     `starts` are tried for every row; `centers` of the prior may differ between rows.
     """
@@ -153,12 +153,12 @@ class Method(NamedTuple):
     x: Array
     accuracy: Array
     curve: Curves
-    sigma: float  # scatter of an accuracy about the curve
+    sigma: float  # scatter of an accuracy around the curve
     freedom: float
-    test: Backtest | None  # of accuracies: measured less predicted
+    test: Backtest | None  # errors of accuracies: measured minus predicted
 
     def half_width(self, ratio: Array) -> Array:
-        """Half of the 95% interval by the backtest: the scatter, and what grows with distance."""
+        """Half of the 95% interval by the backtest: scatter, and errors that grow with distance."""
         total = TYPICAL_CUTS * TYPICAL**2
         edges = np.unique(self.test.cut) if self.test else ()
         for edge in edges:
@@ -171,9 +171,9 @@ class Method(NamedTuple):
         return np.asarray(NORMAL_95 * np.sqrt(self.sigma**2 + systematic**2))
 
     def draws(self, x: Array) -> Array:
-        """Accuracies that new runs at x, (R, n), may have: resampled curves and the scatter."""
+        """Draw accuracies of new runs at x, (R, n), from resampled curves and the scatter."""
         rng = np.random.default_rng(0)
-        # Rubin's Bayesian bootstrap: no resample of a few runs lacks most of them.
+        # Rubin's Bayesian bootstrap, in which every resample contains all runs.
         weights = rng.dirichlet(np.ones(len(self.x)), len(x)) * len(self.x)
         centers = rng.normal(CENTERS, SPREADS, (len(x), 4))
         start = np.concatenate([self.curve.theta, CENTERS[None, self.curve.theta.shape[1] :]], 1)
@@ -188,15 +188,15 @@ class Method(NamedTuple):
 def fit_method(
     points: Points, x: Array, chance: float | None, held_out: "HeldOut | None"
 ) -> Method:
-    """Fit accuracy against x, and again below each cut that the law was tested at."""
+    """Fit accuracy against x, and again below each cut at which the law was tested."""
     assert points.accuracy is not None
     count = len(points)
     sigma = FIRST_SIGMA
-    # Once to see the scatter, and again with the weight that it gives the prior.
+    # The first fit gives the scatter, which sets the weight of the prior in the second fit.
     for _ in range(2):
         curve = fit_curves(x, points.accuracy, np.ones((1, count)), sigma, chance)
         residual = points.accuracy - curve.at(x)[0]
-        # The prior counts too, as in `intervals.scatter`, so that something is always left over.
+        # The prior counts too, as in `intervals.scatter`, so that the freedom is never zero.
         freedom = max(count - curve.theta.shape[1], count / 3)
         sigma = max(float(np.sqrt((residual**2).sum() / freedom)), SMALLEST_SIGMA)
     test = None
@@ -217,7 +217,7 @@ def _growth(ratio: Array) -> Array:
 
 
 class HeldOut(NamedTuple):
-    """The runs above each cut of a backtest: their rows, and x as a forecast would see it."""
+    """The runs above each cut of a backtest: their rows, and x as a forecast would predict it."""
 
     test: Backtest
     rows: Rows
@@ -225,15 +225,15 @@ class HeldOut(NamedTuple):
 
 
 def fit_methods(study: Study, chance: float | None) -> dict[str, Method]:
-    """Both ways to forecast the accuracy."""
+    """Fit both methods to forecast the accuracy."""
     points = study.fit.points
-    compute = -np.log(points.C)  # negative: curves fall with x
+    compute = -np.log(points.C)  # negative, because curves decrease with x
     through = by_compute = None
     if study.backtest is not None:
         test = study.backtest
         edges = dict.fromkeys(test.cut.tolist())
         rows = np.concatenate([np.flatnonzero(edge < points.C) for edge in edges])
-        if len(rows) == len(test.errors):  # otherwise the test of very many points used some
+        if len(rows) == len(test.errors):  # a backtest of very many points uses only some of them
             through = HeldOut(test, rows, points.loss[rows] * np.exp(-test.errors))
             by_compute = HeldOut(test, rows, compute[rows])
     return {
@@ -256,7 +256,7 @@ def forecast(
     # first one is used.
     scores = {name: one.test.score if one.test else 0.0 for name, one in methods.items()}
     used = min(scores, key=lambda name: scores[name])
-    # Where new runs may lie, as each method sees them. The bits per byte are uncertain themselves.
+    # The possible x of new runs for each method. The bits per byte are uncertain themselves.
     bits = np.array([one.loss for one in made])
     spread = np.log([one.high / one.loss for one in made]) / NORMAL_95
     noise = np.random.default_rng(1).normal(size=(RESAMPLES, len(made)))
@@ -282,7 +282,7 @@ def forecast(
 
 
 def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dict[str, Any]]:
-    """One method's accuracies with both intervals; the one that is used contains both."""
+    """Return a method's accuracies with both intervals; the final interval contains both."""
     center = method.curve.at(x)[0]
     low, high = np.percentile(method.draws(sampled), [2.5, 97.5], axis=0)
     half = method.half_width(ratio)
@@ -311,7 +311,7 @@ def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dic
 
 
 def _doubts(task: str, used: Method, points: Points, *, fitted: bool) -> list[str]:
-    """What in a forecast of this task should not be trusted."""
+    """Return warnings about a forecast of this task."""
     found = []
     if used.test is None:
         found.append(
@@ -327,7 +327,7 @@ def _doubts(task: str, used: Method, points: Points, *, fitted: bool) -> list[st
     if best < chance + ABOVE_CHANCE * used.sigma:
         found.append(
             f"No run is clearly above chance ({chance:.1%}; the best has {best:.1%}): the interval "
-            f"shows what tasks do in general. Train larger runs, or ask easier questions."
+            f"comes from the prior. Train larger runs, or use easier questions."
         )
     order = np.argsort(points.C)
     third = max(1, len(order) // 3)
@@ -342,7 +342,7 @@ def _doubts(task: str, used: Method, points: Points, *, fitted: bool) -> list[st
 
 
 def chance_of(runs: Sequence[Run], task: str) -> float | None:
-    """The accuracy of guessing, by the file of questions that the last run names."""
+    """Return the accuracy of guessing, from the file of questions that the last run names."""
     try:
         files = reload(runs[-1].path / "config.toml").eval.tasks
         return {one.name: one.chance for one in read_tasks(files)}.get(task)

@@ -1,4 +1,4 @@
-"""Forecast a run that has not been made: its loss with an interval, and its recipe."""
+"""Forecast a run that has not been trained: its loss with an interval, and its recipe."""
 
 import json
 import math
@@ -27,8 +27,8 @@ from pipeline.scaling.study import Study
 from pipeline.units import count, power
 
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
-OFF_FRONTIER = 1.5  # N over the best N; the loss is flat to within 0.3% that far
-# Settings of a run that are no part of its ladder's recipe: its identity, length and machine.
+OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
+# Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
     *FREE,
     *("version", "seed", "init", "data.hash", "model.size", "model.arch", "model.vocab"),
@@ -52,7 +52,7 @@ class Forecast:
 
 
 def at_sizes(study: Study, N: float, D: float) -> Points:
-    """N parameters on D tokens, with FLOPs counted as in the fitted points."""
+    """Return the target of N parameters on D tokens, with FLOPs counted as in the fitted points."""
     return at_targets(study, {"N": np.array([N]), "D": np.array([D])})
 
 
@@ -78,16 +78,16 @@ def at_targets(study: Study, targets: dict[str, Any]) -> Points:
 
 
 def forecast(study: Study, targets: Points, unique: float | None = None) -> list[Forecast]:
-    """Each target's loss by the printed law, with its 95% interval.
+    """Return each target's loss by the printed law, with its 95% interval.
 
-    With `unique`, tokens beyond so many distinct ones are repeats.
+    `unique` is the number of distinct tokens; all others are repeats.
     """
     if study.name == "moe" and targets.experts is None:
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
     best = study.optimum(targets.C, targets.experts)
-    # The draws are of dense runs, so mixtures get no interval.
+    # The draws are for dense runs, so mixtures of experts get no interval.
     span = (study.optimum_range(targets.C) or {}) if targets.experts is None else {}
     _refuse_off_frontier(study, targets)
     loss, low, high = decide.interval(study, targets, unique)
@@ -107,7 +107,7 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
 
 
 def _refuse_off_frontier(study: Study, targets: Points) -> None:
-    """Valleys and envelopes know the loss of the best split of a compute, and of no other."""
+    """Refuse other splits than the best for valleys and envelopes, which give no loss for them."""
     if study.minima is None or study.fit.law.name not in ("compute", "power"):
         return
     best = study.minima.path(targets.C)[0]
@@ -115,26 +115,26 @@ def _refuse_off_frontier(study: Study, targets: Points) -> None:
     far = int(np.argmax(off))
     if off[far] > math.log(OFF_FRONTIER):
         raise ConfigError(
-            f"law={study.name} forecasts the best N for a compute alone, which is "
+            f"law={study.name} forecasts only the best N for a compute, which is "
             f"{count(best[far])} for {power(float(targets.C[far]))} FLOPs, not "
             f"{count(targets.N[far])}; give --flops, or choose --law chinchilla"
         )
 
 
 def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[str]:
-    """What a reader of these forecasts should know."""
+    """Return warnings about these forecasts."""
     found = []
     far = max(f.extrapolation for f in made)
     if far > PROVEN_REACH:
         found.append(
-            f"{far:.3g}× beyond the largest run: laws are known to hold over 300×, from a ladder "
-            f"that was made for it."
+            f"{far:.3g}× beyond the largest run: laws have held over 300× at most, for a ladder "
+            f"that was designed for it."
         )
     if study.name == "data-constrained" and targets.unique is None:
         found.append(
-            "Every token counts as new; where some repeat, give --targets with a column `unique`."
+            "Every token counts as new; if some repeat, give --targets with a column `unique`."
         )
-    # A law of compute alone does not know how other splits of the same compute would do.
+    # A law of compute alone does not predict other splits of the same compute.
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
         ratio = study.fit.points.D / study.fit.points.N
         low = float(ratio.min())
@@ -154,9 +154,9 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
 
 @dataclass(frozen=True)
 class Ladder:
-    """What the fitted runs have in common: the recipe that the law is about."""
+    """The recipe that the fitted runs have in common, to which the law applies."""
 
-    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, where not the default
+    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
     vocab: int | None = None
     data: str | None = None
 
@@ -175,7 +175,7 @@ class Recipe:
 
 
 def ladder_of(runs: Sequence[Run]) -> Ladder:
-    """The settings that all these runs share and the default recipe does not have."""
+    """Return the settings that all these runs share and that differ from the default recipe."""
     record = runs[0].record
     vocab = int(record["vocab"]) if record.get("vocab") else None
     try:
@@ -189,8 +189,8 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         for key, value in first.items()
         if all(other.get(key) == value for other in others)
     }
-    # One batch for several sizes is the ladder's own, also where the rule gives each the same: the
-    # rule's smallest batch serves many small sizes, but not a larger one.
+    # One batch for several sizes belongs to the ladder, even if the rule gives it to each of them:
+    # the rule gives many small sizes its smallest batch, but not a larger size.
     batches = {config.train.batch_tokens for config in configs}
     if len(batches) == 1 and len({config.model.size for config in configs}) > 1:
         shared["train.batch_tokens"] = batches.pop()
@@ -200,7 +200,7 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
 
 
 def _own_recipe(config: RunConfig) -> dict[str, Any]:
-    """The settings of a run that the recipe for its size, vocabulary and length does not give."""
+    """Return the settings of a run that differ from the recipe for its size and length."""
     model = config.model
     over = {
         "recipe": config.recipe,
@@ -210,7 +210,7 @@ def _own_recipe(config: RunConfig) -> dict[str, Any]:
     try:
         usual = load(size=model.size, arch=model.arch)
         default = resolve(load(size=model.size, arch=model.arch, over=over), ranks=1, gpu=False)
-    except ConfigError:  # an imported model has no size of ours
+    except ConfigError:  # an imported model has none of our sizes
         return {}
     changed = {key: new for key, (_, new) in differences(default, config).items()}
     if model.seq != usual.model.seq:
@@ -228,7 +228,7 @@ def _own_recipe(config: RunConfig) -> dict[str, Any]:
 def recipe_of(
     size: str, arch: str | None, tokens: float | None, ladder: Ladder, sets: Sequence[str]
 ) -> Recipe:
-    """A size trained as the ladder was, with exact N and FLOPs, and the command that does it."""
+    """Return the recipe of a size trained like the ladder, with exact N and FLOPs and a command."""
     # A `kind` comes first: setting it later would reset the settings of its table.
     # `recipe` may come anywhere.
     ordered = sorted(ladder.settings.items(), key=lambda item: not item[0].endswith("kind"))
@@ -236,7 +236,7 @@ def recipe_of(
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
     layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
     loaded = load(size=size, arch=arch, data=layer, sets=[*given, *sets], over=over)
-    # On a GPU, wherever the ladder ran: a forecast is about a larger run.
+    # For a GPU, even if the ladder ran on CPUs, because a forecast is for a larger run.
     config = resolve(loaded, ranks=1, gpu=True)
     train = config.train
     lr = config.optim.lr
@@ -248,7 +248,7 @@ def recipe_of(
     }
     every = {text.partition("=")[0]: text for text in (*given, *sets)}
     every |= {key: f"{key}={_text(value)}" for key, value in spelled.items()}
-    every.pop("train.tokens_per_param", None)  # --steps says it
+    every.pop("train.tokens_per_param", None)  # --steps replaces it
     words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
     words += ["--data", ladder.data or "DATA"]
     words += ["--steps", str(train.steps)]
@@ -260,12 +260,12 @@ def recipe_of(
 
 
 def _text(value: Any) -> str:
-    """A value as --set parses it."""
+    """Return a value as --set parses it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
-    """The recipe for a run of no known size; None for a law of compute alone."""
+    """Return the recipe for a run that has none of our sizes; None for a law of compute alone."""
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
     lr, batch_tokens = rule(made.N, made.D, str(ladder.settings.get("recipe", RECIPE)))
