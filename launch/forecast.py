@@ -70,7 +70,7 @@ InferenceMfu = Annotated[
     ),
 ]
 Unique = Annotated[
-    float | None, typer.Option(help="Distinct tokens there are; all others are repeats.")
+    float | None, typer.Option(help="Distinct tokens available; all others are repeats.")
 ]
 Targets = Annotated[
     Path | None, typer.Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
@@ -345,17 +345,17 @@ def _print_forecast(
 
 
 def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") -> None:
-    """What was asked besides a forecast, each in one line."""
+    """Print the answers to further options, each in one line."""
     from pipeline.units import count, power
 
     if "target_loss" in found:
         low, high = (
-            "more than we can say" if found[key] is None else power(found[key])
+            "an unknown number" if found[key] is None else power(found[key])
             for key in ("flops_low", "flops_high")
         )
         console.print(
-            f"Loss {found['target_loss']:g} takes at least {power(run.C)} FLOPs of training; by "
-            f"the interval from {low} to {high}."
+            f"Loss {found['target_loss']:g} takes at least {power(run.C)} FLOPs of training; the "
+            f"95% interval is {low} to {high}."
         )
     if "inference_flops" in found:
         usual = found["training_optimum"]
@@ -367,9 +367,9 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
     if "epochs" in found:
         value = ""
         if "worth_tokens" in found:
-            value = f", worth {count(found['worth_tokens'])} new ones"
+            value = f", worth {count(found['worth_tokens'])} new tokens"
         console.print(
             f"{found['epochs']:.3g} epochs{value} (constants of repetition from "
-            f"{found['repeats_from']}); with new data throughout the loss would be "
+            f"{found['repeats_from']}); with new data only, the loss would be "
             f"{found['loss_with_new_data']:.4f}."
         )

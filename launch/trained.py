@@ -1,4 +1,4 @@
-"""What to do with a trained model: `launch evaluate`, `export` and `import`."""
+"""Use a trained model: `launch evaluate`, `export` and `import`."""
 
 import json
 from pathlib import Path
