@@ -36,9 +36,6 @@ def config(size, arch, ranks, rows=None, cluster="h100", seq=2048, vocab=32768, 
     return resolve(loaded, ranks=ranks, gpu=True)
 
 
-# ── What travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("micros", [1, 5])
 def test_bytes_of_zero_are_the_known_multiples_of_the_parameters(micros):
     """(g + w)·ψ·(d − 1)/d with bf16 gradients and weights: ZeRO's paper (arXiv 1910.02054, section 7) and, where

@@ -93,8 +93,7 @@ def commands(command: Any) -> Iterator[Any]:
 
 
 def test_commands_in_help(app) -> None:
-    text = "\n".join(command.epilog or "" for command in commands(app))
-    lines = LINE.findall(text)
+    lines = LINE.findall("\n".join(command.epilog or "" for command in commands(app)))
     assert len(lines) > 25
     assert [wrong for line in lines if (wrong := complain(parse, app, line))] == []
 
