@@ -25,7 +25,7 @@ from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, o
 from pipeline.data.pairs import PairRows, PairStream
 from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
-from pipeline.objective.draws import I64, Draws
+from pipeline.objective.draws import F32, I64, Draws
 from pipeline.objective.noise import IGNORE, Example, Noise, Text
 
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
@@ -211,6 +211,7 @@ class Loader:
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
         noise: Noise | None = None,
+        uneven: bool = False,
         pairs: PairRows | None = None,
     ) -> None:
         self.seq = seq  # tokens of text per row
@@ -220,6 +221,7 @@ class Loader:
         self._packed = packing == "best-fit"
         self._boundaries = boundaries or self._packed
         self._noise = noise
+        self._uneven = uneven  # rows predict different numbers of tokens
         self._held_out = split != "train"
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
@@ -277,7 +279,19 @@ class Loader:
             example = self._example(self._streams[stream], window, sample, noise)
             examples.append(example)
             digest += xxhash.xxh3_64_intdigest(example.raw, number)
+        if self._uneven:
+            targets = self._mean_targets(step, noise)
+            examples = [example._replace(counts=targets) for example in examples]
         return Batch.stack(examples, digest % 2**64)
+
+    def _mean_targets(self, step: int, noise: Noise) -> F32:
+        """Targets per row of a batch. Every rank reads all of its rows, which are short."""
+        total = 0
+        for sample in range(step * self.rows, (step + 1) * self.rows):
+            stream, window = self._place(sample)
+            example = self._example(self._streams[stream], window, sample, noise)
+            total += int((example.targets != IGNORE).sum())
+        return np.array([total / self.rows], np.float32)
 
     def _example(
         self, stream: Stream | PackedStream | PairStream, window: int, sample: int, noise: Noise

@@ -82,6 +82,7 @@ class Decoder(Side):
         prefix_B: Tensor | None = None,
         labels_B: Tensor | None = None,
         last_B: Tensor | None = None,
+        counts_B: Tensor | None = None,
     ) -> Tensor | Losses:
         """Return logits or, with targets, losses; all logits together then never exist in memory.
 
@@ -90,7 +91,8 @@ class Decoder(Side):
         returned. A prefix is the number of first tokens of a row to which every token attends. The
         source is the input of an encoder–decoder's encoder; with a cache, it is given once.
         Labels belong to whole rows. The row head reads the first token, or `last_B`, the last token
-        before the padding."""
+        before the padding. With `counts_B`, the targets per row in the whole batch, every token
+        counts the same, however the batch is divided."""
         # Positions, masks and biases are computed once and shared by all layers.
         places, context = self.context(tokens_BS, Seen(documents_BS, prefix_B), cache)
         routings: list[Routing | None] = []
@@ -116,6 +118,11 @@ class Decoder(Side):
         total = out.total
         if self.training and self.cfg.mtp:
             total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
+        if counts_B is not None:
+            # These rows' share of the sum over the whole batch: losses are means of means.
+            share = (targets_BS >= 0).sum() / counts_B.sum()
+            total = total * share
+            out = out._replace(nll=out.nll * share)
         routed = [routing for routing in routings if routing is not None]
         if not routed:
             return out._replace(total=total)

@@ -31,6 +31,8 @@ class Batch:
     prefix_B: Tensor | None = None  # length of the prefix, to which all tokens of a row attend
     labels_B: Tensor | None = None  # label of the whole row; -100 for none, and NaN of numbers
     last_B: Tensor | None = None  # place of the last token before the padding
+    # Targets per row, as a mean over the batch of all ranks, where rows have different numbers.
+    counts_B: Tensor | None = None
 
     @classmethod
     def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":

@@ -41,6 +41,7 @@ class Example(NamedTuple):
     prefix: I64 | None = None  # one number
     labels: I64 | F32 | None = None  # one number
     last: I64 | None = None  # one number
+    counts: F32 | None = None  # one number
 
     @property
     def raw(self) -> memoryview:

@@ -30,6 +30,7 @@ class Micro(NamedTuple):
     prefix_B: Tensor | None = None
     labels_B: Tensor | None = None
     last_B: Tensor | None = None
+    counts_B: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:

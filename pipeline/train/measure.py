@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.layers import CONFIGS, read_toml
+from pipeline.config.objective import Answers
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
@@ -73,7 +74,8 @@ class Evaluator:
             if micro.labels_B is not None and losses.rows_BC is not None:
                 sums.append(label_sums(micro.labels_B, losses.rows_BC))
             else:
-                tokens = (micro.targets_BS >= 0).sum().double()
+                assert micro.counts_B is not None
+                tokens = micro.counts_B.double().sum()
                 sums.append(torch.stack((tokens, losses.nll * tokens)))
         total = self._world.sum([], first=torch.stack(sums).sum(0))
         if len(total) > 2:
@@ -103,6 +105,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
             config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
         ),
         pairs=PairRows.of(config),
+        uneven=isinstance(config.objective, Answers),
     )
 
 
