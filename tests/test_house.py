@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 34_800  # the goal is 17,000 for what 0.1.0 had; 7,000 are for Muon, laws, stacks and tasks
+LINES = 34_900  # the goal is 17,000 for what 0.1.0 had; 7,000 are for Muon, laws, stacks and tasks
 FILES = 164  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
