@@ -163,20 +163,22 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
 
     corpus = Corpus.open(Path(config.data.dir or "."))
     tokens = corpus.split("train").tokens
+    notes = []
+    rows = PairRows.of(config)
+    if rows is not None:
+        stream = PairStream(corpus, corpus.split("train").shards, rows)
+        tokens = stream.windows * rows.seq  # of the decoder, as all counts of tokens
+        notes.append(f"pairs   {stream}")
     if header:
         place = mlflow_store.public(mlflow_store.resolve(""))  # without a password
         tracked = f"MLflow at {place}" if track else "in the run directory only (--no-track)"
         lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
         for line in lines:
             print(line, flush=True)
-    if config.objective.examples:  # a few thousand are enough, and several passes usual
-        return
-    rows = PairRows.of(config)
-    if rows is not None:
-        stream = PairStream(corpus, corpus.split("train").shards, rows)
-        typer.echo(f"pairs   {stream}", err=not header)
-    # Without a header stdout may be JSON, so the warnings go to stderr.
-    for line in console.data_warnings(config, tokens, corpus.split("valid").tokens):
+    if not config.objective.examples:  # of which a few thousand are enough, and several passes usual
+        notes += console.data_warnings(config, tokens, corpus.split("valid").tokens)
+    # Without a header stdout may be JSON, so the notes go to stderr.
+    for line in notes:
         typer.echo(line, err=not header)
 
 
