@@ -175,9 +175,8 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
         for line in lines:
             print(line, flush=True)
-    if (
-        not config.objective.examples
-    ):  # of which a few thousand are enough, and several passes usual
+    # Of labelled examples a few thousand are enough, and several passes are usual.
+    if not config.objective.examples:
         notes += console.data_warnings(config, tokens, corpus.split("valid").tokens)
     # Without a header stdout may be JSON, so the notes go to stderr.
     for line in notes:
