@@ -303,6 +303,10 @@ class RunSpec(Frozen):
     def _adapters_are_served(self) -> Self:
         if self.lora is not None:
             key = f"lora.rank={self.lora.rank}"
+            width = self.model.width
+            require(
+                self.lora.rank <= width, f"{key} is above model.width={width}; use a lower rank"
+            )
             text = f'{key} needs model.ffn.kind="ffn": experts have no adapters'
             require(isinstance(self.model.ffn, FFN), f"{text}; train all weights instead")
             text = f"{key} needs optim.optimizer.kind=adamw, got {self.optim.optimizer.kind}"

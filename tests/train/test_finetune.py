@@ -234,6 +234,7 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
         ([{"text": t, "label": 1} for t in "abcdef"], (), "every label is 1"),
         ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
+        ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
         ([{"text": "a", "label": True}], (), "label=True is neither"),
         ([{"text": "a", "label": float("nan")}], (), "is not finite"),
     ],
