@@ -186,7 +186,7 @@ def flips(count: int, name: str, zero: int, ep: int = 1) -> int:
         victim, seed = source.randrange(WORLD.size), source.random()  # drawn on every rank
         mine = random.Random(seed) if victim == WORLD.rank else None
         message = strike(worker, replicas, step, where, mine)
-        both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and no majority"
+        both = f"of ranks {victim % 2}, {victim % 2 + 2} differ, and there is no majority"
         caught += f"of rank {victim} " in message or (ep == 2 and both in message)
         assert worker.update(batch(step), 1e-3).nll.isfinite(), "the flip was not taken back"
     return caught
