@@ -132,7 +132,7 @@ def convert(out: str, to: str, nproc: int, over: dict[str, Any], reject: bool = 
 
 
 class Late(Saver):
-    """A saver whose copies begin after the next step has begun, which must not change what is saved."""
+    """A saver that copies only after the next step has begun; the saved state must still be the old one."""
 
     def _copy(self, live: list[Fragment]) -> tuple[int, list[Fragment]]:
         time.sleep(0.1)

@@ -182,7 +182,7 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     """Warn about figures of this fit that should not be quoted, and name runs that would help."""
     found: list[str] = []
     if spread.freedom <= 0:
-        found.append("As many parameters as points: none is left to show the error of the law.")
+        found.append("The law has as many parameters as there are points, so its error is unknown.")
     elif spread.freedom <= 2:
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
