@@ -201,22 +201,15 @@ def _refuse_mixed(
 
 
 def _texts(file: Path) -> list[str]:
-    # An empty line is not a prompt; `--prompt ''` is.
-    lines = [line for line in _read(file, "file").splitlines() if line]
+    from pipeline.data.json_lines import read_lines
+
     if file.suffix != ".jsonl":
-        return lines
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            found.append(record["source"] if "source" in record else record["prompt"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            found.append(None)
-        if not isinstance(found[-1], str):
-            raise DataError(
-                f"--file {file}:{number}: not an object with a text as `prompt` or `source`"
-            )
-    return found
+        # An empty line is not a prompt; `--prompt ''` is.
+        return [line for line in _read(file, "file").splitlines() if line]
+    lines = read_lines(file, "prompt or source")
+    return [
+        line.text("source" if "source" in line.fields else "prompt", empty=True) for line in lines
+    ]
 
 
 def _read(file: Path, option: str) -> str:

@@ -11,19 +11,16 @@ to the same length, so that the loader, which cuts a corpus into windows of one 
 example per window; objective/noise.py turns a window into the inputs of the model.
 """
 
-import gzip
-import json
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.atomic import read_regular
 from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
 from pipeline.data.encode import is_held_out
+from pipeline.data.json_lines import Line, read_lines
 from pipeline.data.shards import (
     VERSION,
     Manifest,
@@ -37,7 +34,6 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.objective.noise import NO_LABEL
 
-_MAX_BYTES = 2**30  # of a file
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this
 _MODEL = "tokenizer.model"
@@ -52,15 +48,7 @@ class Example(NamedTuple):
 
 def read_examples(path: Path) -> list[Example]:
     """Return all examples of a file; they must have the same form."""
-    try:
-        data = read_regular(path, _MAX_BYTES)
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; give a file of JSON lines") from None
-    lines = enumerate(text.splitlines(), 1)
-    found = [_example(line, f"{path}:{at}") for at, line in lines if line.strip()]
-    if not found:
-        raise DataError(f"{path} has no examples; a line has {_FORMS}")
+    found = [_example(line) for line in read_lines(path, _FORMS)]
     for each in found:
         if (each.label is None) != (found[0].label is None):
             first = "an answer" if found[0].label is None else "a label"
@@ -68,33 +56,17 @@ def read_examples(path: Path) -> list[Example]:
     return found
 
 
-def _example(line: str, where: str) -> Example:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}")
-    if "prompt" in row or "answer" in row:
-        return Example(
-            _text(row, "prompt", where, empty=True), _text(row, "answer", where), None, where
-        )
-    text = _text(row, "text", where)
-    second = _text(row, "text2", where) if "text2" in row else ""
-    label = row.get("label")
+def _example(line: Line) -> Example:
+    if "prompt" in line.fields or "answer" in line.fields:
+        return Example(line.text("prompt", empty=True), line.text("answer"), None, line.where)
+    text = line.text("text")
+    second = line.text("text2") if "text2" in line.fields else ""
+    label = line.fields.get("label")
     if isinstance(label, bool) or not isinstance(label, int | float | str) or label == "":
-        text = f"{where}: label={label!r} is neither a class nor a number"
-        raise DataError(f"{text}; a line has {_FORMS}")
+        raise line.error(f"label={label!r} is neither a class nor a number")
     if not isinstance(label, str) and not math.isfinite(label):
-        raise DataError(f"{where}: label={label!r} is not finite; remove the line")
-    return Example(text, second, label, where)
-
-
-def _text(row: dict[str, Any], key: str, where: str, *, empty: bool = False) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not (value or empty):
-        raise DataError(f"{where}: {key}={value!r} is not a text; a line has {_FORMS}")
-    return value
+        raise DataError(f"{line.where}: label={label!r} is not finite; remove the line")
+    return Example(text, second, label, line.where)
 
 
 def split_examples(rows: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:

@@ -9,18 +9,14 @@ A line has one of three forms, and optionally a `task`, the part of the file tha
 A file may be compressed with gzip. Its name, without the extension, is the name of the task.
 """
 
-import gzip
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipeline.atomic import read_regular
+from pipeline.data.json_lines import Line, read_lines
 from pipeline.errors import DataError
 
-_MAX_BYTES = 2**30  # of a file
 _FORMS = "good and bad; or prompt, choices and answer; or prompt and continuation"
 
 
@@ -71,46 +67,25 @@ def read_tasks(files: Sequence[str | Path]) -> list[Task]:
 
 def read_task(path: Path) -> Task:
     name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
-    try:
-        data = read_regular(path, _MAX_BYTES)
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"task file {path} cannot be read: {error}") from None
-    lines = [line for line in text.splitlines() if line.strip()]
-    questions = [_question(line, name, f"{path}:{at}") for at, line in enumerate(lines, 1)]
-    if not questions:
-        raise DataError(f"task file {path} has no questions; a line has {_FORMS}")
+    questions = [_question(line, name) for line in read_lines(path, _FORMS)]
     return Task(name, tuple(questions))
 
 
-def _question(line: str, name: str, where: str) -> Question:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object; a line has {_FORMS}")
-    part = _text(row, "task", where) if "task" in row else name
-    if "good" in row or "bad" in row:
-        return Question(part, "", (_text(row, "good", where), _text(row, "bad", where)), 0)
-    prompt = _text(row, "prompt", where, empty=True)
-    if "continuation" in row:
-        return Question(part, prompt, (_text(row, "continuation", where),), 0)
-    choices = row.get("choices")
+def _question(line: Line, name: str) -> Question:
+    part = line.text("task") if "task" in line.fields else name
+    if "good" in line.fields or "bad" in line.fields:
+        return Question(part, "", (line.text("good"), line.text("bad")), 0)
+    prompt = line.text("prompt", empty=True)
+    if "continuation" in line.fields:
+        return Question(part, prompt, (line.text("continuation"),), 0)
+    choices = line.fields.get("choices")
     if not isinstance(choices, list) or len(choices) < 2:
-        raise DataError(f"{where}: choices={choices!r} is not a list of two or more texts")
-    answers = tuple(_text({"choices": choice}, "choices", where) for choice in choices)
-    right = row.get("answer")
+        raise line.error(f"choices={choices!r} is not a list of two or more texts")
+    answers = tuple(line.check("choices", choice) for choice in choices)
+    right = line.fields.get("answer")
     if type(right) is not int or not 0 <= right < len(answers):
-        raise DataError(f"{where}: answer={right!r} is not the number of a choice; count from 0")
+        raise line.error(f"answer={right!r} is not the number of a choice, counted from 0")
     return Question(part, prompt, answers, right)
-
-
-def _text(row: dict[str, Any], key: str, where: str, *, empty: bool = False) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not (value or empty):
-        raise DataError(f"{where}: {key}={value!r} is not a text; a line has {_FORMS}")
-    return value
 
 
 class Score(NamedTuple):

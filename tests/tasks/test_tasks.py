@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 
+from launch.generate import _texts
+from pipeline.data.rows import read_examples
 from pipeline.errors import DataError
 from pipeline.tasks.likelihood import Likelihood, Pair, encode_pair, score_parts, scorer
 from pipeline.tasks.questions import Question, Task, read_task
@@ -192,7 +194,8 @@ def test_an_answer_takes_the_spaces_before_it(corpus):
         ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer=True"),
         ('{"choices": ["b", "c"], "answer": 0}', "prompt=None"),
         ('{"prompt": "a", "continuation": ""}', "continuation=''"),
-        ("", "no questions"),
+        (r'{"prompt": "a", "continuation": "\ud800"}', "continuation=.*surrogate"),
+        ("", "no lines"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, key):
@@ -200,6 +203,21 @@ def test_a_bad_line_is_named(tmp_path, line, key):
     file.write_text(line)
     with pytest.raises(DataError, match=key):
         read_task(file)
+
+
+@pytest.mark.parametrize("read", [read_task, read_examples, _texts])
+def test_an_error_counts_blank_lines(tmp_path, read):
+    file = tmp_path / "task.jsonl"
+    file.write_text("\n \n\n[]\n")
+    with pytest.raises(DataError, match=r"task\.jsonl:4: not a JSON object"):
+        read(file)
+
+
+def test_only_a_newline_ends_a_line(tmp_path):
+    """U+2028, which also ends a line for Python, may stand in a JSON string."""
+    file = tmp_path / "task.jsonl"
+    file.write_text('\ufeff{"good": "a\u2028b", "bad": "b"}\r\n\r\n')
+    assert read_task(file).questions == (Question("task", "", ("a\u2028b", "b"), 0),)
 
 
 def test_bad_requests_are_one_line(run, tmp_path, inside):

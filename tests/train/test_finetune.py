@@ -224,7 +224,7 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([], (), "no examples"),
+        ([], (), "no lines"),
         ([{"text": "a"}], (), "label=None is neither"),
         ([{"text": "", "label": 1}], (), "text='' is not a text"),
         ([{"prompt": "a"}], (), "answer=None is not a text"),

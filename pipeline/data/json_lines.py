@@ -1,0 +1,63 @@
+"""Files of JSON lines that a person writes: examples, questions and prompts.
+
+An error names the file and the line as an editor counts them, blank lines included. `readers.py`
+reads files that are too large for memory, and counts what is malformed instead.
+"""
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.atomic import read_regular
+from pipeline.errors import DataError
+
+_MAX_BYTES = 2**30  # of a file
+
+
+class Line(NamedTuple):
+    fields: dict[str, Any]
+    where: str  # file and line
+    forms: str  # the keys that a line may have, for messages
+
+    def text(self, key: str, *, empty: bool = False) -> str:
+        return self.check(key, self.fields.get(key), empty=empty)
+
+    def check(self, key: str, value: object, *, empty: bool = False) -> str:
+        """Return the value if it is a text; `empty` allows one without characters."""
+        if not isinstance(value, str) or not (value or empty):
+            raise self.error(f"{key}={value!r} is not a text")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise self.error(f"{key}={value!r} has half of a surrogate pair") from None
+        return value
+
+    def error(self, problem: str) -> DataError:
+        return DataError(f"{self.where}: {problem}; a line has {self.forms}")
+
+
+def read_lines(path: Path, forms: str) -> list[Line]:
+    """Return the objects of a file, which may be compressed with gzip; blank lines are skipped."""
+    try:
+        data = read_regular(path, _MAX_BYTES)
+        # A byte order mark is not part of the first line.
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}; give a file of JSON lines") from None
+    found = []
+    # str.splitlines would also split at U+2028 and the like, which a JSON string may contain.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        found.append(Line(fields, f"{path}:{number}", forms))
+        if not isinstance(fields, dict):
+            raise found[-1].error("not a JSON object")
+    if not found:
+        raise DataError(f"{path} has no lines; a line has {forms}")
+    return found
