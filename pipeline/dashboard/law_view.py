@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.layers import CONFIGS, read_toml
-from pipeline.dashboard.payload import short
+from pipeline.dashboard.payload import short, text
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
@@ -19,6 +19,7 @@ from pipeline.scaling.study import Study, study
 from pipeline.units import power
 
 AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's compute
+AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and longest run
 STOPS_PER_DECADE = 20  # of the sliders
 DECADES_BELOW = 2  # range of the sliders around the largest run
 DECADES_ABOVE = 4
@@ -44,6 +45,9 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
         **done.to_json(),
         "plain": in_words(done, points),
         "line": line(done, points),
+        "size_lines": size_lines(
+            done, points, {run.N: text(run.record.get("size")) for run in runs}
+        ),
         "points_used": used,
         "backtest_errors": test
         and {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))},
@@ -60,35 +64,43 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
     }
 
 
-def run_path(points: Points, C: Array) -> Points:
-    """Return places along the runs: the best run of each budget, interpolated in logs.
+def line(done: Study, points: Points) -> dict[str, list[float]] | None:
+    """Return the law with its interval at the best N and D for each compute; None without those.
 
-    Beyond the runs, N and D grow by the same factor, so that the line continues from the last run.
-    Along the frontier, the line would pass below all runs of a ladder that is not optimal.
+    The places must not jump between the runs' own N and D: where the ratio of tokens to parameters
+    changes from run to run, the line would be a zigzag. `size_lines` passes through the runs.
     """
-    best = [group.take(np.array([np.argmin(group.loss)])) for group in budgets_of(points)]
-    x = np.log([float(run.C[0]) for run in best])
-    n = np.log([float(run.N[0]) for run in best])
-    each = np.log([float(run.C[0] / (run.N[0] * run.D[0])) for run in best])
-    # Half of each decade beyond the runs goes to N and half to D.
-    beyond = np.log(C) - np.clip(np.log(C), x[0], x[-1])
-    N = np.exp(np.interp(np.log(C), x, n) + beyond / 2)
-    D = C / (N * np.exp(np.interp(np.log(C), x, each)))
-    return at(points, C, N, D)
-
-
-def line(done: Study, points: Points) -> dict[str, list[float]]:
-    """Return the law with its interval along the runs, including each run's own compute."""
-    grid = np.geomspace(points.C.min() / 2, points.C.max() * AHEAD, 120)
-    C = np.union1d(grid, [group.C[np.argmin(group.loss)] for group in budgets_of(points)])
-    loss, low, high = done.interval(run_path(points, C))
+    C = np.geomspace(points.C.min() / 2, points.C.max() * AHEAD, 120)
+    loss, low, high = done.interval(done.frontier(C))
+    if not np.isfinite(loss).all():  # an exponent below zero has no best split
+        return None
     return {"C": C.tolist(), "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}
 
 
+def size_lines(done: Study, points: Points, names: dict[float, str]) -> list[dict[str, Any]]:
+    """Return the law of each size over its tokens: the loss that runs of other lengths would reach.
+
+    `names` are the sizes by N. A law of compute alone does not know sizes.
+    """
+    if done.minima is not None or done.optimum(np.ones(1)) is None:
+        return []
+    found = []
+    for N in np.unique(points.N):
+        runs = points.take(points.N == N)
+        D = np.geomspace(runs.D.min() / AROUND, runs.D.max() * AROUND, 60)
+        C = D * np.median(runs.C / runs.D)
+        loss = done.fit.predict(at(points, C, np.full_like(D, N), D))
+        columns = {"flops": _numbers(C), "tokens": _numbers(D), "loss": _numbers(loss)}
+        found.append({"size": names[float(N)], "N": float(N), **columns})
+    return found
+
+
 def in_words(done: Study, points: Points) -> str:
-    """Describe the law in two sentences."""
+    """Describe the law in two sentences; nothing if it has no best split."""
     top = float(points.C.max())
-    loss, low, high = done.interval(run_path(points, np.array([top / 10, top, top * 10])))
+    loss, low, high = done.interval(done.frontier(np.array([top / 10, top, top * 10])))
+    if not np.isfinite(loss).all():
+        return ""
     text = (
         f"Up to the largest run ({power(top)} FLOPs), ten times the compute lowers the held-out "
         f"loss by about {1 - loss[1] / loss[0]:.1%}. Ten times more compute would give "

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ HOVER = """async (id) => {
   return chart.querySelector(".hoverlayer").textContent;
 }"""
 FORECASTS = "document.getElementById('chart').data.filter(t => t.name === 'forecast').map(t => t.marker.symbol)"
+LAW_LINES = """() => document.getElementById("chart").data.filter((t) => t.name.startsWith("law"))
+  .map((t) => [t.name, t.y])"""
 FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('javascript')) a.click(); })"
 
 
@@ -116,9 +119,7 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
     page.mouse.move(x, y)
     page.wait_for_selector("#chart .hoverlayer .hovertext")
     loss = forecast_json("--runs", runs, "--flops", C)["loss"]
-    # The line follows the runs' own N and D, and the forecast is at the best N and D.
-    shown = float(page.locator("#chart .hoverlayer").text_content().split()[-1])
-    assert abs(shown / loss - 1) < 0.01
+    assert page.locator("#chart .hoverlayer").text_content().split()[-1] == f"{loss:.4f}"
 
     # the sliders show the command's figures, at the optimum and away from it
     page.select_option("#cluster", "h200")
@@ -161,6 +162,7 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
             lambda wanted=wanted: all(w in page.evaluate(HOVER, run["row"]["id"]) for w in wanted),
             30,
         )
+    the_law_of_each_size_is_smooth(page)
     sums = (
         "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
     )
@@ -169,6 +171,21 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
     assert {
         name for (name, a), (_, b) in zip(rough, page.evaluate(sums), strict=True) if a != b
     } == {"train"}
+
+
+def the_law_of_each_size_is_smooth(page: Any) -> None:
+    """One line per N, falling everywhere, hidden with its size; the law beside it falls too."""
+    for axis in ("tokens", "flops"):
+        page.select_option("#axis", axis)
+        drawn = page.evaluate(LAW_LINES)
+        assert sum(name == "law of a size" for name, _ in drawn) == 20  # one per run of this grid
+        for _, losses in drawn:
+            assert all(after < before for before, after in pairwise(losses))
+    assert drawn[0][0] == "law"
+    chip = page.locator("#legend button").first  # a size of four runs
+    chip.click()
+    assert len(page.evaluate(LAW_LINES)) == len(drawn) - 4
+    chip.click()
 
 
 def the_keyboard_is_enough(page: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.dump import to_toml
 from pipeline.config.layers import load
-from pipeline.dashboard.law_view import line
+from pipeline.dashboard.law_view import line, size_lines
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
 from pipeline.scaling.backtest import backtest, focus
@@ -111,19 +111,39 @@ def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch) -> None:
     assert trained.optim.lr == 2e-3 and trained.model.seq == 128
 
 
-def test_the_page_draws_the_law_at_the_runs_own_n_and_d() -> None:
-    points = drawn(0.001, 0)
-    ladder = points.take(np.arange(0, len(points), 6))  # the smallest size of each budget
-    done = study(points)
+def test_the_page_draws_smooth_lines_through_runs_of_different_ratios() -> None:
+    N = np.repeat([1e7, 3e7, 1e8, 3e8], 3)
+    D = N * np.tile([5.0, 20.0, 80.0], 4)
+    loss = true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.001, 12))
+    ladder = Points(N, D, 6 * N * D, loss, tuple(map(str, range(12))), "made")
+    done = study(ladder)
     shown = line(done, ladder)
-    at_runs = np.isin(shown["C"], ladder.C)
-    assert at_runs.sum() == len(ladder)
-    np.testing.assert_allclose(np.array(shown["loss"])[at_runs], done.fit.predict(ladder))
-    best = done.optimum(ladder.C)
-    assert best is not None and (done.fit.predict(ladder) > 1.002 * best.loss).all()
-    assert (np.diff(shown["loss"]) < 0).all()  # no cliff
+    assert shown is not None
+    best = done.optimum(np.array(shown["C"]))
+    assert best is not None
+    np.testing.assert_allclose(shown["loss"], best.loss)
+    sizes = size_lines(done, ladder, {1e7: "10m", 3e7: "30m", 1e8: "100m", 3e8: "300m"})
+    assert [(one["size"], one["N"]) for one in sizes] == [
+        ("10m", 1e7), ("30m", 3e7), ("100m", 1e8), ("300m", 3e8)
+    ]  # fmt: skip
+    for one in sizes:
+        runs = ladder.take(one["N"] == ladder.N)
+        here = np.exp(np.interp(np.log(runs.C), np.log(one["flops"]), np.log(one["loss"])))
+        np.testing.assert_allclose(here, done.fit.predict(runs), rtol=1e-4)
+        assert one["tokens"][0] < runs.D.min() and one["tokens"][-1] > runs.D.max()
+    # A zigzag has slopes that rise and fall again.
+    for x, y in [(shown["C"], shown["loss"]), *((one["flops"], one["loss"]) for one in sizes)]:
+        slopes = np.diff(np.log(y)) / np.diff(np.log(x))
+        assert (slopes < 0).all() and (np.diff(slopes) > -1e-4).all()
+    no_sizes = study(ladder.take(np.arange(0, 12, 3)))
+    assert no_sizes.name == "power" and size_lines(no_sizes, ladder, {}) == []
+    assert line(no_sizes, ladder) is not None
+
+
+def test_the_interval_widens_with_the_reach() -> None:
+    done = study(drawn(0.001, 0))
     loss, _, high = done.interval(done.frontier(np.array([1e21, 1e22, 1e23, 1e24])))
-    assert (np.diff(high / loss) > 0).all()  # the interval widens with the reach
+    assert (np.diff(high / loss) > 0).all()
 
 
 @pytest.mark.parametrize("text", ["N,D,loss\n,,\n", "N,D,loss\n1e6,,3\n,1e8,2.9\n"])

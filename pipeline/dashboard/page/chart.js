@@ -89,11 +89,13 @@
     });
   }
 
+  // The law at the best N and D for each compute, with its interval.
   function lawTraces(fit) {
+    const { line } = fit;
+    if (!line) return [];
     const color = theme("--law");
     const factor = unitFactor();
     const scale = (values) => values.map((value) => (value == null ? null : value * factor));
-    const { line } = fit;
     const traces = [];
     if (line.high[0] != null) {
       const edge = { x: line.C, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: "interval" };
@@ -108,9 +110,26 @@
       name: "law",
       text: line.C.map((C) => power(C)),
       line: { color, width: 2.5, dash: "dash" },
-      hovertemplate: "law at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>",
+      hovertemplate: `${lawWords(fit)} at %{text} FLOPs: <b>%{y:.4f}</b><extra></extra>`,
     });
     return traces;
+  }
+
+  const lawWords = (fit) => (fit.size_lines.length ? "law at the best N and D" : "law");
+
+  // The law of each size over its tokens, in the color of the size.
+  function sizeLawTraces(fit, axis) {
+    const factor = unitFactor();
+    return fit.size_lines.filter((line) => !iso.hidden.has(line.size)).map((line) => ({
+      x: line[axis],
+      y: line.loss.map((loss) => loss * factor),
+      mode: "lines",
+      name: "law of a size",
+      line: { color: fade(sizeColor(line.size), 0.8), width: 1.3, dash: "dash" },
+      customdata: line.tokens.map((D) => short(D)),
+      hovertemplate:
+        `law of N ${short(line.N)} on %{customdata} tokens: <b>%{y:.4f}</b><extra></extra>`,
+    }));
   }
 
   function runTraces(members, axis, keep) {
@@ -207,6 +226,7 @@
     const members = [...iso.runs.values()].filter((run) => !iso.hidden.has(run.row.size));
     return [
       ...(fit.law && axis === "flops" ? lawTraces(fit) : []),
+      ...(fit.law && ["flops", "tokens"].includes(axis) ? sizeLawTraces(fit, axis) : []),
       ...runTraces(members, axis, keep),
       ...frontierTraces(members, axis),
       ...finalTraces(members, axis),
@@ -279,8 +299,9 @@
       entries.push(...chips);
     }
     const fit = iso.law();
-    if (iso.runs.size > 1) entries.push(el("span", {}, swatch(theme("--ink")), "frontier"));
-    if (fit.law) entries.push(el("span", {}, swatch(theme("--law")), "law and 95% interval"));
+    if (iso.runs.size > 1) entries.push(el("span", {}, swatch(theme("--ink")), "best of the runs"));
+    if (fit.line) entries.push(el("span", {}, swatch(theme("--law")), `${lawWords(fit)}, 95% interval`));
+    if (fit.size_lines?.length) entries.push(el("span", {}, "– – law of each size"));
     if (fit.forecasts?.length) entries.push(el("span", {}, "◇ registered forecast, ◆ run finished"));
     const focused = document.activeElement?.closest?.("#legend button")?.textContent;
     fill($("legend"), ...entries);
