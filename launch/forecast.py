@@ -248,11 +248,11 @@ def _demand(
 
 def _check_units(rows: "Points", points: Path | None, key: str) -> None:
     """Refuse to combine a size, whose parameters we count, with points in other units."""
-    from pipeline.scaling.quality import doubts_about_units
+    from pipeline.scaling.quality import unit_warnings
 
-    doubts = doubts_about_units(rows) if points is not None else []
-    if doubts:
-        raise ConfigError(f"points={points} cannot be combined with --{key}: {doubts[0]}")
+    wrong_units = unit_warnings(rows) if points is not None else []
+    if wrong_units:
+        raise ConfigError(f"points={points} cannot be combined with --{key}: {wrong_units[0]}")
 
 
 def _place(

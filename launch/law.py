@@ -212,7 +212,7 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
         interval = f"{form.format(one.low)} … {form.format(one.high)}"
         figures = [form.format(one.forecast), interval, measured, error]
         rows.append([*place, *figures, yes[one.inside], counts])
-    console.print(table("forecasts", (*columns, "counts"), rows))
+    console.print(table("forecasts", (*columns, "counts"), rows, ["of", "inside", "counts"]))
     # Late forecasts are listed but do not count.
     if so_far["counted"]:
         loss = so_far["mean_absolute_error"]

@@ -173,14 +173,14 @@ def _known_best(points: Path) -> Callable[[float], float]:
     import numpy as np
 
     from pipeline.scaling.points import read_csv
-    from pipeline.scaling.quality import doubts_about_units
+    from pipeline.scaling.quality import unit_warnings
     from pipeline.scaling.study import study
 
     rows = read_csv(points)
     # The grid is made of sizes whose parameters we count, so N has to be counted alike.
-    doubts = doubts_about_units(rows)
-    if doubts:
-        raise ConfigError(f"points={points} cannot center a sweep: {doubts[0]}")
+    wrong_units = unit_warnings(rows)
+    if wrong_units:
+        raise ConfigError(f"points={points} cannot center a sweep: {wrong_units[0]}")
     done = study(rows)
 
     def best(C: float) -> float:

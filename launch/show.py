@@ -208,7 +208,7 @@ def _print_one(f: dict[str, Any]) -> None:
     out.print(about)
     rules = [[row["key"], f"{row['value']:,}", row["rule"]] for row in f["rules"]]
     title = "settings that follow from size and length"
-    out.print(table(title, ("setting", "value", "rule"), rules))
+    out.print(table(title, ("setting", "value", "rule"), rules, ["rule"]))
     if "layouts" in f:
         out.print(_layout_table(f))
         out.print(_advice(f))
@@ -245,7 +245,7 @@ def _layout_table(f: dict[str, Any]) -> "Table":
             # By identity: `_layouts` returns the same object in both places.
             recommended = row is f["recommended"]
             rows.append([f"[bold]{cell}[/bold]" for cell in cells] if recommended else cells)
-    return table(title, ("ZeRO", "ep", "micro", "recompute", *numbers), rows)
+    return table(title, ("ZeRO", "ep", "micro", "recompute", *numbers), rows, ["recompute"])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

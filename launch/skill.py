@@ -75,8 +75,8 @@ def forecast(
 
     if chance is None and runs:
         chance = accuracy.chance_of(runs, task)
-    found, doubts = accuracy.forecast(done, task, made, chance)
-    data: dict[str, Any] = {"law": done.name, "task": task, "warnings": [*warnings, *doubts]}
+    found, more = accuracy.forecast(done, task, made, chance)
+    data: dict[str, Any] = {"law": done.name, "task": task, "warnings": [*warnings, *more]}
     if len(found) == 1:
         return found, data | vars(found[0])
     return found, data | {"forecasts": [vars(one) for one in found]}

@@ -1,7 +1,7 @@
 """How every command prints: one table style for people, one JSON form for programs."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -30,13 +30,15 @@ def new_console() -> "Console":
     return console if console.is_terminal else Console(width=PIPED_COLUMNS, highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """A table whose first column is aligned left and whose others, which are numbers, right."""
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = ()
+) -> "Table":
+    """A table whose first column and `texts` are aligned left; all other columns are numbers."""
     from rich.table import Table
 
     found = Table(title=title, title_justify="left", title_style="bold")
     for index, name in enumerate(columns):
-        found.add_column(name, justify="right" if index else "left")
+        found.add_column(name, justify="right" if index and name not in texts else "left")
     for row in rows:
         found.add_row(*row)
     return found

@@ -16,6 +16,7 @@ from typing import assert_never
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, Learned, MoE, Recompute, RelativeBias
 from pipeline.config.shape import Model
 
+# Every run records this text, and runs that record another one are not fitted together: keep it.
 CONVENTION = (
     "FLOPs = 6·matmul parameters (head in, input embedding out) + "
     "6·layers·heads·head_dim·seq (causal attention); "

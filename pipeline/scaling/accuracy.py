@@ -245,7 +245,7 @@ def fit_methods(study: Study, chance: float | None) -> dict[str, Method]:
 def forecast(
     study: Study, task: str, made: Sequence[Forecast], chance: float | None
 ) -> tuple[list[TaskForecast], list[str]]:
-    """Accuracies at the places of `made`, which has their bits per byte, and what to doubt."""
+    """Accuracies at the places of `made`, which has their bits per byte, and warnings."""
     if len(study.fit.points) < FEWEST:
         raise DataError(
             f"task={task}: a curve needs {FEWEST} finished runs with a score, and there are "
@@ -278,7 +278,7 @@ def forecast(
                 methods={name: rows[i] for name, rows in figures.items()},
             )
         )
-    return found, _doubts(task, methods[used], study.fit.points, fitted=chance is None)
+    return found, _warnings(task, methods[used], study.fit.points, fitted=chance is None)
 
 
 def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dict[str, Any]]:
@@ -310,7 +310,7 @@ def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dic
     ]
 
 
-def _doubts(task: str, used: Method, points: Points, *, fitted: bool) -> list[str]:
+def _warnings(task: str, used: Method, points: Points, *, fitted: bool) -> list[str]:
     """Return warnings about a forecast of this task."""
     found = []
     if used.test is None:

@@ -178,7 +178,7 @@ def _objective_at(fit: Fit, E: Array) -> Array:
     return value * DELTA
 
 
-def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
+def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     """Warn about figures of this fit that should not be quoted, and name runs that would help."""
     found: list[str] = []
     if spread.freedom <= 0:
@@ -187,7 +187,7 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         found.append(f"Only {spare} more than parameters, so the interval is wide.")
-    found += _doubts_about_values(fit, of_e)
+    found += _value_warnings(fit, of_e)
     if spread.condition > 1e10:
         found.append(
             "Some parameters can compensate for each other: quote predictions, not "
@@ -203,7 +203,7 @@ def doubts(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
     return found
 
 
-def _doubts_about_values(fit: Fit, of_e: Profile | None) -> list[str]:
+def _value_warnings(fit: Fit, of_e: Profile | None) -> list[str]:
     found: list[str] = []
     values = fit.values
     most = {letter: float(getattr(fit.points, letter).max()) for letter in "NDC"}

@@ -86,45 +86,45 @@ def _explained(fit: Fit, kept: Any) -> float:
     return 1 - left / spare * (len(log_loss) - 1) / total
 
 
-def doubts_about_fit(found: Goodness | None) -> list[str]:
+def fit_warnings(found: Goodness | None) -> list[str]:
     """Return warnings from the scatter around the law."""
     if found is None:
         return []
-    doubts = []
+    warnings = []
     for one in found.outliers[:NAMED]:
         side = "above" if one.error > 0 else "below"
-        doubts.append(
+        warnings.append(
             f"{one.run} lies {abs(one.error):.1%} {side} the law, {one.sigmas:.0f} robust standard "
             f"deviations: check that run, or leave it out and fit again."
         )
     if len(found.outliers) > NAMED:
         more = len(found.outliers) - NAMED
-        doubts.append(f"{more} more runs are outliers: one law may not describe all of them.")
+        warnings.append(f"{more} more runs are outliers: one law may not describe all of them.")
     if found.r2 < EXPLAINED:
-        doubts.append(
+        warnings.append(
             f"The law explains only {max(found.r2, 0):.0%} of the variance of the loss (R²; a "
             f"ladder of one recipe has 95% or more): something else causes most of it."
         )
     if found.noise > NOISE:
-        doubts.append(
+        warnings.append(
             f"The runs scatter {found.noise:.1%} around the law; ladders of one recipe scatter "
             f"0.2 to 1%: compare their data, rates and lengths before you trust a forecast."
         )
-    return doubts
+    return warnings
 
 
-def doubts_about_points(points: Points) -> list[str]:
+def point_warnings(points: Points) -> list[str]:
     """Return warnings about the points themselves: units, losses, runs that failed."""
     if not len(points):
         return []
-    return [*doubts_about_units(points), *_doubts_about_losses(points), *_lost_to_smaller(points)]
+    return [*unit_warnings(points), *_loss_warnings(points), *_lost_to_smaller(points)]
 
 
-def doubts_about_units(points: Points) -> list[str]:
+def unit_warnings(points: Points) -> list[str]:
     """Return warnings about N, D and C that cannot be parameters, tokens and FLOPs."""
-    doubts = []
+    warnings = []
     if points.N.max() < FEWEST_PARAMETERS:
-        doubts.append(
+        warnings.append(
             f"The largest N is {points.N.max():g}: N counts parameters, not millions or billions."
         )
     ratio = points.D / points.N
@@ -132,24 +132,24 @@ def doubts_about_units(points: Points) -> list[str]:
     odd = np.flatnonzero((ratio < low) | (ratio > high))
     if len(odd):
         first = int(odd[0])
-        doubts.append(
+        warnings.append(
             f"{_rows(points, odd)}: {ratio[first]:.2g} tokens per parameter (N = "
             f"{points.N[first]:g}, D = {points.D[first]:g}): is N in parameters and D in tokens?"
         )
     gap = _gap(ratio)
     if gap is not None:
-        doubts.append(
+        warnings.append(
             f"Tokens per parameter fall into two groups, up to {gap[0]:.3g} and from {gap[1]:.3g}: "
             f"are D or N of some rows in another unit?"
         )
     each = flops_per_parameter_token(points)
     low, high = FLOPS_PER_PARAMETER_TOKEN
     if not low < each < high:
-        doubts.append(
+        warnings.append(
             f"C / (N·D) is {each:.3g}, but usually 6 to 20: C counts FLOPs of the whole training, "
             f"N parameters and D tokens. N* and D* are meaningless until they agree."
         )
-    return doubts
+    return warnings
 
 
 def _gap(values: Array) -> tuple[float, float] | None:
@@ -168,27 +168,27 @@ def _rows(points: Points, rows: npt.NDArray[np.intp]) -> str:
     return named if len(rows) <= NAMED else f"{named} and {len(rows) - NAMED} more"
 
 
-def _doubts_about_losses(points: Points) -> list[str]:
-    doubts = []
+def _loss_warnings(points: Points) -> list[str]:
+    warnings = []
     if points.vocab:
         ceiling = math.log(points.vocab)
         above = np.flatnonzero(points.loss > ceiling)
         if len(above):
-            doubts.append(
+            warnings.append(
                 f"{_rows(points, above)}: loss {points.loss[above[0]]:.4g} is above "
                 f"ln({points.vocab}) = {ceiling:.4g}, worse than guessing: diverged, or not in "
                 f"nats per token."
             )
     median = float(np.median(points.loss))
     if median > UNTRAINED_LOSS:
-        doubts.append(
+        warnings.append(
             f"Half of the losses are above {median:.3g}, but a model that knows only how frequent "
             f"each token is reaches about {UNTRAINED_LOSS}: are these perplexities? Give nats "
             f"per token (the logarithm of the perplexity)."
         )
     if len(points) > 2 and points.loss.max() < 1.0001 * points.loss.min():
-        doubts.append("All losses are equal: these points do not show any effect of N or D.")
-    return doubts
+        warnings.append("All losses are equal: these points do not show any effect of N or D.")
+    return warnings
 
 
 def _lost_to_smaller(points: Points) -> list[str]:
@@ -230,7 +230,7 @@ def repeats(points: Points) -> bool:
     return points.unique is not None and bool((1.5 * points.unique < points.D).any())
 
 
-def doubts_about_columns(points: Points, law: str) -> list[str]:
+def column_warnings(points: Points, law: str) -> list[str]:
     """Columns that vary and that this law does not use."""
     found = []
     experts = np.unique([] if points.experts is None else points.experts)

@@ -39,15 +39,22 @@ from pipeline.scaling.frontier import (
     optimum,
     terms_of,
 )
-from pipeline.scaling.intervals import Profile, Scatter, bootstrap, doubts, profile, scatter
+from pipeline.scaling.intervals import (
+    Profile,
+    Scatter,
+    bootstrap,
+    interval_warnings,
+    profile,
+    scatter,
+)
 from pipeline.scaling.laws import LAWS, Law
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.quality import (
     Goodness,
-    doubts_about_columns,
-    doubts_about_fit,
-    doubts_about_points,
+    column_warnings,
+    fit_warnings,
     goodness,
+    point_warnings,
 )
 
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
@@ -237,13 +244,13 @@ def study(
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     notes = list(points.warnings)
     if law != "envelope":  # the rows of a curve are not comparable: their rate had not decayed
-        notes += doubts_about_points(points)
+        notes += point_warnings(points)
     chosen, test, minima, reasons = _choose(points, law)
     notes += reasons
     if minima is not None:
         points = minima.points
     check_law(points, chosen)
-    notes += doubts_about_columns(points, chosen.name)
+    notes += column_warnings(points, chosen.name)
     # `even` has equal weights, as in the papers. `result` is printed and used.
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     even = estimate(points)
@@ -271,9 +278,9 @@ def study(
     draws = _draws(result, resamples, show)
     split_draws = draws if split is result else _draws(split, resamples, show)
     spread = scatter(result)
-    notes += doubts(result, spread, of_e)
+    notes += interval_warnings(result, spread, of_e)
     quality = goodness(even)
-    notes += doubts_about_fit(quality)
+    notes += fit_warnings(quality)
     name = chosen.name if law == "auto" else law
     found = (result, split, spread, test, scale, of_e, minima, valleys, draws, split_draws)
     return Study(name, *found, tuple(notes), quality)

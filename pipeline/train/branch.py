@@ -28,7 +28,7 @@ _FREE = (
 )
 
 
-def meeting(config: RunConfig, trunk: RunDir) -> int:
+def branch_step(config: RunConfig, trunk: RunDir) -> int:
     """Return the step at which the branch starts; raise if the two runs differ before it, or if
     the trunk has no checkpoint of it."""
     flag = f"--branch {trunk.path}"
@@ -60,7 +60,7 @@ def meeting(config: RunConfig, trunk: RunDir) -> int:
     return step
 
 
-def begin(run: RunDir, trunk: RunDir, step: int) -> None:
+def copy_trunk(run: RunDir, trunk: RunDir, step: int) -> None:
     """Copy the trunk's checkpoint of a step, and its log up to it, into a new run."""
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # left by an attempt that was killed here
     source = checkpoint_path(trunk.checkpoints, step)

@@ -14,12 +14,12 @@ from torch import Tensor
 from pipeline.model.moe import Routing
 from pipeline.parallel.world import World
 from pipeline.process import StopRequest
-from pipeline.train.guard import Look, Replicas
+from pipeline.train.guard import Comparison, Replicas
 from pipeline.train.measure import DeviceTime
 
 # The positions in the vector.
 _LOSS_AND_NORM = slice(0, 2)
-_DIVERGENCE = slice(2, 4)  # Look.flags; zeros if the replicas are not compared in this step
+_DIVERGENCE = slice(2, 4)  # Comparison.flags; zeros if the replicas are not compared in this step
 _STOP = 4  # how many ranks have a stop request
 _HASH = slice(5, 9)  # the hash of the batch in four 16-bit parts, which fp64 adds exactly
 _SHIFTS = (0, 16, 32, 48)
@@ -38,15 +38,15 @@ class StepCheck:
     limits: list[float]  # the largest accepted loss and gradient norm
     replicas: Replicas | None  # None: not compared in this step
     # Set by __call__. The decision is the same on every rank.
-    look: Look | None = None
+    comparison: Comparison | None = None
     sums: Tensor = field(init=False)
     accepted: Tensor = field(init=False)
 
     def __call__(self, nll: Tensor, grad_norm: Tensor) -> Tensor:
         loss_and_norm = torch.stack((nll.double(), grad_norm.to(nll.device).double()))
         if self.replicas is not None:
-            self.look = self.replicas.look()
-            flags = self.look.flags
+            self.comparison = self.replicas.compare()
+            flags = self.comparison.flags
         else:
             flags = torch.zeros_like(loss_and_norm)
         on_device = torch.cat((loss_and_norm, flags))
@@ -84,7 +84,7 @@ class PendingStep:
     routing: InitVar[Routing | None]
 
     def __post_init__(self, check: StepCheck, routing: Routing | None) -> None:
-        self.look = check.look
+        self.comparison = check.comparison
         # torch copies into pinned memory, so that nothing waits here
         self._sums = check.sums.to("cpu", non_blocking=True)
         self._accepted = check.accepted.to("cpu", non_blocking=True)
@@ -110,7 +110,7 @@ class PendingStep:
             grad_norm=grad_norm,
             hash=f"{digest % 2**64:016x}",
             accepted=bool(self._accepted),
-            diverged=self.look is not None and any(sums[_DIVERGENCE]),
+            diverged=self.comparison is not None and any(sums[_DIVERGENCE]),
             stop=sums[_STOP] > 0,
             routing=None if self._routing is None else _routing_record(self._routing.tolist()),
         )

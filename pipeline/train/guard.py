@@ -64,11 +64,11 @@ class Guard:
         self._window: deque[tuple[int, tuple[float, float]]] = deque(maxlen=_WINDOW + 1)
         self._skips: list[int] = []
         self._rolled_back_from = -math.inf  # the last step before the last rollback
-        self._left_out: list[range] = []
+        self._excluded: list[range] = []
         for record in records:
-            self.hear(record)
+            self.update(record)
 
-    def hear(self, record: Mapping[str, Any]) -> None:
+    def update(self, record: Mapping[str, Any]) -> None:
         """Update the state from a record of the log."""
         if record["kind"] == "step":
             logarithms = (_log(record["loss"]), _log(record["grad_norm"]))
@@ -77,11 +77,11 @@ class Guard:
             self._skips.append(record["step"])
         elif record.get("event") == "rollback":
             self._rolled_back_from = record["last"]
-            self._left_out.append(range(record["first"], record["last"] + 1))
+            self._excluded.append(range(record["first"], record["last"] + 1))
 
-    def leaves_out(self, step: int) -> bool:
+    def is_excluded(self, step: int) -> bool:
         """Whether a rollback excluded the batch of this step, counted from 1."""
-        return any(step in steps for steps in self._left_out)
+        return any(step in steps for steps in self._excluded)
 
     def limits(self, step: int) -> list[float]:
         """The largest loss and gradient norm that are accepted."""
@@ -146,8 +146,8 @@ def relevant(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 # Replicas
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Names of Look.copies, in order. The first two are equal on all ranks, the others on every ep-th
-# rank.
+# Names of Comparison.copies, in order. The first two are equal on all ranks, the others on every
+# ep-th rank.
 _COPIES = ("weights", "gradients", "experts", "experts' gradients")
 _ON_ALL_RANKS = 2
 
@@ -156,7 +156,7 @@ class DivergenceError(RuntimeError):
     """A rank has weights or gradients that differ from what they should be."""
 
 
-class Look(NamedTuple):
+class Comparison(NamedTuple):
     """The result of one comparison, on the device of this rank."""
 
     flags: Tensor  # [ranks differ, this rank's weights changed]; each above zero if true
@@ -171,13 +171,13 @@ class Replicas:
         self._weights_after_step: Tensor | None = None  # hashes
 
     def remember(self, needed: bool = True) -> None:
-        """Hash the weights after a step, because nothing may write to them until the next `look`.
+        """Hash the weights after a step: nothing may write to them until the next comparison.
 
         Without `needed`, drop the hash: the next step is not checked.
         """
         self._weights_after_step = self._hash_weights() if needed else None
 
-    def look(self) -> Look:
+    def compare(self) -> Comparison:
         """Compare hashes; called by every rank, between the backward pass and the step."""
         tensors = self._engine.local_tensors()
         weights = self._hash_weights()
@@ -192,12 +192,12 @@ class Replicas:
             changed = differ.new_zeros(1)
         else:
             changed = weights != self._weights_after_step
-        return Look(torch.stack((differ.any(), changed.any())).double(), copies)
+        return Comparison(torch.stack((differ.any(), changed.any())).double(), copies)
 
-    def blame(self, look: Look, step: int) -> DivergenceError:
-        """Name the rank that is wrong; called by every rank, after a look found a difference."""
-        changed_here = bool(look.flags[1])
-        seen = self._world.gather((changed_here, look.copies.tolist()))
+    def blame(self, comparison: Comparison, step: int) -> DivergenceError:
+        """Name the rank that is wrong; called by every rank, after `compare` found a difference."""
+        changed_here = bool(comparison.flags[1])
+        seen = self._world.gather((changed_here, comparison.copies.tolist()))
         changed = [rank for rank, (has_changed, _) in enumerate(seen) if has_changed]
         if changed:  # reported first, because such a rank also differs from the others
             return DivergenceError(

@@ -108,7 +108,7 @@ class Loop:
     def step(self, step: int, batch: Batch, wait_s: float) -> None:
         """Launch one update, and settle the one before while the device works."""
         done = step + 1
-        if self.guard.leaves_out(done):
+        if self.guard.is_excluded(done):
             self.settle()
             self._record("event", done, event="omit", reason="the run went back past this batch")
             return
@@ -145,8 +145,8 @@ class Loop:
             return
         result = self._read(pending)
         if result.diverged:
-            assert pending.look is not None
-            raise self.replicas.blame(pending.look, pending.step)
+            assert pending.comparison is not None
+            raise self.replicas.blame(pending.comparison, pending.step)
         self.stopping |= result.stop  # the same on every rank, so all stop at the same step
         speed = self.meter.step(pending.began, pending.ended)
         values = {
@@ -176,9 +176,9 @@ class Loop:
 
     def save(self, done: int) -> None:
         """Begin a checkpoint, of weights on which all ranks agree."""
-        look = self.replicas.look()
-        if self.world.sum([], first=look.flags).any():
-            raise self.replicas.blame(look, done)
+        comparison = self.replicas.compare()
+        if self.world.sum([], first=comparison.flags).any():
+            raise self.replicas.blame(comparison, done)
         self.saved(self.saver.save(done))
 
     def saved(self, saved: Saved | None) -> None:
@@ -223,4 +223,4 @@ class Loop:
             **values,
         }
         self.tracker.record(record)
-        self.guard.hear(record)
+        self.guard.update(record)

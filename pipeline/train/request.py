@@ -29,7 +29,7 @@ from pipeline.planner.memory import (
 )
 from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
 from pipeline.tasks.questions import read_tasks
-from pipeline.train.branch import begin, meeting
+from pipeline.train.branch import branch_step, copy_trunk
 from pipeline.units import byte_size
 
 # Settings with which the weights of --init were initialized and trained.
@@ -127,7 +127,7 @@ class PlannedRun:
             return True
         branch = self.facts.get("branch")
         if branch:
-            begin(self.run, RunDir(Path(branch["of"])), branch["step"])
+            copy_trunk(self.run, RunDir(Path(branch["of"])), branch["step"])
         self.run.create(self.config, {**self.facts, "name": self.config.name})
         return True
 
@@ -177,7 +177,7 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
         peak_flops=config.cluster.peak_flops if config.cluster.has(devices.name) else None,
     ) | {"world": request.nproc}
     if request.branch is not None and not run.exists:
-        step = meeting(config, RunDir(request.branch))
+        step = branch_step(config, RunDir(request.branch))
         about["branch"] = {"of": str(request.branch), "step": step}
     return PlannedRun(run, config, about, fresh, note)
 

@@ -48,7 +48,7 @@ BASES = {
         "--config": PATHS, "--vocab-size": INTEGERS, "--tokenizer": PATHS, "--seed": INTEGERS,
         "--valid-share": NUMBERS, "--limit-bytes": INTEGERS, "--malformed-share": NUMBERS,
     },
-    "sweep plan demo": {"--budget": NUMBERS, "--hours": NUMBERS, "--points": PATHS, "--mfu": NUMBERS},
+    "sweep plan cpu": {"--budget": NUMBERS, "--hours": NUMBERS, "--points": PATHS, "--mfu": NUMBERS},
     "bench loader nowhere": {"--rows": INTEGERS, "--seq": INTEGERS},
     "logs nowhere": {"--rank": INTEGERS},
     "sync nowhere": {"--wait": NUMBERS},

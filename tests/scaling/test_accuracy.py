@@ -37,8 +37,8 @@ def drawn(rng: np.random.Generator, questions: int, curve: dict[str, float], run
 
 def at(done: Study, N: float, chance: float | None = 0.25) -> tuple[accuracy.TaskForecast, str]:
     made = predict.forecast(done, predict.at_sizes(done, N, 20 * N))
-    (found,), doubts = accuracy.forecast(done, "task", made, chance)
-    return found, " ".join(doubts)
+    (found,), warnings = accuracy.forecast(done, "task", made, chance)
+    return found, " ".join(warnings)
 
 
 @pytest.mark.parametrize("chance", [0.25, None], ids=["chance given", "chance fitted"])
@@ -106,8 +106,8 @@ def test_both_methods_are_tested_and_the_better_is_used() -> None:
 def test_at_chance_the_interval_is_wide_and_says_so() -> None:
     flat = CURVE | {"middle": -2.0}
     done = study(drawn(np.random.default_rng(0), 200, flat), "compute", tested=True)
-    found, doubts = at(done, 3e8)
-    assert "No run is clearly above chance (25.0%" in doubts
+    found, warnings = at(done, 3e8)
+    assert "No run is clearly above chance (25.0%" in warnings
     assert found.low < 0.3 and found.high - found.low > 0.25
     points = done.fit.points
     assert points.accuracy is not None

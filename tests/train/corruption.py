@@ -165,9 +165,9 @@ def strike(
                 or worker.local_tensors().gradient_copies,
                 mine,
             )
-        look = replicas.look()
-        if wrong := WORLD.sum([], first=look.flags).any():
-            messages.append(str(replicas.blame(look, step)))
+        comparison = replicas.compare()
+        if wrong := WORLD.sum([], first=comparison.flags).any():
+            messages.append(str(replicas.blame(comparison, step)))
         return ~wrong
 
     worker.update(batch(step), 1e-3, accept)
@@ -226,8 +226,8 @@ def routed(zero: int) -> str:
     replicas = Replicas(worker, WORLD, 2)
     if WORLD.rank == 1:
         flip([worker.module.routers()[0].steps], random.Random(zero))
-    look = replicas.look()
-    return str(replicas.blame(look, 1)) if WORLD.sum([], first=look.flags).any() else ""
+    comparison = replicas.compare()
+    return str(replicas.blame(comparison, 1)) if WORLD.sum([], first=comparison.flags).any() else ""
 
 
 def war(world: World) -> None:

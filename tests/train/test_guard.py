@@ -75,7 +75,7 @@ def test_heavy_tailed_norms_are_accepted_and_real_spikes_are_not(log_every):
             faults = ((loss, 40 * norm), (6 * loss, norm), (loss, math.nan))
             missed += [number for fault in faults if not judge(guard, *fault, number)]
         if number % log_every == 0:
-            guard.hear(step(number, loss, norm))
+            guard.update(step(number, loss, norm))
     assert len(reasons) == 1306 and not any(reasons) and not missed
 
 
@@ -83,7 +83,7 @@ def test_repeated_skips_roll_back_and_then_end_the_run():
     guard = Guard(noise(100))
 
     def skip(number: int) -> None:
-        guard.hear({"kind": "event", "event": "skip", "step": number})
+        guard.update({"kind": "event", "event": "skip", "step": number})
         guard.escalate(number, "loss is nan")
 
     skip(100)
@@ -94,7 +94,7 @@ def test_repeated_skips_roll_back_and_then_end_the_run():
     assert (back.value.first, back.value.last) == (120, 135)
     rollback = {"kind": "event", "event": "rollback", "step": 110, "first": 120, "last": 135}
     guard = Guard([*noise(100), rollback])
-    assert [n for n in range(115, 140) if guard.leaves_out(n)] == list(range(120, 136))
+    assert [n for n in range(115, 140) if guard.is_excluded(n)] == list(range(120, 136))
     skip(150)
     skip(151)
     with pytest.raises(RunError, match="going back from step 135 did not help"):
