@@ -12,7 +12,7 @@ from pipeline.config.layers import load, names
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.check import enough_gpus, resolve
-from pipeline.planner.count import CONVENTION, flops_per_token, params
+from pipeline.planner.count import CONVENTION, params
 from pipeline.planner.memory import (
     USABLE,
     DeviceMemory,
@@ -23,6 +23,7 @@ from pipeline.planner.memory import (
 )
 from pipeline.planner.recipe import derived
 from pipeline.planner.speed import plan, recommend
+from pipeline.planner.work import training_flops
 from pipeline.units import count
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _shape(config: RunSpec) -> dict[str, Any]:
         "params": counted.total,
         "active": counted.active,
         "non_embedding": counted.non_embedding,
-        "flops_per_token": flops_per_token(model).model,
+        "flops_per_token": training_flops(config).model,
     }
 
 
@@ -98,7 +99,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
     train = config.train
     counted = params(model)
     # C and MFU count the model's FLOPs; recomputed ones are listed beside them.
-    flops = flops_per_token(model, recompute=train.recompute)
+    flops = training_flops(config, recompute=train.recompute)
     layout = Layout.of(config, ranks)
     # Weights, gradients and optimizer shrink with the stage; activations stay.
     stages = {f"zero{zero}": memory(config, replace(layout, zero=zero)) for zero in range(4)}

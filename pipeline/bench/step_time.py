@@ -31,6 +31,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
+from pipeline.planner.work import training_flops
 from pipeline.train.measure import cut, device_name, loader, peak_flops, peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _speed(
     config: RunConfig, world: World, ours: _Side, waited_s: float, ceiling: float
 ) -> Figures:
     # MFU counts the FLOPs of the model, without those that recomputation adds.
-    flops = account.flops_per_token(config.model).model
+    flops = training_flops(config).model
     step_s = statistics.median(ours.seconds)
     speed = config.train.batch_tokens / step_s / world.size
     yield "step ms", round(step_s * 1e3, 2)

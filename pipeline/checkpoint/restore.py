@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,13 @@ from pipeline.checkpoint.format import (
 )
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
+from pipeline.config.shape import Model
 from pipeline.errors import RunError
 from pipeline.model.adapter import is_adapter, merge_adapters
+from pipeline.model.block import Block
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder
+from pipeline.model.teacher import Teacher
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import WEIGHTS, Fragment, random_state, set_random_state, split
@@ -107,9 +112,46 @@ def load_initial_weights(engine: Engine, path: Path) -> None:
         other = stored is None or stored.numel != fragment.global_numel
         return is_adapter(fragment.key) or (head and other)
 
-    weights = [f for f in engine.state() if f.key.startswith(f"{WEIGHTS}/") and not is_new(f)]
+    own = cast(Decoder, engine.module).cfg
+    stored = reload(checkpoint.path / CONFIG).model
+    weights = []
+    for fragment in engine.state():
+        kind, _, name = fragment.key.partition("/")
+        if kind == WEIGHTS:
+            source = replace(fragment, key=f"{WEIGHTS}/{_thinned(name, own, stored)}")
+            weights += [] if is_new(source) else [source]
     Reader(checkpoint).fill(weights)
     engine.sync_weights()
+
+
+def _thinned(name: str, own: Model, stored: Model) -> str:
+    """Return the stored tensor with which a tensor of a model with fewer layers starts: of layers
+    at equal distances, with the first and the last. 6 of 12 are those of DistilBERT."""
+    sides = {
+        "blocks.": (own.layers, stored.layers),
+        "encoder.blocks.": (own.source_layers, stored.source_layers),
+    }
+    for prefix, (layers, of) in sides.items():
+        if name.startswith(prefix) and layers < of:
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            return f"{prefix}{round(int(number) * (of - 1) / max(1, layers - 1))}.{rest}"
+    return name
+
+
+def load_teacher(config: RunConfig, device: torch.device) -> Teacher | None:
+    """Return the teacher of a distilled run, in the dtype of the student's weights."""
+    if config.distill is None:
+        return None
+    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+    path = Path(config.distill.teacher)
+    model, found = load_model(path, dtype=dtype, device=device)
+    if found.model != config.distill.model:
+        raise RunError(f"distill.teacher={path} has another model than when this run was planned")
+    if config.train.compile:
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    return Teacher(model, config.distill)
 
 
 class Weights(Mapping[str, Tensor]):

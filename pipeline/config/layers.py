@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from pipeline.atomic import read_regular
+from pipeline.config.distill import teacher_kind_refusal
 from pipeline.config.objective import Objective, padded_vocab
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
@@ -58,9 +59,12 @@ def load(
         layers.append(named_table("cluster", cluster))
     table = reduce(merge, [*layers, *own])
     objective = validate(_Predicted, {"objective": table["objective"]}).objective
+    taught = _teacher(table.get("distill"), objective)
     if pieces is not None:
-        layers.append({"model": {"vocab": padded_vocab(pieces, objective)}})
+        vocab = taught["distill"]["model"]["vocab"] if taught else padded_vocab(pieces, objective)
+        layers.append({"model": {"vocab": vocab}})
         table = reduce(merge, [*layers, *own])
+    table = merge(table, taught)
     if isinstance(table["model"], Mapping):
         table = merge(table, _lengths(table["model"], objective))
     return validate(RunSpec, table)
@@ -68,6 +72,19 @@ def load(
 
 class _Predicted(Frozen):
     objective: Objective
+
+
+def _teacher(distill: object, objective: Objective) -> dict[str, Any]:
+    """Read the shape of a teacher from its config. Empty if the run has no teacher."""
+    if not isinstance(distill, Mapping) or "teacher" not in distill:
+        return {}  # if the teacher is missing, the validation reports it
+    # Absolute, because a job may start in another directory.
+    folder = Path(str(distill["teacher"])).absolute()
+    config = read_toml(folder / "config.toml")
+    refusal = teacher_kind_refusal(config, objective)
+    if refusal:
+        raise ConfigError(refusal)
+    return {"distill": {"teacher": str(folder), "model": config["model"]}}
 
 
 def _lengths(model: Table, objective: Objective) -> dict[str, Any]:

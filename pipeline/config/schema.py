@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, model_validator
 
+from pipeline.config.distill import Distill, refuse_distill
 from pipeline.config.objective import Causal, Objective, refuse
 from pipeline.config.optimizer import Optim, OptimSpec
 from pipeline.config.parts import (
@@ -285,6 +286,7 @@ class RunSpec(Frozen):
     model: Model
     objective: Objective = Causal()
     lora: Lora | None = None  # None: all weights are trained
+    distill: Distill | None = None  # None: no teacher
     data: Data
     optim: OptimSpec
     train: TrainSpec
@@ -297,6 +299,11 @@ class RunSpec(Frozen):
         apart = self.data.documents or self.data.packing == "best-fit"
         refusal = refuse(self.objective, self.model, apart=apart)
         require(not refusal, refusal)
+        if self.distill is not None:
+            packed = self.data.packing == "best-fit"
+            sp = self.parallel.sp
+            refusal = refuse_distill(self.distill, self.model, self.objective, sp=sp, packed=packed)
+            require(not refusal, refusal)
         return self
 
     @model_validator(mode="after")

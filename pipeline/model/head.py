@@ -15,7 +15,7 @@ from pipeline.model.attention import Sequence
 from pipeline.model.ffn import activate
 from pipeline.model.moe import Routing
 from pipeline.model.norm import make_norm
-from pipeline.objective.loss import cap, next_token_loss
+from pipeline.objective.loss import Soft, cap, next_token_loss
 
 IGNORED = -100  # a target or label without a loss
 
@@ -69,6 +69,7 @@ class Head(nn.Module):
         z_loss: float,
         chunk: int,
         smoothing: float = 0.0,
+        soft: Soft | None = None,
     ) -> Tensor | Losses:
         # Scaling the hidden state is cheaper than scaling the logits, which are V/W times as many.
         h_BSW = h_BSW if self.scale == 1 else h_BSW * self.scale
@@ -95,6 +96,7 @@ class Head(nn.Module):
             softcap=self.softcap,
             smoothing=smoothing,
             bias_V=self.bias,
+            soft=soft,
         )
         return Losses(total, nll)
 

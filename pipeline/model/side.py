@@ -34,6 +34,17 @@ class Seen(NamedTuple):
     prefix_B: Tensor | None = None  # attend also to every token of the prefix
 
 
+class Inputs(NamedTuple):
+    """What a stack reads: the tensors of a batch without its targets."""
+
+    tokens_BS: Tensor
+    documents_BS: Tensor | None = None
+    source_BE: Tensor | None = None
+    source_documents_BE: Tensor | None = None
+    segments_BS: Tensor | None = None
+    prefix_B: Tensor | None = None
+
+
 class Side(nn.Module):
     """A stack without its head. Subclasses add the parts in the order in which they are used."""
 

@@ -5,7 +5,7 @@ R width of the embedding: W, unless model.embedding_rank is set
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,19 @@ from pipeline.model.context import Cache, Context, make_cross_mask
 from pipeline.model.head import IGNORED, Head, Losses, RowHead, Transform
 from pipeline.model.moe import Router, Routing
 from pipeline.model.norm import add_and_norm
-from pipeline.model.side import Encoder, Seen, Side
+from pipeline.model.side import Encoder, Inputs, Seen, Side
 from pipeline.model.stream import Backout, Smear, settle
+from pipeline.model.teacher import Taught, Teacher
+
+
+class States(NamedTuple):
+    """The result of all layers, and what further predictions need."""
+
+    x_BSW: Tensor  # the stream after the last layer
+    h_BSW: Tensor  # the stream, normalized
+    places: Tensor
+    context: Context
+    routings: list[Routing | None]
 
 
 class Decoder(Side):
@@ -62,6 +73,7 @@ class Decoder(Side):
         rows = 1 if cfg.head == "replaced" else cfg.vocab
         self.head = Head(cfg, nn.Parameter(torch.empty(rows, cfg.head_width)))
         self.row_head = RowHead(cfg) if cfg.row_classes else None
+        self.teacher: Teacher | None = None  # set for a distilled run
         self.tie()
 
     def tie(self) -> None:
@@ -93,25 +105,14 @@ class Decoder(Side):
         Labels belong to whole rows. The row head reads the first token, or `last_B`, the last token
         before the padding. With `counts_B`, the targets per row in the whole batch, every token
         counts the same, however the batch is divided."""
-        # Positions, masks and biases are computed once and shared by all layers.
-        places, context = self.context(tokens_BS, Seen(documents_BS, prefix_B), cache)
-        routings: list[Routing | None] = []
-        if self.encoder is not None:
-            context = self._encode(
-                context, routings, tokens_BS, documents_BS, source_BE, source_documents_BE, cache
-            )
-        x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, segments_BS)
-        if self.training and not x_BSW.requires_grad:
-            # A frozen embedding. ZeRO-3 gathers the weights of a block for the backward pass only
-            # where the block's input has a gradient.
-            x_BSW.requires_grad_()
-        x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
-        # Only the next token is needed, and the logits of a whole prompt would fill the memory.
-        if cache is not None:
-            x_BSW = x_BSW[:, -1:]
-            pending = None if pending is None else pending[:, -1:]
-        x_BSW, h_BSW = add_and_norm(self.norm, x_BSW, pending)
-        out = self._losses(h_BSW, targets_BS, labels_B, last_B)
+        inputs = Inputs(
+            tokens_BS, documents_BS, source_BE, source_documents_BE, segments_BS, prefix_B
+        )
+        x_BSW, h_BSW, places, context, routings = self.states(inputs, cache)
+        taught = None
+        if self.teacher is not None and self.training and targets_BS is not None:
+            taught = self.teacher(inputs)
+        out = self._losses(h_BSW, targets_BS, labels_B, last_B, taught)
         if targets_BS is None or isinstance(out, Tensor):
             return out
         # Training adds the losses of further tokens and of the routers. `nll` stays the plain loss.
@@ -129,18 +130,39 @@ class Decoder(Side):
         stacked = Routing(*(torch.stack(part) for part in zip(*routed, strict=True)))
         return out._replace(total=total + stacked.loss.sum(), routing=stacked)
 
+    def states(self, inputs: Inputs, cache: Cache | None = None) -> States:
+        """Run all layers."""
+        tokens_BS = inputs.tokens_BS
+        # Positions, masks and biases are computed once and shared by all layers.
+        seen = Seen(inputs.documents_BS, inputs.prefix_B)
+        places, context = self.context(tokens_BS, seen, cache)
+        routings: list[Routing | None] = []
+        if self.encoder is not None:
+            context = self._encode(context, routings, inputs, cache)
+        x_BSW = self.embed(self._smeared(tokens_BS, places, cache), places, inputs.segments_BS)
+        if self.training and not x_BSW.requires_grad:
+            # A frozen embedding. ZeRO-3 gathers the weights of a block for the backward pass only
+            # where the block's input has a gradient.
+            x_BSW.requires_grad_()
+        x_BSW, pending = self._decode(x_BSW, tokens_BS, context, routings, cache)
+        # Only the next token is needed, and the logits of a whole prompt would fill the memory.
+        if cache is not None:
+            x_BSW = x_BSW[:, -1:]
+            pending = None if pending is None else pending[:, -1:]
+        x_BSW, h_BSW = add_and_norm(self.norm, x_BSW, pending)
+        return States(x_BSW, h_BSW, places, context, routings)
+
     def _encode(
         self,
         context: Context,
         routings: list[Routing | None],
-        tokens_BS: Tensor,
-        documents_BS: Tensor | None,
-        source_BE: Tensor | None,
-        source_documents_BE: Tensor | None,
+        inputs: Inputs,
         cache: Cache | None,
     ) -> Context:
         """Return the context with the encoder's output; append the encoder's routings."""
         assert self.encoder is not None
+        source_BE = inputs.source_BE
+        source_documents_BE = inputs.source_documents_BE
         source_BEW = None
         if source_BE is not None:
             look_up = self.encoder.embedding or self.embedding
@@ -155,10 +177,10 @@ class Decoder(Side):
         # FlexAttention for the same reasons as in `Side.context`.
         special = source_documents_BE is not None or a.softcap is not None or a.sinks
         mask = make_cross_mask(
-            tokens_BS.shape[1],
-            documents_BS,
+            inputs.tokens_BS.shape[1],
+            inputs.documents_BS,
             source_documents_BE,
-            flex=tokens_BS.is_cuda and cache is None and special,
+            flex=inputs.tokens_BS.is_cuda and cache is None and special,
         )
         return context._replace(source_BEW=source_BEW, cross=mask)
 
@@ -193,14 +215,15 @@ class Decoder(Side):
         targets_BS: Tensor | None,
         labels_B: Tensor | None,
         last_B: Tensor | None,
+        taught: Taught | None,
     ) -> Tensor | Losses:
         """The logits, or the losses of tokens and rows: either the row's is added to that of the
         tokens (BERT), or the tokens' to that of the row (GPT's fine-tuning)."""
         if targets_BS is None or self.row_head is None or labels_B is None:
-            return self._head(h_BSW, targets_BS)
+            return self._head(h_BSW, targets_BS, taught)
         row_loss, rows_BC = self.row_head(h_BSW, labels_B, last_B)
         if self.token_weight is None:
-            out = cast(Losses, self._head(h_BSW, targets_BS))
+            out = cast(Losses, self._head(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
             # One token that predicts nothing: the head gets a gradient of zero, which every engine
@@ -211,13 +234,17 @@ class Decoder(Side):
         total = row_loss + self.token_weight * tokens.total
         return Losses(total, row_loss.detach(), rows_BC=rows_BC)
 
-    def _head(self, h_BSW: Tensor, targets_BS: Tensor | None) -> Tensor | Losses:
-        if self.transform is not None:
-            h_BSW = self.transform(h_BSW)
+    def _head(
+        self, h_BSW: Tensor, targets_BS: Tensor | None, taught: Taught | None = None
+    ) -> Tensor | Losses:
+        read_BSW = h_BSW if self.transform is None else self.transform(h_BSW)
+        soft = None if taught is None else taught.soft
         out: Tensor | Losses = self.head(
-            h_BSW, targets_BS, self.z_loss, self.loss_chunk, self.smoothing
+            read_BSW, targets_BS, self.z_loss, self.loss_chunk, self.smoothing, soft
         )
-        return out
+        if taught is None or isinstance(out, Tensor) or not taught.hidden:
+            return out
+        return out._replace(total=out.total + taught.angle(h_BSW))
 
     def _predict_ahead(
         self,

@@ -7,7 +7,7 @@ pass, and drops the logits. The backward pass only scales the stored gradients, 
 computed twice. A negative target predicts nothing, such as the padding of a packed row.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,37 @@ def eager_terms(
     return nll, more, grad_TV.to(logits_TV.dtype)
 
 
+class Soft(NamedTuple):
+    """A teacher's predictions, as the input and the weights of its head, and their weight in the
+    loss (config/distill.py). Its logits, too, exist for one chunk at a time."""
+
+    h_TW: Tensor
+    weight_VW: Tensor
+    bias_V: Tensor | None
+    softcap: float | None
+    temperature: float
+    soft: float
+    hard: float
+
+    def terms(
+        self, logits_TV: Tensor, part: slice, share_T: Tensor, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a chunk's part of T²·KL(teacher ‖ student), and the gradient for the logits.
+
+        T² keeps the gradient's size independent of the temperature."""
+        theirs_TV = torch.nn.functional.linear(self.h_TW[part], self.weight_VW, self.bias_V)
+        theirs_TV = cap(theirs_TV.float(), self.softcap).div_(self.temperature).log_softmax(-1)
+        capped_TV = cap(logits_TV.float(), softcap)
+        ours_TV = (capped_TV / self.temperature).log_softmax(-1)
+        teacher_TV = theirs_TV.exp()
+        divergence_T = (teacher_TV * (theirs_TV - ours_TV)).sum(-1)
+        loss = self.temperature**2 * (divergence_T * share_T).sum()
+        grad_TV = ours_TV.exp_().sub_(teacher_TV).mul_(self.temperature * share_T[:, None])
+        if softcap is not None:
+            grad_TV.mul_(1 - (capped_TV / softcap).square())
+        return loss, grad_TV
+
+
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     """into += a @ b, in fp32. A GPU adds inside the matmul, without rounding the product first."""
     if a.is_cuda and a.dtype != into.dtype:
@@ -92,6 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         smoothing: float,
         bias_V: Tensor | None,
+        soft: Soft | None,
     ) -> tuple[Tensor, Tensor]:
         # Zero for positions without a target.
         share_T = (targets_T >= 0) / count
@@ -108,9 +140,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, h_TW.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(h_TW[part], weight_VW, bias_V)
+            # Before `terms`, which overwrites the logits on a GPU.
+            taught = soft.terms(logits, part, share_T[part], softcap) if soft else None
             part_nll, part_more, grad = terms(
                 logits, targets_T[part], share_T[part], z_loss, softcap, smoothing
             )
+            if soft is not None and taught is not None:
+                part_more = soft.hard * (part_nll + part_more) + soft.soft * taught[0] - part_nll
+                grad = soft.hard * grad + (soft.soft * taught[1]).type_as(grad)
             nll = nll + part_nll
             more = more + part_more
             if grad_h is not None and grad_w is not None:
@@ -132,7 +169,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
         # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
         grad_h, grad_w, *grad_b = torch._foreach_mul(ctx.saved_tensors, scale)
-        return grad_h, grad_w, *[None] * 6, grad_b[0] if grad_b else None
+        return grad_h, grad_w, *[None] * 6, grad_b[0] if grad_b else None, None
 
 
 def next_token_loss(
@@ -146,13 +183,14 @@ def next_token_loss(
     softcap: float | None = None,
     smoothing: float = 0.0,
     bias_V: Tensor | None = None,
+    soft: Soft | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss to minimize, with z-loss and label smoothing, and the mean negative log
-    likelihood in nats.
+    """Return the loss to minimize, with z-loss, label smoothing and what a teacher predicts, and
+    the mean negative log likelihood in nats.
 
     `count` divides the sums; give it if the mean covers more targets than these."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count
     total, nll = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, smoothing, bias_V
+        h_TW, weight_VW, targets_T, count, z_loss, chunk, softcap, smoothing, bias_V, soft
     )
     return total, nll

@@ -247,7 +247,15 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
         offload=offload.optimizer is not None,
         muon=uses_muon(config),
     )
-    return replace(held, weights=0) if offload.params else held
+    if offload.params:
+        held = replace(held, weights=0)
+    teacher = config.distill.model if config.distill else None
+    if teacher is None:
+        return held
+    # A teacher is not divided. Its logits and probabilities exist beside the student's.
+    logits = config.train.loss_chunk * teacher.vocab * 8
+    weights = held.weights + params(teacher).total * BYTES[config.train.dtype]
+    return replace(held, weights=weights, loss=held.loss + logits)
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:

@@ -12,8 +12,9 @@ from pipeline.config.parts import Dtype, MoE
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import rates
-from pipeline.planner.count import flops_per_token, params
+from pipeline.planner.count import params
 from pipeline.planner.memory import model_memory
+from pipeline.planner.work import training_flops
 
 _MOST_TOKENS = 1e18  # a hundred thousand times the largest corpus
 # Activations that fill a GPU: those of 1b with 16k tokens.
@@ -166,7 +167,7 @@ def _tokens(spec: RunSpec) -> float | None:
     if train.steps is not None:
         return None
     if train.flops is not None:
-        return train.flops / flops_per_token(spec.model).model
+        return train.flops / training_flops(spec).model
     if train.tokens is not None:
         return float(train.tokens)
     return train.tokens_per_param * params(spec.model).scaling

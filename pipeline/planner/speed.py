@@ -33,6 +33,7 @@ from pipeline.planner.memory import (
     model_memory,
     uses_muon,
 )
+from pipeline.planner.work import teacher_model, training_flops
 
 # Measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
@@ -117,6 +118,10 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     muon = uses_muon(config)
     sent = traffic(model, layout, dtype=dtype, micros=micros, muon=muon)
     tokens_s = batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
+    teacher = teacher_model(config)
+    if teacher is not None:
+        # A forward pass, which keeps no activations.
+        tokens_s += batch // layout.ranks * _token_s(teacher, False, dtype, peak, rates) / 3
     idle_s = micros * (model.layers + model.source_layers + model.mtp) * BLOCK_S
     compute = tokens_s + idle_s + _update_s(model, layout, rates)
     if muon:
@@ -136,7 +141,7 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
         exchanges_s=exchanges,
         step_s=step,
         tokens_s=batch / step,
-        mfu=flops_per_token(model).model * batch / step / layout.ranks / peak,
+        mfu=training_flops(config).model * batch / step / layout.ranks / peak,
         gpu_hours=config.train.steps * step * layout.ranks / 3600,
         fits=held.total <= USABLE * (cluster.memory_bytes or math.inf),
         error=ERROR * (2 if layout.ep > 1 else 1),

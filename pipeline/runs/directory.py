@@ -26,6 +26,7 @@ from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
+from pipeline.planner.work import training_flops
 from pipeline.runs.history import RUN_FILE, read_json, status_of
 from pipeline.runs.log import FILE, Log, Record, printable, read
 
@@ -268,8 +269,10 @@ def facts(
 ) -> dict[str, Any]:
     """Return run.json: what fits and pages need, so that they do not have to recompute it."""
     count = account.params(config.model)
-    flops_per_token = account.flops_per_token(config.model).model
+    flops_per_token = training_flops(config).model
     tokens = config.train.steps * config.train.batch_tokens
+    # A law never mixes distilled runs with others.
+    objective = config.objective.name + ("" if config.distill is None else " distilled")
     return {
         "version": 1,
         "name": config.name,
@@ -277,7 +280,7 @@ def facts(
         "size": config.model.size,
         "arch": config.model.arch,
         # Older runs do not name theirs, which was causal.
-        **({} if config.objective.name == "causal" else {"objective": config.objective.name}),
+        **({} if objective == "causal" else {"objective": objective}),
         "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
         "flops_per_token": flops_per_token,
         "convention": account.CONVENTION,

@@ -16,8 +16,9 @@ from pipeline.config.layers import RECIPE, load, reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.check import resolve
-from pipeline.planner.count import flops_per_token, params
+from pipeline.planner.count import params
 from pipeline.planner.recipe import rule
+from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
@@ -254,7 +255,7 @@ def recipe_of(
     words += ["--steps", str(train.steps)]
     words += [word for text in every.values() for word in ("--set", text)]
     D = float(train.steps * train.batch_tokens)
-    C = D * flops_per_token(config.model).model
+    C = D * training_flops(config).model
     N = params(config.model).scaling
     return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
 

@@ -14,6 +14,7 @@ import tomli_w
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
+from pipeline.planner.work import training_flops
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
@@ -104,7 +105,7 @@ def target_of(sweep: Sweep, size: str) -> Target:
     spec = configs_of(sweep.model_copy(update={"sizes": (size,)}))[size]
     N = float(account.params(spec.model).scaling)
     D = spec.train.tokens_per_param * N
-    return Target(size, N, D, D * account.flops_per_token(spec.model).model)
+    return Target(size, N, D, D * training_flops(spec).model)
 
 
 def width(

@@ -21,6 +21,7 @@ from pipeline.planner import count as account
 from pipeline.planner.check import resolve
 from pipeline.planner.memory import Layout, memory
 from pipeline.planner.speed import estimate
+from pipeline.planner.work import training_flops
 from pipeline.units import count, power
 
 SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
@@ -183,15 +184,15 @@ def _valley(
     label = f"{C:.1e}".replace("+", "")
     runs = []
     for name in chosen:
-        tokens = C / account.flops_per_token(configs[name].model).model
+        tokens = C / training_flops(configs[name]).model
         runs.append(_planned(sweep, configs[name], f"{label}-{name}", tokens, mfu))
     return runs
 
 
 def _guess(configs: dict[str, RunSpec], C: float, ratio: float) -> float:
     """Return the N for which C is enough for `ratio` tokens per parameter, by interpolation."""
-    models = [config.model for config in configs.values()]
-    pairs = [(account.params(m).scaling, account.flops_per_token(m).model) for m in models]
+    specs = configs.values()
+    pairs = [(account.params(s.model).scaling, training_flops(s).model) for s in specs]
     table = np.array(sorted((float(ratio * N * flops), float(N)) for N, flops in pairs))
     costs, sizes = np.log(table).T
     return float(np.exp(np.interp(np.log(C), costs, sizes)))
@@ -206,7 +207,7 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     lr = run.optim.lr
     warmup = run.optim.schedule.warmup_steps
     D = float(train.steps * train.batch_tokens)
-    C = D * account.flops_per_token(run.model).model
+    C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
     hours = None
     peak = run.cluster.peak_flops

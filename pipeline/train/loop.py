@@ -16,7 +16,7 @@ from pipeline.objective.batch import Batch
 from pipeline.optim.schedule import learning_rate
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
-from pipeline.planner.count import flops_per_token
+from pipeline.planner.work import training_flops
 from pipeline.process import StopRequest
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import goodput
@@ -47,7 +47,7 @@ class Loop:
         world = self.world
         self.steps = config.train.steps
         self.batch_tokens = config.train.batch_tokens
-        self.flops_per_token = flops_per_token(config.model).model
+        self.flops_per_token = training_flops(config).model
         peak = peak_flops(config.cluster, world.device)
         all_ranks = None if peak is None else peak * world.size
         self.meter = Meter(self.batch_tokens, self.flops_per_token, all_ranks, world.device)

@@ -283,6 +283,10 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     )
     if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
         spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
+    if spec.distill is not None:
+        remedy = "give a teacher that was trained with the tokenizer of the data"
+        teacher = Path(spec.distill.teacher)
+        same_tokenizer(teacher, corpus.manifest.tokenizer.fingerprint, "distill.teacher", remedy)
     # A --config or --set may name other data than --data, which the run would fail to open.
     for key, value in data.items():
         other = getattr(spec.data, key)

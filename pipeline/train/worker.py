@@ -10,15 +10,17 @@ import time
 import traceback
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from pipeline.checkpoint.restore import find, load, load_initial_weights
+from pipeline.checkpoint.restore import find, load, load_initial_weights, load_teacher
 from pipeline.checkpoint.save import Saver
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.errors import RunError, UserError
+from pipeline.model.stack import Decoder
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World, leave
@@ -55,6 +57,7 @@ def run(
     batches = loader(config, corpus, "train")
     with closing(Watchdog(directory, world, config.train.hang_s, config.train.first_s)) as watch:
         worker = build_engine(config, world)
+        cast(Decoder, worker.module).teacher = load_teacher(config, world.device)
         evaluator = Evaluator(config, corpus, world)
         tasks = Monitor(config, corpus, world)
         in_context = InContext(config, corpus, world, evaluator.micros)
