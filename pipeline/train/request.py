@@ -283,20 +283,12 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     )
     if isinstance(spec.objective, Denoise) and spec.objective.permute and not spec.objective.stops:
         spec = changed(spec, {"objective.stops": corpus.sentence_ends()})
-    if spec.distill is not None:
-        remedy = "give a teacher that was trained with the tokenizer of the data"
-        teacher = Path(spec.distill.teacher)
-        same_tokenizer(teacher, corpus.manifest.tokenizer.fingerprint, "distill.teacher", remedy)
     # A --config or --set may name other data than --data, which the run would fail to open.
     for key, value in data.items():
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
-    check_pairs(corpus, spec)
-    special = spec.objective.special_ids
-    corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
-    if spec.objective.examples:
-        corpus.check_rows(spec.text_length)
+    _check_corpus(corpus, spec)
     for key in _OF_THE_WEIGHTS if model is not None else ():
         asked = json.dumps(getattr(spec.model, key))
         was = json.dumps((model or {})[key])
@@ -307,6 +299,19 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
     read_tasks(tasks)
     return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
+
+
+def _check_corpus(corpus: Corpus, spec: RunSpec) -> None:
+    """Refuse data that does not serve the objective, the vocabulary or the teacher."""
+    check_pairs(corpus, spec)
+    special = spec.objective.special_ids
+    corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
+    if spec.objective.examples:
+        corpus.check_rows(spec.text_length)
+    if spec.distill is not None:
+        remedy = "give a teacher that was trained with the tokenizer of the data"
+        teacher = Path(spec.distill.teacher)
+        same_tokenizer(teacher, corpus.manifest.tokenizer.fingerprint, "--data", remedy)
 
 
 def _fit(
