@@ -1,9 +1,7 @@
 """Plan a run before the first process starts, and refuse impossible requests in one line."""
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +19,10 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
 from pipeline.planner.memory import (
     DeviceMemory,
-    Layout,
-    checkpoint_bytes,
-    disk_bytes,
-    offloaded,
-    uses_muon,
 )
-from pipeline.runs.directory import RunDir, facts, list_checkpoints, same_tokenizer
+from pipeline.runs.directory import RunDir, facts, same_tokenizer
 from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import branch_step, copy_trunk
-from pipeline.units import byte_size
 
 # Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
@@ -164,7 +156,7 @@ def plan_run(request: Request, devices: Devices) -> PlannedRun:
     fresh = request.fresh and request.out is None
     if run.exists and not fresh and not request.resume:
         raise _exists(run)
-    _check_disk(config, run.path, request.nproc)
+    check_disk(config, run.path, request.nproc)
     if run.exists and not fresh:
         return PlannedRun(run, config, None, note=note)
     if not request.init and not request.branch:
@@ -233,7 +225,7 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
     asked = reload(run.config, [moved], **request.layers)
     config, note = _fit(asked, reload(run.config), request, devices, None)
     if not run.finished:
-        _check_disk(config, run.path, request.nproc)
+        check_disk(config, run.path, request.nproc)
     if not run.finished or request.data is not None:
         _open_corpus(Path(config.data.dir or ".")).check_same(config.data)
     return PlannedRun(run, config, None, note=note)
@@ -336,7 +328,7 @@ def _fit(
     if request.fewest:  # of a job, whose nodes cannot be inspected from here
         fit_to_devices(config, request.fewest, devices.memory)
     else:
-        _check_offload(config, request.nproc, devices.host_bytes)
+        check_offload(config, request.nproc, devices.host_bytes)
     return config, note
 
 
@@ -359,43 +351,3 @@ def _as_before(spec: RunSpec, before: RunConfig, ranks: int) -> RunSpec:
     if spec.parallel.ep == "auto" and ranks % before.parallel.ep == 0:
         change["ep"] = before.parallel.ep
     return changed(RunSpec.model_validate(spec.model_dump()), change)
-
-
-def _check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None:
-    """Check for enough space for offloaded states and for the copy behind each checkpoint."""
-    offload = config.parallel.offload
-    layout = Layout.of(config, ranks)
-    copy = checkpoint_bytes(config.model, muon=uses_muon(config))
-    if offload.path is not None and offload.nvme:
-        key = f"parallel.offload.path={offload.path}"
-        folder = Path(offload.path)
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(f"{key} is not a writable directory; give one on a local disk")
-        need = offloaded(config, layout, "nvme") + copy
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            space = f"{byte_size(free)} free, the run needs {byte_size(need)} there"
-            raise RunError(f"{key} has {space}; use another disk")
-        copy = 0
-    held = offloaded(config, layout, "cpu")
-    if held and host_bytes is not None and held + copy > host_bytes:
-        raise ConfigError(
-            f"parallel.offload to the CPU needs about {byte_size(held + copy)} of memory and "
-            f"{byte_size(host_bytes)} are free; offload to nvme (docs/TRAINING.md), or use a "
-            f"smaller --size"
-        )
-
-
-def _check_disk(config: RunConfig, path: Path, ranks: int) -> None:
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    # One more than is kept: the next is complete before the oldest is deleted. A run that continues
-    # has some already.
-    count = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
-    need = count * disk_bytes(
-        config.model, ranks=ranks, zero=config.parallel.zero, muon=uses_muon(config)
-    )
-    free = shutil.disk_usage(there).free
-    if need > free:
-        space = f"{count} checkpoints need {byte_size(need)} and {byte_size(free)} are free"
-        remedy = "free some space, choose another disk, or --set train.keep_last=1"
-        raise RunError(f"--out {path}: {space}; {remedy}")
