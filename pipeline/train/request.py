@@ -23,6 +23,7 @@ from pipeline.planner.memory import (
 from pipeline.runs.directory import RunDir, facts, same_tokenizer
 from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import branch_step, copy_trunk
+from pipeline.train.space import check_disk, check_offload
 
 # Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
