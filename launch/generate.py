@@ -128,6 +128,8 @@ def _inputs(
     to: str | None,
 ) -> list[Input]:
     """Return the inputs for each text, which is given as the user wrote it and with examples."""
+    from pipeline.config.spans import MODES, Mixture
+
     languages = _languages(config, from_, to)
     found = []
     for shown, text in texts:
@@ -138,6 +140,12 @@ def _inputs(
             continue
         # As in training: a source has its end, and the decoder starts after the end of a document.
         # A language has the special id of its number.
+        if isinstance(config.objective, Mixture):
+            # Its sequential mode continues a text: the first sentinel stands for the rest.
+            sequential = pieces.vocab + config.objective.sentinels + MODES.index("S")
+            source = [sequential, *ids, pieces.vocab, pieces.eod]
+            found.append(Input(shown, [pieces.eod, pieces.vocab], source))
+            continue
         tags = [pieces.vocab + language for language in languages]
         found.append(Input(shown, tags[1:] or [pieces.eod], [*tags[:1], *ids, pieces.eod]))
     return found

@@ -8,64 +8,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.parts import Count, Frozen, Positive, Share, Weight, require
+from pipeline.config.parts import Count, Share, Weight, require
 from pipeline.config.shape import Model
-
-Stack = Literal["decoder", "encoder", "encoder-decoder"]
-_Part = Annotated[float, Field(gt=0, lt=1)]
-_Length = Annotated[float, Field(ge=1)]
+from pipeline.config.spans import BaseObjective, Denoise, Mixture, Part, Spans, Stack
 
 
-class _Objective(Frozen):
-    kind: str
-
-    @property
-    def stack(self) -> Stack:
-        """The stack that this objective needs."""
-        return "decoder"
-
-    @property
-    def special_ids(self) -> int:
-        """Number of special ids, which are above the tokenizer's."""
-        return 0
-
-    def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        """Number of text tokens in a row of a model with these lengths."""
-        return seq
-
-    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """Return the valid `model.seq` and `model.source_seq` nearest to those given."""
-        return seq, source_seq
-
-    @property
-    def name(self) -> str:
-        """The kind and every setting that is not the default. Losses of objectives with different
-        names are not comparable."""
-        given = self.model_dump(exclude_defaults=True)
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in given.items())])
-
-    @property
-    def whole_text(self) -> bool:
-        """Whether the loss covers running text, so that bits per byte exist."""
-        return False
-
-    @property
-    def label_smoothing(self) -> float:
-        """Share of each target's probability that training spreads over the vocabulary."""
-        return 0.0
-
-    @property
-    def examples(self) -> bool:
-        """Whether a row is one example of a file (`launch finetune`), and not running text."""
-        return False
-
-    @property
-    def token_weight(self) -> float | None:
-        """Of the tokens' loss beside that of the row. None: the tokens' loss is the main one."""
-        return None
-
-
-class Causal(_Objective):
+class Causal(BaseObjective):
     """Predict each token from those before it."""
 
     kind: Literal["causal"] = "causal"
@@ -75,12 +23,12 @@ class Causal(_Objective):
         return True
 
 
-class Prefix(_Objective):
+class Prefix(BaseObjective):
     """Predict each token of a continuation from the tokens before it and a prefix that is read in
     both directions (arXiv 1910.10683, §3.2.2). The end of the prefix is random."""
 
     kind: Literal["prefix"] = "prefix"
-    share: _Part = 0.5  # share of a row's tokens that are predicted, the same number in every row
+    share: Part = 0.5  # share of a row's tokens that are predicted, the same number in every row
 
     @property
     def whole_text(self) -> bool:
@@ -93,11 +41,11 @@ class Prefix(_Objective):
         return min(max(round(self.share * seq), 1), seq - 1)
 
 
-class Masked(_Objective):
+class Masked(BaseObjective):
     """Predict some tokens of a text from all others (BERT, arXiv 1810.04805)."""
 
     kind: Literal["masked"] = "masked"
-    rate: _Part = 0.15  # share of tokens that are predicted
+    rate: Part = 0.15  # share of tokens that are predicted
     mask: Share = 0.8  # share of these that the mask replaces
     random: Share = 0.1  # share of these that a random token replaces; the others stay
     # A row is two parts of a text, and the model also predicts whether the second follows the first
@@ -123,104 +71,19 @@ class Masked(_Objective):
         return seq if self.pairs == "none" else seq - 3
 
 
-class Replaced(_Objective):
+class Replaced(BaseObjective):
     """Predict which tokens of a text were replaced (ELECTRA, arXiv 2003.10555). Replacements are
     tokens of other texts, so the generator is a unigram model."""
 
     kind: Literal["replaced"] = "replaced"
-    rate: _Part = 0.15  # share of tokens that are replaced; there is a prediction for every token
+    rate: Part = 0.15  # share of tokens that are replaced; there is a prediction for every token
 
     @property
     def stack(self) -> Stack:
         return "encoder"
 
 
-class _Cut(_Objective):
-    """Spans of a text are cut out: in every row the same number of tokens and of spans."""
-
-    rate: _Part  # share of tokens that are cut out
-    length: _Length  # mean length of a span in tokens
-
-    @model_validator(mode="after")
-    def _tokens_between(self) -> Self:
-        """Spans do not touch, so at least one token must stay for each span."""
-        most = self.length / (1 + self.length)
-        text = f"rate={self.rate} leaves no token between spans of {self.length:g} tokens"
-        require(self.rate < most, f"{text}; use a rate below {most:.3g}, or longer spans")
-        return self
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder-decoder"
-
-    def noise(self, tokens: int) -> tuple[int, int]:
-        """Return the number of tokens to cut out of a text of this length, and of spans."""
-        cut = min(max(round(tokens * self.rate), 1), tokens - 1)
-        # Each span follows at least one token that stays.
-        return cut, min(max(round(cut / self.length), 1), tokens - cut)
-
-
-class Spans(_Cut):
-    """Predict the spans cut out of a text from the rest (T5, arXiv 1910.10683, §3.1.4)."""
-
-    kind: Literal["spans"] = "spans"
-    rate: _Part = 0.15
-    length: _Length = 3.0
-    sentinels: Positive = 128  # ids that replace spans, one each; T5 has 100 and 28 unused ids
-
-    @property
-    def special_ids(self) -> int:
-        return self.sentinels
-
-    def text_length(self, seq: int, source_seq: int | None = None) -> int:
-        """The longest text whose rest, sentinels and end fit into the encoder's input. T5 makes 512
-        tokens of input from 568 tokens of text."""
-        reads = source_seq or seq
-        tokens = max(2, reads // 2)  # shorter than any result: a span has at least one token
-        while self._rest(tokens + 1) <= reads:
-            tokens += 1
-        return tokens
-
-    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """A single given length is that of the encoder's input."""
-        reads = source_seq or seq
-        return self.target_length(reads), reads
-
-    def target_length(self, seq: int) -> int:
-        """Length of the decoder: the tokens cut out, their sentinels and the end. T5 has 114."""
-        return sum(self.noise(self.text_length(seq))) + 1
-
-    def _rest(self, tokens: int) -> int:
-        cut, spans = self.noise(tokens)
-        return tokens - cut + spans + 1
-
-
-class Denoise(_Cut):
-    """Predict a whole text from one with permuted sentences, in which one mask replaces each span
-    of any length (BART, arXiv 1910.13461: infilling with Poisson lengths)."""
-
-    kind: Literal["denoise"] = "denoise"
-    rate: _Part = 0.3
-    length: _Length = 3.0
-    permute: bool = True
-    # Ids that end a sentence, besides the end of a document; new runs read them from the tokenizer.
-    stops: tuple[Count, ...] = ()
-
-    @property
-    def special_ids(self) -> int:
-        return 1
-
-    def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """The decoder writes the whole text; the encoder reads the rest of it, and padding."""
-        return seq, max(source_seq or seq, self.source_length(seq))
-
-    def source_length(self, seq: int) -> int:
-        """Length of the rest of a text, with a mask for each span."""
-        cut, spans = self.noise(seq)
-        return seq - cut + spans
-
-
-class Pairs(_Objective):
+class Pairs(BaseObjective):
     """A translation, from the text that it translates (arXiv 1706.03762)."""
 
     kind: Literal["pairs"] = "pairs"
@@ -252,7 +115,7 @@ class Pairs(_Objective):
         return seq + (source_seq or seq)
 
 
-class Answers(_Objective):
+class Answers(BaseObjective):
     """Predict the answer to a prompt. The prompt itself is not predicted (objective/noise.py)."""
 
     kind: Literal["answers"] = "answers"
@@ -265,7 +128,7 @@ class Answers(_Objective):
         return seq + 2  # the end after the prompt, and the last token, which is not read
 
 
-class Labels(_Objective):
+class Labels(BaseObjective):
     """Predict the class of a text or of a pair of texts, or a number (objective/noise.py)."""
 
     kind: Literal["labels"] = "labels"
@@ -309,7 +172,7 @@ class Labels(_Objective):
 
 LABEL_DIGITS = 8  # hexadecimal, at the start of a row of the data: 32 bits
 Objective = Annotated[
-    Causal | Prefix | Masked | Replaced | Spans | Denoise | Pairs | Answers | Labels,
+    Causal | Prefix | Masked | Replaced | Spans | Mixture | Denoise | Pairs | Answers | Labels,
     Field(discriminator="kind"),
 ]
 
@@ -343,7 +206,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if model.row_classes and not pairs:
         text = f"model.row_classes={model.row_classes} labels rows, which {key} does not"
         return f"{text}; set objective.pairs=next, or model.row_classes=0"
-    if apart and (pairs or isinstance(objective, Prefix | Spans | Denoise | Answers)):
+    if apart and (pairs or isinstance(objective, Prefix | Spans | Mixture | Denoise | Answers)):
         text = f"{key} reads rows of running text, not documents kept apart"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     if apart and isinstance(objective, Pairs):
@@ -353,8 +216,8 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if lengths != (model.seq, model.source_seq):
         text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not go with {key}"
         return f"{text}; set model.seq={lengths[0]} and model.source_seq={lengths[1]}"
-    if isinstance(objective, Spans):
-        _, spans = objective.noise(objective.text_length(model.seq, model.source_seq))
+    if isinstance(objective, Spans | Mixture):
+        spans = objective.most_spans(objective.text_length(model.seq, model.source_seq))
         if spans > objective.sentinels:
             text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
             return f"{text} of {model.source_seq} tokens; set objective.sentinels={spans}"

@@ -8,7 +8,7 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
@@ -26,7 +26,7 @@ from pipeline.data.pairs import PairRows, PairStream
 from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
 from pipeline.objective.draws import F32, I64, Draws
-from pipeline.objective.noise import IGNORE, Example, Noise, Text
+from pipeline.objective.example import IGNORE, Example, Noise, Text
 
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
 AHEAD = 2  # batches that are prepared while one is trained on
@@ -212,6 +212,7 @@ class Loader:
         boundaries: bool = False,
         noise: Noise | None = None,
         uneven: bool = False,
+        row_targets: Callable[[int], int | None] | None = None,
         pairs: PairRows | None = None,
     ) -> None:
         self.seq = seq  # tokens of text per row
@@ -222,6 +223,7 @@ class Loader:
         self._boundaries = boundaries or self._packed
         self._noise = noise
         self._uneven = uneven  # rows predict different numbers of tokens
+        self._row_targets = row_targets  # from a row's number, if the text need not be read
         self._held_out = split != "train"
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
@@ -285,10 +287,17 @@ class Loader:
         return Batch.stack(examples, digest % 2**64)
 
     def _mean_targets(self, step: int, noise: Noise) -> F32:
-        """Targets per row of a batch. Every rank reads all of its rows, which are short."""
+        """Targets per row of a batch. If their number depends on the text, every rank reads all of
+        the rows, which are short."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
             stream, window = self._place(sample)
+            known = None
+            if self._row_targets is not None:
+                known = self._row_targets(window if self._held_out else sample)
+            if known is not None:
+                total += known
+                continue
             example = self._example(self._streams[stream], window, sample, noise)
             total += int((example.targets != IGNORE).sum())
         return np.array([total / self.rows], np.float32)

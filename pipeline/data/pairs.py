@@ -22,7 +22,8 @@ from pipeline.data.order import SHARDS_TOGETHER, order_by_shards
 from pipeline.data.shards import Shard
 from pipeline.errors import DataError
 from pipeline.objective.draws import I64
-from pipeline.objective.noise import Example, Pair, Vocabulary, join_pairs
+from pipeline.objective.example import Example, Vocabulary
+from pipeline.objective.noise import Pair, join_pairs
 
 
 class PairRows(NamedTuple):

@@ -32,7 +32,7 @@ from pipeline.data.shards import (
 )
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
-from pipeline.objective.noise import NO_LABEL
+from pipeline.objective.example import NO_LABEL
 
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this

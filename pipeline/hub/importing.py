@@ -24,8 +24,9 @@ from transformers.utils import logging
 from pipeline import atomic
 from pipeline.checkpoint.save import save_weights
 from pipeline.config.layers import CONFIGS, merge, read_toml, recipe_layer, validate
-from pipeline.config.objective import Denoise, Labels
+from pipeline.config.objective import Labels
 from pipeline.config.schema import RunSpec
+from pipeline.config.spans import Denoise
 from pipeline.errors import ConfigError, DataError, RunError, UserError
 from pipeline.hub.configuration_isoflop import IsoflopConfig
 from pipeline.hub.families import from_hub_config

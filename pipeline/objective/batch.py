@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipeline.config.schema import RunConfig
 from pipeline.objective.draws import I64, Draws
-from pipeline.objective.noise import Example, Text, Vocabulary, make_noise
+from pipeline.objective.example import Example, Text, Vocabulary
+from pipeline.objective.noise import make_noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,11 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
 
     whole = [Text(text, None, len(text), another) for text in texts.numpy()]
     examples = [noise(whole[row], Draws(seed, row)) for row in rows]
+    counts = [config.objective.row_targets(row, config.text_length) for row in range(config.rows)]
+    uneven = [count for count in counts if count is not None]
+    if uneven:
+        mean = np.array([sum(uneven) / len(uneven)], np.float32)
+        examples = [example._replace(counts=mean) for example in examples]
     made = zip(rows, examples, strict=True)
     digest = sum(xxhash.xxh3_64_intdigest(example.raw, row) for row, example in made)
     return Batch.stack(examples, digest % 2**64)

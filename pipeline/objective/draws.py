@@ -23,6 +23,7 @@ class Draws:
     Creating a numpy generator takes longer than a row, and its numbers may change with versions."""
 
     def __init__(self, seed: int, number: int) -> None:
+        self.number = number
         # Python's integers may be negative or longer than 64 bits.
         state = np.array([seed & (2**64 - 1), number & (2**64 - 1)], np.uint64)
         self._base = mix(mix(state[:1] + np.uint64(GOLDEN)) + state[1:])

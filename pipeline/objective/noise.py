@@ -5,65 +5,33 @@ of ranks and a resumed run sees the same rows. Every row predicts the same numbe
 fewer if it has padding, because losses are means of means over micro-batches and ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.config.objective import (
-    LABEL_DIGITS,
     Answers,
     Causal,
-    Denoise,
     Labels,
     Masked,
     Objective,
     Pairs,
     Prefix,
     Replaced,
-    Spans,
 )
-from pipeline.objective.draws import F32, I64, Draws
-
-IGNORE = -100  # target of a position without a prediction, as in torch's cross-entropy
-
-
-class Example(NamedTuple):
-    """A row of a batch: the tensors of `Batch`, in the same order."""
-
-    tokens: I64
-    targets: I64
-    documents: I64 | None = None
-    source: I64 | None = None
-    source_documents: I64 | None = None
-    segments: I64 | None = None
-    prefix: I64 | None = None  # one number
-    labels: I64 | F32 | None = None  # one number
-    last: I64 | None = None  # one number
-    counts: F32 | None = None  # one number
-
-    @property
-    def raw(self) -> memoryview:
-        """The bytes that the hash of a batch covers: everything that the model reads."""
-        return np.concatenate([part for part in self if part is not None]).data
-
-
-class Text(NamedTuple):
-    """The text of a row."""
-
-    tokens: I64
-    documents: I64 | None  # document of each token, if documents are kept apart
-    length: int  # number of tokens without padding
-    another: Callable[[Draws], I64] | None = None  # draws another text of the same length
-
-
-class Vocabulary(NamedTuple):
-    pieces: int  # ids of the tokenizer; the special ids follow them
-    eod: int  # ends every document, and is the first input of an encoder–decoder's decoder
-
-
-Noise = Callable[[Text, Draws], Example]
+from pipeline.config.spans import MODES, Denoise, Mixture, Spans
+from pipeline.objective.draws import I64, Draws
+from pipeline.objective.example import (
+    IGNORE,
+    Example,
+    Noise,
+    Text,
+    Vocabulary,
+    read_answer,
+    read_label,
+)
 
 
 def make_noise(
@@ -84,6 +52,8 @@ def make_noise(
             return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
         case Spans():
             return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
+        case Mixture():
+            return lambda text, draws: mix_denoisers(objective, vocabulary, source_seq, text, draws)
         case Denoise():
             return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
         case Pairs():
@@ -166,21 +136,49 @@ def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws
 
     As in T5's random_spans_noise_mask, text and noise are each divided into as many random parts as
     there are spans, and the parts alternate, beginning with text."""
-    length = len(text.tokens)
-    cut, spans = objective.noise(length)
+    source, targets = cut_out(text.tokens, *objective.noise(len(text.tokens)), vocabulary, draws)
+    tokens = np.concatenate(([vocabulary.eod], targets[:-1]))
+    return Example(tokens, targets, source=source)
+
+
+def cut_out(
+    text: I64, cut: int, spans: int, vocabulary: Vocabulary, draws: Draws
+) -> tuple[I64, I64]:
+    """Return the rest and the spans of a text, each with its sentinels and its end."""
     parts = np.empty(2 * spans, np.int64)
-    parts[0::2] = random_parts(length - cut, spans, draws)
+    parts[0::2] = random_parts(len(text) - cut, spans, draws)
     parts[1::2] = random_parts(cut, spans, draws)
     sentinels = vocabulary.pieces + np.arange(spans)
     is_noise = np.repeat(np.arange(2 * spans) % 2 == 1, parts)
-    source = text.tokens[~is_noise]
     # A sentinel is at the place of its span: after the tokens that stay before it.
-    source = np.insert(source, np.cumsum(parts[0::2]), sentinels)
-    source = np.append(source, vocabulary.eod)
+    source = np.insert(text[~is_noise], np.cumsum(parts[0::2]), sentinels)
     starts = np.cumsum(parts[1::2]) - parts[1::2]
-    targets = np.append(np.insert(text.tokens[is_noise], starts, sentinels), vocabulary.eod)
-    tokens = np.concatenate(([vocabulary.eod], targets[:-1]))
-    return Example(tokens, targets, source=source)
+    targets = np.insert(text[is_noise], starts, sentinels)
+    return np.append(source, vocabulary.eod), np.append(targets, vocabulary.eod)
+
+
+def mix_denoisers(
+    objective: Mixture,
+    vocabulary: Vocabulary,
+    source_seq: int | None,
+    text: Text,
+    draws: Draws,
+) -> Example:
+    """Cut spans out as the denoiser of this row does. Both sides are padded to the longest row.
+
+    One span is always the end of the text: the parts alternate, beginning with text."""
+    denoiser = objective.denoiser(draws.number)
+    cut, spans = denoiser.noise(len(text.tokens))
+    rest, predicted = cut_out(text.tokens, cut, spans, vocabulary, draws)
+    mode = vocabulary.pieces + objective.sentinels + MODES.index(denoiser.mode)
+    source = np.concatenate(([mode], rest))
+    reads = source_seq or len(source)
+    seq, _ = objective.lengths(reads, reads)
+    tokens = np.full(seq, vocabulary.eod)
+    tokens[1 : len(predicted)] = predicted[:-1]
+    targets = np.full(seq, IGNORE)
+    targets[: len(predicted)] = predicted
+    return pad_source(Example(tokens, targets, source=source), reads, vocabulary.eod)
 
 
 def corrupt(
@@ -210,14 +208,18 @@ def corrupt(
     source = np.insert(given[stays], before, vocabulary.pieces)
     tokens = np.concatenate(([vocabulary.eod], text.tokens[:-1]))
     row = Example(tokens, text.tokens, source=source)
-    padding = (source_seq or len(source)) - len(source)
-    if not padding:
-        return row
-    # Padding is a separate document, to which no token of the text attends.
+    reads = source_seq or len(source)
+    return row if reads == len(source) else pad_source(row, reads, vocabulary.eod)
+
+
+def pad_source(row: Example, length: int, eod: int) -> Example:
+    """Pad the source. Padding is a separate document, to which no token of the text attends."""
+    assert row.source is not None
+    padding = length - len(row.source)
     return row._replace(
-        documents=np.zeros_like(tokens),
-        source=np.pad(source, (0, padding), constant_values=vocabulary.eod),
-        source_documents=np.pad(np.zeros_like(source), (0, padding), constant_values=1),
+        documents=np.zeros_like(row.tokens),
+        source=np.pad(row.source, (0, padding), constant_values=eod),
+        source_documents=np.pad(np.zeros_like(row.source), (0, padding), constant_values=1),
     )
 
 
@@ -277,74 +279,3 @@ def random_parts(total: int, parts: int, draws: Draws) -> I64:
     """Return lengths of at least one that add up to a total; every such list is equally likely."""
     borders = np.sort(draws.choice(np.arange(1, total), parts - 1))
     return np.diff(np.concatenate(([0], borders, [total])))
-
-
-# Examples of a file (data/rows.py). The text of a row is one example. Each of its parts ends with
-# the end of a document, which also fills the rest of the row; no text contains this token.
-
-
-def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
-    """Predict the answer after the prompt, and its end unless the answer was cut."""
-    eod = vocabulary.eod
-    seq = len(text) - 2
-    prompt, answer, ended = _two_parts(text, eod)
-    if not len(prompt):
-        prompt = np.array([eod])  # an empty prompt starts like a document, as in `launch generate`
-    whole = np.concatenate((prompt, answer, [eod] if ended else []))[: seq + 1].astype(np.int64)
-    tokens = np.full(seq, eod)
-    targets = np.full(seq, IGNORE)
-    inputs = len(whole) - 1
-    tokens[:inputs] = whole[:-1]
-    if len(answer):  # rows that only fill a batch have no answer
-        first = len(prompt) - 1
-        targets[first:inputs] = whole[first + 1 :]
-    return Example(tokens, targets)
-
-
-def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
-    """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
-
-    A decoder reads each text and its end, and predicts the label at the last end, like GPT's tokens
-    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or the same
-    with the end of a document in place of both special tokens."""
-    bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
-    seq = len(text) - LABEL_DIGITS
-    first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
-    encoder = objective.reads == "first"
-    framed = encoder and objective.special >= 3  # as the pretraining of pairs (mask_pair)
-    start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []
-    end = [vocabulary.pieces + 2 if framed else vocabulary.eod]
-    after = end if len(second) else []
-    whole = np.concatenate((start, first, end, second, after)).astype(np.int64)[:seq]
-    length = len(whole)
-    tokens = np.full(seq, vocabulary.eod)
-    tokens[:length] = whole
-    targets = np.full(seq, IGNORE)
-    label = _label(bits, objective)
-    if not encoder:
-        targets[: length - 1] = whole[1:]
-        return Example(tokens, targets, labels=label, last=np.array([length - 1]))
-    # Padding is a separate document, to which no token of the text attends.
-    documents = (np.arange(seq) >= length).astype(np.int64)
-    segments = None
-    if framed:
-        border = len(first) + 2
-        segments = ((np.arange(seq) >= border) & (np.arange(seq) < length)).astype(np.int64)
-    return Example(tokens, targets, documents, segments=segments, labels=label)
-
-
-NO_LABEL = 2**32 - 1  # of a row that fills a batch up; as a float, it is a NaN
-
-
-def _label(bits: int, objective: Labels) -> I64 | F32:
-    if not objective.names:
-        return np.array([bits], np.uint32).view(np.float32)
-    return np.array([IGNORE if bits == NO_LABEL else bits % objective.classes])
-
-
-def _two_parts(text: I64, eod: int) -> tuple[I64, I64, bool]:
-    """The tokens before the first end and those between it and the second, if there is one."""
-    ends = np.flatnonzero(text == eod)[:2]
-    first = int(ends[0]) if len(ends) else len(text)
-    second = int(ends[1]) if len(ends) > 1 else len(text)
-    return text[:first], text[first + 1 : second], len(ends) > 1

@@ -18,12 +18,14 @@ from torch import Tensor
 from pipeline.config.layers import CONFIGS, read_toml
 from pipeline.config.objective import Answers
 from pipeline.config.schema import Cluster, RunConfig
+from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.pairs import PairRows
 from pipeline.model.head import Losses
 from pipeline.objective.batch import Batch
-from pipeline.objective.noise import Vocabulary, make_noise
+from pipeline.objective.example import Vocabulary
+from pipeline.objective.noise import make_noise
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 from pipeline.train.label_scores import label_figures, label_sums
@@ -105,7 +107,8 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
             config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
         ),
         pairs=PairRows.of(config),
-        uneven=isinstance(config.objective, Answers),
+        uneven=isinstance(config.objective, Answers | Mixture),
+        row_targets=lambda number: config.objective.row_targets(number, config.text_length),
     )
 
 

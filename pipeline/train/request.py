@@ -11,8 +11,9 @@ import psutil
 
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, merge, reload
-from pipeline.config.objective import Denoise, Pairs
+from pipeline.config.objective import Pairs
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
+from pipeline.config.spans import Denoise
 from pipeline.data.corpus import Corpus
 from pipeline.data.pairs import check_pairs
 from pipeline.errors import ConfigError, RunError

@@ -53,6 +53,12 @@ def test_the_vocabulary_has_space_for_special_ids() -> None:
         ([*ENCODER[:1], "objective.kind=spans"], "encoder-decoder", "objective.kind=masked"),
         (["objective.kind=prefix", "data.packing=best-fit"], "data.packing", "remove"),
         (["objective.kind=prefix", "data.documents=true"], "data.documents", "remove"),
+        (["objective.kind=mixture"], "model.stack", "--arch t5"),
+        (
+            ["objective.kind=mixture", 'objective.denoisers=[{mode="R",rate=0.8,length=3}]'],
+            "objective.denoisers",
+            "longer spans",
+        ),
         ([*ENCODER, "objective.mask=0.95"], "objective", "lower one"),
         ([*ENCODER, "objective.rate=1.5"], "objective.rate=1.5", "less than 1"),
         ([*ENCODER, "objective.share=0.5"], "objective.share", "random"),

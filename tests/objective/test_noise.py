@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from pipeline.config.objective import Denoise, Masked, Objective, Prefix, Spans
+from pipeline.config.spans import Mixture
 from pipeline.objective.draws import Draws
 from pipeline.objective.noise import (
     IGNORE,
@@ -188,6 +189,50 @@ def test_sentinels_are_placed_as_in_t5(sample: int) -> None:
     assert example.source.tolist() == [*t5_sentinels(text.tokens, noise), EOD]
     assert example.targets.tolist() == [*t5_sentinels(text.tokens, ~noise), EOD]
     assert example.tokens.tolist() == [EOD, *example.targets.tolist()[:-1]]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_each_denoiser_of_ul2_cuts_as_t5_does_and_names_its_mode(number: int) -> None:
+    """Table 1 of arXiv 2205.05131: rates, lengths and modes of seven denoisers."""
+    mixture = Mixture()
+    size = mixture.text_length(512)
+    seq, reads = mixture.lengths(512, None)
+    text = different(size)
+    vocabulary = Vocabulary(PIECES, EOD)
+    example = make_noise(mixture, vocabulary, reads)(text, Draws(1, number + 700))
+    noise = noise_of(example, text)
+    denoiser = mixture.denoiser(number)
+    assert noise.sum() == round(denoiser.rate * size)
+    starts = int((noise & ~np.append(False, noise[:-1])).sum())
+    if denoiser.mode == "S":  # a prefix and its continuation
+        assert starts == 1 and noise[-noise.sum() :].all()
+    else:
+        assert starts == round(noise.sum() / denoiser.length)
+    mode = PIECES + mixture.sentinels + "RSX".index(denoiser.mode)
+    source = [mode, *t5_sentinels(text.tokens, noise), EOD]
+    targets = [*t5_sentinels(text.tokens, ~noise), EOD]
+    assert (len(example.source), len(example.tokens), len(example.targets)) == (reads, seq, seq)
+    assert example.source[: len(source)].tolist() == source
+    assert example.source_documents.tolist() == [0] * len(source) + [1] * (reads - len(source))
+    assert example.targets.tolist() == [*targets, *[IGNORE] * (seq - len(targets))]
+    assert example.tokens[: len(targets)].tolist() == [EOD, *targets[:-1]]
+    assert len(targets) == mixture.row_targets(number, size)
+
+
+def test_the_shares_of_a_mixture_are_exact() -> None:
+    used = Counter(Mixture().denoiser(number) for number in range(70, 140))
+    assert set(used.values()) == {10} and len(used) == 7
+    assert Counter(each.mode for each in used) == {"R": 2, "S": 1, "X": 4}
+    found = {(each.mode, each.rate, each.length) for each in used}
+    assert found == {
+        ("R", 0.15, 3), ("R", 0.15, 8), ("S", 0.25, None),
+        ("X", 0.5, 3), ("X", 0.5, 8), ("X", 0.15, 64), ("X", 0.5, 64),
+    }  # fmt: skip
+    weighted = Mixture.model_validate(
+        {"denoisers": [{"mode": "R", "rate": 0.15, "length": 3, "weight": 3},
+                       {"mode": "S", "rate": 0.25}]}
+    )  # fmt: skip
+    assert Counter(weighted.denoiser(n).mode for n in range(40)) == {"R": 30, "S": 10}
 
 
 def test_spans_are_as_likely_as_those_of_t5() -> None:

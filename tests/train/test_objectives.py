@@ -1,10 +1,12 @@
 """Runs of every objective: the same loss and tokens in every layout, bit for bit after a stop."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint.restore import load_weights
 from tests.conftest import worlds
 from tests.train.test_run import hashes, losses, records
 
@@ -18,6 +20,14 @@ OBJECTIVES = {
     "masked": ("--arch", "bert", "--set", "train.batch_tokens=1024"),
     "replaced": ("--arch", "electra", "--set", "train.batch_tokens=1024"),
     "spans": ("--arch", "t5", "--set", "train.batch_tokens=224"),
+    "mixture": (
+        "--arch",
+        "t5",
+        "--set",
+        "objective.kind=mixture",
+        "--set",
+        "train.batch_tokens=736",
+    ),
     "denoise": ("--arch", "bart", "--set", "train.batch_tokens=1024"),
     "prefix": ("--set", "objective.kind=prefix", "--set", "train.batch_tokens=1024"),
 }
@@ -35,13 +45,15 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             command = ["pretrain", *COMMON, *options, "--data", corpus, "--out", out]
             command += ["--nproc", ranks, "--zero", zero]
             jobs.append({"do": "launch", "arguments": command})
-    # The last run again, from the middle on another number of ranks.
-    out = folder / "masked" / "stopped"
-    start = ["pretrain", *COMMON, *OBJECTIVES["masked"], "--data", corpus, "--out", out]
-    jobs.append({"do": "launch", "arguments": [*start, "--zero", 1]})
-    jobs.append({"do": "cut", "out": out, "step": 8})
-    again = ["pretrain", "--resume", "--out", out, "--no-track"]
-    jobs.append({"do": "launch", "arguments": again})
+    worlds(jobs, folder)
+    jobs = []
+    for name in OBJECTIVES:
+        # A copy without its last steps is a run that was stopped.
+        out = folder / name / "stopped"
+        shutil.copytree(folder / name / "one", out)
+        jobs.append({"do": "cut", "out": out, "step": 8})
+        again = ["pretrain", "--resume", "--out", out, "--no-track"]
+        jobs.append({"do": "launch", "arguments": again})
     worlds(jobs, folder)
     return folder
 
@@ -56,11 +68,18 @@ def test_every_layout_trains_the_same_run(runs: Path, objective: str, layout: st
     assert losses(run, "eval") == pytest.approx(losses(one, "eval"), abs=1e-5)
 
 
-def test_a_stopped_run_continues_bit_for_bit(runs: Path) -> None:
-    stopped = runs / "masked" / "stopped"
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_stopped_run_continues_bit_for_bit(runs: Path, objective: str) -> None:
+    stopped = runs / objective / "stopped"
+    one = runs / objective / "one"
     assert [r["step"] for r in records(stopped, "event") if r["event"] == "resume"] == [8]
-    assert losses(stopped) == losses(runs / "masked" / "one")
-    assert hashes(stopped) == hashes(runs / "masked" / "one")
+    assert losses(stopped) == losses(one)
+    assert losses(stopped, "eval") == losses(one, "eval")
+    assert hashes(stopped) == hashes(one)
+    last = "checkpoints/step-00000012"
+    weights = load_weights(stopped / last)
+    for name, tensor in load_weights(one / last).items():
+        assert tensor.equal(weights[name]), name
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -1,0 +1,119 @@
+"""A row of a batch, the text that it is made of, and rows that are one example of a file."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.config.objective import LABEL_DIGITS, Labels
+from pipeline.objective.draws import F32, I64, Draws
+
+IGNORE = -100  # target of a position without a prediction, as in torch's cross-entropy
+
+
+class Example(NamedTuple):
+    """A row of a batch: the tensors of `Batch`, in the same order."""
+
+    tokens: I64
+    targets: I64
+    documents: I64 | None = None
+    source: I64 | None = None
+    source_documents: I64 | None = None
+    segments: I64 | None = None
+    prefix: I64 | None = None  # one number
+    labels: I64 | F32 | None = None  # one number
+    last: I64 | None = None  # one number
+    counts: F32 | None = None  # one number
+
+    @property
+    def raw(self) -> memoryview:
+        """The bytes that the hash of a batch covers: everything that the model reads."""
+        return np.concatenate([part for part in self if part is not None]).data
+
+
+class Text(NamedTuple):
+    """The text of a row."""
+
+    tokens: I64
+    documents: I64 | None  # document of each token, if documents are kept apart
+    length: int  # number of tokens without padding
+    another: Callable[[Draws], I64] | None = None  # draws another text of the same length
+
+
+class Vocabulary(NamedTuple):
+    pieces: int  # ids of the tokenizer; the special ids follow them
+    eod: int  # ends every document, and is the first input of an encoder–decoder's decoder
+
+
+Noise = Callable[[Text, Draws], Example]
+
+
+# Examples of a file (data/rows.py). The text of a row is one example. Each of its parts ends with
+# the end of a document, which also fills the rest of the row; no text contains this token.
+
+
+def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
+    """Predict the answer after the prompt, and its end unless the answer was cut."""
+    eod = vocabulary.eod
+    seq = len(text) - 2
+    prompt, answer, ended = _two_parts(text, eod)
+    if not len(prompt):
+        prompt = np.array([eod])  # an empty prompt starts like a document, as in `launch generate`
+    whole = np.concatenate((prompt, answer, [eod] if ended else []))[: seq + 1].astype(np.int64)
+    tokens = np.full(seq, eod)
+    targets = np.full(seq, IGNORE)
+    inputs = len(whole) - 1
+    tokens[:inputs] = whole[:-1]
+    if len(answer):  # rows that only fill a batch have no answer
+        first = len(prompt) - 1
+        targets[first:inputs] = whole[first + 1 :]
+    return Example(tokens, targets)
+
+
+def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
+    """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
+
+    A decoder reads each text and its end, and predicts the label at the last end, like GPT's tokens
+    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or the same
+    with the end of a document in place of both special tokens."""
+    bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
+    seq = len(text) - LABEL_DIGITS
+    first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
+    encoder = objective.reads == "first"
+    framed = encoder and objective.special >= 3  # as the pretraining of pairs (mask_pair)
+    start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []
+    end = [vocabulary.pieces + 2 if framed else vocabulary.eod]
+    after = end if len(second) else []
+    whole = np.concatenate((start, first, end, second, after)).astype(np.int64)[:seq]
+    length = len(whole)
+    tokens = np.full(seq, vocabulary.eod)
+    tokens[:length] = whole
+    targets = np.full(seq, IGNORE)
+    label = _label(bits, objective)
+    if not encoder:
+        targets[: length - 1] = whole[1:]
+        return Example(tokens, targets, labels=label, last=np.array([length - 1]))
+    # Padding is a separate document, to which no token of the text attends.
+    documents = (np.arange(seq) >= length).astype(np.int64)
+    segments = None
+    if framed:
+        border = len(first) + 2
+        segments = ((np.arange(seq) >= border) & (np.arange(seq) < length)).astype(np.int64)
+    return Example(tokens, targets, documents, segments=segments, labels=label)
+
+
+NO_LABEL = 2**32 - 1  # of a row that fills a batch up; as a float, it is a NaN
+
+
+def _label(bits: int, objective: Labels) -> I64 | F32:
+    if not objective.names:
+        return np.array([bits], np.uint32).view(np.float32)
+    return np.array([IGNORE if bits == NO_LABEL else bits % objective.classes])
+
+
+def _two_parts(text: I64, eod: int) -> tuple[I64, I64, bool]:
+    """The tokens before the first end and those between it and the second, if there is one."""
+    ends = np.flatnonzero(text == eod)[:2]
+    first = int(ends[0]) if len(ends) else len(text)
+    second = int(ends[1]) if len(ends) > 1 else len(text)
+    return text[:first], text[first + 1 : second], len(ends) > 1
