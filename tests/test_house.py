@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 LINES = 36_300  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
-FILES = 168  # the goal is 115 for what 0.1.0 had
+FILES = 174  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
