@@ -14,6 +14,7 @@ from launch.options import (
     Arch,
     AsJson,
     Cluster,
+    Curves,
     DropHighest,
     Experiment,
     Law,
@@ -104,6 +105,7 @@ def forecast(
     gpus: Gpus = 8,
     cluster: Cluster = None,
     law: Law = "auto",
+    curves: Curves = False,
     drop_highest: DropHighest = 0,
     register: Register = False,
     forecasts: ForecastsDir = None,
@@ -113,7 +115,7 @@ def forecast(
     from pipeline.scaling import decide, predict
 
     skill.check(task, law, chance, target_loss, inference_tokens, unique)
-    rows, ladder, found = read_points(runs, experiment, points, law, task)
+    rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
     site = decide.priced(cluster) if cluster else None  # refuse before the fit
     buys = target_loss is not None or flops is not None
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)

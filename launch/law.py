@@ -9,6 +9,7 @@ import typer
 
 from launch.options import (
     AsJson,
+    Curves,
     DropHighest,
     Experiment,
     Law,
@@ -60,19 +61,28 @@ def read_points(
     points: Path | None,
     law: str,
     task: str | None = None,
+    *,
+    curves: bool = False,
 ) -> "tuple[Points, Ladder, list[Run]]":
     """Return the points, of a task if one is given, the recipe that their runs share, and these."""
+    from pipeline.scaling.annealing import with_curves
     from pipeline.scaling.points import points_of, read_csv, scored_runs
     from pipeline.scaling.predict import Ladder, ladder_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
+    if curves and (points is not None or task is not None or law == "envelope"):
+        raise ConfigError(
+            "--curves corrects the losses in the logs of runs; give --runs or --experiment, no "
+            "--task, and another law than envelope, which uses these losses as they are"
+        )
     if points is not None:
         return read_csv(points, task), Ladder(), []  # a CSV file does not contain the recipe
     found = read(runs, experiment)
     scored = found if task is None else scored_runs(found, task)
-    # Only the envelope (Hoffmann's first approach) uses curves; other laws use final losses.
-    return points_of(scored, curves=law == "envelope"), ladder_of(found), found
+    # Only the envelope (Hoffmann's first approach) uses curves as they are.
+    rows = points_of(scored, curves=law == "envelope")
+    return with_curves(rows, found) if curves else rows, ladder_of(found), found
 
 
 @contextmanager
@@ -89,6 +99,7 @@ def fit(
     experiment: Experiment = None,
     points: PointsFile = None,
     law: Law = "auto",
+    curves: Curves = False,
     bootstrap: Resamples = 1000,
     drop_highest: DropHighest = 0,
     full_grid: FullGrid = False,
@@ -97,7 +108,7 @@ def fit(
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
 
-    rows, _, _ = read_points(runs, experiment, points, law)
+    rows, _, _ = read_points(runs, experiment, points, law, curves=curves)
     rows = rows.drop_highest(drop_highest)
     with progress(quiet=as_json) as show:
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)

@@ -52,6 +52,13 @@ Law = Annotated[
         "data-constrained, compute or power."
     ),
 ]
+Curves = Annotated[
+    bool,
+    Option(
+        "--curves",
+        help="Also use held-out losses before the decay, lowered by what the decay gains.",
+    ),
+]
 DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
 
 
