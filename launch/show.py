@@ -12,7 +12,7 @@ from pipeline.config.layers import load, names
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.check import enough_gpus, resolve
-from pipeline.planner.count import CONVENTION, params
+from pipeline.planner.count import params
 from pipeline.planner.memory import (
     USABLE,
     DeviceMemory,
@@ -23,7 +23,7 @@ from pipeline.planner.memory import (
 )
 from pipeline.planner.recipe import derived
 from pipeline.planner.speed import plan, recommend
-from pipeline.planner.work import training_flops
+from pipeline.planner.work import convention, training_flops
 from pipeline.units import count
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
             "non_embedding": counted.non_embedding,
         },
         "flops_per_token": {**asdict(flops), "model": flops.model, "hardware": flops.hardware},
-        "convention": CONVENTION,
+        "convention": convention(config),
         "recipe": {
             "lr": config.optim.lr,
             "batch_tokens": train.batch_tokens,

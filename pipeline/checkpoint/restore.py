@@ -212,7 +212,11 @@ def load_model(
     config = reload(checkpoint.path / CONFIG)
     weights = Weights(checkpoint, dtype)
     with torch.device("meta"):
-        model = build_model(config.model, token_weight=config.objective.token_weight)
+        model = build_model(
+            config.model,
+            token_weight=config.objective.token_weight,
+            most_targets=config.objective.most_targets(config.model.seq),
+        )
     saved = model.state_dict()
     tensors: dict[str, nn.Parameter | Tensor] = dict(model.named_parameters())
     tensors.update(model.named_buffers())

@@ -58,12 +58,14 @@ def load(
     if cluster:
         layers.append(named_table("cluster", cluster))
     table = reduce(merge, [*layers, *own])
+    table = merge(table, _generator(table))
     objective = validate(_Predicted, {"objective": table["objective"]}).objective
     taught = _teacher(table.get("distill"), objective)
     if pieces is not None:
         vocab = taught["distill"]["model"]["vocab"] if taught else padded_vocab(pieces, objective)
         layers.append({"model": {"vocab": vocab}})
         table = reduce(merge, [*layers, *own])
+        table = merge(table, _generator(table))
     table = merge(table, taught)
     if isinstance(table["model"], Mapping):
         table = merge(table, _lengths(table["model"], objective))
@@ -72,6 +74,17 @@ def load(
 
 class _Predicted(Frozen):
     objective: Objective
+
+
+def _generator(table: Table) -> dict[str, Any]:
+    """A model with a generator fills masks; the objective of another reads no masks."""
+    model = table["model"]
+    objective = table["objective"]
+    if not isinstance(model, Mapping) or not isinstance(objective, Mapping):
+        return {}  # the validation reports it
+    if objective.get("kind") != "replaced" or "trained" in objective:
+        return {}
+    return {"objective": {"trained": model.get("generator") is not None}}
 
 
 def _teacher(distill: object, objective: Objective) -> dict[str, Any]:

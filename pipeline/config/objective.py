@@ -70,17 +70,29 @@ class Masked(BaseObjective):
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
         return seq if self.pairs == "none" else seq - 3
 
+    def most_targets(self, seq: int) -> int | None:
+        return max(1, round(self.rate * seq))
+
 
 class Replaced(BaseObjective):
     """Predict which tokens of a text were replaced (ELECTRA, arXiv 2003.10555). Replacements are
-    tokens of other texts, so the generator is a unigram model."""
+    tokens of other texts, or samples of `model.generator`, which is trained to fill masks."""
 
     kind: Literal["replaced"] = "replaced"
     rate: Part = 0.15  # share of tokens that are replaced; there is a prediction for every token
+    trained: bool = False  # whether the model has a generator; new runs derive it from the model
 
     @property
     def stack(self) -> Stack:
         return "encoder"
+
+    @property
+    def special_ids(self) -> int:
+        return int(self.trained)  # the mask
+
+    def most_targets(self, seq: int) -> int | None:
+        """Of the generator."""
+        return max(1, round(self.rate * seq)) if self.trained else None
 
 
 class Pairs(BaseObjective):
@@ -200,6 +212,12 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if isinstance(objective, Replaced) != (model.head == "replaced"):
         remedy = "--arch electra" if isinstance(objective, Replaced) else "objective.kind=replaced"
         return f'{key} has another head than model.head="{model.head}"; use {remedy}'
+    if isinstance(objective, Replaced) and objective.trained != (model.generator is not None):
+        text = f"objective.trained={str(objective.trained).lower()}"
+        return f"{text} with model.generator={model.generator}; remove one of the two settings"
+    if isinstance(objective, Replaced) and objective.trained and apart:
+        text = "model.generator with documents kept apart, whose padding would be predicted"
+        return f'{text}; remove data.documents=true and data.packing="best-fit"'
     if pairs and not (model.row_classes and model.segments):
         text = "objective.pairs needs model.row_classes=2 and model.segments=2"
         return f"{text}; use --arch bert, or --set objective.pairs=none"

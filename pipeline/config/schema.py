@@ -327,6 +327,8 @@ class RunSpec(Frozen):
         shared = self.objective.examples and self.parallel.sp > 1
         text = f'parallel.sp={self.parallel.sp} with objective.kind="{self.objective.kind}"'
         require(not shared, f"{text}, whose rows are short; remove it")
+        fills = self.model.generator is not None and self.parallel.sp > 1
+        require(not fills, f"{text}, whose generator reads whole rows; remove it")
         return self
 
     @model_validator(mode="after")

@@ -94,6 +94,12 @@ class Model(Design):
             skipped = f"ffn.dense_layers={self.ffn.dense_layers} and every={self.ffn.every}"
             text = f"{skipped} leave none of layers={self.layers} routed"
             require(any(map(self.routed, range(self.layers))), text)
+        if self.generator is not None:
+            text = f'generator={self.generator} needs attention.kind="gqa" and ffn.kind="ffn"'
+            plain = isinstance(a, parts.GQA) and isinstance(self.ffn, parts.FFN)
+            require(plain, f"{text}; remove it")
+            same = isinstance(a, parts.GQA) and a.kv_heads == a.heads
+            require(same, f"generator={self.generator} needs as many kv_heads as heads; remove it")
         require(self.mtp < self.seq, f"mtp={self.mtp} predicts beyond seq={self.seq}")
         return self
 
@@ -176,6 +182,27 @@ class Model(Design):
     def learned_positions(self) -> int:
         """Rows of a table of learned positions, in both stacks as many as the longer one needs."""
         return max(self.seq, self.source_length)
+
+    @property
+    def generator_model(self) -> "Model | None":
+        """ELECTRA's generator. Everything before the projection of the embedding is shared."""
+        a = self.attention
+        f = self.ffn
+        if self.generator is None or not isinstance(a, parts.GQA):
+            return None
+        heads = max(1, round(self.generator * a.heads))
+        width = self.width * heads // a.heads
+        change = {
+            "attention": a.model_copy(update={"heads": heads, "kv_heads": heads}),
+            "ffn": f.model_copy(update={"hidden": f.hidden * heads // a.heads}),
+            "width": width,
+            # Not validated, because the shared embedding may be wider than the generator.
+            "embedding_rank": None if width == self.input_width else self.input_width,
+            "tied": True,
+            "head": "tokens",
+            "generator": None,
+        }
+        return self.model_copy(update=change)
 
     def shares(self, side: Literal["encoder", "decoder"]) -> bool:
         """Whether all layers of a stack share one block; a single stack has both names."""

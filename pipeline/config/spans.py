@@ -33,6 +33,11 @@ class BaseObjective(Frozen):
         """Return the valid `model.seq` and `model.source_seq` nearest to those given."""
         return seq, source_seq
 
+    def most_targets(self, seq: int) -> int | None:
+        """The most tokens of a row that are predicted, if they are few: only these are read by the
+        head. None: the head reads every token."""
+        return None
+
     def row_targets(self, number: int, text_length: int) -> int | None:
         """Number of tokens that a row predicts, by its number; None if all rows are alike, or if
         the text has to be read."""

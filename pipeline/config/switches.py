@@ -63,6 +63,10 @@ class Design(Frozen):
     # the sum of embedding, position and segment (BERT).
     embedding_norm: bool | Literal["sum"] = False
     head: Literal["tokens", "replaced"] = "tokens"  # replaced: which tokens were (ELECTRA)
+    # Share of the width of a second encoder that is trained to fill the masks, in whole heads, and
+    # the weight of the model's own loss beside the generator's (ELECTRA).
+    generator: Annotated[float, Field(gt=0, le=1)] | None = None
+    replaced_weight: Weight = 50.0
     head_transform: bool = False  # a layer, an activation and a norm before the head (BERT)
     head_bias: bool = False
     # Kinds of rows, predicted from the first token (next sentence: 2), in a decoder from the last.
@@ -117,6 +121,10 @@ class Design(Frozen):
         text = f'head="replaced" needs stack="encoder", got "{self.stack}"'
         require(not replaced or self.stack == "encoder", text)
         require(not replaced or not self.tied, 'head="replaced" has no rows to tie; set tied=false')
+        if self.generator is not None:
+            text = f'generator={self.generator} needs head="replaced"'
+            require(replaced, f'{text}, got "{self.head}"; remove it')
+            require(self.mup is None, f"{text} without muP; remove it")
         by_layer = [self.value_embeddings, self.nope_every, not self.first_norm]
         text = "share_layers with value_embeddings, nope_every or first_norm=false, which differ by"
         require(not (self.share_layers and any(by_layer)), f"{text} layer; remove one of them")

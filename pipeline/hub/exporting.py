@@ -64,6 +64,8 @@ def export(
 ) -> Exported:
     """Write the directory. A model without a counterpart is refused before anything is written.
     With labels, the class of transformers is that for sequences."""
+    if model.generator is not None:
+        model.drop_generator()
     family = export_family(model.cfg, labels)
     with new_directory(directory, "--to") as temporary:
         with torch.no_grad():

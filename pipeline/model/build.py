@@ -34,10 +34,12 @@ def build_model(
     recompute: Recompute = False,
     experts: range | None = None,
     token_weight: float | None = None,
+    most_targets: int | None = None,
 ) -> Decoder:
     """Build the model with uninitialized weights; under torch.device("meta") it needs no memory.
 
-    `experts` are the experts of each routed layer that this process holds, by default all."""
+    `experts` are the experts of each routed layer that this process holds, by default all. With
+    `most_targets`, the head reads only so many tokens of a row: no row may have more targets."""
 
     def block(layer: int, ahead: bool, source: bool = False) -> Block:
         # Blocks for multi-token prediction are like the last block, but read only their own input.
@@ -60,15 +62,25 @@ def build_model(
             layers = 1 if cfg.shares("encoder") else cfg.source_layers
             blocks = nn.ModuleList(block(layer, False, source=True) for layer in range(layers))
             encoder = Encoder(cfg, blocks, recompute=recompute is True)
+        generator = None
+        if cfg.generator_model is not None:
+            generator = build_model(
+                cfg.generator_model,
+                loss_chunk=loss_chunk,
+                recompute=recompute,
+                most_targets=most_targets,
+            )
         return Decoder(
             cfg,
             block,
             encoder,
+            generator,
             z_loss=z_loss,
             smoothing=smoothing,
             loss_chunk=loss_chunk,
             recompute=recompute is True,
             token_weight=token_weight,
+            most_targets=None if generator else most_targets,
         )
 
 

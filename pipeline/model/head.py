@@ -27,6 +27,17 @@ class Losses(NamedTuple):
     rows_BC: Tensor | None = None  # predictions of the row head
 
 
+def at_targets(
+    h_BSW: Tensor, targets_BS: Tensor, most: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the hidden states and targets of the tokens with a target, `most` of each row in any
+    order, and their places. A row with fewer targets keeps some tokens without one: the shape must
+    not depend on the data, or a GPU would wait."""
+    places_BK = (targets_BS < 0).argsort(dim=1, stable=True)[:, :most]
+    index_BKW = places_BK[..., None].expand(-1, -1, h_BSW.shape[-1])
+    return h_BSW.gather(1, index_BKW), targets_BS.gather(1, places_BK), places_BK
+
+
 class Transform(nn.Module):
     """A layer between the stack and the head: with activation and norm, or only a projection to
     the rank of a tied embedding."""

@@ -15,7 +15,8 @@ from pipeline.config.parts import GQA
 from pipeline.config.shape import Model
 from pipeline.model.block import Ahead, Block, recomputed
 from pipeline.model.context import Cache, Context, make_cross_mask
-from pipeline.model.head import IGNORED, Head, Losses, RowHead, Transform
+from pipeline.model.generator import fill_masks
+from pipeline.model.head import IGNORED, Head, Losses, RowHead, Transform, at_targets
 from pipeline.model.moe import Router, Routing
 from pipeline.model.norm import add_and_norm
 from pipeline.model.side import Encoder, Inputs, Seen, Side
@@ -42,17 +43,20 @@ class Decoder(Side):
         cfg: Model,
         block: Callable[[int, bool], Block],  # from layer, and whether for multi-token prediction
         encoder: Encoder | None = None,
+        generator: "Decoder | None" = None,
         *,
         z_loss: float = 0.0,
         smoothing: float = 0.0,
         loss_chunk: int = 2048,
         recompute: bool = False,
         token_weight: float | None = None,  # of the tokens' loss, if that of the row comes first
+        most_targets: int | None = None,  # of a row; None: the head reads every token
     ) -> None:
         super().__init__(cfg, causal=cfg.causal, recompute=recompute)
         self.z_loss = z_loss
         self.smoothing = smoothing
         self.token_weight = token_weight
+        self.most_targets = most_targets
         self.loss_chunk = loss_chunk
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
@@ -73,6 +77,7 @@ class Decoder(Side):
         rows = 1 if cfg.head == "replaced" else cfg.vocab
         self.head = Head(cfg, nn.Parameter(torch.empty(rows, cfg.head_width)))
         self.row_head = RowHead(cfg) if cfg.row_classes else None
+        self.generator = generator
         self.teacher: Teacher | None = None  # set for a distilled run
         self.tie()
 
@@ -80,6 +85,17 @@ class Decoder(Side):
         """Make the head the embedding, if configured; call it again after replacing parameters."""
         if self.cfg.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
+        if self.generator is not None:
+            for part in ("embedding", "position", "segments", "embedding_norm"):
+                shared = getattr(self, part)
+                for name, parameter in shared.named_parameters() if shared is not None else ():
+                    setattr(getattr(self.generator, part), name, parameter)
+            self.generator.tie()
+
+    def drop_generator(self) -> None:
+        """Keep what is used after pretraining: the model that finds replaced tokens."""
+        self.generator = None
+        self.cfg = self.cfg.model_copy(update={"generator": None})
 
     def forward(
         self,
@@ -95,6 +111,7 @@ class Decoder(Side):
         labels_B: Tensor | None = None,
         last_B: Tensor | None = None,
         counts_B: Tensor | None = None,
+        draws_BS: Tensor | None = None,
     ) -> Tensor | Losses:
         """Return logits or, with targets, losses; all logits together then never exist in memory.
 
@@ -108,6 +125,11 @@ class Decoder(Side):
         inputs = Inputs(
             tokens_BS, documents_BS, source_BE, source_documents_BE, segments_BS, prefix_B
         )
+        filled = None
+        if self.generator is not None and targets_BS is not None and draws_BS is not None:
+            filled = fill_masks(self.generator, inputs, targets_BS, draws_BS)
+            inputs = inputs._replace(tokens_BS=filled.tokens_BS)
+            targets_BS = filled.replaced_BS
         x_BSW, h_BSW, places, context, routings = self.states(inputs, cache)
         taught = None
         if self.teacher is not None and self.training and targets_BS is not None:
@@ -117,6 +139,8 @@ class Decoder(Side):
             return out
         # Training adds the losses of further tokens and of the routers. `nll` stays the plain loss.
         total = out.total
+        if filled is not None:
+            total = filled.loss + self.cfg.replaced_weight * total
         if self.training and self.cfg.mtp:
             total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
         if counts_B is not None:
@@ -220,31 +244,37 @@ class Decoder(Side):
         """The logits, or the losses of tokens and rows: either the row's is added to that of the
         tokens (BERT), or the tokens' to that of the row (GPT's fine-tuning)."""
         if targets_BS is None or self.row_head is None or labels_B is None:
-            return self._head(h_BSW, targets_BS, taught)
+            return self.to_losses(h_BSW, targets_BS, taught)
         row_loss, rows_BC = self.row_head(h_BSW, labels_B, last_B)
         if self.token_weight is None:
-            out = cast(Losses, self._head(h_BSW, targets_BS, taught))
+            out = cast(Losses, self.to_losses(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
             # One token that predicts nothing: the head gets a gradient of zero, which every engine
             # expects of a parameter, and costs nothing.
             h_BSW = h_BSW[:1, :1]
             targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
-        tokens = cast(Losses, self._head(h_BSW, targets_BS))
+        tokens = cast(Losses, self.to_losses(h_BSW, targets_BS))
         total = row_loss + self.token_weight * tokens.total
         return Losses(total, row_loss.detach(), rows_BC=rows_BC)
 
-    def _head(
+    def to_losses(
         self, h_BSW: Tensor, targets_BS: Tensor | None, taught: Taught | None = None
     ) -> Tensor | Losses:
+        """Return the logits or, with targets, the losses of tokens."""
+        whole_BSW = h_BSW
+        places_BK = None
+        # Ranks that share a row have different numbers of its targets.
+        if targets_BS is not None and self.most_targets and self.sequence.parts == 1:
+            h_BSW, targets_BS, places_BK = at_targets(h_BSW, targets_BS, self.most_targets)
         read_BSW = h_BSW if self.transform is None else self.transform(h_BSW)
-        soft = None if taught is None else taught.soft
+        soft = None if taught is None else taught.soft(places_BK)
         out: Tensor | Losses = self.head(
             read_BSW, targets_BS, self.z_loss, self.loss_chunk, self.smoothing, soft
         )
-        if taught is None or isinstance(out, Tensor) or not taught.hidden:
+        if taught is None or isinstance(out, Tensor) or not taught.teacher.settings.hidden:
             return out
-        return out._replace(total=out.total + taught.angle(h_BSW))
+        return out._replace(total=out.total + taught.angle(whole_BSW))
 
     def _predict_ahead(
         self,
@@ -268,7 +298,7 @@ class Decoder(Side):
             further_BS = torch.cat((targets_BS[:, 1:], last), dim=1)
             targets_BS = torch.where(targets_BS < 0, IGNORED, further_BS)
             x_BSW, h_BSW = add_and_norm(cast(nn.Module, ahead.norm), x_BSW, pending)
-            losses = cast(Losses, self._head(h_BSW, targets_BS))
+            losses = cast(Losses, self.to_losses(h_BSW, targets_BS))
             # The mean over the extra tokens; DeepSeek-V3 weights it by 0.3, and later by 0.1.
             total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
             routings.append(routing)

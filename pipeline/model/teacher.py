@@ -16,41 +16,40 @@ if TYPE_CHECKING:  # a Decoder may have a teacher, which is a Decoder
     from pipeline.model.stack import Decoder
 
 
-class Taught(NamedTuple):
-    """What a teacher made of the student's input."""
-
-    h_BSW: Tensor  # last hidden states
-    soft: Soft  # predictions
-    hidden: float  # weight of the hidden states
-
-    def angle(self, h_BSW: Tensor) -> Tensor:
-        """1 − cosine of the student's and the teacher's hidden states, mean over the tokens."""
-        cosine_BS = torch.cosine_similarity(h_BSW.float(), self.h_BSW.float(), dim=-1)
-        return self.hidden * (1 - cosine_BS.mean())
-
-
 class Teacher:
     """A plain object, not a module: its weights are neither trained, divided nor saved."""
 
     def __init__(self, model: "Decoder", settings: Distill) -> None:
-        self._model = model.requires_grad_(False).eval()
-        self._settings = settings
+        self.model = model.requires_grad_(False).eval()
+        self.settings = settings
 
     @torch.no_grad()
-    def __call__(self, inputs: Inputs) -> Taught:
-        h_BSW = self._model.states(inputs).h_BSW
-        read_BSW = h_BSW
-        if self._model.transform is not None:
-            read_BSW = self._model.transform(h_BSW)
-        head = self._model.head
-        asked = self._settings
-        soft = Soft(
-            (read_BSW * head.scale).flatten(0, 1),
-            head.weight,
-            head.bias,
-            head.softcap,
-            asked.temperature,
-            asked.soft,
-            asked.hard,
-        )
-        return Taught(h_BSW, soft, asked.hidden)
+    def __call__(self, inputs: Inputs) -> "Taught":
+        return Taught(self, self.model.states(inputs).h_BSW)
+
+
+class Taught(NamedTuple):
+    """What a teacher made of the student's input."""
+
+    teacher: Teacher
+    h_BSW: Tensor  # last hidden states
+
+    @torch.no_grad()
+    def soft(self, places_BK: Tensor | None) -> Soft:
+        """The predictions at all tokens, or at some places of each row."""
+        model = self.teacher.model
+        h_BSW = self.h_BSW
+        if places_BK is not None:
+            h_BSW = h_BSW.gather(1, places_BK[..., None].expand(-1, -1, h_BSW.shape[-1]))
+        if model.transform is not None:
+            h_BSW = model.transform(h_BSW)
+        head = model.head
+        asked = self.teacher.settings
+        h_TW = (h_BSW * head.scale).flatten(0, 1)
+        weights = (asked.temperature, asked.soft, asked.hard)
+        return Soft(h_TW, head.weight, head.bias, head.softcap, *weights)
+
+    def angle(self, h_BSW: Tensor) -> Tensor:
+        """1 − cosine of the student's and the teacher's hidden states, mean over the tokens."""
+        cosine_BS = torch.cosine_similarity(h_BSW.float(), self.h_BSW.float(), dim=-1)
+        return self.teacher.settings.hidden * (1 - cosine_BS.mean())

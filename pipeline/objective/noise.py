@@ -48,6 +48,10 @@ def make_noise(
             return lambda text, draws: mask_pair(objective, vocabulary, text, draws)
         case Masked():
             return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
+        case Replaced() if objective.trained:
+            # The original masks 85% and leaves the others as they are.
+            masks = Masked(rate=objective.rate, mask=0.85, random=0.0)
+            return lambda text, draws: mask_with_draws(masks, vocabulary, text, draws)
         case Replaced():
             return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
         case Spans():
@@ -107,6 +111,12 @@ def replace_tokens(
     targets = (tokens != text.tokens).astype(np.int64)
     targets[text.length :] = IGNORE
     return Example(tokens, targets, text.documents)
+
+
+def mask_with_draws(masks: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Mask some tokens, each with the random number by which a generator samples another one."""
+    row = mask_tokens(masks, vocabulary, text, draws)
+    return row._replace(draws=draws.shares(len(text.tokens)).astype(np.float32))
 
 
 def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:

@@ -60,6 +60,7 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
         recompute=train.recompute,
         experts=experts,
         token_weight=config.objective.token_weight,
+        most_targets=config.objective.most_targets(config.model.seq),
     )
     init_weights(model, config.model, config.seed)
     if config.lora is not None:

@@ -31,6 +31,7 @@ class Micro(NamedTuple):
     labels_B: Tensor | None = None
     last_B: Tensor | None = None
     counts_B: Tensor | None = None
+    draws_BS: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:

@@ -42,13 +42,14 @@ class Params:
     ends: int  # parts between embedding and blocks, and between blocks and head
     mixing: int  # gate of smear and scales of the stream (model/stream.py)
     mtp: int  # multi-token prediction, which only training uses
+    generator: int  # ELECTRA's, which only training uses, without what it shares
     experts: int  # routed parameters, part of ffn and mtp
     active: int
     scaling: int
 
     @property
     def total(self) -> int:
-        return self.tables + self.head + self.non_embedding + self.mtp
+        return self.tables + self.head + self.non_embedding + self.mtp + self.generator
 
     @property
     def tables(self) -> int:
@@ -101,10 +102,20 @@ def params(model: Model) -> Params:
         ends=ends,
         mixing=mixing,
         mtp=mtp,
+        generator=_generator(model),
         experts=sum(each.experts for each in layers) + model.mtp * extra.experts,
         active=embedding + values + position + head + blocks,
         scaling=blocks + head_matrix(model),  # tied or not
     )
+
+
+def _generator(model: Model) -> int:
+    """Parameters of a generator; it shares all tables and the norm of their sum."""
+    own = model.generator_model
+    if own is None:
+        return 0
+    shared_norm = _norm(own, own.input_width) if own.embedding_norm == "sum" else 0
+    return params(own).total - params(own).tables - shared_norm
 
 
 def head_matrix(model: Model) -> int:
@@ -321,7 +332,10 @@ class Flops:
 
 
 @lru_cache(maxsize=256)
-def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
+def flops_per_token(
+    model: Model, *, recompute: Recompute = False, predicted: int | None = None
+) -> Flops:
+    """If only some tokens of a row are `predicted`, the head reads only these."""
     projections = model.mtp * 2 * model.width**2
     blocks = projections + sum_blocks(
         model, lambda each, _: each.attention - each.source + each.ffn_matmul
@@ -329,6 +343,7 @@ def flops_per_token(model: Model, *, recompute: Recompute = False) -> Flops:
     blocks += _value_gates(model)
     smear = model.smear_inputs * model.smear
     heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
+    heads = heads * (predicted or model.seq) // model.seq
     inputs = (1 + model.mtp) * (model.embedding_rank or 0) * model.width
     heads += row_matrix(model) // model.seq  # reads one token of each row
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))

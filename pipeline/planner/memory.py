@@ -166,6 +166,8 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
     beside = value_layers(model) * value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
     beside += _source_activations(model, recompute)
+    if model.generator_model is not None:
+        beside += _activations(model.generator_model, recompute)[0]
     match recompute:
         case False:
             return beside + sum(whole), max(whole)
@@ -292,7 +294,7 @@ def disk_bytes(model: Model, *, ranks: int, zero: int, muon: bool = False) -> in
     # Master weights and moments of a tensor are one contiguous run each: on every rank at ZeRO-0
     # and 3, otherwise cut where the parts of two ranks meet.
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
-    blocks = model.layers + model.mtp
+    blocks = (model.layers + model.mtp) * (1 if model.generator is None else 2)
     runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
     # 256 bytes of manifest and padding per run; a random state and a file block per rank.
     return checkpoint_bytes(model, muon=muon) + 3 * 256 * runs + 16384 * ranks

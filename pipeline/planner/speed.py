@@ -117,11 +117,17 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     micros = batch * layout.sp // (model.seq * layout.micro_batch * layout.ranks)
     muon = uses_muon(config)
     sent = traffic(model, layout, dtype=dtype, micros=micros, muon=muon)
-    tokens_s = batch // layout.ranks * _token_s(model, layout.recompute, dtype, peak, rates)
+    predicted = config.objective.most_targets(model.seq)
+    generator = model.generator_model
+    own = None if generator else predicted
+    token_s = _token_s(model, layout.recompute, dtype, peak, rates, own)
+    if generator is not None:
+        token_s += _token_s(generator, layout.recompute, dtype, peak, rates, predicted)
     teacher = teacher_model(config)
     if teacher is not None:
         # A forward pass, which keeps no activations.
-        tokens_s += batch // layout.ranks * _token_s(teacher, False, dtype, peak, rates) / 3
+        token_s += _token_s(teacher, False, dtype, peak, rates, predicted) / 3
+    tokens_s = batch // layout.ranks * token_s
     idle_s = micros * (model.layers + model.source_layers + model.mtp) * BLOCK_S
     compute = tokens_s + idle_s + _update_s(model, layout, rates)
     if muon:
@@ -175,8 +181,15 @@ def _head_bytes(model: Model, sp: int, size: int) -> int:
 
 
 @lru_cache
-def _token_s(model: Model, recompute: Recompute, dtype: Dtype, peak: float, rates: Rates) -> float:
-    flops = flops_per_token(model, recompute=recompute)
+def _token_s(
+    model: Model,
+    recompute: Recompute,
+    dtype: Dtype,
+    peak: float,
+    rates: Rates,
+    predicted: int | None,
+) -> float:
+    flops = flops_per_token(model, recompute=recompute, predicted=predicted)
     routed = 0
     if isinstance(model.ffn, MoE):
         routed = 6 * params(model).experts * model.ffn.top_k // model.ffn.experts

@@ -26,7 +26,7 @@ from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
-from pipeline.planner.work import training_flops
+from pipeline.planner.work import convention, training_flops
 from pipeline.runs.history import RUN_FILE, read_json, status_of
 from pipeline.runs.log import FILE, Log, Record, printable, read
 
@@ -283,7 +283,7 @@ def facts(
         **({} if objective == "causal" else {"objective": objective}),
         "params": {**asdict(count), "total": count.total, "non_embedding": count.non_embedding},
         "flops_per_token": flops_per_token,
-        "convention": account.CONVENTION,
+        "convention": convention(config),
         "vocab": config.model.vocab,
         "tokenizer": tokenizer,
         "data": config.data.hash,

@@ -145,7 +145,7 @@ def _defaults(
     valid: int,
 ) -> dict[str, Any]:
     steps = max(1, math.ceil(asked.epochs * train / asked.batch))
-    model = {"seq": seq, "row_classes": 0}
+    model: dict[str, Any] = {"seq": seq, "row_classes": 0, "generator": None}
     if isinstance(objective, Labels):
         # No multi-token prediction.
         model |= {"row_classes": objective.classes, "mtp": 0}

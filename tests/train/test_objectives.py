@@ -19,6 +19,14 @@ COMMON = (
 OBJECTIVES = {
     "masked": ("--arch", "bert", "--set", "train.batch_tokens=1024"),
     "replaced": ("--arch", "electra", "--set", "train.batch_tokens=1024"),
+    "generator": (
+        "--arch",
+        "electra",
+        "--set",
+        "model.generator=0.5",
+        "--set",
+        "train.batch_tokens=1024",
+    ),
     "spans": ("--arch", "t5", "--set", "train.batch_tokens=224"),
     "mixture": (
         "--arch",
