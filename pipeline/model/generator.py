@@ -25,8 +25,8 @@ class Filled(NamedTuple):
 def fill_masks(
     generator: "Decoder", inputs: Inputs, targets_BS: Tensor, draws_BS: Tensor
 ) -> Filled:
-    """Sample a token for every target, by inverting the distribution at a given uniform number, so
-    that the sample does not depend on how ranks divide the batch."""
+    """Sample a token for every target. The random numbers are functions of the keys `draws_BS`, so
+    that samples do not depend on how ranks divide the batch."""
     h_BSW = generator.states(inputs).h_BSW
     losses = cast(Losses, generator.to_losses(h_BSW, targets_BS))
     with torch.no_grad():
@@ -36,14 +36,29 @@ def fill_masks(
         draws = torch.split(draws_BS.gather(1, places_BK).flatten(), generator.loss_chunk)
         for h_TW, draws_T in zip(parts, draws, strict=True):
             logits_TV = cast(Tensor, generator.to_losses(h_TW[None], None))[0]
-            cumulated_TV = logits_TV.float().softmax(-1).cumsum(-1)
-            # Rounding may leave the last sum below 1.
-            wanted_T1 = draws_T[:, None] * cumulated_TV[:, -1:]
-            sampled.append(torch.searchsorted(cumulated_TV, wanted_T1, right=True).squeeze(1))
-        last = generator.cfg.vocab - 1
-        sampled_BK = torch.cat(sampled).clamp(max=last).view_as(targets_BK)
+            # The largest of logits with Gumbel noise is a sample of their softmax. Unlike an
+            # inverted sum of probabilities, it rarely changes when a logit is rounded otherwise.
+            sampled.append((logits_TV.float() + gumbel(draws_T, logits_TV.shape[1])).argmax(-1))
+        sampled_BK = torch.cat(sampled).view_as(targets_BK)
         given_BK = inputs.tokens_BS.gather(1, places_BK)
         filled_BK = torch.where(targets_BK >= 0, sampled_BK, given_BK)
         tokens_BS = inputs.tokens_BS.scatter(1, places_BK, filled_BK)
         text_BS = torch.where(targets_BS >= 0, targets_BS, inputs.tokens_BS)
     return Filled(tokens_BS, (tokens_BS != text_BS).long(), losses.total)
+
+
+_BITS = 2**32 - 1
+
+
+def gumbel(keys_T: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise for each token of the vocabulary, as a function of 32-bit keys.
+
+    The hash is Wellons's lowbias32. Products in int64 wrap, and only their low bits are used."""
+    token_V = torch.arange(vocab, device=keys_T.device)
+    x_TV = (keys_T[:, None] + token_V * 0x9E3779B9) & _BITS
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x_TV = ((x_TV ^ (x_TV >> shift)) * factor) & _BITS
+    x_TV = x_TV ^ (x_TV >> 16)
+    # 23 bits and a half are exact in fp32, and neither 0 nor 1.
+    share_TV = ((x_TV >> 9).float() + 0.5) / 2**23
+    return -(-share_TV.log()).log()

@@ -34,7 +34,7 @@ class Batch:
     last_B: Tensor | None = None  # place of the last token before the padding
     # Targets per row, as a mean over the batch of all ranks, where rows have different numbers.
     counts_B: Tensor | None = None
-    draws_BS: Tensor | None = None  # float32 in [0, 1), with which a generator samples tokens
+    draws_BS: Tensor | None = None  # int64 of 32 bits: keys by which a generator samples tokens
 
     @classmethod
     def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":

@@ -24,7 +24,7 @@ class Example(NamedTuple):
     labels: I64 | F32 | None = None  # one number
     last: I64 | None = None  # one number
     counts: F32 | None = None  # one number
-    draws: F32 | None = None
+    draws: I64 | None = None
 
     @property
     def raw(self) -> memoryview:

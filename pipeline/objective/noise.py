@@ -114,9 +114,9 @@ def replace_tokens(
 
 
 def mask_with_draws(masks: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Mask some tokens, each with the random number by which a generator samples another one."""
+    """Mask some tokens, each with the random key by which a generator samples another one."""
     row = mask_tokens(masks, vocabulary, text, draws)
-    return row._replace(draws=draws.shares(len(text.tokens)).astype(np.float32))
+    return row._replace(draws=draws.below(2**32, len(text.tokens)))
 
 
 def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
