@@ -19,7 +19,7 @@ from scipy import special, stats
 from pipeline.config.layers import reload
 from pipeline.errors import ConfigError, DataError
 from pipeline.runs.history import Run
-from pipeline.scaling.backtest import TYPICAL_CUTS, Backtest
+from pipeline.scaling.backtest import Backtest
 from pipeline.scaling.fitting import Rows, minimize
 from pipeline.scaling.points import Array, Points, runs_across
 from pipeline.scaling.predict import Forecast
@@ -39,6 +39,7 @@ FEWEST = 3  # runs
 # Systematic error of a forecast next to the largest run, in accuracy, and how it grows with each
 # decade of compute: in a straight line, because accuracy is bounded.
 TYPICAL = 0.005
+TYPICAL_CUTS = 4  # the typical error counts as much as this many cuts of the backtest
 PER_DECADE = 3.0
 NORMAL_95 = float(stats.norm.ppf(0.975))
 ABOVE_CHANCE = 2.5  # standard deviations

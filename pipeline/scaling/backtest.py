@@ -25,16 +25,20 @@ TOP = 2  # runs per parameter with full weight, so that one distant run does not
 EFFECTIVE = 2  # smallest effective number of points (Kish) per parameter
 EFFECTIVE_SHARE = 0.2  # smallest effective number of points, as a share of all
 NEIGHBOR = 1.2  # budgets within 20% are one
-# Public ladders, pooled: errors grow with the square of the decades beyond the fit and of the loss
-# wasted by a bad split. These constants have nearly the best interval score (width and misses) on
-# 36 public splits and 95 small ladders drawn from them (docs/LOG.md, 2026-11-17).
-PER_DECADE = 3.0
+# Public ladders, pooled: errors grow with the cube of the decades beyond the fit and the square of
+# the loss wasted by a bad split. These constants have nearly the best interval score (width and
+# misses) on 32 public splits and 48 small ladders drawn from them (docs/LOG.md, 2026-11-17).
 WASTED = 0.035
 MOST_WASTED = 0.1  # beyond, errors do not grow further
-TYPICAL = 0.005  # the scale of a typical public ladder
-TYPICAL_CUTS = 4  # the typical scale counts as much as this many cuts
-COVERAGE = 1.3  # half of a 95% interval in units of the scale
-SCATTER_SHARE = 0.8  # factor of the scatter's interval, which includes the misfit of small runs
+TYPICAL = 0.009  # the scale of a typical public ladder
+TYPICAL_CUTS = 8  # the typical scale counts as much as this many cuts
+COVERAGE = 1.1  # half of a 95% interval in units of the scale, for very many runs
+FEW = 20  # with this many runs, the interval is wider by a factor of √2
+# Least width, from the scatter of the runs: factors of their noise and of the law's uncertainty.
+# With many runs, the backtests measure the latter, and the scatter is mostly misfit of small runs.
+NOISE_SHARE = 0.8
+SPREAD_SHARE = 0.6
+MANY = 30  # runs; beyond, the second factor falls as 1/runs
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,18 @@ def growth(ratio: Array, excess: Array) -> Array:
     """The factor by which errors grow with distance from the fitted runs and with a bad split."""
     decades = np.log10(np.maximum(ratio, 1))
     wasted = np.minimum(excess, MOST_WASTED) / WASTED
-    return np.asarray(1 + PER_DECADE * decades**2 + wasted**2)
+    return np.asarray(1 + decades**3 + wasted**2)
 
 
-def half_width(scale: float, ratio: Array, excess: Array) -> Array:
-    """Half of the 95% interval of log loss."""
-    return np.asarray(COVERAGE * scale * growth(ratio, excess))
+def half_width(scale: float, runs: int, ratio: Array, excess: Array) -> Array:
+    """Half of the 95% interval of log loss, for a law fitted to this many runs."""
+    few = np.sqrt(1 + FEW / runs)
+    return np.asarray(COVERAGE * scale * few * growth(ratio, excess))
+
+
+def scatter_shares(runs: int) -> tuple[float, float]:
+    """The factors of the runs' noise and of the law's uncertainty in the least width."""
+    return NOISE_SHARE, SPREAD_SHARE * min(1.0, MANY / runs)
 
 
 def focus(points: Points, law: Law) -> Array:

@@ -75,12 +75,16 @@ class Scatter:
         jacobian = (up - down).T / (2 * step)
         return np.sqrt(np.maximum(np.diag(jacobian @ self.covariance @ jacobian.T), 0))
 
-    def half_width(self, points: Points) -> Array:
-        """Half the 95% interval of log loss for a new run at each point."""
+    def half_width(self, points: Points, noise: float = 1.0, law: float = 1.0) -> Array:
+        """Half the 95% interval of log loss for a new run at each point.
+
+        `noise` and `law` are factors of the scatter of runs and of the uncertainty of the law.
+        """
         x = Inputs.of(points, self.fit.inputs.center)
         jacobian = self.fit.law.log_loss(self.fit.theta[None], x)[1][:, 0]
         spread = np.einsum("pi,pq,qi->i", jacobian, self.covariance, jacobian)
-        return np.asarray(self.t * np.sqrt(self.sigma**2 + np.maximum(spread, 0)))
+        variance = (noise * self.sigma) ** 2 + law**2 * np.maximum(spread, 0)
+        return np.asarray(self.t * np.sqrt(variance))
 
 
 def scatter(fit: Fit) -> Scatter:

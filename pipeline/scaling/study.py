@@ -16,13 +16,13 @@ import numpy as np
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import (
-    SCATTER_SHARE,
     TYPICAL,
     Backtest,
     backtest,
     focus,
     half_width,
     near_valley,
+    scatter_shares,
     waste,
 )
 from pipeline.scaling.choice import SPARE, check, check_law, choose, exact
@@ -133,10 +133,11 @@ class Study:
         """Return the law's loss and its 95% interval, from backtests and at least the scatter."""
         loss = self.fit.predict(places)
         ratio = places.C / self.fit.points.C.max()
-        tested = half_width(self.scale, ratio, waste(self.fit, places, loss))
+        runs = len(set(self.fit.points.run))  # several points of one run are not independent
+        tested = half_width(self.scale, runs, ratio, waste(self.fit, places, loss))
+        shares = (1.0, 1.0) if self.backtest is None else scatter_shares(runs)
         # fmax ignores NaN: where one of the two is unknown, the other is used.
-        share = 1.0 if self.backtest is None else SCATTER_SHARE
-        half = np.fmax(share * self.scatter.half_width(places), tested)
+        half = np.fmax(self.scatter.half_width(places, *shares), tested)
         return loss, loss * np.exp(-half), loss * np.exp(half)
 
     def frontier(self, C: Array) -> Points:
