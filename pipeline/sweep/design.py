@@ -15,6 +15,7 @@ from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
 from pipeline.planner.work import training_flops
+from pipeline.scaling.backtest import CUTS, TYPICAL, TYPICAL_CUTS, half_width
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
@@ -144,8 +145,12 @@ def width(
 
 
 def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -> float:
-    """Estimate the half width by linear error propagation: fast, only for ranking, optimistic."""
-    N, D = (np.array([getattr(run, key) for run in runs], float) for key in "ND")
+    """Estimate the half width: fast, for choosing the ladders to simulate.
+
+    It is the larger of linear error propagation and of the interval by backtests whose errors are
+    the noise of runs.
+    """
+    N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
     slope = MIDDLE.gradient(N, D)
     # Standard deviations of the prior: 15% for E, 20% for the two terms, 0.05 for the exponents.
     prior = np.diag(1 / np.array([0.15, 0.2, 0.05, 0.2, 0.05]) ** 2)
@@ -154,7 +159,11 @@ def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -
     spare = max(len(N) - 5, 1)
     # Student's t for few spare runs, to about 10%.
     t = 2 * (1 + 2 / spare**1.5)
-    return float(t * np.sqrt(noise**2 + there @ covariance @ there))
+    linear = float(t * np.sqrt(noise**2 + there @ covariance @ there))
+    squares = TYPICAL_CUTS * TYPICAL**2 + len(CUTS) * noise**2
+    scale = float(np.sqrt(squares / (TYPICAL_CUTS + len(CUTS))))
+    beyond = np.array([target.C / C.max()])
+    return max(linear, float(half_width(scale, len(runs), beyond, np.zeros(1))[0]))
 
 
 def cheapest(
@@ -171,7 +180,7 @@ def cheapest(
             f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes; choose a "
             f"larger target"
         )
-    factor = 1.5  # simulated width over rough width, updated by every simulation
+    factor = 1.0  # simulated width over rough width, updated by every simulation
     narrowest: Width | None = None
     for _ in range(TRIED):
         left = [o for o in options if factor * rough_width(o[1], target, noise) <= wanted]

@@ -36,9 +36,10 @@ def test_more_noise_and_farther_targets_are_wider() -> None:
     widths = [design.rough_width(runs, target) for target in (near, far)]
     assert widths[0] < widths[1]
     assert design.rough_width(runs, near, noise=0.01) > 1.5 * widths[0]
-    found = design.width(runs, near, draws=3)
-    assert 0.5 * widths[0] < found.median < 6 * widths[0]
-    assert found.inside >= 2 and found.error < found.median
+    found = design.width(runs, near)
+    assert 0.7 * widths[0] < found.median < 1.5 * widths[0]
+    # A 95% interval may miss one of eight.
+    assert found.inside >= 7 and found.error < 0.5 * found.median
 
 
 def test_the_gradient_of_the_prior_law() -> None:
@@ -60,7 +61,7 @@ def test_the_cheapest_ladder_is_proposed(
     """The search itself, with the rough width in the place of the slow simulation."""
 
     def rough(runs, target, noise, *_):
-        half = 2 * design.rough_width(runs, target, noise)
+        half = 1.2 * design.rough_width(runs, target, noise)
         return design.Width(half, half, half / 3, 1, 1, target.C / max(run.C for run in runs))
 
     monkeypatch.setattr(design, "width", rough)
