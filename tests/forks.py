@@ -7,6 +7,7 @@ so are its own children: ranks, sidecars and the runs of a sweep.
 
 import atexit
 import ctypes
+import gc
 import importlib
 import inspect
 import json
@@ -269,4 +270,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # otherwise every fork searches what is imported here for garbage, and copies it
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
 """Check that all layouts train the same: compare some steps of each with one plain torch process.
 
-`launch verify` starts the ranks. They run layout after layout in one process group, and each
-computes the plain run by itself (plain_run.py).
+`launch verify` starts the ranks. They run layout after layout in one process group. The plain run
+(plain_run.py) is computed once on a CPU, and by every rank by itself on a GPU.
 """
 
 import logging
@@ -230,11 +230,13 @@ def compare_layouts(
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     method = "spawn" if torch.cuda.is_available() else "fork"
     outcomes = get_context(method).SimpleQueue()
+    torch.set_num_threads(1)  # the ranks share the cores, and threads do not survive a fork
+    plain = train_plain(config, torch.device("cpu")) if method == "fork" else None
     with TemporaryDirectory(prefix="isoflop-") as private:
         environments = [one_node(rank, nproc, Path(private) / "store") for rank in range(nproc)]
         ranks = start_processes(  # type: ignore[no-untyped-call]
             _run_rank,
-            (config, layouts, environments, output, outcomes),
+            (config, layouts, plain, environments, output, outcomes),
             nproc,
             join=False,
             start_method=method,
@@ -252,16 +254,17 @@ def _run_rank(
     rank: int,
     config: RunConfig,
     layouts: Sequence[Layout],
+    plain: Trajectory | None,
     environments: list[dict[str, str]],
     output: Path,
     outcomes: Any,
 ) -> None:
     end_with_parent()
     redirect_output(output)
-    torch.set_num_threads(1)  # the ranks share the cores
+    torch.set_num_threads(1)
     os.environ |= environments[rank]
     world = World.from_environment(os.environ)
-    expected = [train_plain(config, world.device)]
+    expected = [plain or train_plain(config, world.device)]
     for layout in layouts:
         outcome, run = train_layout(config, expected, layout, world)
         if layout == REFERENCE:

@@ -1,6 +1,7 @@
 """The DeepSpeed ZeRO engine, for one CPU process as well as for a cluster."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -63,6 +64,8 @@ class ZeroEngine:
             # attribute `deepspeed.comm.torch` is the real torch.
             comm: Any = sys.modules["deepspeed.comm.torch"]
             comm.build_shm_op = lambda: None
+            # Otherwise DeepSpeed runs numactl for every micro-batch of ZeRO-3, to count devices.
+            os.environ.setdefault("LOCAL_SIZE", str(world.size))
         # The process group exists (world.join); without one, DeepSpeed would look for MPI.
         deepspeed.init_distributed(
             dist_backend=world.backend, timeout=TIMEOUT, verbose=False, auto_mpi_discovery=False

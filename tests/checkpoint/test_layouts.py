@@ -73,6 +73,7 @@ def settings(every: int, steps: int) -> list[str]:
     return [
         "name='run'",
         "model.seq=16",
+        "model.layers=2",
         *(f"train.{key}" for key in f"{train} eval_batches=1".split()),
         *(f"optim.{key}" for key in optim.split()),
     ]

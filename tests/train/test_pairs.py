@@ -49,11 +49,11 @@ def runs(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, ranks, options in (
         ("one", 1, SHORT),
         ("two", 2, (*SHORT, "--zero", 2)),
-        ("stopped", 1, SHORT),
         ("learned", 1, LONG),
     ):
         command = ["pretrain", *COMMON, *options, "--data", pairs, "--nproc", ranks]
         jobs.append({"do": "launch", "arguments": [*command, "--out", folder / name]})
+    jobs.append({"do": "copy", "src": folder / "one", "dst": folder / "stopped"})
     jobs.append({"do": "cut", "out": folder / "stopped", "step": 4})
     again = ["pretrain", "--resume", "--out", folder / "stopped", "--no-track"]
     jobs.append({"do": "launch", "arguments": again})
