@@ -17,18 +17,24 @@ from tests import forks
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# These take minutes each. They start first, so that no worker is left with one at the end.
+# These take a minute or more each. They start first, then other slow files, then quick ones, so
+# that no worker is left with a long file at the end.
 # The jobs of SLURM mostly wait, so that the third worker of `make test` has a core.
 LONGEST = (
     "cluster/test_jobs.py",
-    "train/test_guard.py",
-    "checkpoint/test_layouts.py",
-    "train/test_survive.py",
     "train/test_verify.py",
     "train/test_bench.py",
+    "train/test_survive.py",
+    "train/test_guard.py",
+    "checkpoint/test_layouts.py",
+    "train/test_run.py",
+    "train/test_finetune.py",
     "browser/test_dashboard.py",
     "attack/test_run_directories.py",
-    "train/test_run.py",
+    "train/test_objectives.py",
+    "train/test_pairs.py",
+    "train/test_supervisor.py",
+    "checkpoint/test_store.py",
 )
 # Tests that start training processes or take more than two seconds of CPU time.
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
@@ -65,7 +71,7 @@ SLOW = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by what they use, and put the longest files first."""
     here = Path(__file__).parent
-    places = {}
+    slow_files = set()
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         file = str(item.path.relative_to(here))
@@ -75,8 +81,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
         if f"{file}::{item.name}".startswith(SLOW) or fixtures & SLOW_FIXTURES:
             item.add_marker(pytest.mark.slow)
-        places[item] = LONGEST.index(file) if file in LONGEST else len(LONGEST)
-    items.sort(key=lambda item: places[item])
+        if item.get_closest_marker("slow"):
+            slow_files.add(item.path)
+
+    def place(item: pytest.Item) -> int:
+        file = str(item.path.relative_to(here))
+        return (
+            LONGEST.index(file) if file in LONGEST else len(LONGEST) + (item.path not in slow_files)
+        )
+
+    items.sort(key=place)
 
 
 def command(*arguments: object) -> list[str]:
