@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from pipeline.config.layers import reload
 from pipeline.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ FEWEST = 3  # runs
 TYPICAL = 0.005
 TYPICAL_CUTS = 4  # the typical error counts as much as this many cuts of the backtest
 PER_DECADE = 3.0
-NORMAL_95 = float(stats.norm.ppf(0.975))
+NORMAL_95 = float(special.ndtri(0.975))
 ABOVE_CHANCE = 2.5  # standard deviations
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import special
 
 from pipeline.scaling.fitting import Fit
 from pipeline.scaling.frontier import flops_per_parameter_token
@@ -62,10 +62,11 @@ def goodness(fit: Fit) -> Goodness | None:
     size = np.sort(np.abs(residuals))
     # The fit is nearly one of least absolute deviations, which passes exactly through as many
     # points as it has parameters. Those residuals of zero do not measure the scatter.
-    noise = float(np.median(size[len(fit.theta) :])) / float(stats.norm.ppf(0.75))
+    noise = float(np.median(size[len(fit.theta) :])) / float(special.ndtri(0.75))
     sigmas = np.abs(residuals) / max(noise, SMALLEST_OUTLIER / OUTLIER_SIGMAS)
     # With few spare points the scatter is poorly known, so the limit for outliers is higher.
-    limit = max(OUTLIER_SIGMAS, float(stats.t.ppf(1 - 0.005 / len(residuals), max(spare - 1, 1))))
+    student = special.stdtrit(max(spare - 1, 1), 1 - 0.005 / len(residuals))
+    limit = max(OUTLIER_SIGMAS, float(student))
     out = (sigmas > limit) & (np.abs(residuals) > SMALLEST_OUTLIER)
     far = np.flatnonzero(out)
     worst = far[np.argsort(-sigmas[far])]
