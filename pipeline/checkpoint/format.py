@@ -16,7 +16,7 @@ import io
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -228,11 +228,14 @@ class Reader:
         self._checkpoint = checkpoint
         self._maps: dict[str, Tensor] = {}  # file → its bytes
 
-    def fill(self, fragments: Iterable[Fragment]) -> None:
+    def fill(self, fragments: Iterable[Fragment], *, grown: Container[str] = ()) -> None:
+        """Write the stored numbers into the fragments. Tensors that have `grown` may have more rows
+        than are stored; the new rows stay as they are."""
         for fragment in fragments:
             stored = self._checkpoint.manifest.tensors.get(fragment.key)
             numel = 0 if stored is None else stored.numel
-            if stored is None or numel != fragment.global_numel:
+            more = fragment.key in grown and numel < fragment.global_numel
+            if stored is None or (numel != fragment.global_numel and not more):
                 raise RunError(
                     f"checkpoint {self._checkpoint.path} has {numel:,} numbers for {fragment.key}, "
                     f"this model {fragment.global_numel:,}; it belongs to another model"

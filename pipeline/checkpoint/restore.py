@@ -120,7 +120,9 @@ def load_initial_weights(engine: Engine, path: Path) -> None:
         if kind == WEIGHTS:
             source = replace(fragment, key=f"{WEIGHTS}/{_thinned(name, own, stored)}")
             weights += [] if is_new(source) else [source]
-    Reader(checkpoint).fill(weights)
+    # A larger vocabulary, such as one with a mask, has further rows at the end.
+    grown = [f"{WEIGHTS}/{name}" for name in ("embedding.weight", "head.weight", "head.bias")]
+    Reader(checkpoint).fill(weights, grown=grown if own.vocab > stored.vocab else ())
     engine.sync_weights()
 
 

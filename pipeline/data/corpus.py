@@ -74,7 +74,8 @@ class Corpus:
             more = f" and the {special_ids:,} special ids of the objective" if special_ids else ""
             raise DataError(
                 f"model.vocab={vocab:,} is smaller than the {pieces:,} of the tokenizer in "
-                f"{self.path}{more}; leave model.vocab out or prepare the data with that vocabulary"
+                f"{self.path}{more}; set model.vocab={-(-(pieces + special_ids) // 64) * 64}, or "
+                "leave it out"
             )
         for split in splits:
             if self.split(split).tokens <= seq:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from pipeline.checkpoint.restore import load_weights
+from pipeline.checkpoint.restore import load_model, load_weights
 from tests.conftest import worlds
 from tests.train.test_run import hashes, losses, records
 
@@ -38,6 +39,9 @@ OBJECTIVES = {
     "denoise": ("--arch", "bart", "--set", "train.batch_tokens=1024"),
     "prefix": ("--set", "objective.kind=prefix", "--set", "train.batch_tokens=1024"),
 }
+TURNED = (
+    "--set", "model.stack=encoder", "--set", "objective.kind=masked", "--set", "model.vocab=576",
+)  # fmt: skip
 LAYOUTS = {"one": (1, 1), "zero 0": (2, 0), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
 
 
@@ -59,6 +63,14 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append({"do": "cut", "out": out, "step": 4})
         again = ["pretrain", "--resume", "--out", out, "--no-track"]
         jobs.append({"do": "launch", "arguments": again})
+    # A decoder that continues as an encoder, with a mask, which its vocabulary has no space for.
+    for name, options in {
+        "decoder": ("--size", "tiny", "--steps", 2),
+        "encoder": ("--init", folder / "decoder", "--steps", 1, "--set", "optim.lr=1e-12"),
+    }.items():
+        command = ["pretrain", *COMMON[4:], *options, "--data", corpus, "--out", folder / name]
+        command += ["--set", "train.batch_tokens=1024", *(TURNED if name == "encoder" else ())]
+        jobs.append({"do": "launch", "arguments": command})
     worlds(jobs, folder)
     return folder
 
@@ -85,6 +97,26 @@ def test_a_stopped_run_continues_bit_for_bit(runs: Path, objective: str) -> None
     weights = load_weights(stopped / last)
     for name, tensor in load_weights(one / last).items():
         assert tensor.equal(weights[name]), name
+
+
+def test_a_decoder_continues_as_an_encoder(runs: Path, corpus: Path, inside) -> None:
+    before = load_weights(runs / "decoder")
+    after = load_weights(runs / "encoder")
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert after[name].shape[1:] == tensor.shape[1:]
+        # The rows of new ids come last, and one step at almost no rate changes nothing.
+        torch.testing.assert_close(after[name][: len(tensor)], tensor, atol=1e-9, rtol=1e-6)
+    assert len(after["embedding.weight"]) == 576 and after["embedding.weight"][512].std() > 1e-3
+    model, config = load_model(runs / "encoder")
+    assert config.objective.kind == "masked"
+    tokens = torch.arange(64)[None]
+    other = tokens.index_fill(1, torch.tensor([63]), 5)
+    assert not torch.equal(model(tokens)[0, 0], model(other)[0, 0])  # it reads what follows
+    start = ("pretrain", "--init", runs / "decoder", "--data", corpus, "--out", runs / "refused")
+    assert "objective.kind=masked" in inside(*start, "--set", "model.stack=encoder", code=2)
+    error = inside(*start, *TURNED[:4], code=2)
+    assert "set model.vocab=576" in error
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
