@@ -30,7 +30,11 @@ def evaluate(
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}") from None
-    manager = TaskManager(include_path=None if folder is None else str(folder))
+    path = None if folder is None else str(folder)
+    manager = TaskManager(include_path=path, include_defaults=path is None)
+    # Reading lm-eval's own tasks takes 14 s. A group in the folder may use them.
+    if path is not None and not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=path)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise ConfigError(

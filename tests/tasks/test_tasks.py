@@ -73,7 +73,8 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     names = [f"our_{kind}" for kind in kinds]
     truth = lm_eval.simple_evaluate(
         HFLM(pretrained=str(tmp_path / "hub"), device="cpu", batch_size=2, dtype="float32"),
-        tasks=names, task_manager=TaskManager(include_path=str(tmp_path)), bootstrap_iters=0,
+        tasks=names, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
     )  # fmt: skip
     asked = [part for name in names for part in ("--tasks", name)]
     options = ("--task-dir", tmp_path, "--nproc", 2, "--tasks", data, "--json")
