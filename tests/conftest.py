@@ -32,6 +32,8 @@ LONGEST = (
     "browser/test_dashboard.py",
     "attack/test_run_directories.py",
     "train/test_objectives.py",
+    "scaling/test_sweep.py",
+    "tasks/test_tasks.py",
     "train/test_pairs.py",
     "train/test_supervisor.py",
     "checkpoint/test_store.py",
