@@ -34,7 +34,9 @@ _TOKEN_HEAD = ("head.", "transform.")
 
 
 def export_family(cfg: Model, labels: Labels | None) -> Family:
-    """Return the family of a model; with labels, the family of the model without, in this class."""
+    """Return the family of a model; with labels, the family of the model without, in this class.
+    A generator is not exported."""
+    cfg = cfg.model_copy(update={"generator": None})
     if labels is None:
         return choose_family(cfg)
     # BERT's pretraining class has a row head with two classes.

@@ -8,7 +8,9 @@ import transformers
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError
 from pipeline.hub import tensors
+from pipeline.hub.exporting import export
 from pipeline.hub.importing import load_hub_model
+from pipeline.hub.sequences import export_family
 from pipeline.hub.stack_tensors import LAYERS, _bert, _head, pair
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.generator import fill_masks, gumbel
@@ -114,6 +116,15 @@ def test_noise_is_gumbel_and_a_function_of_its_key():
     assert kept.statistic < 1.6e-3  # of a million numbers; 1.63e-3 is the 99% quantile
     neighbors = torch.corrcoef(torch.stack((noise[:-1].flatten(), noise[1:].flatten())))
     assert neighbors[0, 1].abs() < 4e-3
+
+
+def test_an_export_leaves_the_generator_out(tmp_path):
+    sets = ["model.vocab=96", "model.seq=32", "model.generator=0.5"]
+    cfg = load(size="tiny", arch="electra", sets=sets).model
+    model = build_model(cfg)
+    init_weights(model, cfg, 0)
+    assert export_family(cfg, None).architecture == "ElectraForPreTraining"
+    assert export(model, tmp_path / "out", None, torch.float32).difference < 1e-5
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])  # of ELECTRA-small in the paper, and as published
