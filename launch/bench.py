@@ -183,12 +183,16 @@ def train(
 def in_context(
     d: Annotated[int, Option("--d", min=1, max=100, help="Dimensions of x.")] = 2,
     count: Annotated[int, Option("--examples", min=1, max=1000, help="Examples per row.")] = 10,
-    noise: Annotated[float, Option(min=1e-3, help="Standard deviation of the noise.")] = 0.5,
+    noise: Annotated[
+        float, Option(min=1e-3, max=1e3, help="Standard deviation of the noise.")
+    ] = 0.5,
     size: Size = "83k",
     arch: Arch = None,
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 2500,
-    rows: Annotated[int, Option(min=1, help="Rows per step.")] = 64,
-    test_rows: Annotated[int, Option(min=1, help="Rows to measure the errors on.")] = 20_000,
+    rows: Annotated[int, Option(min=1, max=10**5, help="Rows per step.")] = 64,
+    test_rows: Annotated[
+        int, Option(min=1, max=10**7, help="Rows to measure the errors on.")
+    ] = 20_000,
     sets: Settings = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,9 +1,12 @@
 """`launch finetune`: train a run further on examples of a task."""
 
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,16 +21,22 @@ from launch.options import (
     parse_path,
 )
 from launch.pretrain import (
+    DryRun,
     DtypeName,
     Engine,
     Experiment,
+    Gpus,
+    NodeCount,
     Nproc,
     Resume,
     Seed,
+    Slurm,
+    Time,
     Track,
     Zero,
+    begin,
     given_only,
-    train_here,
+    refuse_job_options,
     where,
 )
 from pipeline.errors import ConfigError, RunError
@@ -43,6 +52,7 @@ EXAMPLES = examples(
     "launch finetune --init runs/bert --data pairs.jsonl --lr 3e-5 --batch 16",
     "launch finetune --run runs/1b --data questions.jsonl --lora 16 --nproc 8 --zero 2",
     "launch finetune --resume --out runs/assistant",
+    "launch finetune --run runs/1b --data questions.jsonl --cluster h100 --slurm --time 2:00:00",
 )
 Option = typer.Option
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
@@ -55,7 +65,7 @@ Valid = Annotated[Path | None, Option(help=_VALID)]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: runs/finetune/RUN-FILE)."
 Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
-Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001)]
+Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
 _RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."
 Rate = Annotated[float | None, Option("--lr", help=_RATE)]
@@ -64,17 +74,24 @@ Seq = Annotated[int | None, Option(help=_SEQ, min=2)]
 _NUMBERS = "Predict labels as numbers; the default if any label has a fraction."
 Regression = Annotated[bool, Option("--regression", help=_NUMBERS)]
 _LM = "Weight of the language-model loss, in addition to the labels' loss; GPT has 0.5."
-LmWeight = Annotated[float | None, Option(help=_LM, min=0.0)]
+LmWeight = Annotated[float | None, Option(help=_LM, min=0.0, max=1e6)]
 _LORA = "Train only adapters of this rank for the blocks' matrices (LoRA)."
 Rank = Annotated[int | None, Option("--lora", help=_LORA, min=1)]
 _SCRATCH = "Start from new random weights instead of the run's, as a baseline."
 Scratch = Annotated[bool, Option("--scratch", help=_SCRATCH)]
+
+# Options that a run which continues would ignore.
+OF_NEW_RUNS = (
+    *("run", "init", "data", "valid", "valid_share", "epochs", "batch", "lr", "seq"),
+    *("regression", "lm_weight", "lora", "scratch", "tokenizer"),
+)
 
 app = typer.Typer()
 
 
 @app.command(epilog=EXAMPLES)
 def finetune(
+    context: typer.Context,
     run: Run = None,
     init: Init = None,
     data: Data = None,
@@ -103,50 +120,97 @@ def finetune(
     track: Track = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    slurm: Slurm = False,
+    nodes: NodeCount = None,
+    gpus_per_node: Gpus = None,
+    time: Time = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Train a run further on examples: answers to prompts, classes or numbers."""
     from pipeline.train.finetuning import FineTuning
     from pipeline.train.request import Request, plan_run
 
-    before = out if resume else None  # the run to continue
-    _, devices, ranks = where(None, nproc, None, cluster, config, sets or (), before)
-    layout = {"zero": zero, "engine": engine}
-    over = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}, "parallel": layout}
+    refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
+    machine = (cluster, config, sets or (), out if resume else None)  # sources of its settings
+    job, devices, ranks = where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
+    over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
+    over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        None, None, None, out, ranks, cluster, config, sets or (), given_only(over), resume
+        *(None, None, None, out, ranks, cluster, config, sets or (), given_only(over), resume),
+        fewest=job.worlds[0] if job else None,
     )
+    then = partial(begin, job, ranks, devices, track, dry_run, as_json, quiet)
     if resume:
-        planned = plan_run(request, devices)
-    else:
-        start = _start(run, init)
-        if data is None:
-            raise ConfigError("--data is missing; give a file with a JSON object per line")
-        asked = FineTuning(
-            *(start, data, valid, valid_share, seq, batch, epochs, lr, regression, lm_weight),
-            *(lora, scratch, tokenizer),
-        )
-        planned = _plan(asked, request, devices, quiet=quiet)
-    train_here(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
+        _refuse_options_of_new_runs(context)
+        then(plan_run(replace(request, data=_examples_of(out)), devices))
+        return
+    asked = FineTuning(
+        *(_start(run, init), _given(data), valid, valid_share, seq, batch, epochs, lr, regression),
+        *(lm_weight, lora, scratch, tokenizer),
+    )
+    _begin_new(asked, request, devices, then, quiet=quiet)
 
 
-def _plan(
-    asked: "FineTuning", request: "Request", devices: "Devices", *, quiet: bool
-) -> "PlannedRun":
-    """Write the examples into the new run's directory and plan the run."""
+def _begin_new(
+    asked: "FineTuning",
+    request: "Request",
+    devices: "Devices",
+    then: "Callable[[PlannedRun], None]",
+    *,
+    quiet: bool,
+) -> None:
+    """Write the examples into the new run's directory, plan the run and begin it."""
+    from pipeline.runs.directory import RunDir
     from pipeline.train.finetuning import prepare
     from pipeline.train.request import plan_run
 
-    name = f"{asked.start.name}-{asked.data.name.partition('.')[0]}"
+    name = f"{asked.start.resolve().name}-{asked.data.name.partition('.')[0]}"
     out = request.out or Path("runs") / "finetune" / name
+    if asked.batch % request.nproc:
+        batch = max(1, asked.batch // request.nproc) * request.nproc
+        text = f"--batch {asked.batch} is not a multiple of the {request.nproc} processes"
+        raise ConfigError(f"{text}; try --batch {batch}")
+    was_there = out.exists()
     prepared = prepare(asked, out)
-    if not quiet:
-        typer.echo(prepared.note, err=True)
-    start = replace(request, out=out, init=asked.start, defaults=prepared.defaults)
     try:
-        return plan_run(replace(start, data=prepared.rows), devices)
-    except BaseException:
-        shutil.rmtree(prepared.rows)  # a refused run leaves nothing behind
-        raise
+        if not quiet:
+            typer.echo(prepared.note, err=True)
+        start = replace(request, out=out, init=asked.start, defaults=prepared.defaults)
+        planned = plan_run(replace(start, data=prepared.rows), devices)
+        if planned.note and not quiet:
+            typer.echo(planned.note, err=True)
+        then(planned)
+    finally:
+        # A run that was refused, interrupted or only shown leaves nothing behind.
+        if not RunDir(out).exists:
+            shutil.rmtree(prepared.rows)
+            if not was_there:
+                with suppress(OSError):  # something else is in it
+                    out.rmdir()
+
+
+def _refuse_options_of_new_runs(context: typer.Context) -> None:
+    """Refuse options that a run would ignore, because it continues with the settings it has."""
+    for name in OF_NEW_RUNS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            text = f"{option} is for a new run, and --resume continues one with its own settings"
+            raise ConfigError(f"{text}; remove {option}, or give another --out without --resume")
+
+
+def _examples_of(run: Path | None) -> Path | None:
+    """Return the examples in the run's directory, which may have moved since they were written."""
+    from pipeline.train.finetuning import ROWS
+
+    rows = None if run is None else run / ROWS
+    return rows if rows is not None and rows.is_dir() else None
+
+
+def _given(data: Path | None) -> Path:
+    if data is None:
+        raise ConfigError("--data is missing; give a file with a JSON object per line")
+    return data
 
 
 def _start(run: Path | None, init: Path | None) -> Path:

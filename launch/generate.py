@@ -33,9 +33,10 @@ TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", 
 TopP = Annotated[
     float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
 ]
-Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1)]
+Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1, max=1000)]
 Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
 AT_ONCE = 32  # prompts that are generated together
+MOST_LENGTHS = 16  # times the length of training rows that a prompt may have
 
 app = typer.Typer()
 
@@ -72,13 +73,13 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = 1.0,
     beam: Beam = None,
-    seed: Annotated[int, Option(help="Sampling seed.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Sampling seed.", min=0, max=2**63 - 1)] = 0,
     stream: Stream = False,
     tokenizer: TokenizerFile = None,
     as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts, or translate sources: greedy, sampled (--temperature) or by beam search."""
-    texts = [*(prompt or ()), *(source or ()), *(_texts(file) if file else ())]
+    texts = [*_valid("prompt", prompt), *_valid("source", source), *(_texts(file) if file else ())]
     before = _read(shots, "shots") if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
     _refuse_mixed(texts, temperature, samples, beam, one_stream=stream, as_json=as_json)
@@ -98,6 +99,7 @@ def generate(
     _refuse_stack(config.model.stack, prompt, source)
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
     inputs = _inputs(config, pieces, [(text, before + text) for text in texts], from_, to)
+    _check_lengths(inputs, config)
     sampling = Sampling(temperature, top_k, top_p, seed)
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
@@ -149,6 +151,18 @@ def _inputs(
         tags = [pieces.vocab + language for language in languages]
         found.append(Input(shown, tags[1:] or [pieces.eod], [*tags[:1], *ids, pieces.eod]))
     return found
+
+
+def _check_lengths(inputs: list[Input], config: "RunConfig") -> None:
+    """Warn about texts longer than those of training; refuse one that would take for ever."""
+    for key, trained in (("prompt", config.model.seq), ("source", config.model.source_seq)):
+        longest = max((len(getattr(one, key) or ()) for one in inputs), default=0)
+        limit = trained or config.model.seq
+        text = f"a {key} has {longest:,} tokens, and the run was trained on {limit:,} at a time"
+        if longest > MOST_LENGTHS * limit:
+            raise DataError(f"{text}; shorten it")
+        if longest > limit:
+            typer.echo(f"warning: {text}", err=True)
 
 
 def _languages(config: "RunConfig", from_: str | None, to: str | None) -> list[int]:
@@ -208,23 +222,36 @@ def _refuse_mixed(
         raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
 
+def _valid(option: str, texts: list[str] | None) -> list[str]:
+    """Return the texts of an option; a shell also passes bytes that are not UTF-8."""
+    for text in texts or ():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"--{option} {text!r} is not valid UTF-8; correct it") from None
+    return texts or []
+
+
 def _texts(file: Path) -> list[str]:
     from pipeline.data.json_lines import read_lines
 
     if file.suffix != ".jsonl":
         # An empty line is not a prompt; `--prompt ''` is.
-        return [line for line in _read(file, "file").splitlines() if line]
-    lines = read_lines(file, "prompt or source")
+        lines = _read(file, "file").removeprefix("\ufeff").split("\n")
+        return [line.removesuffix("\r") for line in lines if line.strip()]
+    found = read_lines(file, "prompt or source")
     return [
-        line.text("source" if "source" in line.fields else "prompt", empty=True) for line in lines
+        line.text("source" if "source" in line.fields else "prompt", empty=True) for line in found
     ]
 
 
 def _read(file: Path, option: str) -> str:
+    from pipeline.atomic import read_regular
+
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular(file).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--{option} {file} cannot be read: {error}") from None
+        raise DataError(f"--{option} {file} cannot be read: {error}; check the file") from None
 
 
 def _print(

@@ -114,7 +114,7 @@ def pretrain(
     """Train a model of one size on prepared shards, by default on 20 tokens per parameter."""
     from pipeline.train.request import Request, plan_run
 
-    _refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
+    refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
     before = out if resume else None  # the run to continue
     machine = (cluster, config, sets or (), before)  # every source of cluster settings
     nodes = nodes or "1" if slurm else None
@@ -132,15 +132,13 @@ def pretrain(
     planned = plan_run(request, devices)
     if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
-    if job is None:
-        train_here(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
-    elif not (dry_run and quiet):  # together they mean `as_job`
-        submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
-        _announce(planned.config, ranks, devices.name, track=track, header=False)
+    if not (dry_run and quiet):  # together they mean `as_job`
+        begin(job, ranks, devices, track, dry_run, as_json, quiet, planned)
     return planned, job  # for `as_job`; typer ignores it
 
 
-def _refuse_job_options(slurm: bool, *values: Any) -> None:
+def refuse_job_options(slurm: bool, *values: Any) -> None:
+    """Refuse options of a SLURM job without one; `values` in the order of `options`."""
     options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
     for option, value in zip(options, values, strict=True):
         given = value is not None and value is not False  # 0 is a value: no GPUs
@@ -181,6 +179,24 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
     # Without a header stdout may be JSON, so the notes go to stderr.
     for line in notes:
         typer.echo(line, err=not header)
+
+
+def begin(
+    job: "Nodes | None",
+    ranks: int,
+    devices: "Devices",
+    track: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    planned: "PlannedRun",
+) -> None:
+    """Train a planned run here, or submit it as a job."""
+    if job is None:
+        train_here(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
+        return
+    submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
+    _announce(planned.config, ranks, devices.name, track=track, header=False)
 
 
 def train_here(

@@ -1,5 +1,6 @@
 """`launch evaluate --tasks`: questions from files of the user, and tasks of lm-eval."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
     from pipeline.tasks.answering import Reader
     from pipeline.tasks.questions import Task
+
+MOST_PROCESSES = 8  # on a machine with fewer CPUs: each loads the model
 
 
 def evaluate_tasks(
@@ -34,6 +37,12 @@ def evaluate_tasks(
         # The name of a task of lm-eval has neither of the two.
         if "/" in name or name.endswith((".jsonl", ".gz")):
             raise ConfigError(f"--tasks {name}: no such file; check the path")
+    for option, value in (("shots", shots), ("task-dir", folder)):
+        if value is not None and not names:
+            raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")
+    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    if processes is not None and processes > most:
+        raise ConfigError(f"--nproc {processes} is above {most}, which this machine can use")
     given = [task.sample(questions) for task in read_tasks(files)]
 
     # Imported after the checks, because torch takes seconds.

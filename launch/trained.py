@@ -57,6 +57,9 @@ def evaluate(
 ) -> None:
     """Print nats per token and bits per byte on held-out text, or the scores of tasks."""
     if tasks:
+        for option, value in (("data", data), ("batches", batches)):
+            if value is not None:
+                raise ConfigError(f"--{option} {value} is for held-out text; remove it or --tasks")
         evaluate_tasks(
             run,
             tasks,
@@ -68,7 +71,8 @@ def evaluate(
             as_json=as_json,
         )
         return
-    for option, value in (("questions", questions), ("shots", shots), ("task-dir", task_dir)):
+    of_tasks = {"questions": questions, "shots": shots, "task-dir": task_dir, "nproc": nproc}
+    for option, value in of_tasks.items():
         if value is not None:
             raise ConfigError(f"--{option} {value} belongs to tasks; add --tasks")
     _evaluate_text(run, data, batches, as_json=as_json)

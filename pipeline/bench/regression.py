@@ -30,6 +30,8 @@ from pipeline.planner.check import resolve
 RATE = 3e-3  # for AdamW, found with d = 2; at 1e-2 the error falls more slowly
 TEST_SEED = 2**40  # far above the seeds of training, which count up from the run's seed
 TEST_ROWS = 1024  # rows of one pass
+USED = ("model.", "optim.", "seed")  # settings that have an effect here
+FIXED = ("model.vocab", "model.seq", "model.tied", "model.mtp")  # by the problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ def configure(
     seq = 2 * problem.examples
     model = {"vocab": 1, "seq": seq, "tied": False}
     train = {"steps": steps, "batch_tokens": rows * seq}
+    for given in sets:
+        key = given.partition("=")[0].strip()
+        if not key.startswith(USED) or key in FIXED:
+            raise ConfigError(f"--set {given}: this study does not use {key}; remove it")
     # The recipe's rate is for language models.
     sets = [f"optim.lr={RATE}", *sets]
     spec = load(size=size, arch=arch, sets=sets, over={"model": model, "train": train})

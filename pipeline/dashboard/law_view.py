@@ -29,14 +29,16 @@ SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
     """Return the law of a group of runs, or the reason if none can be fitted."""
-    # The page draws losses here; forecasts of tasks are listed by `launch score`.
-    scores = [dict(vars(score)) for score in forecasts if score.task is None]
+    # Losses and accuracies have charts of their own.
+    made: dict[str, list[dict[str, Any]]] = {"forecasts": [], "task_forecasts": []}
+    for score in forecasts:
+        made["forecasts" if score.task is None else "task_forecasts"].append(dict(vars(score)))
     try:
         points = points_of(runs)
         # The page draws intervals, so a law that was requested by name is backtested too.
         done = study(points, law, tested=True)
     except DataError as error:
-        return {"law": None, "warnings": [f"No law yet: {error}"], "forecasts": scores}
+        return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)
     used["residual"] = _numbers(done.fit.residuals)
     test = done.backtest
@@ -60,7 +62,7 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
         },
         "isoflop": valleys(points, done),
         "grid": grid(done),
-        "forecasts": scores,
+        **made,
     }
 
 

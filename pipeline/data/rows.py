@@ -34,6 +34,7 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.objective.example import NO_LABEL
 
+_LARGEST = int(np.finfo(np.float32).max)
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this
 _MODEL = "tokenizer.model"
@@ -64,8 +65,12 @@ def _example(line: Line) -> Example:
     label = line.fields.get("label")
     if isinstance(label, bool) or not isinstance(label, int | float | str) or label == "":
         raise line.error(f"label={label!r} is neither a class nor a number")
-    if not isinstance(label, str) and not math.isfinite(label):
-        raise DataError(f"{line.where}: label={label!r} is not finite; remove the line")
+    if isinstance(label, str):
+        return Example(text, second, line.text("label"), line.where)
+    # NaN fails the comparison. Labels are stored as 32-bit floats.
+    if not abs(label) <= _LARGEST:
+        remedy = f"remove the line, or scale labels to at most {_LARGEST:.1e}"
+        raise DataError(f"{line.where}: label={str(label)[:20]} is not finite in fp32; {remedy}")
     return Example(text, second, label, line.where)
 
 

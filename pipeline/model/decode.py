@@ -92,7 +92,9 @@ def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gener
     logits_BV = logits_BV.float().cpu()
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    logits, order = (logits_BV / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    # The largest is zero, so that a tiny temperature makes no infinities to subtract.
+    logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature
+    logits, order = logits_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
         logits = logits[:, : sampling.top_k]
     chance = logits.softmax(-1)

@@ -2,7 +2,7 @@
 pretrained run determine its objective, length and learning rates."""
 
 import math
-import shutil
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,14 @@ from pipeline.planner.count import params
 from pipeline.planner.recipe import rule
 from pipeline.runs.directory import RunDir, tokenizer_of
 
-# As for GPT (Radford et al. 2018): three epochs in batches of 32, at a quarter of the peak rate of
+# As for GPT (Radford et al. 2018): three epochs in small batches, at a quarter of the peak rate of
 # pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are similar (arXiv 1810.04805, A.3).
 RATE_SHARE = 0.25
 LORA_RATE = 10  # factor of the rate with LoRA (Schulman et al. 2025, "LoRA Without Regret")
 WARMUP_SHARE = 0.06  # share of the steps (RoBERTa: arXiv 1907.11692, table 10)
 DECAY = 0.01  # weight decay, as for GPT and BERT
+BATCH = 32  # examples
+ROWS = "examples"  # directory of the corpus, in that of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,13 @@ class Prepared(NamedTuple):
 
 def prepare(asked: FineTuning, out: Path) -> Prepared:
     """Write the corpus of a run into its directory; refuse an unsuitable file or run."""
-    rows = out / "examples"
+    rows = out / ROWS
     if RunDir(out).exists:
-        remedy = "add --resume to continue it or give another --out"
+        remedy = f"continue it with `launch finetune --resume --out {out}`, or give another --out"
         raise RunError(f"--out {out} already contains a run; {remedy}")
+    # Never deleted here: it may be the user's own, or belong to a process that is starting a run.
+    if os.path.lexists(rows):
+        raise RunError(f"{rows} exists without a run; remove it, or give another --out")
     every = read_examples(asked.data)
     if asked.valid is None:
         train, valid = split_examples(every, asked.valid_share)
@@ -74,6 +79,12 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
         valid = read_examples(asked.valid)
     if (train[0].label is None) != (valid[0].label is None):
         raise DataError(f"--valid {asked.valid} has another form than --data {asked.data}")
+    if asked.batch > max(BATCH, len(train)):
+        text = f"--batch {asked.batch} is more than the {len(train)} examples to train on"
+        raise ConfigError(f"{text}; lower it")
+    if asked.scratch and asked.lora is not None:
+        text = f"--lora {asked.lora} keeps the weights, and --scratch makes them random"
+        raise ConfigError(f"{text}; remove one of the two")
     before = run_config(asked.start)
     objective = _objective(asked, before, train, valid)
     tokenizer = tokenizer_of(asked.start, before.data.dir, asked.tokenizer)
@@ -84,7 +95,7 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     seq = _length(asked, before)
     if not isinstance(before.model.position, Learned):  # a learned table keeps its length
         seq = row_length([*encoded["train"], *encoded["valid"]], objective, seq)
-    shutil.rmtree(rows, ignore_errors=True)  # left by an attempt that was killed here
+    defaults = _defaults(asked, before, objective, seq, len(train), len(valid))
     try:
         with atomic.directory(rows) as temporary:
             cut = write_rows(temporary, encoded, objective, seq, asked.batch, tokenizer)
@@ -96,7 +107,11 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
         note += f", {len(objective.names)} classes" if objective.names else ", labels are numbers"
     if cut:
         note += f"\nwarning: {cut:,} examples are longer than a row and were cut"
-    return Prepared(rows, _defaults(asked, before, objective, seq, len(train), len(valid)), note)
+    known = {(row.first, row.second) for row in train}
+    both = sum((row.first, row.second) in known for row in valid)
+    if both:
+        note += f"\nwarning: {both:,} held-out examples are also training examples"
+    return Prepared(rows, defaults, note)
 
 
 def _objective(
@@ -163,7 +178,7 @@ def _defaults(
             "eval_batches": math.ceil(valid / asked.batch),
         },
         "optim": {
-            "lr": asked.lr or rate,
+            "lr": rate if asked.lr is None else asked.lr,
             "optimizer": {"decay": DECAY},
             "schedule": {
                 "kind": "wsd",

@@ -27,7 +27,10 @@ from pipeline.train.branch import branch_step, copy_trunk
 from pipeline.train.space import check_disk, check_offload
 
 # Settings with which the weights of --init were initialized and trained.
-_OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding")
+_OF_THE_WEIGHTS = (
+    *("tied", "parametrization", "scaled_embedding"),
+    *("stack", "width", "layers", "encoder_layers"),
+)
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
@@ -267,11 +270,12 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         layer["init"] = str(start.resolve())
         if not pairs or isinstance(before.objective, Pairs):
             layer["objective"] = before.objective.model_dump()
+    layer = merge(layer, request.defaults or {})
     spec = load(
         size=request.size,
         arch=request.arch,
         model=model,
-        data=merge(layer, request.defaults or {}),
+        data=layer,
         pieces=pieces,
         **request.layers,
     )
@@ -282,10 +286,12 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         other = getattr(spec.data, key)
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
+    if request.init is not None and spec.init != layer.get("init"):
+        raise ConfigError(f"init={spec.init} is not the start that the options name; remove it")
     _check_corpus(corpus, spec)
     for key in _OF_THE_WEIGHTS if model is not None else ():
         asked = json.dumps(getattr(spec.model, key))
-        was = json.dumps((model or {})[key])
+        was = json.dumps((model or {}).get(key))
         if asked != was:
             text = f"the weights of --init {request.init} were trained with {was}"
             raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")

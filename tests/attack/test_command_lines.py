@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.attack.harness import LEGACY, expect_none, fault
+from tests.attack.harness import LEGACY, expect_none, fault, run
 
 LONG = "a" * 300
 INTEGERS = ("abc", "-1", "0", "9" * 40, "1.5", "")
@@ -10,6 +10,10 @@ NUMBERS = ("abc", "-1", "0", "nan", "inf", "1e400", "")
 WORDS = ("../../x", "", "💥", LONG, "--json")
 PATHS = ("/proc/nope/x", "/dev/null", "", LONG, "a\nb")
 
+FINETUNE = (
+    "finetune --run RUN --data EXAMPLES --tokenizer TOKENIZER --batch 8 --no-track --nproc 1 --slurm "
+    "--gpus-per-node 0 --dry-run --out OUT"
+)
 # Each command with arguments that make it valid and fast, and options with values to try.
 BASES = {
     "show --size tiny": {
@@ -29,8 +33,21 @@ BASES = {
     },
     "evaluate --run nowhere": {"--run": PATHS, "--data": PATHS, "--batches": INTEGERS},
     "generate --run nowhere": {
-        "--run": PATHS, "--file": PATHS, "--max-new": INTEGERS, "--temperature": NUMBERS,
+        "--run": PATHS, "--file": PATHS, "--shots": PATHS, "--seed": INTEGERS, "--prompt": ("\udcff",), "--max-new": INTEGERS, "--temperature": NUMBERS,
         "--top-k": INTEGERS, "--top-p": NUMBERS, "--beam": INTEGERS, "--tokenizer": PATHS,
+    },
+    FINETUNE: {
+        "--run": PATHS, "--data": PATHS, "--valid": PATHS, "--valid-share": NUMBERS,
+        "--epochs": (*NUMBERS, "1e300"), "--batch": INTEGERS, "--lr": NUMBERS, "--seq": INTEGERS,
+        "--lm-weight": NUMBERS, "--lora": INTEGERS, "--tokenizer": PATHS, "--nodes": INTEGERS,
+        "--set": ("model.layers=9", "init=x", "lora={}", "eval.tasks=x", "objective.kind=causal"),
+    },
+    "evaluate --run RUN --tokenizer TOKENIZER --tasks QUESTIONS --tokenizer TOKENIZER": {
+        "--questions": INTEGERS, "--nproc": INTEGERS[:-1], "--data": PATHS, "--batches": ("1",),
+    },
+    "bench in-context --steps 1 --rows 2 --test-rows 2": {
+        "--d": INTEGERS, "--examples": INTEGERS, "--noise": NUMBERS, "--rows": INTEGERS,
+        "--set": ("model.vocab=5", "train.steps=9", "x"),
     },
     "export --run nowhere --to OUT": {"--run": PATHS, "--to": PATHS, "--dtype": WORDS},
     "import --from nowhere --out OUT": {"--from": PATHS, "--out": PATHS},
@@ -78,6 +95,30 @@ REFUSED = (
     "logs nowhere",
     "cancel nowhere",
     "evaluate --run nowhere",
+    "evaluate --run RUN --tokenizer TOKENIZER --tasks QUESTIONS --data DATA",
+    "evaluate --run RUN --tokenizer TOKENIZER --tasks QUESTIONS --shots 3",
+    "evaluate --run RUN --tokenizer TOKENIZER --tasks QUESTIONS --nproc 1000",
+    "evaluate --run RUN --nproc 2",
+    "generate --run RUN --tokenizer TOKENIZER --prompt a --beam 100000000",
+    "generate --run RUN --tokenizer TOKENIZER --prompt a --temperature 1 --seed 99999999999999999999999",
+    "bench in-context --set train.steps=9",
+    "bench in-context --noise inf",
+    *(
+        f"{FINETUNE} {options}"
+        for options in (
+            "--lr 0",
+            "--epochs inf",
+            "--batch 99999999",
+            "--lm-weight inf",
+            "--lora 4 --scratch",
+            "--resume",
+            "--set model.layers=9",
+            "--set init=x",
+            "--batch 3 --nproc 2",
+        )
+    ),
+    "finetune --resume --out RUN --epochs 9",
+    "finetune --resume --out RUN --lora 4",
     "fit",
     "forecast --runs .",
     "dashboard --runs nowhere --static page.html",
@@ -92,7 +133,13 @@ def words(tmp_path, monkeypatch):
     """Split a line into words, in an empty directory with a corpus at hand."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path.parent / 'attack.db'}")
-    places = {"DATA": LEGACY / "corpus", "OUT": tmp_path.parent / "attack-out", "''": ""}
+    examples = tmp_path.parent / "examples.jsonl"
+    examples.write_text("".join(f'{{"text": "a {i}", "label": {i % 2}}}\n' for i in range(40)))
+    questions = tmp_path.parent / "questions.jsonl"
+    questions.write_text('{"good": "a", "bad": "b"}\n')
+    places = {"RUN": LEGACY / "runs" / "dense", "EXAMPLES": examples, "QUESTIONS": questions}
+    places["TOKENIZER"] = LEGACY / "corpus" / "tokenizer.model"
+    places |= {"DATA": LEGACY / "corpus", "OUT": tmp_path.parent / "attack-out", "''": ""}
     return lambda line: [places.get(word, word) for word in line.split()]
 
 
@@ -108,6 +155,13 @@ def test_bad_values(base, words, tmp_path) -> None:
 def test_refused_lines(words, tmp_path) -> None:
     out = tmp_path.parent / "attack-out"
     expect_none(fault(words(line), refuse=True, out=out) for line in REFUSED)
+
+
+def test_the_lines_above_are_refused_for_their_last_option(words, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")  # without sbatch, which would refuse a job where SLURM is down
+    for line in (FINETUNE, "evaluate --run RUN --tasks QUESTIONS --tokenizer TOKENIZER"):
+        code, printed = run(*words(line))
+        assert code == 0, printed
 
 
 def test_there_are_enough() -> None:

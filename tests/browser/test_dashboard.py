@@ -412,3 +412,23 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
     page.fill("#filter", "size7")
     assert page.locator("#table tbody tr").count() == 25
     assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures
+
+
+def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_json, tmp_path):
+    root = make_ladder(tmp_path / "tasks", 4, questions=2000)
+    target = ("--params", 5e7, "--tokens", 1e9, "--task", "pairs", "--chance", 0.5)
+    made = forecast_json("--runs", root, *target, "--register")
+    port, _ = served(Directories(root))
+    page = opened(f"http://127.0.0.1:{port}/")
+    page.wait_for_selector("#task-chart .trace")
+    page.select_option("#task", "pairs/accuracy")
+    drawn = "document.getElementById('task-chart').data"
+    assert page.evaluate(f"{drawn}.length") == 5  # four runs and the forecast
+    last = page.evaluate(
+        f"(({{ x, y, error_y }}) => [x[0], y[0], error_y.array[0], error_y.arrayminus[0]])({drawn}.at(-1))"
+    )
+    up, down = made["high"] - made["accuracy"], made["accuracy"] - made["low"]
+    assert last == pytest.approx([made["C"], made["accuracy"], up, down])
+    assert page.evaluate(FORECASTS) == []  # it is no forecast of the loss
+    page.select_option("#task", "pairs/bpb")
+    assert page.evaluate(f"{drawn}.length") == 4

@@ -229,3 +229,9 @@ def test_a_step_costs_one_token_and_its_attention(kind):
 def test_generation_beyond_learned_positions_is_refused():
     with pytest.raises(ConfigError, match="at most --max-new 54"):
         generate(made(position="learned"), prompts(10), 60)
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.999, -3.0]])
+    for temperature in (1e-4, 1e-44, 1e-300):
+        assert pick(logits, Sampling(temperature), [torch.Generator()]).tolist() == [1]

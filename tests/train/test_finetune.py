@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,8 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
         ([{"text": "a", "label": True}], (), "label=True is neither"),
         ([{"text": "a", "label": float("nan")}], (), "is not finite"),
+        ([{"text": "a", "label": 1e39}], (), "is not finite"),
+        ([{"text": "a", "label": 10**400}], (), "is not finite"),
     ],
 )  # fmt: skip
 def test_bad_files_are_one_line(
@@ -243,7 +246,24 @@ def test_bad_files_are_one_line(
     file = lines(tmp_path / "file.jsonl", rows)
     start = ("finetune", "--run", runs / "decoder-base", "--data", file, "--valid-share", 0.5)
     assert message in inside(*start, "--out", tmp_path / "run", *options, code=2)
-    assert not (tmp_path / "run" / "examples").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_the_user_is_kept(runs: Path, inside, tmp_path: Path) -> None:
+    """`--out .` beside a directory that has the name of the run's corpus."""
+    start = ("finetune", "--run", runs / "decoder-base", "--data", runs / "colors.jsonl")
+    (tmp_path / "examples").mkdir()
+    lines(tmp_path / "examples" / "mine.txt", [])
+    assert "examples exists" in inside(*start, "--out", tmp_path, code=2)
+    assert (tmp_path / "examples" / "mine.txt").exists()
+
+
+def test_a_moved_run_continues(runs: Path, inside, tmp_path: Path) -> None:
+    shutil.copytree(runs / "classes" / "one", tmp_path / "moved")
+    config = tmp_path / "moved" / "config.toml"
+    config.write_text(config.read_text().replace(str(runs), "/nowhere"))
+    inside("finetune", "--resume", "--out", tmp_path / "moved", "--no-track", "--quiet")
+    assert "/nowhere/classes" not in config.read_text()
 
 
 def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:

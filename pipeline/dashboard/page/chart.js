@@ -195,30 +195,34 @@
     });
   }
 
-  function forecastTraces(fit, axis) {
+  // A registered forecast with its interval: open until its run has finished.
+  iso.forecastTrace = (f, x, factor) => {
     const color = theme("--law");
+    const done = f.measured != null;
+    const result = done ? `, measured ${(f.measured * factor).toFixed(4)}` : ", not run yet";
+    return {
+      x: [x],
+      y: [f.forecast * factor],
+      mode: "markers",
+      name: "forecast",
+      error_y: {
+        type: "data",
+        symmetric: false,
+        array: [(f.high - f.forecast) * factor],
+        arrayminus: [(f.forecast - f.low) * factor],
+        color,
+        thickness: 1.5,
+      },
+      marker: { symbol: done ? "diamond" : "diamond-open", size: 12, color, line: { width: 2, color } },
+      hovertemplate:
+        `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.4f}${result}<extra></extra>`,
+    };
+  };
+
+  function forecastTraces(fit, axis) {
     const factor = unitFactor();
-    return (fit.forecasts ?? []).map((f) => {
-      const done = f.measured != null;
-      const result = done ? `, measured ${(f.measured * factor).toFixed(4)}` : ", not run yet";
-      return {
-        x: [axis === "flops" ? f.C : f.D],
-        y: [f.forecast * factor],
-        mode: "markers",
-        name: "forecast",
-        error_y: {
-          type: "data",
-          symmetric: false,
-          array: [(f.high - f.forecast) * factor],
-          arrayminus: [(f.forecast - f.low) * factor],
-          color,
-          thickness: 1.5,
-        },
-        marker: { symbol: done ? "diamond" : "diamond-open", size: 12, color, line: { width: 2, color } },
-        hovertemplate:
-          `<b>forecast</b> N ${short(f.N)} on ${short(f.D)} tokens<br>%{y:.4f}${result}<extra></extra>`,
-      };
-    });
+    return (fit.forecasts ?? []).map((f) =>
+      iso.forecastTrace(f, axis === "flops" ? f.C : f.D, factor));
   }
 
   function allTraces(axis, keep) {

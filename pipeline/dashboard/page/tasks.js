@@ -12,7 +12,7 @@
     tokens: { title: "training tokens", at: (tokens) => `${short(tokens)} tokens` },
   };
 
-  function draw(id, key, axis, title) {
+  function draw(id, key, axis, title, more = []) {
     const traces = members()
       .filter(({ curves }) => curves.tasks[key])
       .map(({ row, curves: { tasks } }) => ({
@@ -25,7 +25,7 @@
         marker: { size: 5, color: sizeColor(row.size) },
         hovertemplate: `<b>${escapeHtml(row.name)}</b><br>%{y:.4~g}<br>%{customdata}<extra></extra>`,
       }));
-    plot(id, traces, {
+    plot(id, [...traces, ...more], {
       key,
       xaxis: { type: "log", title: { text: AXES[axis].title }, nticks: 6 },
       yaxis: { title: { text: title } },
@@ -34,7 +34,9 @@
 
   function drawTask() {
     const key = $("task").value;
-    draw("task-chart", key, "flops", key.endsWith("/bpb") ? "bits per byte" : "accuracy");
+    const made = (iso.law().task_forecasts ?? []).filter(({ task }) => key === `${task}/accuracy`);
+    const forecasts = made.map((f) => iso.forecastTrace(f, f.C, 1));
+    draw("task-chart", key, "flops", key.endsWith("/bpb") ? "bits per byte" : "accuracy", forecasts);
   }
 
   iso.drawTasks = () => {
