@@ -37,12 +37,7 @@ def evaluate_tasks(
         # The name of a task of lm-eval has neither of the two.
         if "/" in name or name.endswith((".jsonl", ".gz")):
             raise ConfigError(f"--tasks {name}: no such file; check the path")
-    for option, value in (("shots", shots), ("task-dir", folder)):
-        if value is not None and not names:
-            raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")
-    most = max(MOST_PROCESSES, os.cpu_count() or 1)
-    if processes is not None and processes > most:
-        raise ConfigError(f"--nproc {processes} is above {most}, which this machine can use")
+    _refuse_options(names, shots, folder, processes)
     given = [task.sample(questions) for task in read_tasks(files)]
 
     # Imported after the checks, because torch takes seconds.
@@ -81,6 +76,18 @@ def evaluate_tasks(
     for task, figures in more.items():
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         console.print(f"{task}  {shown}", markup=False)
+
+
+def _refuse_options(
+    names: list[str], shots: int | None, folder: Path | None, processes: int | None
+) -> None:
+    """Refuse options that would have no effect, and more processes than the machine can run."""
+    for option, value in (("shots", shots), ("task-dir", folder)):
+        if value is not None and not names:
+            raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")
+    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    if processes is not None and processes > most:
+        raise ConfigError(f"--nproc {processes} is above {most}, which this machine can use")
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:
