@@ -1,7 +1,8 @@
 """Merge layers of TOML into one config.
 
 base < size × architecture < recipe < data < cluster < file < --set: later layers override earlier
-ones. The recipe is a setting, so --set can change it. An architecture may name its objective.
+ones. The recipe is a setting, so --set can change it. An architecture may name its objective and
+its recipe.
 """
 
 import math
@@ -30,7 +31,7 @@ Table = Mapping[str, Any]
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 CONFIGS = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
-RECIPE = "adamw"  # the default
+RECIPE = "adamw"  # of architectures that name none, and of imported models
 
 
 def load(
@@ -54,7 +55,7 @@ def load(
         assert size is not None
         shape = _named_model(size, arch)
     own = [*_own_layers(file, sets), over or {}]
-    layers = [read_toml(CONFIGS / "base.toml"), shape, recipe_layer(own), data or {}]
+    layers = [read_toml(CONFIGS / "base.toml"), shape, recipe_layer([shape, *own]), data or {}]
     if cluster:
         layers.append(named_table("cluster", cluster))
     table = reduce(merge, [*layers, *own])
@@ -111,10 +112,9 @@ def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
     return {"model": {"seq": seq, "source_seq": source_seq or seq}}
 
 
-def recipe_layer(own: Iterable[Table] = ()) -> dict[str, Any]:
-    """Return the settings of the recipe that the last of the user's layers names, or of the
-    default recipe."""
-    named = [layer["recipe"] for layer in own if "recipe" in layer]
+def recipe_layer(layers: Iterable[Table] = ()) -> dict[str, Any]:
+    """Return the settings of the recipe that the last of these layers names."""
+    named = [layer["recipe"] for layer in layers if "recipe" in layer]
     name = str(named[-1]) if named else RECIPE
     return {"recipe": name, **read_toml(_named("recipe", name))}
 
@@ -193,8 +193,8 @@ def names(kind: str) -> list[str]:
 
 
 def _named_model(name: str, arch: str | None) -> dict[str, Any]:
-    """Return the model of a size and an architecture, and the architecture's usual objective. The
-    size of a published model has its own architecture unless another is given."""
+    """Return the model of a size and an architecture, and the architecture's usual objective and
+    recipe. The size of a published model has its own architecture unless another is given."""
     rows = read_toml(CONFIGS / "sizes.toml")
     if name not in rows:
         known = nearest(_nearest_size(name, rows), rows)
@@ -203,9 +203,9 @@ def _named_model(name: str, arch: str | None) -> dict[str, Any]:
     arch = arch or size.arch or "dense"
     path = _named("arch", arch)
     table = read_toml(path)
-    predicted = {key: table.pop(key) for key in ("objective",) if key in table}
+    usual = {key: table.pop(key) for key in ("objective", "recipe") if key in table}
     crossed = cross(size, validate(Arch, table, str(path)))
-    return {"model": {"size": name, "arch": arch, **crossed}, **predicted}
+    return {"model": {"size": name, "arch": arch, **crossed}, **usual}
 
 
 def _nearest_size(name: str, known: Iterable[str]) -> str:

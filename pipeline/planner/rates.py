@@ -29,14 +29,13 @@ Settings = dict[str, Setting]  # by dotted key below `optim`
 
 def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Settings:
     """Every setting of the optimizer and its schedule that may be "auto"."""
-    tokens_per_param = steps * batch / count.scaling
-    n = count.active_non_embedding
     match spec.optim.optimizer:
         case AdamWSpec():
-            return _adamw(n, tokens_per_param, steps, batch)
+            tokens_per_param = steps * batch / count.scaling
+            return _adamw(count.active_non_embedding, tokens_per_param, steps, batch)
         case MuonSpec():
             lr = spec.optim.lr
-            peak = muon_lr(tokens_per_param) if lr == "auto" else lr
+            peak = muon_lr(steps * batch) if lr == "auto" else lr
             return _muon(peak, spec.model.width, steps)
         case _:
             assert_never(spec.optim.optimizer)
@@ -93,18 +92,17 @@ def muon_batch(tokens: float) -> float:
     return 32_768 * math.sqrt(tokens / 35e6)
 
 
-def muon_lr(tokens_per_param: float) -> float:
+def muon_lr(tokens: float) -> float:
     """Return the peak rate of the matrices. Orthogonalized updates have the same size at every
-    width, so the best rate hardly depends on the size. Above 20 tokens per parameter it decreases
-    like AdamW's, which is not measured yet."""
-    return _digits(0.025 / max(1.0, tokens_per_param / 20) ** 0.5)
+    width, so the best rate hardly depends on the size; longer runs want lower rates."""
+    return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15))
 
 
 def _muon(lr: float, width: int, steps: int) -> Settings:
     # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
     narrow = math.sqrt(768 / width)
     return {
-        "lr": Setting(lr, "0.025, /√(tokens per parameter/20) above 20: measured at 2.5 to 10"),
+        "lr": Setting(lr, "0.045·(50M/tokens)^0.15, at most 0.06: measured at 13M to 216M"),
         "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),

@@ -108,7 +108,7 @@ def rule(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, 
     """Return peak rate and batch in tokens for n parameters and a number of training tokens."""
     if recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon":
         batch = seq * _whole_rows(rates.muon_batch(tokens) / seq)
-        return rates.muon_lr(tokens / n), batch
+        return rates.muon_lr(tokens), batch
     return rates.adamw_lr(n, tokens / n), seq * _whole_rows(rates.adamw_batch(n) / seq)
 
 

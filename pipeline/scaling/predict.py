@@ -160,6 +160,7 @@ class Ladder:
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
     vocab: int | None = None
     data: str | None = None
+    recipe: str = RECIPE
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         shared["train.batch_tokens"] = batches.pop()
     # Without a common directory, the command gets the placeholder DATA.
     places = {config.data.dir for config in configs}
-    return Ladder(shared, vocab, places.pop() if len(places) == 1 else None)
+    data = places.pop() if len(places) == 1 else None
+    return Ladder(shared, vocab, data, configs[0].recipe)
 
 
 def _own_recipe(config: RunConfig) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     """Return the recipe for a run that has none of our sizes; None for a law of compute alone."""
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
-    lr, batch_tokens = rule(made.N, made.D, str(ladder.settings.get("recipe", RECIPE)))
+    lr, batch_tokens = rule(made.N, made.D, ladder.recipe)
     # A rate or batch that all runs of the ladder share is part of its recipe.
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))

@@ -148,7 +148,8 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
             left = []
             for run in others:
                 begins = decay_start(schedule, run.steps)
-                if run.lr > RATES * longest.lr or begins < 2 * longest.warmup_steps:
+                same = run.batch_tokens == longest.batch_tokens and run.lr <= RATES * longest.lr
+                if not same or begins < 2 * longest.warmup_steps:
                     left.append(run)  # may branch off another run
                     continue
                 # A branch trains only its decay, so it adds only this share of its FLOPs.
