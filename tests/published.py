@@ -33,6 +33,7 @@ class Run:
 
     def config(self) -> RunConfig:
         sets = [
+            "recipe=adamw",
             f"model.vocab={self.vocab}",
             f"model.seq={self.seq}",
             f"train.batch_tokens={self.rows * self.seq}",
@@ -73,7 +74,7 @@ LADDER = [  # size, arch, GPUs, seq, vocabulary
 def ladder_rows() -> Iterator[str]:
     """Yield the best ep, micro-batch and recomputation of each ZeRO stage on H100; the recommended stage is bold."""
     for size, arch, gpus, seq, vocab in LADDER:
-        sets = [f"model.seq={seq}", f"model.vocab={vocab}"]
+        sets = ["recipe=adamw", f"model.seq={seq}", f"model.vocab={vocab}"]
         rows = plan(
             resolve(load(size=size, arch=arch, cluster="h100", sets=sets), ranks=gpus, gpu=True),
             gpus,

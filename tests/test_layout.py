@@ -24,6 +24,7 @@ from tests.published import OTHER, SAME, ladder_rows
 
 def config(size, arch, ranks, rows=None, cluster="h100", seq=2048, vocab=32768, **sets):
     flat = [
+        "recipe=adamw",  # the numbers here were measured, published or counted for AdamW
         f"model.vocab={vocab}",
         f"model.seq={seq}",
         "train.steps=1",
@@ -109,6 +110,7 @@ MLA += "ffn.dense_layers=0"
 )
 def test_memory_is_what_was_measured(size, arch, model, micro, batch, zero, measured):
     sets = [f"model.{pair}" for pair in model.split()] + [
+        "recipe=adamw",
         "model.vocab=32768",
         f"parallel.zero={zero}",
     ]
@@ -247,7 +249,8 @@ def test_a_refusal_names_the_nearest_layout_that_works(size, arch, ranks, memory
     def fit(size: str, ranks: int, sets: dict[str, str | int]) -> None:
         def sized(size: str) -> RunSpec:
             fixed = {"model.vocab": 32768, "train.steps": 1, "train.loss_chunk": 2048, **sets}
-            return load(size=size, arch=arch, sets=[f"{k}={value}" for k, value in fixed.items()])
+            given = [f"{k}={value}" for k, value in fixed.items()]
+            return load(size=size, arch=arch, sets=["recipe=adamw", *given])
 
         device = DeviceMemory(memory, "H100", shared=shared)
         fit_to_devices(sized(size), ranks, device, resized=sized)
@@ -315,7 +318,12 @@ def test_micro_batches_that_divide_the_batch_are_tried_from_the_largest_that_may
 ):
     c = load(
         size="3b",
-        sets=["model.vocab=32768", f"train.batch_tokens={24 * 2048}", "train.auto_batch=true"],
+        sets=[
+            "recipe=adamw",
+            "model.vocab=32768",
+            f"train.batch_tokens={24 * 2048}",
+            "train.auto_batch=true",
+        ],
     )
     c, note = fit_to_devices(c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared))
     assert c.train.micro_batch == first and note.startswith(

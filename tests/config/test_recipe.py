@@ -23,7 +23,8 @@ from pipeline.train.request import Devices, Request, plan_run
 
 
 def test_rate_and_batch_follow_the_published_ladder():
-    config = resolve(load(size="125m", sets=["train.tokens_per_param=20"]), ranks=8, gpu=True)
+    sets = ["recipe=adamw", "train.tokens_per_param=20"]
+    config = resolve(load(size="125m", sets=sets), ranks=8, gpu=True)
     n = params(config.model).non_embedding
     assert config.optim.lr == pytest.approx(0.5 * 0.0047 * (n / 108e6) ** (-1 / 3), rel=5e-3)
     assert config.train.batch_tokens == pytest.approx(
@@ -33,11 +34,23 @@ def test_rate_and_batch_follow_the_published_ladder():
 
 
 def test_longer_runs_take_a_smaller_rate():
-    short, long = (
-        resolve(load(size="1b", sets=[f"train.tokens_per_param={t}"]), ranks=8, gpu=True)
-        for t in (20, 80)
-    )
-    assert long.optim.lr == pytest.approx(short.optim.lr / 2, rel=1e-2)
+    for recipe, ratio in (("adamw", 0.5), ("muon", 0.25**0.15)):
+        rates = [
+            resolve(
+                load(size="1b", sets=[f"recipe={recipe}", f"train.tokens_per_param={t}"]),
+                ranks=8,
+                gpu=True,
+            ).optim.lr
+            for t in (20, 80)
+        ]
+        assert rates[1] / rates[0] == pytest.approx(ratio, rel=1e-2)
+
+
+def test_an_architecture_names_its_recipe():
+    assert load(size="tiny").recipe == "muon"  # docs/RECIPE.md says where it was measured
+    assert load(size="tiny", arch="llama3").recipe == "adamw"
+    chosen = load(size="tiny", sets=["recipe=adamw"])
+    assert (chosen.recipe, chosen.optim.optimizer.kind) == ("adamw", "adamw")
 
 
 @pytest.mark.parametrize("size", names("size"))
@@ -64,7 +77,8 @@ def test_any_world_size_divides_its_batch(ranks):
     ],
 )
 def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro):
-    spec = load(size=size, arch=arch, sets=["model.vocab=32768", "model.seq=2048"])
+    sets = ["recipe=adamw", "model.vocab=32768", "model.seq=2048"]
+    spec = load(size=size, arch=arch, sets=sets)
     assert resolve(spec, ranks=1, gpu=gpu).train.micro_batch == micro
 
 

@@ -24,8 +24,9 @@ def test_recompute_changes_no_number():
 
 def test_the_draw_depends_on_seed_and_name_alone():
     """Not on threads either; and torch draws none of its own."""
-    cfg = load(size="tiny", sets=["model.vocab=64"]).model
-    deeper = load(size="tiny", sets=["model.vocab=64", "model.layers=6"]).model
+    sets = ["recipe=adamw", "model.vocab=64"]
+    cfg = load(size="tiny", sets=sets).model
+    deeper = load(size="tiny", sets=[*sets, "model.layers=6"]).model
     models = []
     for c, seed in ((cfg, 1), (cfg, 1), (deeper, 1), (cfg, 2)):
         before = torch.manual_seed(len(models)).get_state()  # the global generator must not matter
