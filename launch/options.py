@@ -19,7 +19,10 @@ Arch = Annotated[
     Option(help="Architecture, a name in configs/arch (default: dense, or the size's own)."),
 ]
 Recipe = Annotated[
-    str | None, Option(help="Training recipe, a name in configs/recipe (default: adamw).")
+    str | None,
+    Option(
+        help="Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
+    ),
 ]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]

@@ -47,7 +47,7 @@ def test_a_total_is_kept() -> None:
     assert 0.5e19 < sum(run.cost for run in runs) <= 1e19
     short = plan(within(sweep, 1e19, hours=4.0))
     assert 1 < sum(run.hours or 0 for run in short) <= 4
-    assert short[0].mfu is not None and short[0].mfu < 0.06 < 0.3 < (
+    assert short[0].mfu is not None and short[0].mfu < 0.06 < 0.25 < (
         runs[-1].mfu or 0
     )  # small models starve a GPU
     with pytest.raises(ConfigError, match="is not enough"):
