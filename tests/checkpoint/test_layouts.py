@@ -72,6 +72,7 @@ def settings(every: int, steps: int) -> list[str]:
     optim = "lr=0.001 clip=0.3 schedule.warmup_steps=1"
     return [
         "name='run'",
+        "recipe=adamw",
         "model.seq=16",
         "model.layers=2",
         *(f"train.{key}" for key in f"{train} eval_batches=1".split()),

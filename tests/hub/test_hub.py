@@ -169,7 +169,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
         ("mixtral", ["model.ffn.capacity=1.25"], "ffn.capacity=1.25"),
         ("gpt2", ['model.position={kind="alibi"}'], "position.kind='alibi'"),
         ("mla", ["model.norm.eps=1e-5"], "norm.eps=1e-05"),
-        ("dense", ["model.parametrization=mup"], "parametrization='mup'"),
+        ("dense", ["recipe=adamw", "model.parametrization=mup"], "parametrization='mup'"),
     ],
 )
 def test_settings_without_a_counterpart_are_named(arch, sets, names_):

@@ -63,9 +63,9 @@ def test_a_shard_with_one_flipped_bit(broken, out, inside):
         ("--data DATA --flops 1e308", ["--flops"]),
         ("--data DATA --out /proc/run", ["/proc/run"]),
         ("--data DATA --gpus-per-node 0", ["--gpus-per-node", "--slurm"]),
-        ("--data DATA --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
+        ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=nowhere",
          ["parallel.offload.path=nowhere"]),
-        ("--data DATA --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=file",
+        ("--data DATA --recipe adamw --zero 3 --set parallel.offload.optimizer=nvme --set parallel.offload.path=file",
          ["parallel.offload.path=file"]),
     ],
 )  # fmt: skip

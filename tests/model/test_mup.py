@@ -19,6 +19,7 @@ def changes(width: int, mup: bool, arch: str, steps: int = 3, lr: float = 0.01) 
     """Return the root mean square change of each activation since the start."""
     heads = width // 16
     shape = [f"model.width={width}", "model.layers=2", "model.vocab=64", "model.seq=32"]
+    shape.append("recipe=adamw")
     if arch == "dense":
         shape += [f"model.attention.heads={heads}", f"model.attention.kv_heads={heads}", "model.attention.head_dim=16",
                   f"model.ffn.hidden={3 * width}"]  # fmt: skip

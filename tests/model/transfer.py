@@ -28,7 +28,7 @@ ROWS, SEQ, LAST = 16, 16, 30
 def model_of(width: int, mup: bool, *more: str) -> Model:
     """Heads of 16, as many as fit; two layers."""
     heads = width // 16
-    sets = [f"model.width={width}", f"model.attention.heads={heads}", f"model.attention.kv_heads={heads}",
+    sets = ["recipe=adamw", f"model.width={width}", f"model.attention.heads={heads}", f"model.attention.kv_heads={heads}",
             "model.attention.head_dim=16", f"model.ffn.hidden={width}", "model.layers=2", f"model.seq={SEQ}",
             "model.mup_base={base_width=32, base_head_dim=16}", *more]  # fmt: skip
     return load(size="tiny", sets=[*sets, *(["model.parametrization=mup"] if mup else [])]).model

@@ -166,7 +166,7 @@ def test_a_resumed_run_searches_for_a_micro_batch_once(corpus, tmp_path):
 
 def test_fp8_with_unscaled_embeddings_prints_a_note(corpus, tmp_path):
     def note(*settings: str) -> str:
-        few = ["model.seq=64", "train.fp8=true", *settings]
+        few = ["recipe=adamw", "model.seq=64", "train.fp8=true", *settings]
         return plan_run(Request("7k", "dense", corpus, tmp_path / "run", 1, sets=few), CPU).note
 
     assert "model.scaled_embedding" in note()
@@ -201,7 +201,7 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
         "model.arch=isoflop": ["--arch", "isoflop", "--compare", "hf"],
         "--compare bf16": ["--compare", "bf16"],
         "--compare it": ["--compare", "it"],
-        "zero=0": sets(["parallel.zero=0", "parallel.offload.optimizer=cpu"]),
+        "zero=0": sets(["recipe=adamw", "parallel.zero=0", "parallel.offload.optimizer=cpu"]),
         "model.vocab=64": ["--data", corpus, "--set", "model.vocab=64"],
         "train.fp8=true": sets([*SMALL[1:], *odd_width, "train.fp8=true"]),
         "train.micro_batch=2": ["--auto-batch", "--set", "train.micro_batch=2"],
