@@ -16,7 +16,8 @@ from tests.forks import Launched
 
 STEPS = 12
 TINY = (
-    "--size", "tiny", "--steps", STEPS, "--no-track", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
+    "--size", "tiny", "--recipe", "adamw", "--steps", STEPS, "--no-track", "--set", "model.seq=64",
+    "--set", "train.batch_tokens=1024",
     "--set", "train.save_every=4", "--set", "train.eval_every=6", "--set", "train.eval_batches=2",
     "--set", "optim.lr=0.001", "--set", "optim.clip=0.3",  # every gradient is clipped
 )  # fmt: skip
