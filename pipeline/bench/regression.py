@@ -73,8 +73,8 @@ def configure(
         key = given.partition("=")[0].strip()
         if not key.startswith(USED) or key in FIXED:
             raise ConfigError(f"--set {given}: this study does not use {key}; remove it")
-    # The recipe's rate is for language models.
-    sets = [f"optim.lr={RATE}", *sets]
+    # Rates by rule are for language models.
+    sets = ["recipe=adamw", f"optim.lr={RATE}", *sets]
     spec = load(size=size, arch=arch, sets=sets, over={"model": model, "train": train})
     shape = spec.model
     for key in ("value_embeddings", "smear"):
