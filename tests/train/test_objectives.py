@@ -13,7 +13,7 @@ from tests.train.test_run import hashes, losses, records
 COMMON = (
     "--size", "27k", "--steps", 8, "--no-track", "--set", "model.seq=64",
     "--set", "train.save_every=4", "--set", "train.eval_every=4", "--set", "train.eval_batches=2",
-    "--set", "optim.lr=0.01", "--set", "train.micro_batch=4",
+    "--set", "optim.lr=0.01", "--set", "train.micro_batch=4", "--recipe", "adamw",
 )  # fmt: skip
 # The architecture names its objective. Sixteen rows; those of T5 write 14 tokens.
 OBJECTIVES = {
