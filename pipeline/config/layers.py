@@ -203,7 +203,7 @@ def _named_model(name: str, arch: str | None) -> dict[str, Any]:
     arch = arch or size.arch or "dense"
     path = _named("arch", arch)
     table = read_toml(path)
-    usual = {key: table.pop(key) for key in ("objective", "recipe") if key in table}
+    usual: dict[str, Any] = {key: table.pop(key) for key in ("objective", "recipe") if key in table}
     crossed = cross(size, validate(Arch, table, str(path)))
     return {"model": {"size": name, "arch": arch, **crossed}, **usual}
 
