@@ -13,24 +13,20 @@ from pipeline.config.dump import changed
 from pipeline.config.layers import load, merge, reload
 from pipeline.config.objective import Pairs
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
+from pipeline.config.shape import Model
 from pipeline.config.spans import Denoise
 from pipeline.data.corpus import Corpus
 from pipeline.data.pairs import check_pairs
 from pipeline.errors import ConfigError, RunError
 from pipeline.planner.check import Resized, check_one_micro_batch, fit_to_devices
-from pipeline.planner.memory import (
-    DeviceMemory,
-)
+from pipeline.planner.memory import DeviceMemory
 from pipeline.runs.directory import RunDir, facts, same_tokenizer
 from pipeline.tasks.questions import read_tasks
 from pipeline.train.branch import branch_step, copy_trunk
 from pipeline.train.space import check_disk, check_offload
 
 # Settings with which the weights of --init were initialized and trained.
-_OF_THE_WEIGHTS = (
-    *("tied", "parametrization", "scaled_embedding"),
-    *("stack", "width", "layers", "encoder_layers"),
-)
+_OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding", "stack", "width")
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
@@ -253,7 +249,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     pairs = corpus.manifest.pairs
     if pairs:  # they serve no other objective
         layer["objective"] = {"kind": "pairs", "languages": list(pairs)}
-    model = None
+    before = None
     pieces: int | None = corpus.manifest.tokenizer.vocab
     if request.init is not None:
         pieces = None  # the weights have a vocabulary already
@@ -266,7 +262,6 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         same_tokenizer(request.init, found, f"--data {request.data}", remedy)
         start = newest(request.init).path
         before = reload(start / CONFIG)
-        model = before.model.model_dump(exclude_none=True)
         layer["init"] = str(start.resolve())
         if not pairs or isinstance(before.objective, Pairs):
             layer["objective"] = before.objective.model_dump()
@@ -274,7 +269,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     spec = load(
         size=request.size,
         arch=request.arch,
-        model=model,
+        model=None if before is None else before.model.model_dump(exclude_none=True),
         data=layer,
         pieces=pieces,
         **request.layers,
@@ -289,16 +284,29 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     if request.init is not None and spec.init != layer.get("init"):
         raise ConfigError(f"init={spec.init} is not the start that the options name; remove it")
     _check_corpus(corpus, spec)
-    for key in _OF_THE_WEIGHTS if model is not None else ():
-        asked = json.dumps(getattr(spec.model, key))
-        was = json.dumps((model or {}).get(key))
-        if asked != was:
-            text = f"the weights of --init {request.init} were trained with {was}"
-            raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
+    if before is not None:
+        _check_weights(spec.model, before.model, f"--init {request.init}")
     # Absolute, because a job may start in another directory; and readable, before anything starts.
     tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
     read_tasks(tasks)
     return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
+
+
+def _check_weights(own: Model, weights: Model, source: str) -> None:
+    """Refuse a model that cannot start from the weights of another one."""
+    wrong = [key for key in _OF_THE_WEIGHTS if getattr(own, key) != getattr(weights, key)]
+    # An encoder may start from a decoder, and a model from some of the layers (restore.py).
+    if own.stack == "encoder" and weights.stack == "decoder":
+        wrong.remove("stack")
+    for key, depth in (("layers", "layers"), ("encoder_layers", "source_layers")):
+        if getattr(own, depth) > getattr(weights, depth):
+            wrong.append(key)
+    if wrong:
+        key = wrong[0]
+        asked = json.dumps(getattr(own, key))
+        was = json.dumps(getattr(weights, key))
+        text = f"the weights of {source} were trained with {was}"
+        raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
 
 
 def _check_corpus(corpus: Corpus, spec: RunSpec) -> None:
