@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.config.layers import CONFIGS, load, names, nearest, read_toml, validate
-from pipeline.config.optimizer import WSDSpec
+from pipeline.config.optimizer import MuonSpec, WSDSpec
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import RunSpec
 from pipeline.data.corpus import Corpus
@@ -142,6 +142,10 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
     placed = {run.name: run for run in runs}
     for name, config in configs.items():
         schedule = config.optim.schedule
+        optimizer = config.optim.optimizer
+        # Muon's rule for the weight decay depends on the length from the first step on.
+        if isinstance(optimizer, MuonSpec) and optimizer.decay == "auto":
+            continue
         left = sorted((run for run in runs if run.size == name), key=lambda run: -run.steps)
         while sweep.trunk and isinstance(schedule, WSDSpec) and left:
             longest, *others = left
