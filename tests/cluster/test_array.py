@@ -13,7 +13,7 @@ kind = "ladder"
 experiment = "three"
 sizes = ["tiny"]
 tokens_per_param = [0.02, 0.03, 0.04]
-set = ["model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2"]
+set = ["recipe=adamw", "model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2"]
 """
 pytestmark = pytest.mark.timeout(3000)
 

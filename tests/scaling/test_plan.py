@@ -67,6 +67,16 @@ def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     assert "18 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
 
 
+def test_runs_share_a_trunk_only_if_they_are_equal_before_the_decay() -> None:
+    ladder = {"sizes": ("27k",), "tokens": (1_000_000, 4_000_000)}
+    always = ("model.seq=128", "train.batch_tokens=1024", "optim.lr=0.03")
+    shares = {"recipe=adamw": True, "recipe=muon": False, "optim.optimizer.decay=0.2": True}
+    for setting, shared in shares.items():
+        update = {**ladder, "set": (*always, setting)}
+        short, _ = plan(read(CONFIGS / "cpu.toml").model_copy(update=update))
+        assert (short.trunk is not None) == shared, setting  # Muon's decay follows from the length
+
+
 def test_a_ladder_has_no_budget(launch) -> None:
     with pytest.raises(ConfigError, match="kind is 'ladder'"):
         launch("sweep", "plan", CONFIGS / "ladder.toml", "--budget", "1e19")

@@ -13,8 +13,8 @@ from tests.conftest import command, environment, launch
 from tests.track.mlflow_server import Server
 
 SETS = (
-    "model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2", "train.save_every=20",
-    "train.keep_last=1",
+    "recipe=adamw", "model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2",
+    "train.save_every=20", "train.keep_last=1",
 )  # fmt: skip
 SWEEP = f"""
 kind = "ladder"
