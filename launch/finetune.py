@@ -80,7 +80,7 @@ Rank = Annotated[int | None, Option("--lora", help=_LORA, min=1)]
 _SCRATCH = "Start from new random weights instead of the run's, as a baseline."
 Scratch = Annotated[bool, Option("--scratch", help=_SCRATCH)]
 
-# Options that a run which continues would ignore.
+# Options that a resumed run would ignore.
 OF_NEW_RUNS = (
     *("run", "init", "data", "valid", "valid_share", "epochs", "batch", "lr", "seq"),
     *("regression", "lm_weight", "lora", "scratch", "tokenizer"),
@@ -131,7 +131,8 @@ def finetune(
     from pipeline.train.request import Request, plan_run
 
     refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
-    machine = (cluster, config, sets or (), out if resume else None)  # sources of its settings
+    # Every source of cluster settings; a resumed run has its own.
+    machine = (cluster, config, sets or (), out if resume else None)
     job, devices, ranks = where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
@@ -185,17 +186,17 @@ def _begin_new(
         if not RunDir(out).exists:
             shutil.rmtree(prepared.rows)
             if not was_there:
-                with suppress(OSError):  # something else is in it
+                with suppress(OSError):  # not empty: it has other files
                     out.rmdir()
 
 
 def _refuse_options_of_new_runs(context: typer.Context) -> None:
-    """Refuse options that a run would ignore, because it continues with the settings it has."""
+    """Refuse options that a resumed run would ignore, because it keeps its own settings."""
     for name in OF_NEW_RUNS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            text = f"{option} is for a new run, and --resume continues one with its own settings"
+            text = f"{option} is for a new run, and --resume keeps the settings of the run"
             raise ConfigError(f"{text}; remove {option}, or give another --out without --resume")
 
 

@@ -36,7 +36,7 @@ TopP = Annotated[
 Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1, max=1000)]
 Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
 AT_ONCE = 32  # prompts that are generated together
-MOST_LENGTHS = 16  # times the length of training rows that a prompt may have
+MOST_LENGTHS = 16  # longest prompt, as a multiple of a training row
 
 app = typer.Typer()
 
@@ -79,7 +79,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts, or translate sources: greedy, sampled (--temperature) or by beam search."""
-    texts = [*_valid("prompt", prompt), *_valid("source", source), *(_texts(file) if file else ())]
+    texts = [*_utf8("prompt", prompt), *_utf8("source", source), *(_texts(file) if file else ())]
     before = _read(shots, "shots") if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
     _refuse_mixed(texts, temperature, samples, beam, one_stream=stream, as_json=as_json)
@@ -141,20 +141,20 @@ def _inputs(
             found.append(Input(shown, ids or [pieces.eod], None))
             continue
         # As in training: a source has its end, and the decoder starts after the end of a document.
-        # A language has the special id of its number.
         if isinstance(config.objective, Mixture):
-            # Its sequential mode continues a text: the first sentinel stands for the rest.
+            # The sequential mode continues a text: the first sentinel stands for the rest of it.
             sequential = pieces.vocab + config.objective.sentinels + MODES.index("S")
             source = [sequential, *ids, pieces.vocab, pieces.eod]
             found.append(Input(shown, [pieces.eod, pieces.vocab], source))
             continue
+        # A language has the special id of its number.
         tags = [pieces.vocab + language for language in languages]
         found.append(Input(shown, tags[1:] or [pieces.eod], [*tags[:1], *ids, pieces.eod]))
     return found
 
 
 def _check_lengths(inputs: list[Input], config: "RunConfig") -> None:
-    """Warn about texts longer than those of training; refuse one that would take for ever."""
+    """Warn about texts longer than a training row, and refuse those that would take too long."""
     for key, trained in (("prompt", config.model.seq), ("source", config.model.source_seq)):
         longest = max((len(getattr(one, key) or ()) for one in inputs), default=0)
         limit = trained or config.model.seq
@@ -222,8 +222,8 @@ def _refuse_mixed(
         raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
 
-def _valid(option: str, texts: list[str] | None) -> list[str]:
-    """Return the texts of an option; a shell also passes bytes that are not UTF-8."""
+def _utf8(option: str, texts: list[str] | None) -> list[str]:
+    """Return the texts of an option. Refuse bytes that are not UTF-8, which a shell passes too."""
     for text in texts or ():
         try:
             text.encode()

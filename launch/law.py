@@ -73,8 +73,8 @@ def read_points(
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")
     if curves and (points is not None or task is not None or law == "envelope"):
         raise ConfigError(
-            "--curves corrects the losses in the logs of runs; give --runs or --experiment, no "
-            "--task, and another law than envelope, which uses these losses as they are"
+            "--curves corrects losses from the logs of runs; give --runs or --experiment without "
+            "--task, and not --law envelope, which uses these losses as they are"
         )
     if points is not None:
         return read_csv(points, task), Ladder(), []  # a CSV file does not contain the recipe

@@ -59,7 +59,7 @@ Curves = Annotated[
     bool,
     Option(
         "--curves",
-        help="Also use held-out losses before the decay, lowered by what the decay gains.",
+        help="Also use held-out losses before the decay, lowered by the gain of the decay.",
     ),
 ]
 DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]

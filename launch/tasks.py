@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipeline.tasks.answering import Reader
     from pipeline.tasks.questions import Task
 
-MOST_PROCESSES = 8  # on a machine with fewer CPUs: each loads the model
+MOST_PROCESSES = 8  # or as many as there are CPUs, if these are more; each loads the model
 
 
 def evaluate_tasks(
@@ -87,7 +87,7 @@ def _refuse_options(
             raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")
     most = max(MOST_PROCESSES, os.cpu_count() or 1)
     if processes is not None and processes > most:
-        raise ConfigError(f"--nproc {processes} is above {most}, which this machine can use")
+        raise ConfigError(f"--nproc {processes} is too many for this machine; use at most {most}")
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:

@@ -1,7 +1,7 @@
 """Check that all layouts train the same: compare some steps of each with one plain torch process.
 
-`launch verify` starts the ranks. They run layout after layout in one process group. The plain run
-(plain_run.py) is computed once on a CPU, and by every rank by itself on a GPU.
+`launch verify` starts the ranks. They run layout after layout in one process group. On a CPU the
+plain run (plain_run.py) is computed once; on GPUs every rank computes it for itself.
 """
 
 import logging

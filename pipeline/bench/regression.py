@@ -31,7 +31,7 @@ RATE = 3e-3  # for AdamW, found with d = 2; at 1e-2 the error falls more slowly
 TEST_SEED = 2**40  # far above the seeds of training, which count up from the run's seed
 TEST_ROWS = 1024  # rows of one pass
 USED = ("model.", "optim.", "seed")  # settings that have an effect here
-FIXED = ("model.vocab", "model.seq", "model.tied", "model.mtp")  # by the problem
+FIXED = ("model.vocab", "model.seq", "model.tied", "model.mtp")  # the problem determines them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def configure(
         key = given.partition("=")[0].strip()
         if not key.startswith(USED) or key in FIXED:
             raise ConfigError(f"--set {given}: this study does not use {key}; remove it")
-    # Rates by rule are for language models.
+    # The rules for learning rates are for language models.
     sets = ["recipe=adamw", f"optim.lr={RATE}", *sets]
     spec = load(size=size, arch=arch, sets=sets, over={"model": model, "train": train})
     shape = spec.model

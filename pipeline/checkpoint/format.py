@@ -229,8 +229,8 @@ class Reader:
         self._maps: dict[str, Tensor] = {}  # file → its bytes
 
     def fill(self, fragments: Iterable[Fragment], *, grown: Container[str] = ()) -> None:
-        """Write the stored numbers into the fragments. Tensors that have `grown` may have more rows
-        than are stored; the new rows stay as they are."""
+        """Write the stored numbers into the fragments. The tensors `grown` may have more rows than
+        are stored; these rows keep their values."""
         for fragment in fragments:
             stored = self._checkpoint.manifest.tensors.get(fragment.key)
             numel = 0 if stored is None else stored.numel

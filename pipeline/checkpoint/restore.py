@@ -127,8 +127,9 @@ def load_initial_weights(engine: Engine, path: Path) -> None:
 
 
 def _thinned(name: str, own: Model, stored: Model) -> str:
-    """Return the stored tensor with which a tensor of a model with fewer layers starts: of layers
-    at equal distances, with the first and the last. 6 of 12 are those of DistilBERT."""
+    """Return the name of the stored tensor from which a tensor starts. A model with fewer layers
+    starts from layers at equal distances, including the first and the last; for 6 of 12 these are
+    DistilBERT's."""
     sides = {
         "blocks.": (own.layers, stored.layers),
         "encoder.blocks.": (own.source_layers, stored.source_layers),
@@ -148,7 +149,8 @@ def load_teacher(config: RunConfig, device: torch.device) -> Teacher | None:
     path = Path(config.distill.teacher)
     model, found = load_model(path, dtype=dtype, device=device)
     if found.model != config.distill.model:
-        raise RunError(f"distill.teacher={path} has another model than when this run was planned")
+        text = f"distill.teacher={path} has another model than when this run was planned"
+        raise RunError(f"{text}; restore that teacher, or start a new run")
     if config.train.compile:
         for block in model.modules():
             if isinstance(block, Block):

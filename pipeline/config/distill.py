@@ -1,8 +1,8 @@
 """Distillation: a run whose model also learns from the predictions of a trained one.
 
-The loss is hard·(loss of the targets) + soft·T²·KL(teacher ‖ student), both at temperature T (arXiv
-1503.02531), + hidden·(1 − cosine of the last hidden states), which DistilBERT adds (arXiv
-1910.01108, whose weights are 2, 5 and 1).
+The loss is hard·(loss of the targets) + soft·T²·KL(teacher ‖ student), with both predictions at
+temperature T (arXiv 1503.02531), + hidden·(1 − cosine of the last hidden states), a term of
+DistilBERT (arXiv 1910.01108, where hard, soft and hidden are 2, 5 and 1).
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Distill(Frozen):
 
 
 def teacher_kind_refusal(teacher: Mapping[str, Any], objective: Objective) -> str:
-    """Return why a teacher, by the table of its config, cannot serve an objective, or nothing."""
+    """Return why a teacher with this config table cannot serve an objective; empty if it can."""
     kind = teacher.get("objective", {}).get("kind", "causal")
     if kind == objective.kind or (kind in _NEXT_TOKEN and objective.kind in _NEXT_TOKEN):
         return ""

@@ -31,7 +31,7 @@ Table = Mapping[str, Any]
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 CONFIGS = next((place for place in _PLACES if place.is_dir()), _PLACES[0])
-RECIPE = "adamw"  # of architectures that name none, and of imported models
+RECIPE = "adamw"  # for architectures that name no recipe, and for --init
 
 
 def load(
@@ -78,7 +78,7 @@ class _Predicted(Frozen):
 
 
 def _generator(table: Table) -> dict[str, Any]:
-    """A model with a generator fills masks; the objective of another reads no masks."""
+    """Derive `objective.trained`, unless it is given, from whether the model has a generator."""
     model = table["model"]
     objective = table["objective"]
     if not isinstance(model, Mapping) or not isinstance(objective, Mapping):
@@ -113,7 +113,7 @@ def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
 
 
 def recipe_layer(layers: Iterable[Table] = ()) -> dict[str, Any]:
-    """Return the settings of the recipe that the last of these layers names."""
+    """Return the settings of the recipe that the last of these layers names, or of RECIPE."""
     named = [layer["recipe"] for layer in layers if "recipe" in layer]
     name = str(named[-1]) if named else RECIPE
     return {"recipe": name, **read_toml(_named("recipe", name))}

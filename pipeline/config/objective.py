@@ -91,7 +91,7 @@ class Replaced(BaseObjective):
         return int(self.trained)  # the mask
 
     def most_targets(self, seq: int) -> int | None:
-        """Of the generator."""
+        """Those of the generator; the model itself predicts for every token."""
         return max(1, round(self.rate * seq)) if self.trained else None
 
 

@@ -67,7 +67,7 @@ class BaseObjective(Frozen):
 
     @property
     def token_weight(self) -> float | None:
-        """Of the tokens' loss beside that of the row. None: the tokens' loss is the main one."""
+        """Weight of the tokens' loss beside the row's. None: the tokens' loss is the main one."""
         return None
 
 
@@ -105,7 +105,7 @@ def _cut_and_spans(tokens: int, rate: float, length: float | None) -> tuple[int,
 
 
 def _longest_text(reads: int, rest: Callable[[int], int]) -> int:
-    """The longest text of which the rest fits into what an encoder reads."""
+    """The longest text whose rest fits into the input of an encoder of length `reads`."""
     tokens = max(2, reads // 2)  # shorter than any result: a span has at least one token
     while rest(tokens + 1) <= reads:
         tokens += 1
@@ -152,7 +152,7 @@ class Denoiser(Frozen):
     mode: Literal["R", "S", "X"]  # regular, sequential or extreme: the first token that is read
     rate: Part
     length: _Length | None = None  # mean length of a span; None: one span at the end of the text
-    weight: Positive = 1  # rows of it in each cycle of rows
+    weight: Positive = 1  # rows in each cycle through all denoisers
 
     @model_validator(mode="after")
     def _tokens_between(self) -> Self:
@@ -176,8 +176,8 @@ _UL2 = tuple(
 
 
 class Mixture(BaseObjective):
-    """Spans as in T5, of several rates and lengths, each announced by a token for its mode (UL2's
-    mixture of denoisers). Rows take turns, so that the share of every denoiser is exact."""
+    """Spans as in T5, of several rates and lengths. Each row starts with a token for the mode of
+    its denoiser (UL2's mixture of denoisers). Denoisers take turns, so that shares are exact."""
 
     kind: Literal["mixture"] = "mixture"
     denoisers: Annotated[tuple[Denoiser, ...], Field(min_length=1)] = _UL2

@@ -63,8 +63,8 @@ class Design(Frozen):
     # the sum of embedding, position and segment (BERT).
     embedding_norm: bool | Literal["sum"] = False
     head: Literal["tokens", "replaced"] = "tokens"  # replaced: which tokens were (ELECTRA)
-    # Share of the width of a second encoder that is trained to fill the masks, in whole heads, and
-    # the weight of the model's own loss beside the generator's (ELECTRA).
+    # ELECTRA's generator, a second encoder that is trained to fill masks: its share of the width,
+    # in whole heads, and the weight of the model's own loss beside the generator's.
     generator: Annotated[float, Field(gt=0, le=1)] | None = None
     replaced_weight: Weight = 50.0
     head_transform: bool = False  # a layer, an activation and a norm before the head (BERT)

@@ -67,7 +67,7 @@ def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[
 
 
 def line(done: Study, points: Points) -> dict[str, list[float]] | None:
-    """Return the law with its interval at the best N and D for each compute; None without those.
+    """Return the law with its interval at the best N and D for each compute; None if none exist.
 
     The places must not jump between the runs' own N and D: where the ratio of tokens to parameters
     changes from run to run, the line would be a zigzag. `size_lines` passes through the runs.

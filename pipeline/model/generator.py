@@ -36,8 +36,8 @@ def fill_masks(
         draws = torch.split(draws_BS.gather(1, places_BK).flatten(), generator.loss_chunk)
         for h_TW, draws_T in zip(parts, draws, strict=True):
             logits_TV = cast(Tensor, generator.to_losses(h_TW[None], None))[0]
-            # The largest of logits with Gumbel noise is a sample of their softmax. Unlike an
-            # inverted sum of probabilities, it rarely changes when a logit is rounded otherwise.
+            # The argmax of logits plus Gumbel noise is a sample of their softmax. Unlike a sample
+            # by cumulative probabilities, it rarely changes if logits are rounded differently.
             sampled.append((logits_TV.float() + gumbel(draws_T, logits_TV.shape[1])).argmax(-1))
         sampled_BK = torch.cat(sampled).view_as(targets_BK)
         given_BK = inputs.tokens_BS.gather(1, places_BK)
@@ -59,6 +59,6 @@ def gumbel(keys_T: Tensor, vocab: int) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x_TV = ((x_TV ^ (x_TV >> shift)) * factor) & _BITS
     x_TV = x_TV ^ (x_TV >> 16)
-    # 23 bits and a half are exact in fp32, and neither 0 nor 1.
+    # 23 random bits plus a half are exact in fp32, so the share is never 0 or 1.
     share_TV = ((x_TV >> 9).float() + 0.5) / 2**23
     return -(-share_TV.log()).log()

@@ -30,9 +30,10 @@ class Losses(NamedTuple):
 def at_targets(
     h_BSW: Tensor, targets_BS: Tensor, most: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the hidden states and targets of the tokens with a target, `most` of each row in any
-    order, and their places. A row with fewer targets keeps some tokens without one: the shape must
-    not depend on the data, or a GPU would wait."""
+    """Return the hidden states and targets of the tokens with a target, and their places.
+
+    Every row returns `most` tokens; if it has fewer targets, some tokens without one are among
+    them. The shape must not depend on the data, or the CPU would have to wait for the GPU."""
     places_BK = (targets_BS < 0).argsort(dim=1, stable=True)[:, :most]
     index_BKW = places_BK[..., None].expand(-1, -1, h_BSW.shape[-1])
     return h_BSW.gather(1, index_BKW), targets_BS.gather(1, places_BK), places_BK

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # a Decoder may have a teacher, which is a Decoder
 
 
 class Teacher:
-    """A plain object, not a module: its weights are neither trained, divided nor saved."""
+    """A plain object, not a module: its weights are not trained, sharded or saved."""
 
     def __init__(self, model: "Decoder", settings: Distill) -> None:
         self.model = model.requires_grad_(False).eval()
@@ -50,6 +50,6 @@ class Taught(NamedTuple):
         return Soft(h_TW, head.weight, head.bias, head.softcap, *weights)
 
     def angle(self, h_BSW: Tensor) -> Tensor:
-        """1 − cosine of the student's and the teacher's hidden states, mean over the tokens."""
+        """Return the weighted loss of the hidden states: 1 − cosine, as a mean over the tokens."""
         cosine_BS = torch.cosine_similarity(h_BSW.float(), self.h_BSW.float(), dim=-1)
         return self.teacher.settings.hidden * (1 - cosine_BS.mean())

@@ -72,8 +72,8 @@ def eager_terms(
 
 
 class Soft(NamedTuple):
-    """A teacher's predictions, as the input and the weights of its head, and their weight in the
-    loss (config/distill.py). Its logits, too, exist for one chunk at a time."""
+    """A teacher's predictions, as the input and the weights of its head, and the weights of both
+    losses (config/distill.py). The teacher's logits, too, exist for one chunk at a time."""
 
     h_TW: Tensor
     weight_VW: Tensor
@@ -146,6 +146,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits, targets_T[part], share_T[part], z_loss, softcap, smoothing
             )
             if soft is not None and taught is not None:
+                # The total is `nll + more`, and `nll` stays the plain loss.
                 part_more = soft.hard * (part_nll + part_more) + soft.soft * taught[0] - part_nll
                 grad = soft.hard * grad + (soft.soft * taught[1]).type_as(grad)
             nll = nll + part_nll
@@ -185,8 +186,8 @@ def next_token_loss(
     bias_V: Tensor | None = None,
     soft: Soft | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss to minimize, with z-loss, label smoothing and what a teacher predicts, and
-    the mean negative log likelihood in nats.
+    """Return the loss to minimize, with z-loss, label smoothing and the divergence from a teacher,
+    and the mean negative log likelihood in nats.
 
     `count` divides the sums; give it if the mean covers more targets than these."""
     count = (targets_T >= 0).sum().clamp(min=1) if count is None else count

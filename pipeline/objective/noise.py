@@ -2,7 +2,8 @@
 
 The random draws of a row are a pure function of its key, so that they do not depend on the number
 of ranks and a resumed run sees the same rows. Every row predicts the same number of tokens, or
-fewer if it has padding, because losses are means of means over micro-batches and ranks.
+fewer if it has padding, because losses are means of means over micro-batches and ranks. Where rows
+differ (answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def make_noise(
         case Masked():
             return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
         case Replaced() if objective.trained:
-            # The original masks 85% and leaves the others as they are.
+            # ELECTRA's code masks 85% of the predicted tokens and leaves the others as they are.
             masks = Masked(rate=objective.rate, mask=0.85, random=0.0)
             return lambda text, draws: mask_with_draws(masks, vocabulary, text, draws)
         case Replaced():
@@ -176,7 +177,7 @@ def mix_denoisers(
 ) -> Example:
     """Cut spans out as the denoiser of this row does. Both sides are padded to the longest row.
 
-    One span is always the end of the text: the parts alternate, beginning with text."""
+    The parts alternate, beginning with text, so a single span is the end of the text."""
     denoiser = objective.denoiser(draws.number)
     cut, spans = denoiser.noise(len(text.tokens))
     rest, predicted = cut_out(text.tokens, cut, spans, vocabulary, draws)

@@ -16,7 +16,7 @@ from typing import assert_never
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, Learned, MoE, Recompute, RelativeBias
 from pipeline.config.shape import Model
 
-# Every run records this text, and runs that record another one are not fitted together: keep it.
+# Do not edit this text: every run records it, and a fit refuses runs with different texts.
 CONVENTION = (
     "FLOPs = 6·matmul parameters (head in, input embedding out) + "
     "6·layers·heads·head_dim·seq (causal attention); "
@@ -42,7 +42,7 @@ class Params:
     ends: int  # parts between embedding and blocks, and between blocks and head
     mixing: int  # gate of smear and scales of the stream (model/stream.py)
     mtp: int  # multi-token prediction, which only training uses
-    generator: int  # ELECTRA's, which only training uses, without what it shares
+    generator: int  # ELECTRA's, which only training uses, without the shared parameters
     experts: int  # routed parameters, part of ffn and mtp
     active: int
     scaling: int
@@ -335,7 +335,7 @@ class Flops:
 def flops_per_token(
     model: Model, *, recompute: Recompute = False, predicted: int | None = None
 ) -> Flops:
-    """If only some tokens of a row are `predicted`, the head reads only these."""
+    """`predicted` is the number of tokens of a row that the head reads; None: all of them."""
     projections = model.mtp * 2 * model.width**2
     blocks = projections + sum_blocks(
         model, lambda each, _: each.attention - each.source + each.ffn_matmul

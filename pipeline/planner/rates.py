@@ -94,7 +94,7 @@ def muon_batch(tokens: float) -> float:
 
 def muon_lr(tokens: float) -> float:
     """Return the peak rate of the matrices. Orthogonalized updates have the same size at every
-    width, so the best rate hardly depends on the size; longer runs want lower rates."""
+    width, so the best rate hardly depends on the size; longer runs need lower rates."""
     return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15))
 
 

@@ -25,7 +25,8 @@ TREND = 0.5  # the trend is fitted to losses after this share of the plateau's t
 REACH = 1.5  # largest ratio of a run's tokens to those of its last plateau loss
 ENOUGH_LENGTHS = 3  # finished runs of a size that show the effect of D without its plateaus
 # How the gap changes when N or D grows by a factor of e, before any run is seen, as a share of the
-# loss: OLMo's runs of 190M to 3B have about −0.6% and +0.5%, simulated momentum +0.1% and +0.5%.
+# loss: OLMo's runs of 190M to 3B have about −0.6% and +0.5%, and curves simulated by arXiv
+# 2408.11029 have +0.1% and +0.5%.
 SLOPES = np.array([-0.003, 0.004])
 SLOPE_SPREADS = np.array([0.004, 0.003])
 GAP_NOISE = 0.001  # of one measured gap
@@ -101,7 +102,7 @@ def fit_gap(gaps: Sequence[tuple[float, float, float]]) -> Gap:
 def with_curves(points: Points, runs: Sequence[Run]) -> Points:
     """Return the final points of these runs, and corrected losses from their plateaus."""
     # The longest first: a branch repeats the losses of its trunk, which must not count twice.
-    finished = sorted(filter(_has_loss, runs), key=_length)
+    finished = sorted(filter(_has_loss, runs), key=_tokens, reverse=True)
     gaps = []
     plateaus = []
     for found in filter(None, map(plateau, finished)):
@@ -144,8 +145,8 @@ def _has_loss(run: Run) -> bool:
     return run.finished and bool(run.evals) and (run.evals[-1].get("loss") or 0) > 0
 
 
-def _length(run: Run) -> float:
-    return -float(run.evals[-1]["tokens"])
+def _tokens(run: Run) -> float:
+    return float(run.evals[-1]["tokens"])
 
 
 def _joined(points: Points, rows: Array, names: Sequence[str], gap: Gap) -> Points:

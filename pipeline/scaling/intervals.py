@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy import special  # scipy.stats would take a third of the start of `launch fit`
+from scipy import special  # importing scipy.stats would be a third of the start of `launch fit`
 
 from pipeline.scaling.fitting import DELTA, Fit, Projected, Show, descend, refit_vpnls, silent
 from pipeline.scaling.laws import REPEAT_BOUNDS, Inputs, prior

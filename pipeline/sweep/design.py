@@ -147,8 +147,8 @@ def width(
 def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -> float:
     """Estimate the half width: fast, for choosing the ladders to simulate.
 
-    It is the larger of linear error propagation and of the interval by backtests whose errors are
-    the noise of runs.
+    It is the larger of two widths: by linear error propagation, and of the interval that backtests
+    would give if their errors were the noise of the runs.
     """
     N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
     slope = MIDDLE.gradient(N, D)

@@ -33,8 +33,8 @@ RATE_SHARE = 0.25
 LORA_RATE = 10  # factor of the rate with LoRA (Schulman et al. 2025, "LoRA Without Regret")
 WARMUP_SHARE = 0.06  # share of the steps (RoBERTa: arXiv 1907.11692, table 10)
 DECAY = 0.01  # weight decay, as for GPT and BERT
-BATCH = 32  # examples
-ROWS = "examples"  # directory of the corpus, in that of the run
+BATCH = 32  # examples per step by default, also if there are fewer
+ROWS = "examples"  # directory of the corpus inside the run's directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         if other != value:
             raise ConfigError(f"data.{key}={other} is not that of --data {request.data}; remove it")
     if request.init is not None and spec.init != layer.get("init"):
-        raise ConfigError(f"init={spec.init} is not the start that the options name; remove it")
+        raise ConfigError(f"init={spec.init} is not the run of --init or --run; remove it")
     _check_corpus(corpus, spec)
     if before is not None:
         _check_weights(spec.model, before.model, f"--init {request.init}")
