@@ -5,8 +5,7 @@ temperature T (arXiv 1503.02531), + hidden·(1 − cosine of the last hidden sta
 DistilBERT (arXiv 1910.01108, where hard, soft and hidden are 2, 5 and 1).
 """
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -34,9 +33,9 @@ class Distill(Frozen):
         return self
 
 
-def teacher_kind_refusal(teacher: Mapping[str, Any], objective: Objective) -> str:
-    """Return why a teacher with this config table cannot serve an objective; empty if it can."""
-    kind = teacher.get("objective", {}).get("kind", "causal")
+def teacher_kind_refusal(teacher: Objective, objective: Objective) -> str:
+    """Return why a teacher with this objective cannot serve another one; empty if it can."""
+    kind = teacher.kind
     if kind == objective.kind or (kind in _NEXT_TOKEN and objective.kind in _NEXT_TOKEN):
         return ""
     text = f'distill.teacher was trained with objective.kind="{kind}", not "{objective.kind}"'

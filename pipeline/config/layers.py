@@ -94,11 +94,12 @@ def _teacher(distill: object, objective: Objective) -> dict[str, Any]:
         return {}  # if the teacher is missing, the validation reports it
     # Absolute, because a job may start in another directory.
     folder = Path(str(distill["teacher"])).absolute()
-    config = read_toml(folder / "config.toml")
-    refusal = teacher_kind_refusal(config, objective)
+    config = reload(folder / "config.toml")
+    refusal = teacher_kind_refusal(config.objective, objective)
     if refusal:
         raise ConfigError(refusal)
-    return {"distill": {"teacher": str(folder), "model": config["model"]}}
+    model = config.model.model_dump(exclude_none=True)
+    return {"distill": {"teacher": str(folder), "model": model}}
 
 
 def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
