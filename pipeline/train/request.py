@@ -194,6 +194,8 @@ def _exists(run: RunDir) -> RunError:
 def _fp8_warning(config: RunConfig) -> str:
     model = config.model
     scaled = model.tied or model.embedding_scale * model.embedding_multiplier != 1
+    # A recipe with a large initial embedding (muon) refuses the setting.
+    scaled = scaled or model.embedding_std is not None
     if scaled or not config.train.fp8:
         return ""
     return (
