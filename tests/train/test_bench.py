@@ -172,7 +172,7 @@ def test_fp8_with_unscaled_embeddings_prints_a_note(corpus, tmp_path):
     assert "model.scaled_embedding" in note()
     assert note("train.auto_batch=true").count("\n") == 1  # after the note on the micro-batch
     suitable = "model.scaled_embedding=true model.multipliers.embedding=4.0 model.tied=true"
-    for setting in (*suitable.split(), "train.fp8=false"):
+    for setting in (*suitable.split(), "recipe=muon", "train.fp8=false"):
         assert note(setting) == ""
 
 
