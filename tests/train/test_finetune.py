@@ -274,5 +274,5 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
     )
     prepared = prepare(asked, tmp_path / "run")
     assert "1 examples are longer" in prepared.note
-    assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0}
+    assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0, "generator": None}
     Corpus.open(prepared.rows, verify=True).check_rows(32 + LABEL_DIGITS)
