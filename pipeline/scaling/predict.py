@@ -160,7 +160,7 @@ class Ladder:
     settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
     vocab: int | None = None
     data: str | None = None
-    recipe: str = RECIPE
+    recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,11 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
     try:
         configs = [reload(run.path / "config.toml") for run in runs]
     except ConfigError:  # runs from MLflow have no config.toml here
-        return Ladder({"model.seq": int(record["seq"])} if record.get("seq") else {}, vocab)
+        recipe = str(record.get("recipe", RECIPE))
+        settings: dict[str, Any] = {"recipe": recipe}
+        if record.get("seq"):
+            settings["model.seq"] = int(record["seq"])
+        return Ladder(settings, vocab, recipe=recipe)
     first, *others = [_own_recipe(config) for config in configs]
     # Settings that vary between the runs, such as a rate by size, are left to the rules.
     shared = {

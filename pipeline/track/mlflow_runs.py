@@ -39,6 +39,7 @@ ENDINGS = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
 IN_CONFIG = {
     "name": "name",
     "experiment": "experiment",
+    "recipe": "recipe",
     "size": "model.size",
     "arch": "model.arch",
     "vocab": "model.vocab",

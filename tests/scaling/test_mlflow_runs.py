@@ -80,6 +80,16 @@ def test_a_registered_forecast_is_kept_there_too(stored: Path, launch) -> None:
     assert len(read_experiment("demo")) == 3  # it is not taken for a training run
 
 
+def test_a_forecast_has_the_recipe_of_the_runs(stored: Path, launch) -> None:
+    asked = "forecast --experiment demo --size 3m --json"
+    assert "recipe=adamw" in json.loads(launch(asked))["recipe"]["command"]  # older runs name none
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("demo")
+    for run in client.search_runs([experiment.experiment_id]):
+        client.log_param(run.info.run_id, "recipe", "muon")
+    assert "recipe=muon" in json.loads(launch(asked))["recipe"]["command"]
+
+
 def test_an_absent_server_costs_nothing(
     ladder: Path, launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
