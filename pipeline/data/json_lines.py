@@ -5,6 +5,7 @@ reads files that are too large for memory, and counts what is malformed instead.
 """
 
 import gzip
+import io
 import json
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from pipeline.atomic import read_regular
 from pipeline.errors import DataError
 
-_MAX_BYTES = 2**30  # of a file
+_MAX_BYTES = 2**30  # of a file, compressed and not
 
 
 class Line(NamedTuple):
@@ -42,8 +43,12 @@ def read_lines(path: Path, forms: str) -> list[Line]:
     """Return the objects of a file, which may be compressed with gzip; blank lines are skipped."""
     try:
         data = read_regular(path, _MAX_BYTES)
+        if path.suffix == ".gz":
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise OSError(f"it unpacks to more than {_MAX_BYTES:,} bytes")
         # A byte order mark is not part of the first line.
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}; give a file of JSON lines") from None
     found = []

@@ -214,6 +214,14 @@ def test_an_error_counts_blank_lines(tmp_path, read):
         read(file)
 
 
+def test_a_compressed_file_cannot_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.data.json_lines._MAX_BYTES", 1000)
+    file = tmp_path / "task.jsonl.gz"
+    file.write_bytes(gzip.compress(b" " * 100_000))
+    with pytest.raises(DataError, match="unpacks to more than 1,000 bytes"):
+        read_task(file)
+
+
 def test_only_a_newline_ends_a_line(tmp_path):
     """U+2028, which also ends a line for Python, may stand in a JSON string."""
     file = tmp_path / "task.jsonl"
