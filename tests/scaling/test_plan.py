@@ -42,12 +42,13 @@ def test_an_optimum_bound_to_an_edge_is_refused() -> None:
 
 
 def test_a_total_is_kept() -> None:
-    sweep = read(CONFIGS / "isoflop.toml")
+    # Muon's smaller batches would lower the MFU of the larger models too.
+    sweep = read(CONFIGS / "isoflop.toml").model_copy(update={"set": ("recipe=adamw",)})
     runs = plan(within(sweep, 1e19))
     assert 0.5e19 < sum(run.cost for run in runs) <= 1e19
     short = plan(within(sweep, 1e19, hours=4.0))
-    assert 1 < sum(run.hours or 0 for run in short) <= 4
-    assert short[0].mfu is not None and short[0].mfu < 0.06 < 0.25 < (
+    assert 2 < sum(run.hours or 0 for run in short) <= 4
+    assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (
         runs[-1].mfu or 0
     )  # small models starve a GPU
     with pytest.raises(ConfigError, match="is not enough"):
