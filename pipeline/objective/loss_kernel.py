@@ -11,49 +11,60 @@ from torch import Tensor
 
 
 @triton.jit
-def _capped(x, softcap, CAP: tl.constexpr):
-    """softcap·tanh(x/softcap), where tanh(y) = 2·sigmoid(2y) - 1; Triton itself has no tanh."""
-    if CAP:
-        x = softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
-    return x
+def _tanh(x, doubled):
+    """tanh(x·doubled/2) with one exponential and one reciprocal; Triton itself has no tanh."""
+    return 1 - 2 / (1 + tl.exp(x * doubled))
 
 
 @triton.jit
 def _cross_entropy_kernel(logits, targets, shares, nll, more, V, z_loss, softcap, smoothing,
-                          CAP: tl.constexpr, SMOOTH: tl.constexpr,
+                          CAP: tl.constexpr, BOUNDED: tl.constexpr, SMOOTH: tl.constexpr,
                           BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     share = tl.load(shares + row)
-    picked = _capped(tl.load(logits + row * V + target).to(tl.float32), softcap, CAP)
-    top = -float("inf")
+    doubled = 2 / softcap
+    picked = tl.load(logits + row * V + target).to(tl.float32)
+    if CAP:
+        picked = softcap * _tanh(picked, doubled)
+    # No logit is larger than the cap. If the cap is small, the largest logit need not be found.
+    top = softcap if BOUNDED else -float("inf")
     total = tl.zeros((BLOCK,), tl.float32)
     summed = tl.zeros((BLOCK,), tl.float32)  # of the logits, for their mean
     # First pass: the largest logit so far and, per lane, the sum of e^(logit - largest).
     for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
-        # The cap is finite, so lanes beyond the vocabulary are hidden after it.
-        x = tl.where(inside, _capped(x.to(tl.float32), softcap, CAP), -float("inf"))
-        above = tl.maximum(top, tl.max(x, 0))
-        total = total * tl.exp(top - above) + tl.exp(x - above)
-        top = above
+        x = x.to(tl.float32)
+        if CAP:
+            # The cap is finite, so lanes beyond the vocabulary are hidden after it.
+            x = tl.where(inside, softcap * _tanh(x, doubled), -float("inf"))
+        if BOUNDED:
+            total += tl.exp(x - top)
+        else:
+            above = tl.maximum(top, tl.max(x, 0))
+            total = total * tl.exp(top - above) + tl.exp(x - above)
+            top = above
         if SMOOTH:
             summed += tl.where(inside, x, 0.0)
     lse = top + tl.log(tl.sum(total, 0))
+    scale = share * (1 + 2 * z_loss * lse)
     # Second pass: the gradient replaces the logits, which now come from the cache.
     for start in range(0, V, BLOCK):
         inside = start + at < V
         x = tl.load(logits + row * V + start + at, mask=inside, other=-float("inf"))
-        x = _capped(x.to(tl.float32), softcap, CAP)
-        grad = tl.exp(x - lse) * (share * (1 + 2 * z_loss * lse))
+        x = x.to(tl.float32)
+        slope = 1.0
+        if CAP:
+            tanh = _tanh(x, doubled)
+            x = softcap * tanh
+            slope = 1 - tanh * tanh
+        grad = tl.exp(x - lse) * scale
         grad = grad - tl.where(start + at == target, share * (1 - smoothing), 0.0)
         if SMOOTH:
             grad = grad - share * smoothing / V
-        if CAP:
-            grad = grad * (1 - (x / softcap) * (x / softcap))
-        tl.store(logits + row * V + start + at, grad, mask=inside)
+        tl.store(logits + row * V + start + at, grad * slope, mask=inside)
     tl.store(nll + row, (lse - picked) * share)
     added = z_loss * lse * lse
     if SMOOTH:
@@ -78,6 +89,8 @@ def cross_entropy(
         *(logits_TV, targets_T, share_T, nll, more, logits_TV.shape[1]),
         *(z_loss, softcap or 1.0, smoothing),
         CAP=softcap is not None,
+        # e^(-2·40) is still an fp32 number, so the sum of a row with low logits only is not 0.
+        BOUNDED=softcap is not None and softcap <= 40,
         SMOOTH=smoothing > 0,
         BLOCK=8192,
         num_warps=8,

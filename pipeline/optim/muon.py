@@ -34,6 +34,9 @@ _EPS = 1e-7
 _VARIANCE_BETA = 0.95
 # Temporary tensors have at most this many numbers: matrices in one batch, weights in one update.
 MOST = 2**26
+# Runs shorter than this are concatenated up to this length. A small model has many short runs, and
+# a GPU would finish the kernels for each of them faster than the host can launch them.
+_PACKED = 2**24
 
 # torch marks these methods as not to be compiled by importing the compiler, which takes a tenth of
 # the start of a process. The mark itself costs nothing.
@@ -162,6 +165,9 @@ class Run(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.view(-1)[self.start : self.stop]
 
+    def among(self, updates: Tensor) -> Tensor:
+        return updates[self.place :][: self.stop - self.start]
+
 
 @dataclass(slots=True)
 class Owned:
@@ -188,11 +194,26 @@ class Bucket:
     """Masters that are stepped together: all, or the flat one of a ZeRO group."""
 
     masters: list[Tensor]
-    runs: list[Run]
+    packs: list[list[Run]]
     owned: list[Owned]
     numel: int  # of the updates: those of the masters, then those that other ranks sent
     there: Callable[[Tensor], None]  # sends updates to their owners
     back: Callable[[Tensor], None]  # sends results to the ranks that have the weights
+
+
+def pack(runs: list[Run]) -> list[list[Run]]:
+    """Group runs that have the same rate and are short enough to be concatenated."""
+    packs: list[list[Run]] = []
+    room = 0
+    rate = math.nan
+    for run in sorted(runs, key=lambda run: run.ratio):
+        if run.ratio != rate or run.stop - run.start > room:
+            packs.append([])
+            room = _PACKED
+        packs[-1].append(run)
+        room -= run.stop - run.start
+        rate = run.ratio
+    return packs
 
 
 class Muon(AdamW):
@@ -256,31 +277,33 @@ class Muon(AdamW):
         apply = None if skip is None else skip == 0
         device = bucket.masters[0].device
         updates = torch.empty(bucket.numel, dtype=torch.bfloat16, device=device)
-        for master in bucket.masters:
-            self.create_state(master)["step"] += 1 if skip is None else 1 - skip
-        for run in bucket.runs:
-            assert run.master.grad is not None, "a matrix has no gradient"
-            momentum = run.of(self.state[run.master][MOMENTUM])
-            gradient = run.of(run.master.grad)
+        steps = [self.create_state(master)["step"] for master in bucket.masters]
+        torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
+        for runs in bucket.packs:
+            momenta = [run.of(self.state[run.master][MOMENTUM]) for run in runs]
+            momentum = _concatenate(momenta)
+            gradient = _concatenate([run.of(_gradient(run.master)) for run in runs])
             if apply is not None:
                 # In a skipped step gradients may be NaN. The momentum instead leaves it unchanged.
                 gradient = torch.where(apply, gradient, momentum)
             momentum.lerp_(gradient, 1 - self._momentum)
+            _distribute(momentum, momenta)
             # Nesterov's momentum.
-            updates[run.place :][: len(momentum)] = gradient.lerp(momentum, self._momentum)
+            update = gradient.lerp(momentum, self._momentum).to(updates.dtype)
+            _distribute(update, [run.among(updates) for run in runs])
         bucket.there(updates)
         self._orthogonalize(bucket.owned, updates, apply)
         bucket.back(updates)
-        for run in bucket.runs:
-            weights = run.of(run.master)
-            update = updates[run.place :][: len(weights)]
+        for runs in bucket.packs:
+            masters = [run.of(run.master) for run in runs]
+            weights = _concatenate(masters)
+            update = _concatenate([run.among(updates) for run in runs])
             changed = (weights * self._kept(weights, update, lr * decay)).add_(
-                update, alpha=-lr * run.ratio
+                update, alpha=-lr * runs[0].ratio
             )
-            if apply is None:
-                weights.copy_(changed)
-            else:
-                torch.where(apply, changed, weights, out=weights)
+            if apply is not None:
+                torch.where(apply, changed, weights, out=changed)
+            _distribute(changed, masters)
 
     def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
         """Return the share of each weight that the decay leaves."""
@@ -310,6 +333,21 @@ class Muon(AdamW):
 _step_adamw: Callable[[AdamW], None] = AdamW.step
 
 
+def _gradient(master: Tensor) -> Tensor:
+    assert master.grad is not None, "a matrix has no gradient"
+    return master.grad
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _distribute(numbers: Tensor, parts: list[Tensor]) -> None:
+    """Copy concatenated numbers to their parts, unless they are a part already."""
+    if numbers.data_ptr() != parts[0].data_ptr():
+        torch._foreach_copy_(parts, torch.split(numbers, [len(part) for part in parts]))
+
+
 def _orthogonalize_batch(views: list[tuple[Tensor, Tensor | None]], apply: Tensor | None) -> None:
     """Replace matrices of one shape by their orthogonalization, and update their row variances."""
     results = newton_schulz(torch.stack([view.flatten(0, 1) for view, _ in views]))
@@ -319,10 +357,12 @@ def _orthogonalize_batch(views: list[tuple[Tensor, Tensor | None]], apply: Tenso
         results, new = normalize_rows(results, old)
         if apply is not None:
             new = torch.where(apply, new, old)
-        for variance, now in zip(variances, new, strict=True):
-            variance.copy_(now.view_as(variance))
-    for (view, _), result in zip(views, results, strict=True):
-        view.copy_(result.unflatten(0, view.shape[:2]))
+        shaped = [now.view_as(variance) for now, variance in zip(new, variances, strict=True)]
+        torch._foreach_copy_(variances, shaped)
+    targets = [view for view, _ in views]
+    torch._foreach_copy_(
+        targets, [done.view_as(view) for done, view in zip(results, targets, strict=True)]
+    )
 
 
 def newton_schulz(batch_BRC: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.optim.muon import MOST, Bucket, Matrices, Muon, Owned, Run
+from pipeline.optim.muon import MOST, Bucket, Matrices, Muon, Owned, Run, pack
 from pipeline.parallel.fragments import Piece
 from pipeline.parallel.world import World
 
@@ -77,7 +77,7 @@ def _plan(
     exchange.plan(by_rank, _choose_owners(by_rank))
     by_key = {key: each for each in matrices.values() for key in each.keys}
     owned = [Owned(key, by_key[key], places) for key, places in exchange.owned().items()]
-    return Bucket(masters, runs, owned, exchange.numel, exchange.there, exchange.back)
+    return Bucket(masters, pack(runs), owned, exchange.numel, exchange.there, exchange.back)
 
 
 def _add_runs(runs: list[Run], piece: Piece, matrices: Matrices, start: int) -> None:
