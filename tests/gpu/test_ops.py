@@ -97,12 +97,13 @@ def test_norm_and_rotate(dtype, normed, rows):
 
 @dtypes
 @pytest.mark.parametrize("vocab", [50, 9001, 32768])
-def test_cross_entropy(dtype, vocab):
+@pytest.mark.parametrize("softcap", [None, 5.0, 60.0])
+def test_cross_entropy(dtype, vocab, softcap):
     logits = 3 * randn(33, vocab, dtype=dtype)
     targets = torch.randint(vocab, (33,), device=DEVICE)
     share = torch.rand(33, device=DEVICE) / 33
-    want = eager_terms(logits.float(), targets, share, 1e-3)
-    got = terms(logits.clone(), targets, share, 1e-3)  # overwrites its logits
+    want = eager_terms(logits.float(), targets, share, 1e-3, softcap)
+    got = terms(logits.clone(), targets, share, 1e-3, softcap)  # overwrites its logits
     tolerance = 1e-4 if dtype == torch.float32 else 0.02
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(
