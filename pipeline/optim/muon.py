@@ -278,7 +278,9 @@ class Muon(AdamW):
         device = bucket.masters[0].device
         updates = torch.empty(bucket.numel, dtype=torch.bfloat16, device=device)
         steps = [self.create_state(master)["step"] for master in bucket.masters]
-        torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
+        # A list of tensors: torch would read a single tensor on the host, and wait for the device.
+        taken = torch.ones_like(steps[0]) if apply is None else apply.to(steps[0])
+        torch._foreach_add_(steps, [taken] * len(steps))
         for runs in bucket.packs:
             momenta = [run.of(self.state[run.master][MOMENTUM]) for run in runs]
             momentum = _concatenate(momenta)
