@@ -49,9 +49,9 @@ def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
             return Setting(adamw_batch(count.active_non_embedding), rule)
         case MuonSpec():
             if tokens is None:
-                # The tokens are steps·batch. Solving batch = c·√(steps·batch) gives c²·steps.
-                tokens = (spec.train.steps or 1) ** 2 * muon_batch(1) ** 2
-            return Setting(muon_batch(tokens), "32,768·√(tokens/35M): measured")
+                # Solving tokens = steps·c·tokens^(2/3), where c is the batch for one token.
+                tokens = ((spec.train.steps or 1) * muon_batch(1)) ** 3
+            return Setting(muon_batch(tokens), "32,768·(tokens/35M)^(2/3): measured")
         case _:
             assert_never(spec.optim.optimizer)
 
@@ -89,7 +89,7 @@ def _adamw(n: int, tokens_per_param: float, steps: int, batch: int) -> Settings:
 
 
 def muon_batch(tokens: float) -> float:
-    return 32_768 * math.sqrt(tokens / 35e6)
+    return float(32_768 * (tokens / 35e6) ** (2 / 3))
 
 
 def muon_lr(tokens: float) -> float:

@@ -291,8 +291,10 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:
     """Return the best estimate with the spec's ZeRO stage and ep; None if none of them fits."""
     at = spec.parallel
-    # Accelerate is plain DDP.
-    zeros = (0,) if at.engine == "accelerate" else range(at.offload.least_zero, 4)
+    # Accelerate is plain DDP. DeepSpeed copies every gradient without ZeRO, so ZeRO-1 is faster
+    # even on one GPU: stage 0 is used only if the spec names it.
+    least = max(at.offload.least_zero, 1 if at.zero == "auto" else 0)
+    zeros = (0,) if at.engine == "accelerate" else range(least, 4)
     possible = [
         e
         for e in estimates

@@ -52,7 +52,10 @@ class HuggingFace:
         adam = config.optim.optimizer
         bf16 = config.train.dtype == "bf16"
         table = describe(config)
-        # Random weights with our init_std, so that the first losses nearly agree.
+        # Random weights with our init_std, so that the first losses nearly agree. transformers
+        # knows no scaling by the inputs, and every logit is near 0 with its usual 0.02.
+        if config.model.init == "fan_in":
+            table["initializer_range"] = 0.02
         with world.device:
             self._model = AutoModelForCausalLM.from_config(
                 AutoConfig.for_model(table.pop("model_type"), **table, use_cache=False),
