@@ -81,14 +81,9 @@ class ZeroEngine:
             self._adam_device = torch.device("cpu")
         # In fp32 at ZeRO-0 there is no wrapper around the optimizer, and no separate masters.
         self._unwrapped = self._zero == 0 and config.train.dtype == "fp32"
-        if self._zero == 3 and config.model.share_layers:
-            # DeepSpeed 0.19.8 asserts that a parameter has one gradient in each bucket.
-            raise ConfigError(
-                "zero=3 with model.share_layers, whose block has a gradient from every layer; "
-                "use --zero 2"
-            )
-        if self._zero == 3:
-            # Gather each block as a whole, so that there is no hook and no graph break inside.
+        if self._zero == 3 and not config.model.share_layers:
+            # Gather each block as a whole, so that there is no hook and no graph break inside. A
+            # shared block would give DeepSpeed a gradient for every use.
             set_z3_leaf_modules(model, [Block])
         optimizer = build_optimizer(model.to(world.device), config)
         set_learning_rate(optimizer, 0.0)
