@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Offload, RunConfig
-from pipeline.errors import ConfigError
 from pipeline.model.block import Block
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder

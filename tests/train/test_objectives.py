@@ -36,6 +36,7 @@ OBJECTIVES = {
         "--set",
         "train.batch_tokens=736",
     ),
+    "shared layers": ("--arch", "albert", "--set", "train.batch_tokens=1024"),
     "denoise": ("--arch", "bart", "--set", "train.batch_tokens=1024"),
     "prefix": ("--set", "objective.kind=prefix", "--set", "train.batch_tokens=1024"),
 }
