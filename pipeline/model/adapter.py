@@ -36,7 +36,7 @@ class AdaptedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias) + self.scale * learned
 
 
-def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
+def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.float32) -> None:
     """Add adapters to the matrices of the blocks; freeze everything except them and the row head.
 
     The product starts at zero, so that the model is unchanged at first. Like all weights, those of
@@ -52,21 +52,22 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> None:
                 with torch.no_grad():
                     adapted.lora_down.normal_(0.0, std, generator=generator)
                 setattr(module, leaf, adapted)
-    freeze(model)
+    freeze(model, dtype)
 
 
-def freeze(model: nn.Module) -> None:
-    """Turn every parameter except those of adapters and of the row head into a buffer."""
-    seen: set[int] = set()
+def freeze(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn every parameter except those of adapters and of the row head into a buffer. Engines cast
+    parameters only, so the buffers get the dtype of training here."""
+    frozen: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if leaf in (_DOWN, _UP) or name.startswith("row_head"):
                 continue
             # A tied head is the embedding, and is saved with it.
-            tied = id(parameter) in seen
-            seen.add(id(parameter))
+            tied = id(parameter) in frozen
+            buffer = frozen.setdefault(id(parameter), parameter.detach().to(dtype))
             delattr(module, leaf)
-            module.register_buffer(leaf, parameter.detach(), persistent=not tied)
+            module.register_buffer(leaf, buffer, persistent=not tied)
 
 
 def is_adapter(name: str) -> bool:

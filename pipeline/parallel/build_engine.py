@@ -64,7 +64,8 @@ def prepare_model(config: RunConfig, world: World) -> Decoder:
     )
     init_weights(model, config.model, config.seed)
     if config.lora is not None:
-        adapt(model, config.lora, config.seed)
+        dtype = torch.bfloat16 if train.dtype == "bf16" else torch.float32
+        adapt(model, config.lora, config.seed, dtype)
     if experts is not None:
         from pipeline.parallel.expert import announce
 

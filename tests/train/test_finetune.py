@@ -27,6 +27,10 @@ SETTINGS = (
     "--no-track", "--quiet", "--set", "train.save_every=4", "--set", "train.keep_last=9",
     "--set", "train.micro_batch=4",
 )  # fmt: skip
+PRETRAIN = (
+    "--size", "tiny", "--steps", 4, "--set", "model.seq=64", "--set", "train.batch_tokens=512",
+    "--no-track", "--quiet",
+)  # fmt: skip
 SHORT = ("--batch", 8, "--epochs", 1, "--lr", 0.003)
 LAYOUTS = {"one": (1, 1), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
 # File, and the options of the run.
@@ -72,8 +76,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every task in every layout, and a run that is stopped and continued."""
     folder = tmp_path_factory.mktemp("finetune")
     write_files(folder)
-    begin = ("--size", "tiny", "--steps", 4, "--set", "model.seq=64", "--data", corpus)
-    begin = (*begin, "--set", "train.batch_tokens=512", "--no-track", "--quiet")
+    begin = (*PRETRAIN, "--data", corpus)
     jobs: list[dict] = []
 
     def launch(*arguments: object) -> None:
@@ -92,6 +95,13 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Answers of different lengths, in one micro-batch.
     begin = ("finetune", "--run", folder / "decoder-base", "--data", folder / "echo.jsonl", *SHORT)
     launch(*begin, *SETTINGS, "--set", "train.micro_batch=8", "--out", folder / "answers" / "whole")
+    # A few steps, because bf16 is slow on a CPU. The head is the frozen embedding.
+    tied = ("--set", "model.tied=true", "--recipe", "adamw", "--out", folder / "tied-base")
+    launch("pretrain", *PRETRAIN, "--data", corpus, *tied)
+    begin = ("finetune", "--run", folder / "tied-base", "--data", folder / "echo.jsonl", *SHORT)
+    begin = (*begin, *SETTINGS, "--set", "train.steps=3", "--lora", 4)
+    for dtype in ("fp32", "bf16"):
+        launch(*begin, "--dtype", dtype, "--out", folder / f"lora-{dtype}")
     for name in ("classes", "lora"):
         out = folder / name / "stopped"
         jobs.append({"do": "copy", "src": folder / name / "one", "dst": out})
@@ -168,6 +178,17 @@ def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
     torch.testing.assert_close(unmerged.eval()(tokens, **rows).rows_BC, ours, rtol=0, atol=1e-5)
     with torch.no_grad():  # as `torch.testing` sees no difference between logits of zero
         assert ours.abs().max() > 1e-3
+
+
+def test_adapters_in_bf16_stay_near_fp32(runs: Path) -> None:
+    assert losses(runs / "lora-bf16") == pytest.approx(losses(runs / "lora-fp32"), abs=2e-2)
+    trained = load_weights(runs / "lora-bf16")
+    start = load_weights(runs / "tied-base")
+    for name in start:
+        rounded = start[name].bfloat16()
+        torch.testing.assert_close(trained[name], rounded, rtol=0, atol=0)
+    moved = [trained[name].abs().max() > 0 for name in trained if name.endswith(".lora_up")]
+    assert all(moved) and moved
 
 
 @pytest.mark.parametrize(
