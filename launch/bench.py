@@ -243,8 +243,7 @@ def _resolve(
         notes.append(("auto-batch", note))
     # Only the training split is timed, so the held-out split may be too small.
     if corpus is not None:
-        special = config.objective.special_ids
-        corpus.check(config.model.vocab, config.text_length, "train", special_ids=special)
+        corpus.check(config, "train")
     return config, notes
 
 

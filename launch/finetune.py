@@ -1,10 +1,8 @@
 """`launch finetune`: train a run further on examples of a task."""
 
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,10 +29,10 @@ from launch.pretrain import (
     Resume,
     Seed,
     Slurm,
+    Start,
     Time,
     Track,
     Zero,
-    begin,
     given_only,
     refuse_job_options,
     where,
@@ -43,7 +41,7 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.train.finetuning import FineTuning
-    from pipeline.train.request import Devices, PlannedRun, Request
+    from pipeline.train.request import Request
 
 EXAMPLES = examples(
     "launch finetune --run runs/1b --data questions.jsonl --out runs/assistant",
@@ -137,29 +135,22 @@ def finetune(
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        *(None, None, None, out, ranks, cluster, config, sets or (), given_only(over), resume),
-        fewest=job.worlds[0] if job else None,
-    )
-    then = partial(begin, job, ranks, devices, track, dry_run, as_json, quiet)
+        out=out, nproc=ranks, cluster=cluster, file=config, sets=sets or (),
+        over=given_only(over), resume=resume, fewest=job.worlds[0] if job else None,
+    )  # fmt: skip
+    start = Start(devices, ranks, job, track, dry_run, as_json, quiet)
     if resume:
         _refuse_options_of_new_runs(context)
-        then(plan_run(replace(request, data=_examples_of(out)), devices))
+        start.begin(plan_run(replace(request, data=_examples_of(out)), devices))
         return
     asked = FineTuning(
         *(_start(run, init), _given(data), valid, valid_share, seq, batch, epochs, lr, regression),
         *(lm_weight, lora, scratch, tokenizer),
     )
-    _begin_new(asked, request, devices, then, quiet=quiet)
+    _begin_new(asked, request, start)
 
 
-def _begin_new(
-    asked: "FineTuning",
-    request: "Request",
-    devices: "Devices",
-    then: "Callable[[PlannedRun], None]",
-    *,
-    quiet: bool,
-) -> None:
+def _begin_new(asked: "FineTuning", request: "Request", start: Start) -> None:
     """Write the examples into the new run's directory, plan the run and begin it."""
     from pipeline.runs.directory import RunDir
     from pipeline.train.finetuning import prepare
@@ -174,13 +165,13 @@ def _begin_new(
     was_there = out.exists()
     prepared = prepare(asked, out)
     try:
-        if not quiet:
+        if not start.quiet:
             typer.echo(prepared.note, err=True)
-        start = replace(request, out=out, init=asked.start, defaults=prepared.defaults)
-        planned = plan_run(replace(start, data=prepared.rows), devices)
-        if planned.note and not quiet:
+        new = replace(request, out=out, init=asked.start, defaults=prepared.defaults)
+        planned = plan_run(replace(new, data=prepared.rows), start.devices)
+        if planned.note and not start.quiet:
             typer.echo(planned.note, err=True)
-        then(planned)
+        start.begin(planned)
     finally:
         # A run that was refused, interrupted or only shown leaves nothing behind.
         if not RunDir(out).exists:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,7 +126,8 @@ def pretrain(
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
     over |= {"recipe": recipe, "parallel": layout, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        size, arch, data, out, ranks, cluster, config, sets or (), given_only(over), resume,
+        size=size, arch=arch, data=data, out=out, nproc=ranks, cluster=cluster, file=config,
+        sets=sets or (), over=given_only(over), resume=resume,
         fresh=job is not None and not resume, fewest=job.worlds[0] if job else None,
         branch=branch, init=init,
     )  # fmt: skip
@@ -133,7 +135,7 @@ def pretrain(
     if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
     if not (dry_run and quiet):  # together they mean `as_job`
-        begin(job, ranks, devices, track, dry_run, as_json, quiet, planned)
+        Start(devices, ranks, job, track, dry_run, as_json, quiet).begin(planned)
     return planned, job  # for `as_job`; typer ignores it
 
 
@@ -181,60 +183,60 @@ def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, head
         typer.echo(line, err=not header)
 
 
-def begin(
-    job: "Nodes | None",
-    ranks: int,
-    devices: "Devices",
-    track: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    planned: "PlannedRun",
-) -> None:
-    """Train a planned run here, or submit it as a job."""
-    if job is None:
-        train_here(planned, ranks, devices, track=track, as_json=as_json, quiet=quiet)
-        return
-    submit(planned, job, track=track, dry_run=dry_run, as_json=as_json)
-    _announce(planned.config, ranks, devices.name, track=track, header=False)
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a planned run trains, and what is printed about it."""
 
+    devices: "Devices"
+    ranks: int
+    job: "Nodes | None"  # None: on this machine
+    track: bool
+    dry_run: bool
+    as_json: bool
+    quiet: bool
 
-def train_here(
-    planned: "PlannedRun",
-    ranks: int,
-    devices: "Devices",
-    *,
-    track: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Train here, to the end or to a stop request."""
-    from pipeline.process import STOPPED
-    from pipeline.runs.directory import list_checkpoints
-    from pipeline.train.supervisor import start
+    def begin(self, planned: "PlannedRun") -> None:
+        """Train the run here, or submit it as a job."""
+        if self.job is None:
+            self._train_here(planned)
+            return
+        submit(planned, self.job, track=self.track, dry_run=self.dry_run, as_json=self.as_json)
+        self._announce(planned, header=False)
 
-    # From here on the directory exists and is locked: a second launcher is refused.
-    run = planned.commit().run
-    config = planned.config.train
-    signalled = None
-    if not run.finished:
-        if not quiet:
-            _announce(planned.config, ranks, devices.name, track=track, header=not as_json)
-        silent = quiet or as_json
-        restarts = config.max_restarts
-        note, signalled = start(
-            run, nproc=ranks, gpu=devices.gpus > 0, max_restarts=restarts, quiet=silent, track=track
-        )
-        if note:
-            typer.echo(note, err=True)
-    elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
-        remedy = "restore it, or train again with another --out"
-        typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
-    _print_result(run.path, config.steps, as_json=as_json, quiet=quiet)
-    # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other stop
-    # gives 75 (EX_TEMPFAIL), which means "run the same command again".
-    if not run.finished:
-        raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
+    def _announce(self, planned: "PlannedRun", *, header: bool) -> None:
+        _announce(planned.config, self.ranks, self.devices.name, track=self.track, header=header)
+
+    def _train_here(self, planned: "PlannedRun") -> None:
+        """Train to the end or to a stop request."""
+        from pipeline.process import STOPPED
+        from pipeline.runs.directory import list_checkpoints
+        from pipeline.train.supervisor import start
+
+        # From here on the directory exists and is locked: a second launcher is refused.
+        run = planned.commit().run
+        config = planned.config.train
+        signalled = None
+        if not run.finished:
+            if not self.quiet:
+                self._announce(planned, header=not self.as_json)
+            note, signalled = start(
+                run,
+                nproc=self.ranks,
+                gpu=self.devices.gpus > 0,
+                max_restarts=config.max_restarts,
+                quiet=self.quiet or self.as_json,
+                track=self.track,
+            )
+            if note:
+                typer.echo(note, err=True)
+        elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
+            remedy = "restore it, or train again with another --out"
+            typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
+        _print_result(run.path, config.steps, as_json=self.as_json, quiet=self.quiet)
+        # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other
+        # stop gives 75 (EX_TEMPFAIL), which means "run the same command again".
+        if not run.finished:
+            raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.restore import newest
+from pipeline.config.layers import load
 from pipeline.data.corpus import Corpus
 from tests.checkpoint.test_layouts import tensors
 from tests.conftest import launch
@@ -74,7 +75,7 @@ def test_a_legacy_checkpoint_evaluates(legacy, inside, run):
 
 def test_a_legacy_corpus_opens(legacy):
     corpus = Corpus.open(legacy / "corpus")
-    corpus.check(384, 32, "train")
+    corpus.check(load(size="27k", sets=["model.vocab=384", "model.seq=32"]), "train")
     assert corpus.split("train").tokens == 29_410
 
 

@@ -231,7 +231,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path).decode())
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
+        raise ConfigError(f"config file {path} does not exist; check the path") from None
     except RecursionError:
         raise ConfigError(f"config file {path} cannot be read: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -317,7 +317,7 @@ def _follow(kind: type[BaseModel], loc: Iterable[str]) -> tuple[list[str], list[
             path.append(part)
             is_dict = any(get_origin(f) is dict for f in found)
             models = [model for f in found for model in _models(f)]
-    return path, [name for m in models for name in m.model_fields]
+    return path, list(dict.fromkeys(name for m in models for name in m.model_fields))
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.atomic import TEMPORARY, digest, locked, read_regular
-from pipeline.config.objective import Objective, Pairs
-from pipeline.config.schema import Data
+from pipeline.config.objective import Objective, Pairs, padded_vocab
+from pipeline.config.schema import Data, RunSpec
 from pipeline.data.shards import (
     HEADER,
     MANIFEST,
@@ -66,20 +66,21 @@ class Corpus:
             raise DataError(f"{self.path}: split={name!r} does not exist; choose from {known}")
         return self.manifest.splits[name]
 
-    def check(self, vocab: int, seq: int, *splits: str, special_ids: int = 0) -> None:
-        """Check that a model of this vocabulary can read windows of this length, and has an id for
-        everything special that its objective adds to the text."""
+    def check(self, config: RunSpec, *splits: str) -> None:
+        """Check that the model has an id for every token and for everything special that its
+        objective adds to the text, and that the splits are longer than one window."""
         pieces = self.manifest.tokenizer.vocab
-        if vocab < pieces + special_ids:
-            more = f" and the {special_ids:,} special ids of the objective" if special_ids else ""
+        special = config.objective.special_ids
+        if config.model.vocab < pieces + special:
+            more = f" and the {special:,} special ids of the objective" if special else ""
             raise DataError(
-                f"model.vocab={vocab:,} is smaller than the {pieces:,} of the tokenizer in "
-                f"{self.path}{more}; set model.vocab={-(-(pieces + special_ids) // 64) * 64}, or "
-                "leave it out"
+                f"model.vocab={config.model.vocab:,} is smaller than the {pieces:,} of the "
+                f"tokenizer in {self.path}{more}; set "
+                f"model.vocab={padded_vocab(pieces, config.objective)}, or leave it out"
             )
         for split in splits:
-            if self.split(split).tokens <= seq:
-                raise self.too_small(split, seq)
+            if self.split(split).tokens <= config.text_length:
+                raise self.too_small(split, config.text_length)
 
     def check_pairs(self, objective: Objective) -> None:
         """Refuse pairs for an objective that reads running text, and the other way round."""

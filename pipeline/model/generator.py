@@ -28,14 +28,14 @@ def fill_masks(
     """Sample a token for every target. The random numbers are functions of the keys `draws_BS`, so
     that samples do not depend on how ranks divide the batch."""
     h_BSW = generator.states(inputs).h_BSW
-    losses = cast(Losses, generator.to_losses(h_BSW, targets_BS))
+    losses = cast(Losses, generator.predict(h_BSW, targets_BS))
     with torch.no_grad():
         h_BKW, targets_BK, places_BK = at_targets(h_BSW, targets_BS, generator.most_targets)
         sampled = []
         parts = torch.split(h_BKW.flatten(0, 1), generator.loss_chunk)
         draws = torch.split(draws_BS.gather(1, places_BK).flatten(), generator.loss_chunk)
         for h_TW, draws_T in zip(parts, draws, strict=True):
-            logits_TV = cast(Tensor, generator.to_losses(h_TW[None], None))[0]
+            logits_TV = cast(Tensor, generator.predict(h_TW[None], None))[0]
             # The argmax of logits plus Gumbel noise is a sample of their softmax. Unlike a sample
             # by cumulative probabilities, it rarely changes if logits are rounded differently.
             sampled.append((logits_TV.float() + gumbel(draws_T, logits_TV.shape[1])).argmax(-1))

@@ -244,21 +244,21 @@ class Decoder(Side):
         """The logits, or the losses of tokens and rows: either the row's is added to that of the
         tokens (BERT), or the tokens' to that of the row (GPT's fine-tuning)."""
         if targets_BS is None or self.row_head is None or labels_B is None:
-            return self.to_losses(h_BSW, targets_BS, taught)
+            return self.predict(h_BSW, targets_BS, taught)
         row_loss, rows_BC = self.row_head(h_BSW, labels_B, last_B)
         if self.token_weight is None:
-            out = cast(Losses, self.to_losses(h_BSW, targets_BS, taught))
+            out = cast(Losses, self.predict(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
             # One token that predicts nothing: the head gets a gradient of zero, which every engine
             # expects of a parameter, and costs nothing.
             h_BSW = h_BSW[:1, :1]
             targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
-        tokens = cast(Losses, self.to_losses(h_BSW, targets_BS))
+        tokens = cast(Losses, self.predict(h_BSW, targets_BS))
         total = row_loss + self.token_weight * tokens.total
         return Losses(total, row_loss.detach(), rows_BC=rows_BC)
 
-    def to_losses(
+    def predict(
         self, h_BSW: Tensor, targets_BS: Tensor | None, taught: Taught | None = None
     ) -> Tensor | Losses:
         """Return the logits or, with targets, the losses of tokens."""
@@ -298,7 +298,7 @@ class Decoder(Side):
             further_BS = torch.cat((targets_BS[:, 1:], last), dim=1)
             targets_BS = torch.where(targets_BS < 0, IGNORED, further_BS)
             x_BSW, h_BSW = add_and_norm(cast(nn.Module, ahead.norm), x_BSW, pending)
-            losses = cast(Losses, self.to_losses(h_BSW, targets_BS))
+            losses = cast(Losses, self.predict(h_BSW, targets_BS))
             # The mean over the extra tokens; DeepSeek-V3 weights it by 0.3, and later by 0.1.
             total = total + self.cfg.mtp_weight / self.cfg.mtp * losses.total
             routings.append(routing)

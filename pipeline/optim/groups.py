@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 from pipeline.config import optimizer as settings
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import GATES, TABLES, Model
-from pipeline.optim.muon import AdamW, Muon, matrices_of
+from pipeline.optim.matrices import matrices_of
+from pipeline.optim.muon import AdamW, Muon
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:

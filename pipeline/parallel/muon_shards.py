@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.optim.muon import MOST, Bucket, Matrices, Muon, Owned, Run, pack
+from pipeline.optim.matrices import Matrices
+from pipeline.optim.muon import MOST, Bucket, Muon, Owned, Run, pack
 from pipeline.parallel.fragments import Piece
 from pipeline.parallel.world import World
 

@@ -65,11 +65,11 @@ class Devices:
 class Request:
     """The user's options. None leaves a value to the config."""
 
-    size: str | None
-    arch: str | None
-    data: Path | None
-    out: Path | None
-    nproc: int
+    size: str | None = None
+    arch: str | None = None
+    data: Path | None = None
+    out: Path | None = None
+    nproc: int = 1
     cluster: str | None = None
     file: Path | None = None
     sets: Sequence[str] = ()
@@ -314,8 +314,7 @@ def _check_weights(own: Model, weights: Model, source: str) -> None:
 def _check_corpus(corpus: Corpus, spec: RunSpec) -> None:
     """Refuse data that does not serve the objective, the vocabulary or the teacher."""
     check_pairs(corpus, spec)
-    special = spec.objective.special_ids
-    corpus.check(spec.model.vocab, spec.text_length, "train", "valid", special_ids=special)
+    corpus.check(spec, "train", "valid")
     if spec.objective.examples:
         corpus.check_rows(spec.text_length)
     if spec.distill is not None:

@@ -11,7 +11,7 @@ from pipeline.config.layers import load, names
 from pipeline.config.shape import Model
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
-from pipeline.optim.muon import matrices_of
+from pipeline.optim.matrices import matrices_of
 from pipeline.planner import count as account
 from pipeline.planner.memory import matrix_params, model_memory
 

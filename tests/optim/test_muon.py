@@ -11,7 +11,8 @@ from pipeline.config.layers import load, names
 from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
-from pipeline.optim.muon import iterate, matrices_of, normalize_rows
+from pipeline.optim.matrices import matrices_of
+from pipeline.optim.muon import iterate, normalize_rows
 from pipeline.parallel.fragments import Piece
 from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import World
