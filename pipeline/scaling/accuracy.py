@@ -209,7 +209,7 @@ def fit_method(
             np.searchsorted(edges, held_out.test.cut), np.arange(len(held_out.x))
         ]
         errors = points.accuracy[held_out.rows] - predicted
-        test = replace(held_out.test, errors=errors, excess=np.zeros(len(errors)))
+        test = replace(held_out.test, errors=errors, beyond=np.zeros(len(errors)))
     return Method(x, points.accuracy, curve, sigma, max(freedom, 3.0), test)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.scaling.fitting import Fit, descend, screened
-from pipeline.scaling.frontier import optimum
 from pipeline.scaling.laws import Inputs, Law
 from pipeline.scaling.points import Array, Points
 
@@ -25,15 +24,15 @@ TOP = 2  # runs per parameter with full weight, so that one distant run does not
 EFFECTIVE = 2  # smallest effective number of points (Kish) per parameter
 EFFECTIVE_SHARE = 0.2  # smallest effective number of points, as a share of all
 NEIGHBOR = 1.2  # budgets within 20% are one
-# Public ladders, pooled: errors grow with the cube of the decades beyond the fit and the square of
-# the loss wasted by a bad split. These constants have nearly the best interval score (width and
-# misses) on 32 public splits and 48 small ladders drawn from them (docs/LOG.md, 2026-11-17).
-WASTED = 0.035
-MOST_WASTED = 0.1  # beyond, errors do not grow further
+# Public ladders, pooled: errors grow with the cube of the decades of compute beyond the fit, and
+# with the square of the distance of log(D/N) from the range of the runs. All constants were chosen
+# by hand with every public set in view (docs/LOG.md, 2026-11-17).
+TAIL = 0.05  # of the runs' weight, on each side of the range of log(D/N)
+LEAST_SPREAD = 0.15  # of log(D/N); runs on one line would make every other ratio infinitely far
 TYPICAL = 0.009  # the scale of a typical public ladder
 TYPICAL_CUTS = 8  # the typical scale counts as much as this many cuts
-COVERAGE = 1.1  # half of a 95% interval in units of the scale, for very many runs
-FEW = 20  # with this many runs, the interval is wider by a factor of √2
+COVERAGE = 1.05  # half of a 95% interval in units of the scale, for very many runs
+FEW = 30  # with this many runs, the interval is wider by a factor of √2
 # Least width, from the scatter of the runs: factors of their noise and of the law's uncertainty.
 # With many runs, the backtests measure the latter, and the scatter is mostly misfit of small runs.
 NOISE_SHARE = 0.8
@@ -48,7 +47,7 @@ class Backtest:
     law: Law
     errors: Array
     ratio: Array  # compute over the largest fitted
-    excess: Array  # log of the predicted loss over the best predicted for that compute
+    beyond: Array  # how far D/N is outside of the fitted runs (ratio_beyond)
     cut: Array  # the largest compute that the fit has seen
 
     @property
@@ -71,22 +70,39 @@ class Backtest:
         return float(np.sqrt(total / (TYPICAL_CUTS + len(cuts))))
 
     def _by_cut(self, power: int) -> tuple[Array, Array]:
-        scaled = (np.abs(self.errors) / growth(self.ratio, self.excess)) ** power
+        scaled = (np.abs(self.errors) / growth(self.ratio, self.beyond)) ** power
         cuts = np.unique(self.cut)
         return np.array([scaled[self.cut == cut].mean() for cut in cuts]), cuts
 
 
-def growth(ratio: Array, excess: Array) -> Array:
-    """The factor by which errors grow with distance from the fitted runs and with a bad split."""
+def growth(ratio: Array, beyond: Array) -> Array:
+    """The factor by which errors grow with the distance of compute and of D/N from the runs."""
     decades = np.log10(np.maximum(ratio, 1))
-    wasted = np.minimum(excess, MOST_WASTED) / WASTED
-    return np.asarray(1 + decades**3 + wasted**2)
+    return np.asarray(1 + decades**3 + beyond**2)
 
 
-def half_width(scale: float, runs: int, ratio: Array, excess: Array) -> Array:
+def ratio_beyond(law: Law, runs: Points, weights: Array | None, places: Points) -> Array:
+    """How far log(D/N) lies outside of the range of the runs, in their standard deviations.
+
+    Both by the weights of the fit: a badly split run with little weight determines nothing there.
+    """
+    if law.name in ("compute", "power"):  # laws of compute alone
+        return np.zeros(len(places))
+    known = np.log(runs.D / runs.N)
+    wanted = np.log(places.D / places.N)
+    share = np.ones(len(runs)) if weights is None else weights
+    order = np.argsort(known)
+    below = np.cumsum(share[order]) / share.sum()
+    low, high = np.interp([TAIL, 1 - TAIL], below, known[order])
+    spread = np.sqrt(np.average((known - np.average(known, weights=share)) ** 2, weights=share))
+    outside = np.maximum(low - wanted, wanted - high)
+    return np.asarray(np.maximum(outside, 0) / max(spread, LEAST_SPREAD))
+
+
+def half_width(scale: float, runs: int, ratio: Array, beyond: Array) -> Array:
     """Half of the 95% interval of log loss, for a law fitted to this many runs."""
     few = np.sqrt(1 + FEW / runs)
-    return np.asarray(COVERAGE * scale * few * growth(ratio, excess))
+    return np.asarray(COVERAGE * scale * few * growth(ratio, beyond))
 
 
 def scatter_shares(runs: int) -> tuple[float, float]:
@@ -133,14 +149,6 @@ def _softened(points: Points, law: Law, sharp: Array) -> Array:
     return np.asarray(weights / weights.max())
 
 
-def waste(fit: Fit, points: Points, loss: Array) -> Array:
-    """How far a split of N and D is from the best: log of its loss over the best loss."""
-    best = optimum(fit, points.C, points.experts)
-    if best is None:
-        return np.zeros(len(points))
-    return np.nan_to_num(np.maximum(np.log(loss / best.loss), 0))
-
-
 def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
     """Test the law as `study` fits it; None if there are too few errors for an average.
 
@@ -172,10 +180,10 @@ def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
     )
     bounds = np.cumsum([len(tried) for tried in starts])[:-1]
     tests = []
-    for edge, thetas, values in zip(
-        edges, np.split(theta, bounds), np.split(value, bounds), strict=True
+    for edge, thetas, values, weight in zip(
+        edges, np.split(theta, bounds), np.split(value, bounds), weights, strict=True
     ):
-        fit = Fit(law, thetas[np.argmin(values)], x, points, 0.0, 0.0)
+        fit = Fit(law, thetas[np.argmin(values)], x, points, 0.0, 0.0, weight[0])
         tests.append(_errors_above(fit, edge))
     found = Backtest(law, *map(np.concatenate, zip(*tests, strict=True)))
     return found if len(found.errors) >= ENOUGH else None
@@ -183,6 +191,8 @@ def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
 
 def _errors_above(fit: Fit, edge: float) -> tuple[Array, Array, Array, Array]:
     above = fit.points.take(edge < fit.points.C)
-    loss = fit.predict(above)
-    excess = waste(fit, above, loss)
-    return np.log(above.loss / loss), above.C / edge, excess, np.full(len(above), edge)
+    errors = np.log(above.loss / fit.predict(above))
+    below = edge >= fit.points.C
+    weights = None if fit.weights is None else fit.weights[below]
+    beyond = ratio_beyond(fit.law, fit.points.take(below), weights, above)
+    return errors, above.C / edge, beyond, np.full(len(above), edge)

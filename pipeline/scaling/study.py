@@ -22,8 +22,8 @@ from pipeline.scaling.backtest import (
     focus,
     half_width,
     near_valley,
+    ratio_beyond,
     scatter_shares,
-    waste,
 )
 from pipeline.scaling.choice import SPARE, check, check_law, choose, exact
 from pipeline.scaling.fitting import Fit, Show, fit, silent, vpnls
@@ -134,7 +134,8 @@ class Study:
         loss = self.fit.predict(places)
         ratio = places.C / self.fit.points.C.max()
         runs = len(set(self.fit.points.run))  # several points of one run are not independent
-        tested = half_width(self.scale, runs, ratio, waste(self.fit, places, loss))
+        beyond = ratio_beyond(self.fit.law, self.fit.points, self.fit.weights, places)
+        tested = half_width(self.scale, runs, ratio, beyond)
         shares = (1.0, 1.0) if self.backtest is None else scatter_shares(runs)
         # fmax ignores NaN: where one of the two is unknown, the other is used.
         half = np.fmax(self.scatter.half_width(places, *shares), tested)

@@ -17,6 +17,7 @@ from pipeline.planner.check import resolve
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
+from pipeline.scaling.predict import at_sizes
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run, true_loss
 
@@ -47,6 +48,20 @@ def test_the_interval_covers_what_comes_next() -> None:
         widths.append(np.median(high / loss - 1))
     assert np.mean(inside) >= 0.9
     assert np.mean(widths) < 0.05  # and narrow enough to be useful
+
+
+def test_the_interval_widens_outside_of_the_runs_ratios_not_off_the_optimum() -> None:
+    """Runs on too few tokens, as in the demo: a larger run like them is no riskier than they are."""
+    N = np.repeat([43e6, 108e6, 300e6], 3)
+    D = np.tile([5e6, 20e6, 79e6], 3)
+    loss = true_loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 0.003, 9))
+    done = study(Points(N, D, 6 * N * D, loss, tuple("abcdefghi"), "made"), profiled=False)
+    half = {}
+    for tokens in (16e6, 1.6e9, 16e9):  # 0.02, 2 and 20 per parameter; the runs have 0.016 to 1.8
+        _, low, high = done.interval(at_sizes(done, 8e8, tokens))
+        half[tokens] = float(np.log(high / low)[0] / 2)
+    assert half[16e6] < 0.03
+    assert half[16e9] > 1.5 * half[1.6e9] > 3 * half[16e6]
 
 
 def test_backtests_never_see_what_they_predict() -> None:

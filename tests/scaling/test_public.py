@@ -95,8 +95,8 @@ def test_larger_runs_are_predicted_from_smaller_ones(
     assert len(errors) == 32
     assert np.mean(errors) <= 0.011
     assert np.mean(errors[::2]) <= 0.0175  # at the lower cut, everything up to 87 times beyond it
-    assert 0.9 <= np.mean(covered) <= 0.98
-    assert np.mean(widths) <= 0.07
+    assert 0.9 <= np.mean(covered) <= 0.97
+    assert np.mean(widths) <= 0.06
     assert np.mean(off) <= 0.12
 
 
