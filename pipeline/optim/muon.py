@@ -272,7 +272,8 @@ def newton_schulz(batch_BRC: Tensor) -> Tensor:
     """Orthogonalize matrices as torch.optim.Muon does, in bf16; the input may be overwritten."""
     if batch_BRC.is_cuda:
         return iterate(batch_BRC)
-    # A CPU gains nothing from a batch, and one by one this is torch.optim.Muon bit for bit.
+    # A CPU gains nothing from a batch. One by one this is torch.optim.Muon with sums in fp32, bit
+    # for bit.
     return torch.stack([iterate(matrix) for matrix in batch_BRC])
 
 
@@ -280,15 +281,23 @@ def iterate(x: Tensor) -> Tensor:
     """Newton–Schulz iterations of one matrix or of a batch."""
     a, b, c = _COEFFICIENTS
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    # A CPU without bf16 units multiplies bf16 a hundred times slower than fp32. Each result is
+    # rounded to bf16, as it is on a GPU, which sums in fp32 too.
+    wide = x.dtype if x.is_cuda else torch.float32
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     # The spectral norm is now at most 1.
-    x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS))
+    x = x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)).to(wide)
     for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-        x = add_product(x, polynomial, x, beta=a)
+        gram = _rounded(x @ x.mT)
+        polynomial = _rounded(add_product(gram, gram, gram, beta=b, alpha=c))
+        x = _rounded(add_product(x, polynomial, x, beta=a))
+    x = x.bfloat16()
     return x.mT if tall else x
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
 
 
 def normalize_rows(updates_BRC: Tensor, variance_BR: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,7 @@ def main(root: Path, times: int, seed: int) -> None:
     config = settings(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
     dice = random.Random(seed)
     engine = Plain(SHAPES)
+    engine.stamp(0)  # torch imports its compiler at the first step, which takes a second
     last = 0
     killed_while_saving = 0
     pace_s = 0.05

@@ -5,8 +5,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import threading
 from itertools import pairwise
 
@@ -24,6 +22,7 @@ from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World
 from pipeline.runs.directory import list_checkpoints
+from tests import forks
 from tests.checkpoint.plain import Plain
 from tests.conftest import environment
 from tests.test_legacy import LEGACY
@@ -287,8 +286,7 @@ def test_which_checkpoints_are_kept(tmp_path, last, every, kept):
 
 @pytest.mark.slow
 def test_killed_a_hundred_times_while_saving(tmp_path):
-    command = [sys.executable, "-m", "tests.checkpoint.killed", str(tmp_path), "100", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment())
+    done = forks.run("tests.checkpoint.killed", [tmp_path, 100, 1], environment())
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout)
     # Deaths in the middle of a save, and saves between deaths.

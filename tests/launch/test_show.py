@@ -1,6 +1,8 @@
 """Commands that only print: they answer at once, as text and as JSON."""
 
 import json
+import os
+import signal
 import subprocess
 
 import pytest
@@ -60,12 +62,14 @@ def test_doctor_names_a_broken_package_and_its_remedy(tmp_path):
 
 
 def test_doctor_prints_what_it_has_found_before_it_looks_further():
+    pipe = subprocess.PIPE
+    env = environment()
     with subprocess.Popen(
-        command("doctor"), stdout=subprocess.PIPE, text=True, env=environment()
+        command("doctor"), stdout=pipe, text=True, env=env, start_new_session=True
     ) as looking:
         assert looking.stdout and looking.stdout.readline().startswith("✓ python")
         assert looking.poll() is None  # every package is still to be imported
-        looking.kill()
+        os.killpg(looking.pid, signal.SIGKILL)  # and the processes that import
 
 
 def test_shell_completion_is_there():

@@ -146,7 +146,7 @@ def poisoned(corpus, tmp_path_factory) -> Path:
 
 
 def made(corpus: Path, out: Path, nproc: int) -> Path:
-    sets = ("model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
+    sets = ("recipe=adamw", "model.seq=64", "train.batch_tokens=1024", "train.save_every=9", "train.eval_every=27",
             "train.eval_batches=2", "optim.lr=0.001", f"train.steps={STEPS}")  # fmt: skip
     request = Request("tiny", "dense", corpus, out, nproc, sets=sets)
     return plan_run(request, Devices(0, 2**34, "CPU")).commit().run.path
