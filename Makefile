@@ -58,8 +58,8 @@ quick: install  ## unit tests alone: under 90 seconds
 	$(PYTEST) -n 2 -m 'not slow and not slurm and not browser and not gpu'
 
 test: install check  ## lint, types, layers and every test that needs no GPU
-	@# Three workers for two cores: the tests of SLURM mostly wait.
-	$(PYTEST) -n 3 --no-loadscope-reorder -m 'not gpu'
+	@# Four workers for two cores: the tests of SLURM, MLflow and hanging ranks mostly wait.
+	$(PYTEST) -n 4 --no-loadscope-reorder -m 'not gpu'
 
 gpu-test: install  ## tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -13,30 +13,31 @@ from filelock import FileLock
 
 from tests import forks
 
-# Before torch is imported: `make test` runs two workers side by side.
+# Before torch is imported: `make test` runs several workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # These take a minute or more each. They start first, then other slow files, then quick ones, so
-# that no worker is left with a long file at the end.
-# The jobs of SLURM mostly wait, so that the third worker of `make test` has a core.
+# that no worker is left with a long file at the end. Those that mostly wait alternate with those
+# that compute, so that the four workers of `make test` share two cores well.
 LONGEST = (
     "cluster/test_jobs.py",
-    "train/test_verify.py",
     "train/test_bench.py",
     "train/test_survive.py",
-    "train/test_guard.py",
     "checkpoint/test_layouts.py",
-    "train/test_run.py",
-    "train/test_finetune.py",
-    "browser/test_dashboard.py",
-    "attack/test_run_directories.py",
-    "train/test_objectives.py",
-    "scaling/test_sweep.py",
-    "tasks/test_tasks.py",
-    "train/test_pairs.py",
     "train/test_supervisor.py",
-    "checkpoint/test_store.py",
+    "train/test_verify.py",
+    "train/test_guard.py",
+    "train/test_finetune.py",
+    "track/test_mlflow.py",
+    "browser/test_dashboard.py",
+    "train/test_objectives.py",
+    "data/test_resume.py",
+    "attack/test_run_directories.py",
+    "tasks/test_tasks.py",
+    "train/test_run.py",
+    "train/test_pairs.py",
+    "scaling/test_sweep.py",
 )
 # Tests that start training processes or take more than two seconds of CPU time.
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
