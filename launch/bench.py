@@ -112,7 +112,8 @@ def loader(
         "launch bench train --size 125m --profile",
         "launch bench train --size 1m --compare hf --steps 10",
         "launch bench train --size 1b --auto-batch --overheads",
-        "launch bench train --size 3b --set train.fp8=true --set model.scaled_embedding=true "
+        "launch bench train --size 3b --set recipe=adamw --set train.fp8=true "
+        "--set model.scaled_embedding=true "
         "--compare bf16",
     )
 )

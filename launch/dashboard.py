@@ -42,7 +42,7 @@ def dashboard(
     law: Law = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Serve the page: loss against compute, the law, forecasts and every run, live."""
+    """Serve the dashboard: loss against compute, the law, forecasts and every run, live."""
     # Imported here: scipy and the web server take seconds, and --help needs none of them.
     from pipeline.dashboard.live import Watcher
     from pipeline.dashboard.source import open_source

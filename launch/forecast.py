@@ -49,7 +49,7 @@ Params = Annotated[
 ]
 Flops = Annotated[
     float | None,
-    typer.Option(help="Compute; forecasts the best run it can buy. It pays for inference too."),
+    typer.Option(help="Compute budget; forecasts the best run for it, inference included."),
 ]
 TargetLoss = Annotated[
     float | None, typer.Option(help="Loss to reach; finds the cheapest run that does.")
@@ -64,8 +64,8 @@ InferenceTokens = Annotated[
 InferenceMfu = Annotated[
     float | None,
     typer.Option(
-        help="MFU of inference, which sets its price, where training has 0.4 (default: the same "
-        "price as training).",
+        help="MFU of inference: a FLOP of inference costs 0.4/MFU of one of training (default: "
+        "0.4, the same).",
         min=0.001,
         max=1,
     ),
@@ -76,7 +76,7 @@ Unique = Annotated[
 Targets = Annotated[
     Path | None, typer.Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
 ]
-Gpus = Annotated[int, typer.Option(help="GPUs, for the time it takes.", min=1)]
+Gpus = Annotated[int, typer.Option(help="Number of GPUs, to compute the hours.", min=1)]
 Register = Annotated[
     bool,
     typer.Option(

@@ -45,7 +45,7 @@ PointsFile = Annotated[
     Path | None,
     Option(
         "--points",
-        help="CSV with columns N, D, loss (optional: C, run, experts, unique, convention).",
+        help="CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention).",
     ),
 ]
 Law = Annotated[

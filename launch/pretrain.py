@@ -50,7 +50,9 @@ Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
 _LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
-Ep = Annotated[int | None, Option(help=f"Ranks that share the experts {_LAYOUT.format(1)}.")]
+Ep = Annotated[
+    int | None, Option(help=f"Ranks to distribute the experts over {_LAYOUT.format(1)}.")
+]
 Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence (default: 1).")]
 Engine = Annotated[str | None, Option(help="deepspeed, or accelerate, a second engine for tests.")]
 Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]

@@ -32,13 +32,13 @@ app.command(
 Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1)]
 Out = Annotated[Path | None, typer.Option(help="Directory of the runs (default: runs/EXPERIMENT).")]
 Track = Annotated[bool, typer.Option("--track/--no-track", help="Send runs to MLflow too.")]
-Slurm = Annotated[bool, typer.Option("--slurm", help="Submit one job array; --jobs limits it.")]
+Slurm = Annotated[bool, typer.Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 GpusPerNode = Annotated[
     int | None,
     typer.Option(help="GPUs of a run (default: one per process, 0 without a cluster).", min=0),
 ]
 After = Annotated[
-    str | None, typer.Option(help="Job that must succeed first, such as `launch data prepare`.")
+    str | None, typer.Option(help="SLURM job that must succeed first, such as that of the data.")
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
 

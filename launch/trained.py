@@ -41,7 +41,7 @@ def evaluate(
         Option(help="A JSON-lines file of questions, or a task of lm-eval. Repeatable."),
     ] = None,
     questions: Annotated[
-        int | None, Option(min=1, help="Of each task, evenly spread; by default all.")
+        int | None, Option(min=1, help="Questions of each task, evenly spaced (default: all).")
     ] = None,
     shots: Annotated[
         int | None, Option(min=0, help="Examples before each question, for tasks of lm-eval.")

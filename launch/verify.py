@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.options import Arch, AsJson, Settings, Size, examples
+from launch.options import AsJson, Settings, Size, examples
 from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
 
@@ -45,7 +45,7 @@ _RATES = {
 )
 def verify(
     size: Size = "tiny",
-    arch: Arch = "mla-moe",
+    arch: Annotated[str, typer.Option(help="Architecture, a name in configs/arch.")] = "mla-moe",
     nproc: Processes = 2,
     chosen: Layouts = "all",
     dtype: Dtype = "fp32",
