@@ -29,6 +29,7 @@ from typing import IO, NoReturn
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "scipy.optimize",
+    "torch._dynamo",
     "tests.worlds",
     "pipeline.parallel.ddp",
     "pipeline.parallel.zero",

@@ -142,8 +142,6 @@ class Late(Saver):
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
     pipeline.train.worker.Saver = Late
-    import torch._dynamo
-
     import pipeline.parallel.ddp
     import pipeline.parallel.zero
 
