@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,17 +25,25 @@ import psutil
 
 from pipeline.config.layers import reload
 from pipeline.errors import RunError
-from pipeline.process import STOPPED, StopRequest, end_with_parent, one_node, python_module
+from pipeline.process import (
+    STOPPED,
+    StopRequest,
+    end_with_parent,
+    loopback,
+    one_node,
+    python_module,
+)
 from pipeline.runs.directory import HangError, RunDir, no_restart
 from pipeline.runs.log import Record
 from pipeline.track.sidecar import Sidecar
+from pipeline.train.preload import Forked, Preloader
 
 WORKER = "pipeline.train.worker"
 
 _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
 _GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
-_SPARE_AFTER_S = 15.0  # training time before a spare is started; short runs do not need one
+_PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
 _SIDECAR_WAIT_S = 30.0  # time to wait for MLflow after the end
 
 
@@ -55,7 +64,7 @@ def start(
     sidecar = Sidecar(run.path) if track else None
     note = ""
     try:
-        groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, spare=max_restarts > 0)
+        groups = _Groups(run, nproc, gpu=gpu, quiet=quiet, preload=max_restarts > 0)
         with closing(StopRequest()) as stop, closing(groups):
             while not _attempt(run, groups, stop, nproc):
                 _give_up(run, run.past_faults()[old:], 0 if stop.signal else max_restarts)
@@ -67,7 +76,7 @@ def start(
 
 def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> bool:
     """Train with one group; return False after a fault, which is recorded in the run."""
-    group = groups.take()
+    group = groups.new(stop)
     with closing(group):  # ends all ranks, even after an exception
         codes = group.wait(stop, groups.prepare)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
@@ -113,41 +122,39 @@ class Group:
     """Worker processes on this node that train together, and their exit codes."""
 
     def __init__(
-        self, run: RunDir, environments: list[dict[str, str]], *options: str, terminal: bool = False
+        self,
+        run: RunDir,
+        environments: list[dict[str, str]],
+        *options: str,
+        terminal: bool = False,
+        preloader: Preloader | None = None,
     ) -> None:
         self._run = run
         self._hang_s = reload(run.config).train.hang_s
         self._command = python_module(WORKER, run.path, *options)
-        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._preloader = preloader
+        self._ranks: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._ended_by_us: set[int] = set()
         for env in environments:
             rank = int(env["RANK"])
             self._ranks[rank] = self._start(env, terminal=terminal and rank == 0)
 
-    def _start(self, env: dict[str, str], *, terminal: bool) -> "subprocess.Popen[bytes]":
+    def _start(self, env: dict[str, str], *, terminal: bool) -> "subprocess.Popen[bytes] | Forked":
         with self._log(int(env["RANK"])).open("ab") as log:
+            if self._preloader is not None:
+                forked = self._preloader.fork(env, 1 if terminal else log.fileno(), log.fileno())
+                if forked is not None:
+                    return forked
             return subprocess.Popen(
                 self._command,
-                env={**env, "PYTHONSAFEPATH": "1"},  # also for the processes that it starts
-                stdin=subprocess.PIPE,
+                env={**os.environ, **env, "PYTHONSAFEPATH": "1"},  # also for its own children
+                stdin=subprocess.DEVNULL,
                 stdout=None if terminal else log,
                 stderr=log,
                 # Ctrl-C reaches the supervisor only, which passes it on as a stop request.
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-
-    @property
-    def alive(self) -> bool:
-        """Whether all ranks are running."""
-        return all(process.poll() is None for process in self._ranks.values())
-
-    def begin(self) -> None:
-        """Let the workers start. They import everything first and then wait for this."""
-        for process in self._ranks.values():
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(b".")
 
     def wait(self, stop: StopRequest, between: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Return the exit code of every rank, once all have ended.
@@ -181,7 +188,7 @@ class Group:
                 self._end(living, signal.SIGTERM)
             elif failed_s is not None and time.monotonic() - failed_s > _GRACE_S:
                 self._end(living, signal.SIGKILL)
-        return {rank: process.returncode for rank, process in self._ranks.items()}
+        return {rank: process.wait() for rank, process in self._ranks.items()}
 
     def death(self, codes: Mapping[int, int]) -> Death | None:
         """Return the rank that was killed by a signal that we did not send."""
@@ -230,66 +237,74 @@ class Group:
 
 
 class _Groups:
-    """The group that trains and, after a while, a spare one that is ready to replace it.
+    """Start a group for each attempt: the first one as usual, later ones by the preloader."""
 
-    The workers of the spare have imported everything, which is most of a start.
-    """
-
-    def __init__(self, run: RunDir, nproc: int, *, gpu: bool, quiet: bool, spare: bool) -> None:
+    def __init__(self, run: RunDir, nproc: int, *, gpu: bool, quiet: bool, preload: bool) -> None:
         self._run = run
         self._nproc = nproc
-        self._gpu = gpu
-        self._options = ["--wait", *(["--quiet"] if quiet else [])]
-        self._wanted = spare
-        self._spare: Group | None = None
-        self._taken_s = 0.0
+        self._options = ["--quiet"] if quiet else []
+        self._wanted = preload and sys.platform == "linux"
+        self._preloader: Preloader | None = None
+        self._shared: dict[str, str] = {} if gpu else {"DS_ACCELERATOR": "cpu"}
+        if "OMP_NUM_THREADS" not in os.environ:
+            self._shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+        self._made = 0
+        self._forked = False  # whether the last group was forked
+        self._made_s = 0.0
         self._training_since_s: float | None = None
         # mkdtemp uses mode 0700: no other user can join the group or write to its store.
         self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
-        self._made = 0
         (run.path / "logs").mkdir(exist_ok=True)
 
-    def take(self) -> Group:
-        """Start the spare group if it is alive, otherwise a new one."""
-        group = self._spare
-        self._spare = None
-        if group is not None and not group.alive:
-            group.close()
-            group = None
-        if group is None:
-            group = self._new()
-        group.begin()
-        self._taken_s = time.time()
+    def new(self, stop: StopRequest) -> Group:
+        """Start a group of ranks, by forks if there was one before."""
+        ready = False
+        if self._made and not (self._forked and self._training_since_s is None):
+            self._preload()
+            ready = self._preloader is not None and self._preloader.ready(lambda: stop.signal)
+        if not ready:  # also after forks that never trained: perhaps because they were forks
+            self._end_preloader()
+        self._made += 1
+        self._forked = ready
+        self._made_s = time.time()
         self._training_since_s = None
-        return group
+        store = self._private / f"store-{self._made}"
+        ranks = [self._shared | one_node(i, self._nproc, store) for i in range(self._nproc)]
+        options = self._options
+        return Group(self._run, ranks, *options, terminal=True, preloader=self._preloader)
 
     def prepare(self) -> None:
-        """Start a spare once the group has trained for a while; called at every tick."""
+        """Start the preloader once the group has trained for a while; called at every tick."""
         now_s = time.time()
         log = self._run.log
         if self._training_since_s is None:
-            if log.exists() and log.stat().st_mtime > self._taken_s:
+            if log.exists() and log.stat().st_mtime > self._made_s:
                 self._training_since_s = now_s
             return
-        # The spare competes for CPU and memory, so it waits until the first steps are done.
-        due = now_s > self._training_since_s + _SPARE_AFTER_S
-        if self._wanted and self._spare is None and due:
-            self._spare = self._new()
+        # The imports compete for the CPU, so they wait until the first steps are done.
+        due = now_s > self._training_since_s + _PRELOAD_AFTER_S
+        if self._preloader is None and due:
+            self._preload()
 
     def close(self) -> None:
-        if self._spare is not None:
-            self._spare.close()
+        self._end_preloader()
         shutil.rmtree(self._private, ignore_errors=True)
 
-    def _new(self) -> Group:
-        self._made += 1
-        store = self._private / f"store-{self._made}"
-        shared = dict(os.environ)
-        shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._nproc)))
-        if not self._gpu:
-            shared["DS_ACCELERATOR"] = "cpu"
-        ranks = [shared | one_node(rank, self._nproc, store) for rank in range(self._nproc)]
-        return Group(self._run, ranks, *self._options, terminal=True)
+    def _preload(self) -> None:
+        """Start the preloader, unless it is alive or cannot be used."""
+        if self._preloader is not None and not self._preloader.alive:
+            self._end_preloader()
+        if self._preloader is None and self._wanted:
+            # It reads no variable of a rank before it forks.
+            env = {**os.environ, **self._shared, **loopback(), "PYTHONSAFEPATH": "1"}
+            command = python_module(WORKER, self._run.path, *self._options)
+            self._preloader = Preloader(command, env, self._run.path / "logs" / "preload.log")
+
+    def _end_preloader(self) -> None:
+        if self._preloader is not None:
+            self._wanted = not self._preloader.unfit
+            self._preloader.close()
+            self._preloader = None
 
 
 def _warn(line: str) -> None:

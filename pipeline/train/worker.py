@@ -1,7 +1,8 @@
 """One training process, and the file to read first: it assembles a run from its config.
 
-`python -P -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY] [--wait]`, started by the
-supervisor or by a SLURM task, which set RANK, WORLD_SIZE and how the ranks find each other.
+`python -P -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY]`, started by the supervisor
+or by a SLURM task, which set RANK, WORLD_SIZE and how the ranks find each other. With `--preload`,
+it imports everything and forks ranks (preload.py).
 """
 
 import gc
@@ -35,6 +36,7 @@ from pipeline.track.console import Console, Tracker
 from pipeline.train.guard import Guard, RollbackError, relevant
 from pipeline.train.loop import Loop
 from pipeline.train.measure import Evaluator, loader
+from pipeline.train.preload import serve
 from pipeline.train.watchdog import Watchdog
 
 
@@ -158,8 +160,6 @@ def _tracker(
 def main(arguments: list[str]) -> int:
     """Run one rank; the exit codes are those of supervisor.py."""
     path = Path(arguments[0])
-    if "--wait" in arguments and not _wait(path):
-        return 1
     stop = StopRequest()
     end_with_parent()  # under SLURM, the task; otherwise the supervisor
     copy = Path(arguments[arguments.index("--data") + 1]) if "--data" in arguments else None
@@ -177,19 +177,18 @@ def main(arguments: list[str]) -> int:
     return 0 if finished else STOPPED
 
 
-def _wait(path: Path) -> bool:
-    """Import everything, then wait for a byte; False if the supervisor has gone.
-
-    A spare group waits here until the group that trains has died.
-    """
+def _import_all(path: Path) -> None:
+    """Import what a rank otherwise imports when it is needed."""
     import pipeline.parallel.zero  # noqa: F401
 
     if reload(RunDir(path).config).train.compile:
         import torch._dynamo  # noqa: F401
-    return bool(os.read(sys.stdin.fileno(), 1))
 
 
 if __name__ == "__main__":
+    if "--preload" in sys.argv:
+        _import_all(Path(sys.argv[1]))
+        serve()  # returns in each rank that it forks
     output = PatientOutput(sys.stdout)
     sys.stdout = output
     if output.isatty():  # rich asks descriptor 1 for the width

@@ -1,7 +1,9 @@
-"""`python -m tests.train.goodput OUT DATA EVERY_S STEPS`: the goodput of a CPU run of two ranks of which one is killed
-every so often, and what each restart cost."""
+"""`python -m tests.train.goodput OUT DATA`: the goodput of a CPU run of two ranks of which one is
+killed every so often, and the seconds from each kill to the next step."""
 
+import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -9,7 +11,17 @@ from pathlib import Path
 
 import psutil
 
-out, data, every_s, steps = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+from tests.train.test_supervisor import preloaders, ranks, steps
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("out", type=Path)
+parser.add_argument("data")
+parser.add_argument("--every", type=float, default=60, help="seconds of training between kills")
+parser.add_argument("--steps", type=int, default=3300)
+parser.add_argument("--kills", type=int, default=1000, help="at most; then the run is stopped")
+parser.add_argument("--load", type=int, default=0, help="processes that only compute")
+parser.add_argument("--cold", action="store_true", help="kill the preloader before each rank")
+options = parser.parse_args()
 sets = (
     "model.seq=64",
     "train.batch_tokens=1024",
@@ -17,34 +29,63 @@ sets = (
     "train.eval_every=100000",
     "optim.lr=0.001",
 )
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)]
 process = subprocess.Popen([
     *(sys.executable, "-m", "launch", "pretrain", "--size", "tiny", "--nproc", "2", "--no-track", "--quiet"),
-    *("--steps", steps, "--data", data, "--out", str(out), *(part for each in sets for part in ("--set", each))),
+    *("--steps", str(options.steps), "--data", options.data, "--out", str(options.out)),
+    *(part for each in sets for part in ("--set", each)),
 ])  # fmt: skip
-log, kills, last = out / "log.jsonl", 0, time.monotonic()
-while process.poll() is None:
+log = options.out / "log.jsonl"
+
+
+def kill(number: int) -> float | None:
+    """Kill a rank; return the seconds until a step is logged again."""
+    if options.cold:
+        for preloader in preloaders(options.out):
+            preloader.kill()
+    began_s = time.time()
+    ranks(options.out)[str(number % 2)].kill()
+    while process.poll() is None:
+        time.sleep(0.1)
+        last = json.loads(log.read_text().splitlines()[-1])
+        # Ranks that still live log for a moment: count steps after the restart only.
+        if last["kind"] == "step" and not gone(began_s):
+            return last["time"] - began_s if last["time"] > began_s else None
+    return None
+
+
+def gone(began_s: float) -> bool:
+    """Whether the ranks that were started after the kill are not yet there."""
+    there = ranks(options.out).values()
+    return len(there) < 2 or any(p.create_time() < began_s - 0.05 for p in there)
+
+
+took_s: list[float] = []
+loads: list[float] = []
+last_s = time.monotonic()
+while process.poll() is None and len(took_s) < options.kills:
     time.sleep(0.5)
-    if not log.exists():
-        last = time.monotonic()
-    elif time.monotonic() - last >= every_s:
-        workers = sorted(
-            psutil.Process(process.pid).children(), key=lambda worker: worker.create_time()
-        )
-        ranks = workers[:2]  # the younger ones are a group that stands ready
-        if ranks:
-            ranks[kills % len(ranks)].kill()
-            kills, last = kills + 1, time.monotonic()
-events = [
-    record for record in map(json.loads, log.read_text().splitlines()) if record["kind"] == "event"
-]
-for event in events:
-    if event["event"] in ("start", "restart"):
-        print(
-            {key: round(event[key], 2) for key in ("step", "start_s", "replay_s")}, event["reason"]
-        )
-end = {
-    key: round(value, 3)
-    for key, value in events[-1].items()
-    if key == "goodput" or key.endswith("_s")
-}
-print(f"exit {process.returncode}, {kills} kills, {end}")
+    if not steps(options.out):
+        last_s = time.monotonic()
+    elif time.monotonic() - last_s >= options.every and len(ranks(options.out)) == 2:
+        seconds = kill(len(took_s))
+        if seconds is not None:
+            took_s.append(seconds)
+            loads.append(psutil.getloadavg()[0])
+            print(f"kill {len(took_s)}: {seconds:.1f} s at load {loads[-1]:.0f}", flush=True)
+        last_s = time.monotonic()
+if process.poll() is None:
+    process.terminate()
+    process.wait()
+for each in busy:
+    each.kill()
+events = [json.loads(line) for line in log.read_text().splitlines() if '"kind":"event"' in line]
+end = {k: round(v, 3) for k, v in events[-1].items() if k == "goodput" or k.endswith("_s")}
+print(f"exit {process.returncode}, {len(took_s)} kills, {end}")
+if took_s:
+    ordered = sorted(took_s)
+    p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    print(
+        f"recovery: median {ordered[len(ordered) // 2]:.1f} s, p95 {p95:.1f} s, "
+        f"worst {ordered[-1]:.1f} s, at load {min(loads):.0f} to {max(loads):.0f}"
+    )

@@ -17,9 +17,10 @@ import psutil
 import torch.distributed as dist
 
 from pipeline.process import STORE
-from pipeline.train import supervisor
+from pipeline.train import preload, supervisor
 from tests.conftest import command, environment
-from tests.train.test_run import TINY, processes, records, until
+from tests.train.test_run import TINY, hashes, losses, pretrain, processes, records, until
+from tests.train.test_survive import ranks
 
 # Steps of milliseconds: these tests are about processes.
 BRIEF = (*TINY, "--set", "model.layers=1", "--set", "train.batch_tokens=128",
@@ -54,8 +55,7 @@ def test_hostile_surroundings(corpus, tmp_path):
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 50 steps
     until(lambda: steps(out) > 100)
     family = psutil.Process(process.pid)
-    children = family.children(recursive=True)  # a spare group may be among them
-    ranks = sorted(children, key=psutil.Process.create_time)[:2]
+    children = family.children(recursive=True)  # the preloader may be among them
     ports = [
         connection.laddr
         for p in (family, *children)
@@ -65,7 +65,7 @@ def test_hostile_surroundings(corpus, tmp_path):
     assert ports and {address.ip for address in ports} == {"127.0.0.1"}
     marker = tmp_path / "executed"
     payload = base64.b64encode(pickle.dumps(Payload(marker)))
-    store = Path(ranks[0].environ()[STORE])
+    store = Path(ranks(out)["0"].environ()[STORE])
     assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
     dist.FileStore(str(store), 3).set("torch.rendezvous.none", payload.decode())
     for address in ports:
@@ -85,32 +85,65 @@ def test_hostile_surroundings(corpus, tmp_path):
     assert not marker.exists()
 
 
-def test_the_spare_group_takes_over(corpus, tmp_path, monkeypatch, inside):
-    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
-    out, take = tmp_path / "run", supervisor._Groups.take
-    taken: list[tuple[supervisor._Groups, supervisor.Group | None, supervisor.Group]] = []
+def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
+    """A rank is killed three times: then the preloader is absent, dead and stopped. The ranks are
+    forks, except at last, and the curve is that of an undisturbed run bit for bit."""
+    common = (*BRIEF, "--steps", 600, "--set", "train.save_every=50", "--data", corpus)
+    curves = []
+    for name, faults in (("disturbed", (None, signal.SIGKILL, signal.SIGSTOP)), ("base", ())):
+        out = tmp_path / name
+        process = pretrain(*common, "--nproc", 2, "--out", out, "--quiet")
+        for number, fault in enumerate(faults, 1):
+            disturb(process.pid, out, number, fault)
+        output = process.stdout.read()
+        assert process.wait(120) == 0, output
+        assert not processes(f"pipeline.train.worker {out}"), "orphans"
+        curves.append((losses(out), hashes(out)))
+    assert curves[0] == curves[1] and len(curves[0][0]) == 600
+    reasons = [event["reason"] for event in restarts(tmp_path / "disturbed")]
+    assert reasons == [f"ChildProcessError: rank {n} was killed by SIGKILL" for n in (1, 0, 1)]
 
-    def watched(groups: supervisor._Groups) -> supervisor.Group:
-        spare = groups._spare
-        group = take(groups)
-        taken.append((groups, spare, group))
-        return group
 
-    monkeypatch.setattr(supervisor._Groups, "take", watched)
+def disturb(launcher: int, out: Path, number: int, fault: signal.Signals | None) -> None:
+    """Send a signal to the preloader, kill a rank, and wait until others train."""
+    before = steps(out)
+    until(lambda: steps(out) > before + 55)  # there is a new checkpoint
+    old = {p.pid for p in ranks(out).values()}
+    if fault:
+        (preloader,) = preloaders(out)
+        preloader.send_signal(fault)
+    ranks(out)[str(number % 2)].kill()
+    until(lambda: len({p.pid for p in ranks(out).values()} - old) == 2)
+    new = ranks(out).values()
+    assert {p.ppid() for p in new} == {launcher}
+    assert {os.getsid(p.pid) for p in new} == {p.pid for p in new}
+    forked = {"--preload" in " ".join(p.cmdline()) for p in new}
+    assert forked == {fault != signal.SIGSTOP}
+    until(lambda: len(restarts(out)) == number)
 
-    def fault() -> None:
-        until(lambda: taken and taken[0][0]._spare is not None and steps(out))
-        os.kill(taken[0][2]._ranks[0].pid, signal.SIGKILL)
 
-    threading.Thread(target=fault, daemon=True).start()
-    inside(
-        "pretrain", *BRIEF, "--steps", 100, "--data", corpus, "--nproc", 2, "--out", out, "--quiet"
-    )
-    (_, none, _), (_, spare, second) = taken
-    assert none is None and spare is second
-    events = [r["event"] for r in records(out, "event") if r["event"] != "save"]
-    assert events == ["start", "restart", "finish"]
-    assert not processes(f"pipeline.train.worker {out}"), "orphans"
+def restarts(out: Path) -> list[dict]:
+    return [event for event in records(out, "event") if event["event"] == "restart"]
+
+
+def preloaders(out: Path) -> list[psutil.Process]:
+    there = map(psutil.Process, processes(f"pipeline.train.worker {out}.*--preload"))
+    return [p for p in there if Path(f"/proc/{p.pid}/fd/2").readlink().stem == "preload"]
+
+
+def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait)
+    thread.start()
+    assert "threads are running" in preload._unfit()
+    event.set()
+    thread.join()
+    log = tmp_path / "log"
+    preloader = preload.Preloader([sys.executable, "-c", "raise SystemExit('why')"], {}, log)
+    assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
+    until(lambda: not preloader.alive)
+    assert preloader.unfit and log.read_text() == "why\n"
+    preloader.close()
 
 
 def test_a_worker_that_cannot_start_is_a_fault_not_a_stop(corpus, tmp_path, monkeypatch, inside):

@@ -1,5 +1,6 @@
 """A run survives ranks that die or hang, at any step and repeatedly."""
 
+import contextlib
 import random
 import re
 import signal
@@ -111,10 +112,14 @@ def disturb(out: Path, steps: list[int], faults: list[str], *options: object) ->
 
 
 def ranks(out: Path) -> dict[str, psutil.Process]:
-    there = [psutil.Process(pid) for pid in processes(f"pipeline.train.worker {out}")]
-    # a spare group is younger, and replaced in the dictionary
-    oldest_last = sorted(there, key=psutil.Process.create_time, reverse=True)
-    return {p.cmdline()[0].rpartition("RANK=")[2]: p for p in oldest_last}
+    """The ranks of a run by their number, which is in the name of the log that they write to."""
+    there = {}
+    for pid in processes(f"pipeline.train.worker {out}"):
+        with contextlib.suppress(OSError):  # it has ended
+            log = Path(f"/proc/{pid}/fd/2").readlink().stem
+            if log.startswith("rank-"):  # not the preloader
+                there[log.removeprefix("rank-")] = psutil.Process(pid)
+    return there
 
 
 def test_a_repeated_fault_is_not_retried_forever():
