@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import AsJson, Quiet, examples
+from launch.options import AsJson, Quiet, examples, parse_output
 from launch.tables import print_json
 from pipeline.errors import ConfigError
 
@@ -27,7 +27,7 @@ def _out_path(text: str) -> Path:
     # Path("") is the current directory, which nobody means by an empty --out.
     if not text:
         raise ConfigError("out='': the path is empty; give --out a name")
-    return Path(text)
+    return parse_output(text)
 
 
 SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."

@@ -16,6 +16,7 @@ from launch.options import (
     Settings,
     TokenizerFile,
     examples,
+    parse_output,
     parse_path,
 )
 from launch.pretrain import (
@@ -62,7 +63,7 @@ _VALID = "Held-out examples (default: a share of --data)."
 Valid = Annotated[Path | None, Option(help=_VALID)]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: runs/finetune/RUN-FILE)."
-Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
 _RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."

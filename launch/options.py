@@ -3,11 +3,14 @@
 A command writes `as_json: AsJson = False`; the default stays with the command.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Option
+
+from pipeline.errors import ConfigError
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
@@ -71,6 +74,22 @@ def parse_path(text: str) -> Path:
     if not text.strip():
         raise typer.BadParameter("the path is empty; give a directory")
     return Path(text)
+
+
+def parse_output(text: str) -> Path:
+    """Parse the path of a directory or file to write; refuse one that cannot be created."""
+    from pipeline.runs.log import printable
+
+    path = parse_path(text)
+    for link in (path, *path.parents):
+        with contextlib.suppress(OSError):  # a name that is too long is reported when it is used
+            if link.is_symlink() and not link.exists():
+                target = printable(link.readlink())
+                raise ConfigError(
+                    f"{printable(link)} is a link to {target}, which does not exist; "
+                    "create that directory or give another path"
+                )
+    return path
 
 
 def examples(*lines: str) -> str:

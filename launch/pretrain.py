@@ -18,6 +18,7 @@ from launch.options import (
     Recipe,
     Settings,
     examples,
+    parse_output,
     parse_path,
 )
 from pipeline.errors import ConfigError, RunError
@@ -44,7 +45,7 @@ Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` list
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
 _OUT = "Run directory (default: runs/EXPERIMENT/SIZE)."
-Out = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.options import AsJson, examples
+from launch.options import AsJson, examples, parse_output
 from launch.plan import Budget, Data, Earlier, File, Hours, lay_out, plan
 from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
@@ -30,7 +30,8 @@ app.command(
 )(plan)
 
 Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1)]
-Out = Annotated[Path | None, typer.Option(help="Directory of the runs (default: runs/EXPERIMENT).")]
+_OUT = "Directory of the runs (default: runs/EXPERIMENT)."
+Out = Annotated[Path | None, typer.Option(parser=parse_output, metavar="PATH", help=_OUT)]
 Track = Annotated[bool, typer.Option("--track/--no-track", help="Send runs to MLflow too.")]
 Slurm = Annotated[bool, typer.Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 GpusPerNode = Annotated[

@@ -38,6 +38,7 @@ def evaluate_tasks(
         if "/" in name or name.endswith((".jsonl", ".gz")):
             raise ConfigError(f"--tasks {name}: no such file; check the path")
     _refuse_options(names, shots, folder, processes)
+    harness.refuse_unknown(names, folder)
     given = [task.sample(questions) for task in read_tasks(files)]
 
     # Imported after the checks, because torch takes seconds.

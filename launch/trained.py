@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from launch.options import AsJson, RunPath, TokenizerFile, examples
+from launch.options import AsJson, RunPath, TokenizerFile, examples, parse_output
 from launch.tasks import evaluate_tasks
 from pipeline.errors import ConfigError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer()
+
+_TO = "Directory to write, for transformers' Auto classes."
+_OUT = "Directory to create, with a checkpoint at step 0."
 
 
 @app.command(
@@ -133,7 +136,7 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
 )
 def export_(
     run: RunPath,
-    to: Annotated[Path, Option(help="Directory to write, for transformers' Auto classes.")],
+    to: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_TO)],
     dtype: Annotated[str, Option(help="fp32 or bf16.")] = "fp32",
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
@@ -186,7 +189,7 @@ def import_(
     source: Annotated[
         Path, Option("--from", help="A directory that save_pretrained of transformers wrote.")
     ],
-    out: Annotated[Path, Option(help="Directory to create, with a checkpoint at step 0.")],
+    out: Annotated[Path, Option(parser=parse_output, metavar="PATH", help=_OUT)],
     as_json: AsJson = False,
 ) -> None:
     """Import a Hugging Face model; `launch pretrain --init OUT` continues its training."""

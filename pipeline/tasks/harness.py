@@ -1,23 +1,57 @@
 """EleutherAI's lm-eval on our checkpoints, without an export. It is an optional extra."""
 
+import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
-from pipeline.tasks.answering import Reader
-from pipeline.tasks.likelihood import Pair
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
+    from pipeline.tasks.answering import Reader
 
 MAX_NEW = 256  # tokens that a task generates by default, as in lm-eval
 INSTALL = "lm-eval is not installed; run `pip install 'isoflop[tasks]'`"
 
 
+def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:
+    """Refuse tasks that no file of lm-eval mentions, before anything large is imported.
+
+    lm-eval itself takes a minute to find that out; it still checks the names that pass.
+    """
+    spec = find_spec("lm_eval")
+    if names and spec is None:
+        raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}")
+    unknown = {name for name in names if not set(name) & set("*?[")}  # patterns are lm-eval's
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    for root in (folder, *(Path(root, "tasks") for root in roots)):
+        for path in root.rglob("*.yaml") if root and unknown else ():
+            text = path.read_bytes() if path.is_file() else b""
+            unknown = {name for name in unknown if not _mentions(text, name)}
+            if not unknown:
+                return
+    if unknown:
+        raise _no_task(sorted(unknown))
+
+
+def _mentions(text: bytes, name: str) -> bool:
+    word = name.encode()
+    # The first test is fast; there are 14,000 files.
+    return word in text and bool(re.search(rb"(?<![\w-])%b(?![\w-])" % re.escape(word), text))
+
+
+def _no_task(names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"--tasks {', '.join(names)}: neither a file nor a task of lm-eval; "
+        "`lm-eval ls tasks` lists them, and --task-dir adds yours"
+    )
+
+
 def evaluate(
     names: Sequence[str],
-    reader: Reader,
+    reader: "Reader",
     tokenizer: "Tokenizer",
     *,
     folder: Path | None = None,
@@ -25,11 +59,9 @@ def evaluate(
     shots: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return lm-eval's figures for each task, by metric. `folder` has more tasks as YAML files."""
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}") from None
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     path = None if folder is None else str(folder)
     manager = TaskManager(include_path=path, include_defaults=path is None)
     # Reading lm-eval's own tasks takes 14 s. A group in the folder may use them.
@@ -37,10 +69,7 @@ def evaluate(
         manager = TaskManager(include_path=path)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(
-            f"--tasks {', '.join(unknown)}: neither a file nor a task of lm-eval; "
-            "`lm-eval ls tasks` lists them, and --task-dir adds yours"
-        )
+        raise _no_task(unknown)
     found = lm_eval.simple_evaluate(
         _adapter(reader, tokenizer),
         tasks=list(names),
@@ -61,10 +90,12 @@ def evaluate(
     }
 
 
-def _adapter(reader: Reader, tokenizer: "Tokenizer") -> Any:
+def _adapter(reader: "Reader", tokenizer: "Tokenizer") -> Any:
     # The class is defined here, because its base class needs lm-eval.
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    from pipeline.tasks.likelihood import Pair
 
     class Adapter(TemplateLM):  # type: ignore[misc]
         @property

@@ -26,6 +26,7 @@ from pipeline.runs.directory import HangError, RunDir
 _POLL_S = 0.5
 _STACKS_S = 2.0  # for the other ranks to write their stacks too, after the first has
 _WINDOW = 128  # durations from which the p99 is computed
+_UNSURE = 4.0  # a limit from n durations is larger by this divided by n
 _COLLECTIVES = 20  # the last ones are shown
 _SAVE_S = 600.0  # a save waits for the one before it
 
@@ -40,8 +41,10 @@ class _Phase(NamedTuple):
 class Watchdog:
     """Times the phases of a rank.
 
-    A phase may take three times its p99 plus `hang_s`; a save has ten minutes instead. The start,
-    and the first phase of each kind, which may compile, may take `first_s`.
+    A phase may take three times its p99 plus `hang_s`; a save has ten minutes instead. A few
+    durations say little about the next one on a busy machine: after the first one the limit is 15
+    times that one, after the second 9 times. The start, and the first phase of each kind, which
+    may compile, may take `first_s`.
     """
 
     def __init__(self, run: RunDir, world: World, hang_s: float, first_s: float) -> None:
@@ -76,12 +79,13 @@ class Watchdog:
     def _limit_s(self) -> float:
         name = self._phase.name
         durations = self._durations[name]
-        if not durations and name == "step":
-            durations = self._durations["first step"]
-        if not durations:
-            return self._first_s
-        p99 = sorted(durations)[math.ceil(0.99 * len(durations)) - 1]
-        return 3 * p99 + (_SAVE_S if name == "save" else self._hang_s)
+        more_s = _SAVE_S if name == "save" else self._hang_s
+        if durations:
+            p99 = sorted(durations)[math.ceil(0.99 * len(durations)) - 1]
+            return 3 * (1 + _UNSURE / len(durations)) * p99 + more_s
+        if name == "step" and self._durations["first step"]:
+            return 3 * self._durations["first step"][-1] + more_s  # it may have compiled
+        return self._first_s
 
     def _work(self) -> None:
         last = time.monotonic()

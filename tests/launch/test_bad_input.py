@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline.data.shards import Manifest
 from pipeline.errors import RunError
 from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import RunDir
+from pipeline.tasks import harness
 from tests.conftest import command, environment, launch
 
 RUN = ("--no-track", "--nproc", 2)
@@ -220,3 +222,38 @@ def test_commands_that_only_print_import_nothing_heavy(line):
     done = subprocess.run(program, capture_output=True, text=True, env=environment())
     assert done.stdout.splitlines()[-1] == "heavy", done.stdout + done.stderr
     assert line == "--help" or "--help" not in line or "Examples" in done.stdout
+
+
+def test_an_unknown_task_is_refused_before_large_imports(tmp_path):
+    code = (
+        "import sys; from launch.__main__ import main\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'lm_eval'} & {*sys.modules}))"
+    )
+    words = [sys.executable, "-P", "-c", code, "evaluate", "--run", tmp_path, "--tasks", "hella"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == "[]\n", done.stderr
+    assert done.stderr.startswith("error: --tasks hella: neither a file nor a task of lm-eval")
+    harness.refuse_unknown(["hellaswag", "arc_*"], None)
+    (tmp_path / "mine.yaml").write_text("task: hella\n")
+    harness.refuse_unknown(["hella"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain --size tiny --data none --out",
+        "finetune --run none --data none --out",
+        "data prepare --source synthetic --out",
+        "data tokenizer --source synthetic --out",
+        "sweep run cpu --data none --out",
+        "export --run none --to",
+        "import --from none --out",
+    ],
+)
+def test_a_dangling_link_is_named(tmp_path, inside, command):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for out in (link, link / "run"):
+        error = inside(*command.split(), out, code=2)
+        assert f"{link} is a link to {tmp_path / 'gone'}, which does not exist" in error

@@ -200,6 +200,22 @@ def test_a_hanging_start_is_found_after_first_s(tmp_path):
     assert "in start 0" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 
+def test_a_limit_from_few_durations_is_generous(tmp_path, monkeypatch):
+    """The second evaluation on a busy machine may take four times as long as the first."""
+    (tmp_path / "logs").mkdir()
+    clock = [0.0]
+    monkeypatch.setattr("pipeline.train.watchdog.time.monotonic", lambda: clock[0])
+    watch = Watchdog(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=7.0, first_s=600.0)
+    limits = []
+    for _ in range(128):
+        watch.enter("evaluation", 1)
+        limits.append(watch._limit_s())
+        clock[0] += 6.27
+    watch.close()
+    assert limits[0] == 600 and limits[1] > 100 and limits[2] > 60
+    assert limits == sorted(limits, reverse=True) and limits[-1] == pytest.approx(26.4, abs=0.05)
+
+
 def test_one_process_decides_the_same_and_gives_up_after_a_failed_rollback(
     poisoned, corpus, tmp_path
 ):
