@@ -171,6 +171,9 @@ def train(
         _print(chain(notes, _with_status(figures, status)), as_json, show=world.first)
     except RuntimeError as error:
         _try_smaller_batch(error, config, world, environment)
+    finally:
+        if world.size == 1:  # after an error, a group of several might wait here for ever
+            leave()
     leave()
 
 

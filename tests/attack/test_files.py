@@ -69,6 +69,11 @@ def test_damaged_content(reader, contents, here) -> None:
     expect_none(attack(content) for content in contents)
 
 
+def test_there_are_enough_hostile_files() -> None:
+    special = len(READERS) * len(NODES)
+    assert special + 2 * len(TOML) + 2 * len(CSV) >= 60 and len({*NODES, *TOML, *CSV}) >= 35
+
+
 @pytest.mark.parametrize(
     "name", ["manifest.json", "recipe.json", "train-00000.idx", "tokenizer.model"]
 )

@@ -76,6 +76,16 @@ def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
     assert "head in, input embedding out" in found["convention"]
 
 
+def test_a_bench_that_fails_leaves_its_group():
+    broken = "import pipeline.bench.step_time as s\ndef fail(*_): raise ValueError('broken')\n"
+    program = f"{broken}s.count_host_reads = fail\n{REPORT_GROUP}"
+    asked = [sys.executable, "-c", program, *BENCH, "--steps", "1", "--no-parts", *sets(SMALL)]
+    env = environment(**TERMINAL)
+    done = subprocess.run(asked, capture_output=True, text=True, env=env, timeout=800)
+    assert done.returncode and "broken" in done.stderr
+    assert done.stderr.strip().endswith("group left")
+
+
 def test_fp8_is_compared_with_its_twin_from_the_same_weights_on_the_same_batches(corpus):
     asked = words("--steps 13 --compare bf16 --no-parts --json")
     settings = sets([*SMALL[1:], "recipe=adamw", "train.fp8=true"])
