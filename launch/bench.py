@@ -172,9 +172,8 @@ def train(
     except RuntimeError as error:
         _try_smaller_batch(error, config, world, environment)
     finally:
-        if world.size == 1:  # after an error, a group of several might wait here for ever
+        if world.size == 1 or not sys.exc_info()[0]:  # a failed rank might wait for others here
             leave()
-    leave()
 
 
 @app.command(

@@ -38,7 +38,6 @@ def evaluate_tasks(
         if "/" in name or name.endswith((".jsonl", ".gz")):
             raise ConfigError(f"--tasks {name}: no such file; check the path")
     _refuse_options(names, shots, folder, processes)
-    harness.refuse_unknown(names, folder)
     given = [task.sample(questions) for task in read_tasks(files)]
 
     # Imported after the checks, because torch takes seconds.
@@ -82,13 +81,16 @@ def evaluate_tasks(
 def _refuse_options(
     names: list[str], shots: int | None, folder: Path | None, processes: int | None
 ) -> None:
-    """Refuse options that would have no effect, and more processes than the machine can run."""
+    """Refuse options without effect, more processes than the machine can run, unknown tasks."""
+    from pipeline.tasks.harness import refuse_unknown
+
     for option, value in (("shots", shots), ("task-dir", folder)):
         if value is not None and not names:
             raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")
     most = max(MOST_PROCESSES, os.cpu_count() or 1)
     if processes is not None and processes > most:
         raise ConfigError(f"--nproc {processes} is too many for this machine; use at most {most}")
+    refuse_unknown(names, folder)
 
 
 def _rows(task: "Task", reader: "Reader", pieces: "Tokenizer") -> list[dict[str, float | str]]:

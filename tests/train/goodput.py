@@ -18,6 +18,7 @@ parser.add_argument("out", type=Path)
 parser.add_argument("data")
 parser.add_argument("--every", type=float, default=60, help="seconds of training between kills")
 parser.add_argument("--steps", type=int, default=3300)
+parser.add_argument("--save-every", type=int, default=20)
 parser.add_argument("--kills", type=int, default=1000, help="at most; then the run is stopped")
 parser.add_argument("--load", type=int, default=0, help="processes that only compute")
 parser.add_argument("--cold", action="store_true", help="kill the preloader before each rank")
@@ -25,21 +26,21 @@ options = parser.parse_args()
 sets = (
     "model.seq=64",
     "train.batch_tokens=1024",
-    "train.save_every=20",
+    f"train.save_every={options.save_every}",
     "train.eval_every=100000",
     "optim.lr=0.001",
 )
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)]
 process = subprocess.Popen([
-    *(sys.executable, "-m", "launch", "pretrain", "--size", "tiny", "--nproc", "2", "--no-track", "--quiet"),
-    *("--steps", str(options.steps), "--data", options.data, "--out", str(options.out)),
+    *(sys.executable, "-m", "launch", "pretrain", "--size", "tiny", "--recipe", "adamw", "--nproc", "2"),
+    *("--no-track", "--quiet", "--steps", str(options.steps), "--data", options.data, "--out", str(options.out)),
     *(part for each in sets for part in ("--set", each)),
 ])  # fmt: skip
 log = options.out / "log.jsonl"
 
 
 def kill(number: int) -> float | None:
-    """Kill a rank; return the seconds until a step is logged again."""
+    """Kill a rank; return the seconds until the first step after the restart."""
     if options.cold:
         for preloader in preloaders(options.out):
             preloader.kill()
@@ -47,17 +48,12 @@ def kill(number: int) -> float | None:
     ranks(options.out)[str(number % 2)].kill()
     while process.poll() is None:
         time.sleep(0.1)
-        last = json.loads(log.read_text().splitlines()[-1])
-        # Ranks that still live log for a moment: count steps after the restart only.
-        if last["kind"] == "step" and not gone(began_s):
-            return last["time"] - began_s if last["time"] > began_s else None
+        restarted = False
+        for record in map(json.loads, log.read_text().splitlines()):
+            restarted |= record["time"] > began_s and record.get("event") == "restart"
+            if restarted and record["kind"] == "step":
+                return float(record["time"] - began_s)
     return None
-
-
-def gone(began_s: float) -> bool:
-    """Whether the ranks that were started after the kill are not yet there."""
-    there = ranks(options.out).values()
-    return len(there) < 2 or any(p.create_time() < began_s - 0.05 for p in there)
 
 
 took_s: list[float] = []
