@@ -168,12 +168,13 @@ def until(state: Callable[[], object], timeout_s: float = 800) -> None:
 
 def test_ctrl_c_during_the_start_stops_the_run(corpus, tmp_path):
     out = tmp_path / "run"
-    process = pretrain(*TINY, "--steps", 2000, "--data", corpus, "--nproc", 2, "--out", out)
+    process = pretrain(*TINY, "--steps", 5000, "--data", corpus, "--nproc", 2, "--out", out)
     until(lambda: len(processes(f"pipeline.train.worker {out}")) == 2)
     process.send_signal(signal.SIGINT)
     output = process.stdout.read()
     assert process.stderr.read().count("stopping: ") == 1
     assert process.wait(60) == 130 and "continue with: launch pretrain --resume" in output
+    assert "warning: the run repeats its" in output and "warning: the held-out split has" in output
 
 
 def test_resuming_a_finished_run_prints_a_message(base, tmp_path):
