@@ -1,6 +1,8 @@
 """`launch finetune`: train a run further on examples of a task."""
 
+import math
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -159,10 +161,7 @@ def _begin_new(asked: "FineTuning", request: "Request", start: Start) -> None:
 
     name = f"{asked.start.resolve().name}-{asked.data.name.partition('.')[0]}"
     out = request.out or Path("runs") / "finetune" / name
-    if asked.batch % request.nproc:
-        batch = max(1, asked.batch // request.nproc) * request.nproc
-        text = f"--batch {asked.batch} is not a multiple of the {request.nproc} processes"
-        raise ConfigError(f"{text}; try --batch {batch}")
+    _check_batch(asked.batch, start.job.worlds if start.job else [start.ranks])
     was_there = out.exists()
     prepared = prepare(asked, out)
     try:
@@ -180,6 +179,19 @@ def _begin_new(asked: "FineTuning", request: "Request", start: Start) -> None:
             if not was_there:
                 with suppress(OSError):  # not empty: it has other files
                     out.rmdir()
+
+
+def _check_batch(batch: int, worlds: Sequence[int]) -> None:
+    """Refuse a batch that any number of processes, which a job may start with, cannot divide."""
+    refused = next((world for world in worlds if batch % world), None)
+    if refused is not None:
+        every = math.lcm(*worlds[:8])
+        remedy = f"try --batch {max(1, round(batch / every)) * every}"
+        if len(worlds) > 1:
+            remedy += ", or give one number of --nodes"
+        if len(worlds) > 8:
+            remedy = "give one number of --nodes"
+        raise ConfigError(f"--batch {batch} is not a multiple of {refused} processes; {remedy}")
 
 
 def _refuse_options_of_new_runs(context: typer.Context) -> None:

@@ -36,7 +36,8 @@ TopP = Annotated[
 Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1, max=1000)]
 Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
 AT_ONCE = 32  # prompts that are generated together
-MOST_LENGTHS = 16  # longest prompt, as a multiple of a training row
+MOST_LENGTHS = 16  # longest prompt or continuation, as a multiple of a training row
+MOST_NEW = 4096  # new tokens that every run may be asked for
 
 app = typer.Typer()
 
@@ -99,7 +100,7 @@ def generate(
     _refuse_stack(config.model.stack, prompt, source)
     pieces = tokenizer_of(run, config.data.dir, tokenizer)
     inputs = _inputs(config, pieces, [(text, before + text) for text in texts], from_, to)
-    _check_lengths(inputs, config)
+    _check_lengths(inputs, max_new, config)
     sampling = Sampling(temperature, top_k, top_p, seed)
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
@@ -153,8 +154,11 @@ def _inputs(
     return found
 
 
-def _check_lengths(inputs: list[Input], config: "RunConfig") -> None:
+def _check_lengths(inputs: list[Input], max_new: int, config: "RunConfig") -> None:
     """Warn about texts longer than a training row, and refuse those that would take too long."""
+    most = max(MOST_NEW, MOST_LENGTHS * config.model.seq)
+    if max_new > most:
+        raise ConfigError(f"--max-new {max_new} is too many for this run; use at most {most}")
     for key, trained in (("prompt", config.model.seq), ("source", config.model.source_seq)):
         longest = max((len(getattr(one, key) or ()) for one in inputs), default=0)
         limit = trained or config.model.seq

@@ -19,7 +19,6 @@ from pipeline.planner.memory import (
     Layout,
     checkpoint_bytes,
     memory,
-    uses_muon,
 )
 from pipeline.planner.recipe import derived
 from pipeline.planner.speed import plan, recommend
@@ -133,7 +132,7 @@ def _figures(config: RunConfig, ranks: int) -> dict[str, Any]:
         "dtype": train.dtype,
         "memory_bytes": {stage: held.figures() for stage, held in stages.items()},
         "device_memory_bytes": config.cluster.memory_bytes,  # None without --cluster
-        "checkpoint_bytes": checkpoint_bytes(model, muon=uses_muon(config)),
+        "checkpoint_bytes": checkpoint_bytes(config),
     }
 
 

@@ -33,10 +33,6 @@ def evaluate_tasks(
 
     files = [task for task in tasks if Path(task).is_file()]
     names = [task for task in tasks if task not in files]
-    for name in names:
-        # The name of a task of lm-eval has neither of the two.
-        if "/" in name or name.endswith((".jsonl", ".gz")):
-            raise ConfigError(f"--tasks {name}: no such file; check the path")
     _refuse_options(names, shots, folder, processes)
     given = [task.sample(questions) for task in read_tasks(files)]
 
@@ -84,6 +80,16 @@ def _refuse_options(
     """Refuse options without effect, more processes than the machine can run, unknown tasks."""
     from pipeline.tasks.harness import refuse_unknown
 
+    for name in names:
+        # The name of a task of lm-eval has neither of the two.
+        if "/" in name or name.endswith((".jsonl", ".gz")):
+            raise ConfigError(f"--tasks {name}: no such file; check the path")
+        if not name or Path(name).is_dir():
+            raise ConfigError(
+                f"--tasks {name!r} is no file of questions; give one, or a task's name"
+            )
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--task-dir {folder} is not a directory; give one with YAML files")
     for option, value in (("shots", shots), ("task-dir", folder)):
         if value is not None and not names:
             raise ConfigError(f"--{option} {value} is for tasks of lm-eval; remove it")

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -10,10 +10,6 @@ from typer import Option
 from launch.options import AsJson, RunPath, TokenizerFile, examples, parse_output
 from launch.tasks import evaluate_tasks
 from pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
-
 
 app = typer.Typer()
 
@@ -86,7 +82,6 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     import torch
 
     from pipeline.checkpoint.restore import load_model
-    from pipeline.config.objective import padded_vocab
     from pipeline.data.corpus import Corpus
     from pipeline.parallel.world import World
     from pipeline.runs.directory import same_tokenizer
@@ -104,13 +99,11 @@ def _evaluate_text(run: Path, data: Path | None, batches: int | None, *, as_json
     remedy = "give data made with its tokenizer"
     # Two tokenizers of the same size fit the same model, and the loss would mean nothing.
     same_tokenizer(run, corpus.manifest.tokenizer.fingerprint, f"--data {where}", remedy)
-    # An imported run has no recorded fingerprint, so the size is checked as well.
-    vocab = padded_vocab(corpus.manifest.tokenizer.vocab, config.objective)
-    if vocab != config.model.vocab:
-        raise ConfigError(
-            f"--data {where} has {vocab:,} pieces, but the run was trained on "
-            f"{config.model.vocab:,}; {remedy}"
-        )
+    # An imported model may have no tokenizer to compare with, and its vocabulary may be larger.
+    pieces = corpus.manifest.tokenizer.vocab + config.objective.special_ids
+    if pieces > config.model.vocab:
+        has = f"{pieces:,} pieces, and the model {config.model.vocab:,}"
+        raise ConfigError(f"--data {where} has {has}; {remedy}")
     # By default the batches that training evaluates on, so that the run's log is comparable.
     evaluator = Evaluator(config, corpus, world, batches=batches)
     with torch.no_grad():

@@ -38,7 +38,7 @@ from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import WEIGHTS, Fragment, on_disk, random_state
 from pipeline.parallel.world import TIMEOUT, World
-from pipeline.planner.memory import checkpoint_bytes, uses_muon
+from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import checkpoint_path, list_checkpoints
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class Saver:
         if self._world.first:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        need = checkpoint_bytes(self._config.model, muon=uses_muon(self._config))
+        need = checkpoint_bytes(self._config)
         free = shutil.disk_usage(self._root).free
         if free < need:
             raise OSError(errno.ENOSPC, f"{need:,} bytes needed, {free:,} free")

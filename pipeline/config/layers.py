@@ -94,12 +94,25 @@ def _teacher(distill: object, objective: Objective) -> dict[str, Any]:
         return {}  # if the teacher is missing, the validation reports it
     # Absolute, because a job may start in another directory.
     folder = Path(str(distill["teacher"])).absolute()
-    config = reload(folder / "config.toml")
+    config = reload(_config_of(folder))
     refusal = teacher_kind_refusal(config.objective, objective)
     if refusal:
         raise ConfigError(refusal)
     model = config.model.model_dump(exclude_none=True)
     return {"distill": {"teacher": str(folder), "model": model}}
+
+
+def _config_of(folder: Path) -> Path:
+    """Return the config of a run, a checkpoint or an import; the latter has checkpoints only."""
+    places = ("config.toml", "checkpoints/step-*/config.toml", "step-*/config.toml")
+    for place in places:
+        found = sorted(folder.glob(place))
+        if found:
+            return found[-1]
+    remedy = "give a run, a checkpoint or a directory of `launch import`"
+    if (folder / "config.json").is_file():
+        remedy = f"first `launch import --from {folder} --out RUN`"
+    raise ConfigError(f"distill.teacher={folder} has no config.toml; {remedy}")
 
 
 def _lengths(model: Table, objective: Objective) -> dict[str, Any]:
@@ -289,6 +302,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "missing":
         return f"{key} is missing{place}"
     text = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text = text.replace("String should", "must")
     # Pydantic's messages for these two errors do not explain what to write instead.
     if first["type"] == "tuple_type":
         text = f"must be a list; write {key}=[{first['input']!r}]"

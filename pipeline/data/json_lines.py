@@ -50,7 +50,8 @@ def read_lines(path: Path, forms: str) -> list[Line]:
         # A byte order mark is not part of the first line.
         text = data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; give a file of JSON lines") from None
+        reason = getattr(error, "strerror", None) or error  # without the path a second time
+        raise DataError(f"{path} cannot be read: {reason}; give a file of JSON lines") from None
     found = []
     # str.splitlines would also split at U+2028 and the like, which a JSON string may contain.
     for number, line in enumerate(text.split("\n"), 1):

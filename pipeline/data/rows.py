@@ -105,7 +105,8 @@ def label_names(
         return ()
     classes: list[Any] = sorted({row.label for row in train})
     if len(classes) < 2:
-        raise DataError(f"every label is {classes[0]!r}; a task has two classes or more")
+        text = f"every label of the {len(train)} training examples is {classes[0]!r}"
+        raise DataError(f"{text}; add examples of another class")
     for row in valid:
         if row.label not in classes:
             raise DataError(

@@ -55,11 +55,13 @@ class Tokenizer:
         self._spec = proto.ModelProto()
         try:
             self._spec.ParseFromString(model)
+            if not self._spec.pieces:  # an empty file is a valid message without pieces
+                raise ValueError("no pieces")
             self.sentencepiece = sentencepiece.SentencePieceProcessor(model_proto=model)
         # protobuf's DecodeError and sentencepiece's RuntimeError have no common base.
         except Exception as error:
             raise DataError(
-                f"{name}: not a SentencePiece model; give another, or --vocab-size to train one"
+                f"{name}: not a SentencePiece model; give another with --tokenizer FILE"
             ) from error
         self.fingerprint = xxhash.xxh3_128_hexdigest(model)
         self.vocab: int = self.sentencepiece.get_piece_size()

@@ -92,7 +92,8 @@ def import_model(source: Path, out: Path) -> Imported:
         base = read_toml(CONFIGS / "base.toml")
         config = validate(RunSpec, reduce(merge, [base, recipe_layer(), layer]))
         tokenizer = source / "tokenizer.model"
-        if tokenizer.exists():
+        # Without the file, commands that need it ask for --tokenizer.
+        if tokenizer.exists() and tokenizer.stat().st_size:
             shutil.copyfile(_regular_file(source, tokenizer.name), temporary / tokenizer.name)
         save_weights(model, resolve(config, ranks=1, gpu=False), temporary / "checkpoints")
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config.schema import Lora
-from pipeline.config.shape import BLOCKS
+from pipeline.config.shape import BLOCKS, GATES
 
 _DOWN = "lora_down"
 _UP = "lora_up"
@@ -44,7 +44,8 @@ def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.fl
     for name, module in list(model.named_modules()):
         for leaf, child in list(module.named_children()):
             path = f"{name}.{leaf}" if name else leaf
-            if isinstance(child, nn.Linear) and path.startswith(BLOCKS):
+            gate = f"{path}.weight".endswith(GATES)  # too small for an adapter
+            if isinstance(child, nn.Linear) and path.startswith(BLOCKS) and not gate:
                 adapted = AdaptedLinear(child, lora)
                 key = hashlib.sha256(f"{seed}/{path}.{_DOWN}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)

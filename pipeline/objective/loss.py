@@ -132,9 +132,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         train = h_TW.requires_grad or weight_VW.requires_grad
         grad_h = torch.empty_like(h_TW) if train else None
         # In fp32, since it is a sum over all chunks.
-        grad_w = torch.zeros_like(weight_VW, dtype=torch.float32) if train else None
+        grad_w = None
+        if weight_VW.requires_grad:  # not frozen, as with LoRA
+            grad_w = torch.zeros_like(weight_VW, dtype=torch.float32)
         grad_b = None
-        if train and bias_V is not None:
+        if bias_V is not None and bias_V.requires_grad:
             grad_b = torch.zeros_like(bias_V, dtype=torch.float32)
         nll, more = h_TW.new_zeros((2,), dtype=torch.float32)
         for start in range(0, h_TW.shape[0], chunk):
@@ -151,16 +153,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad = soft.hard * grad + (soft.soft * taught[1]).type_as(grad)
             nll = nll + part_nll
             more = more + part_more
-            if grad_h is not None and grad_w is not None:
+            if grad_h is not None:
                 torch.mm(grad, weight_VW, out=grad_h[part])
+            if grad_w is not None:
                 _add_product(grad_w, grad.T, h_TW[part])
             if grad_b is not None:
                 grad_b += grad.sum(0, dtype=torch.float32)
-        if grad_h is not None and grad_w is not None:
-            saved = [grad_h, grad_w.to(weight_VW.dtype)]
-            if bias_V is not None and grad_b is not None:
-                saved.append(grad_b.to(bias_V.dtype))
-            ctx.save_for_backward(*saved)
+        grads = (grad_h, grad_w, grad_b)
+        like = (h_TW, weight_VW, bias_V)
+        saved = [
+            grad.type_as(tensor)
+            for grad, tensor in zip(grads, like, strict=True)
+            if grad is not None and tensor is not None
+        ]
+        ctx.has = [grad is not None for grad in grads]
+        ctx.save_for_backward(*saved)
         # Training minimizes the first output. The second one is logged.
         ctx.mark_non_differentiable(nll)
         return nll + more, nll
@@ -169,8 +176,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0].to(ctx.saved_tensors[0].dtype)
         # `*` with a scalar tensor does not vectorize: 0.5 ms more of 125m's step (docs/LOG.md).
-        grad_h, grad_w, *grad_b = torch._foreach_mul(ctx.saved_tensors, scale)
-        return grad_h, grad_w, *[None] * 6, grad_b[0] if grad_b else None, None
+        scaled = iter(torch._foreach_mul(ctx.saved_tensors, scale))
+        grad_h, grad_w, grad_b = (next(scaled) if has else None for has in ctx.has)
+        return grad_h, grad_w, *[None] * 6, grad_b, None
 
 
 def next_token_loss(

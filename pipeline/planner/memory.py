@@ -8,7 +8,7 @@ from typing import Literal, assert_never
 from pipeline.config.dump import Change, changed
 from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
-from pipeline.config.schema import Offload, RunConfig, RunSpec
+from pipeline.config.schema import Lora, Offload, RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.count import (
     BYTES,
@@ -19,6 +19,7 @@ from pipeline.planner.count import (
     value_layers,
     value_width,
 )
+from pipeline.planner.lora import adapters, frozen_params, trained_params
 
 MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
@@ -251,6 +252,8 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
     )
     if offload.params:
         held = replace(held, weights=0)
+    if config.lora is not None:
+        held = _of_adapters(held, config, layout, config.lora)
     teacher = config.distill.model if config.distill else None
     if teacher is None:
         return held
@@ -258,6 +261,37 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
     logits = config.train.loss_chunk * teacher.vocab * 8
     weights = held.weights + params(teacher).total * BYTES[config.train.dtype]
     return replace(held, weights=weights, loss=held.loss + logits)
+
+
+def _of_adapters(held: Memory, config: RunConfig, layout: Layout, lora: Lora) -> Memory:
+    """Correct the memory for LoRA: frozen weights are whole on every rank, and have neither
+    gradients nor moments."""
+    model = config.model
+    zero = layout.zero
+    size = BYTES[config.train.dtype]
+    trained = trained_params(model, lora)
+    tokens = layout.micro_batch * model.seq // layout.sp
+
+    def own(bytes_per_param: int, stage: int) -> int:
+        return trained * bytes_per_param // (layout.ranks if zero >= stage else 1)
+
+    gathered = 0
+    if layout.ranks > 1:
+        gathered = (0, 0, 1, 3)[zero] * size * trained // model.layers
+    activations = held.activations + tokens * adapters(model) * lora.rank * size
+    first_block = gathered + tokens * _activations(model, layout.recompute)[1] * size
+    # As in `model_memory`: the gradients, and their copies in fp32 and in one piece.
+    copies = size + (4 if size != 4 else 0) + (size if zero else 0)
+    master = 0 if size == 4 and zero == 0 else 4
+    return Memory(
+        weights=frozen_params(model) * size + (own(size, 3) if held.weights else 0),
+        gradients=own(size, 2) if held.gradients else 0,
+        optimizer=own(master + 8, 1) if held.optimizer else 0,
+        gathered=gathered,
+        activations=activations,
+        loss=held.loss - 4 * model.vocab * model.width,  # the head is frozen
+        update=max(own(size, 2) + first_block, own(copies, 1) if held.optimizer else 0),
+    )
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
@@ -279,25 +313,31 @@ def matrix_params(model: Model) -> int:
     return sum(rows * columns * number for rows, columns, number in matrices(model))
 
 
-def checkpoint_bytes(model: Model, *, muon: bool = False) -> int:
+def checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of the tensors of one checkpoint: fp32 master weights and two moments. A matrix that
-    Muon trains has one moment, and a variance for each row."""
+    Muon trains has one moment, and a variance for each row. Frozen weights have none."""
+    model = config.model
+    if config.lora is not None:
+        frozen = BYTES[config.train.dtype] * frozen_params(model)
+        return frozen + 12 * trained_params(model, config.lora)
     numbers = 3 * params(model).total
-    if muon:
+    if uses_muon(config):
         rows = sum(rows * number for rows, _, number in matrices(model))
         numbers += rows - matrix_params(model)
     return 4 * numbers
 
 
-def disk_bytes(model: Model, *, ranks: int, zero: int, muon: bool = False) -> int:
+def disk_bytes(config: RunConfig, ranks: int) -> int:
     """Upper bound for one checkpoint on disk: its tensors, manifest, padding and random states."""
     # Master weights and moments of a tensor are one contiguous run each: on every rank at ZeRO-0
-    # and 3, otherwise cut where the parts of two ranks meet.
+    # and 3, otherwise cut where the parts of two ranks meet. Every rank saves some frozen weights.
+    model = config.model
     experts = 3 * model.ffn.experts if isinstance(model.ffn, MoE) else 0
     blocks = (model.layers + model.mtp) * (1 if model.generator is None else 2)
-    runs = (4 + 20 * blocks) * (ranks if zero in (0, 3) else 1) + experts * blocks + 4 * ranks
+    every = config.parallel.zero in (0, 3) or config.lora is not None
+    runs = (4 + 20 * blocks) * (ranks if every else 1) + experts * blocks + 4 * ranks
     # 256 bytes of manifest and padding per run; a random state and a file block per rank.
-    return checkpoint_bytes(model, muon=muon) + 3 * 256 * runs + 16384 * ranks
+    return checkpoint_bytes(config) + 3 * 256 * runs + 16384 * ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +362,7 @@ class DeviceMemory:
             return each
         copy = 0
         if not config.parallel.offload.nvme:
-            copy = checkpoint_bytes(config.model, muon=uses_muon(config))
+            copy = checkpoint_bytes(config)
         return layout.ranks * (each + PROCESS_BYTES) + offloaded(config, layout, "cpu") + copy
 
     def fits(self, config: RunConfig, layout: Layout) -> bool:

@@ -9,7 +9,7 @@ overlap with compute, those of experts do not. docs/SCALE.md has a comparison wi
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from pipeline.planner.count import (
     orthogonalization_flops,
     params,
 )
+from pipeline.planner.lora import adapted_flops, trained_params
 from pipeline.planner.memory import (
     USABLE,
     Layout,
@@ -123,13 +124,22 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     token_s = _token_s(model, layout.recompute, dtype, peak, rates, own)
     if generator is not None:
         token_s += _token_s(generator, layout.recompute, dtype, peak, rates, predicted)
+    update_s = _update_s(model, layout, rates)
+    if config.lora is not None:
+        # Only the trained parameters have gradients to send and are updated.
+        whole = flops_per_token(model, predicted=own)
+        token_s *= adapted_flops(whole, model, config.lora).model / whole.model
+        share = trained_params(model, config.lora) / params(model).total
+        update_s *= share
+        gradients = int(share * sent.gradients)
+        sent = replace(sent, gradients=gradients, weights=int(share * sent.weights))
     teacher = teacher_model(config)
     if teacher is not None:
         # A forward pass, which keeps no activations.
         token_s += _token_s(teacher, False, dtype, peak, rates, predicted) / 3
     tokens_s = batch // layout.ranks * token_s
     idle_s = micros * (model.layers + model.source_layers + model.mtp) * BLOCK_S
-    compute = tokens_s + idle_s + _update_s(model, layout, rates)
+    compute = tokens_s + idle_s + update_s
     if muon:
         compute += _muon_s(model, layout, peak, rates)
     collectives = _collectives_s(cluster, rates, model, layout, sent, micros)

@@ -4,6 +4,7 @@ from pipeline.config.parts import Recompute
 from pipeline.config.schema import RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.count import CONVENTION, Flops, flops_per_token
+from pipeline.planner.lora import adapted_flops
 
 
 def training_flops(spec: RunSpec, *, recompute: Recompute = False) -> Flops:
@@ -18,6 +19,8 @@ def training_flops(spec: RunSpec, *, recompute: Recompute = False) -> Flops:
     if generator is not None:
         more = flops_per_token(generator, recompute=recompute, predicted=predicted)
         flops = _sum(flops, more)
+    if spec.lora is not None:
+        flops = adapted_flops(flops, model, spec.lora)
     teacher = teacher_model(spec)
     if teacher is not None:
         whole = flops_per_token(teacher, predicted=predicted)
@@ -32,7 +35,8 @@ def _sum(a: Flops, b: Flops) -> Flops:
 def convention(spec: RunSpec) -> str:
     """What the FLOPs of a run count. Laws mix only runs that are counted alike."""
     few = spec.objective.most_targets(spec.model.seq) is not None
-    return f"{CONVENTION}; head for predicted tokens only" if few else CONVENTION
+    text = f"{CONVENTION}; head for predicted tokens only" if few else CONVENTION
+    return text if spec.lora is None else f"{text}; 4 instead of 6 for frozen parameters (LoRA)"
 
 
 def teacher_model(spec: RunSpec) -> Model | None:

@@ -238,28 +238,31 @@ def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tok
     from pipeline.data.corpus import Corpus
     from pipeline.data.tokenizer import Tokenizer
 
-    beside = run / "tokenizer.model"
+    beside = _run_of(run) / "tokenizer.model"
     if given is not None or beside.is_file():
         found = Tokenizer.open(given or beside)
     elif data is not None and Path(data).is_dir():
         found = Tokenizer.open(Path(data) / Corpus.open(Path(data)).manifest.tokenizer.file)
     else:
-        raise DataError(
-            f"{run}: data.dir={data} does not exist, so its tokenizer is missing; "
-            "give --tokenizer FILE"
-        )
+        # Only an imported model has no data.
+        reason = f"data.dir={data} does not exist" if data else f"{beside} does not exist"
+        raise DataError(f"{run}: {reason}, so its tokenizer is missing; give --tokenizer FILE")
     same_tokenizer(run, found.fingerprint, found.name, "give --tokenizer, the .model of its data")
     return found
 
 
-def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
-    """Refuse a tokenizer other than that of the run, or of the run that a checkpoint belongs to."""
-    folder = run.absolute()
-    # RUN, RUN/checkpoints and RUN/checkpoints/step-00000100 all belong to RUN.
+def _run_of(path: Path) -> Path:
+    """RUN, RUN/checkpoints and RUN/checkpoints/step-00000100 all belong to RUN."""
+    folder = path.absolute()
     for place in (folder, folder.parent):
         if place.name == "checkpoints":
-            folder = place.parent
-    known = RunDir(folder).tokenizer
+            return place.parent
+    return path
+
+
+def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
+    """Refuse a tokenizer other than that of the run, or of the run that a checkpoint belongs to."""
+    known = RunDir(_run_of(run)).tokenizer
     if known not in (None, found):
         raise DataError(f"{what}: its tokenizer is {found}, but that of {run} is {known}; {remedy}")
 

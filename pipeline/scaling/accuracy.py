@@ -9,6 +9,7 @@ prior. Every resample of the bootstrap draws the center of that prior, so that t
 wide as the prior where the runs give no information.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -344,8 +345,11 @@ def _warnings(task: str, used: Method, points: Points, *, fitted: bool) -> list[
 
 def chance_of(runs: Sequence[Run], task: str) -> float | None:
     """Return the accuracy of guessing, from the file of questions that the last run names."""
+    last = runs[-1]
     try:
-        files = reload(runs[-1].path / "config.toml").eval.tasks
+        # MLflow has the list as text, and no config.toml to read.
+        listed = last.record.get("tasks")
+        files = json.loads(listed) if listed else reload(last.path / "config.toml").eval.tasks
         return {one.name: one.chance for one in read_tasks(files)}.get(task)
-    except (ConfigError, DataError):  # the file was moved, or the runs come from MLflow
+    except (ConfigError, DataError, ValueError, TypeError):  # the file was moved, the list was cut
         return None

@@ -47,6 +47,7 @@ IN_CONFIG = {
     "data": "data.hash",
     "batch_tokens": "train.batch_tokens",
     "steps": "train.steps",
+    "tasks": "eval.tasks",
 }
 # Params are text in MLflow. These keys of run.json are read back as numbers.
 NUMBERS = {

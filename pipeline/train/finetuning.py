@@ -24,6 +24,7 @@ from pipeline.data.rows import (
 )
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.planner.count import params
+from pipeline.planner.rates import adamw_lr
 from pipeline.planner.recipe import rule
 from pipeline.runs.directory import RunDir, tokenizer_of
 
@@ -31,6 +32,9 @@ from pipeline.runs.directory import RunDir, tokenizer_of
 # pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are similar (arXiv 1810.04805, A.3).
 RATE_SHARE = 0.25
 LORA_RATE = 10  # factor of the rate with LoRA (Schulman et al. 2025, "LoRA Without Regret")
+# Tokens per parameter of an imported model. Llama 3 8B has 1,900; with the rule of AdamW this gives
+# 6e-5 for GPT-2 (GPT: 6.25e-5) and 1.5e-5 for 7B (Llama 2: 2e-5).
+PUBLISHED_TOKENS = 2000
 WARMUP_SHARE = 0.06  # share of the steps (RoBERTa: arXiv 1907.11692, table 10)
 DECAY = 0.01  # weight decay, as for GPT and BERT
 BATCH = 32  # examples per step by default, also if there are fewer
@@ -78,7 +82,8 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
         train = every
         valid = read_examples(asked.valid)
     if (train[0].label is None) != (valid[0].label is None):
-        raise DataError(f"--valid {asked.valid} has another form than --data {asked.data}")
+        text = f"--valid {asked.valid} has another form than --data {asked.data}"
+        raise DataError(f"{text}; give both files the same keys")
     if asked.batch > max(BATCH, len(train)):
         text = f"--batch {asked.batch} is more than the {len(train)} examples to train on"
         raise ConfigError(f"{text}; lower it")
@@ -193,6 +198,9 @@ def _defaults(
 
 def _peak_rate(before: RunConfig) -> float:
     """Return the peak rate of the run's pretraining with AdamW; for a run with Muon, by rule."""
+    if before.data.dir is None:  # an import, whose training is unknown
+        count = params(before.model)
+        return adamw_lr(count.active_non_embedding, PUBLISHED_TOKENS)
     if isinstance(before.optim.optimizer, AdamW):
         # The rate of a run that was itself fine-tuned is already a quarter.
         return before.optim.lr / (RATE_SHARE if before.objective.examples else 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError, RunError
-from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded, uses_muon
+from pipeline.planner.memory import Layout, checkpoint_bytes, disk_bytes, offloaded
 from pipeline.runs.directory import RunDir, list_checkpoints
 from pipeline.units import byte_size
 
@@ -15,7 +15,7 @@ def check_offload(config: RunConfig, ranks: int, host_bytes: int | None) -> None
     """Check for enough space for offloaded states and for the copy behind each checkpoint."""
     offload = config.parallel.offload
     layout = Layout.of(config, ranks)
-    copy = checkpoint_bytes(config.model, muon=uses_muon(config))
+    copy = checkpoint_bytes(config)
     if offload.path is not None and offload.nvme:
         key = f"parallel.offload.path={offload.path}"
         folder = Path(offload.path)
@@ -41,9 +41,7 @@ def check_disk(config: RunConfig, path: Path, ranks: int) -> None:
     # One more than is kept: the next is complete before the oldest is deleted. A run that continues
     # has some already.
     count = max(1, config.train.keep_last + 1 - len(list_checkpoints(RunDir(path).checkpoints)))
-    need = count * disk_bytes(
-        config.model, ranks=ranks, zero=config.parallel.zero, muon=uses_muon(config)
-    )
+    need = count * disk_bytes(config, ranks)
     free = shutil.disk_usage(there).free
     if need > free:
         space = f"{count} checkpoints need {byte_size(need)} and {byte_size(free)} are free"

@@ -101,6 +101,12 @@ REFUSED = (
     "evaluate --run RUN --nproc 2",
     "generate --run RUN --tokenizer TOKENIZER --prompt a --beam 100000000",
     "generate --run RUN --tokenizer TOKENIZER --prompt a --temperature 1 --seed 99999999999999999999999",
+    "generate --run RUN --tokenizer TOKENIZER --prompt a --max-new 99999999",
+    *(f"evaluate --run RUN --tasks {task}" for task in ("''", ".", "x --task-dir nowhere")),
+    *(
+        f"pretrain --size tiny --no-track --slurm --dry-run --data DATA --out OUT --set distill.{each}"
+        for each in ("teacher=nowhere", "teacher=/etc/passwd", "teacher=[1]", "soft=1")
+    ),
     "bench in-context --set train.steps=9",
     "bench in-context --noise inf",
     *(
@@ -115,6 +121,7 @@ REFUSED = (
             "--set model.layers=9",
             "--set init=x",
             "--batch 3 --nproc 2",
+            "--batch 8 --nodes 1-3",
         )
     ),
     "finetune --resume --out RUN --epochs 9",

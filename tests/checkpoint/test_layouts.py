@@ -11,7 +11,7 @@ from pipeline.checkpoint.format import CONFIG, Checkpoint, Reader, read_manifest
 from pipeline.checkpoint.restore import load_model, newest
 from pipeline.config.layers import reload
 from pipeline.parallel.fragments import Fragment
-from pipeline.planner.memory import disk_bytes, uses_muon
+from pipeline.planner.memory import disk_bytes
 from pipeline.runs.directory import list_checkpoints
 from tests.conftest import worlds
 
@@ -102,9 +102,7 @@ def check_sizes(*roots: Path) -> None:
             ranks = read_manifest(path).manifest.world
             config = reload(path / CONFIG)
             size = sum(file.stat().st_size for file in path.iterdir())
-            bound = disk_bytes(
-                config.model, ranks=ranks, zero=config.parallel.zero, muon=uses_muon(config)
-            )
+            bound = disk_bytes(config, ranks)
             assert size < bound < 2 * size, path
 
 

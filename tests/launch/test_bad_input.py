@@ -167,7 +167,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
             if f"saved {held}" in line:
                 break
         freeze(out, signal.SIGSTOP)  # or it would save again before the disk is full
-        predicted = checkpoint_bytes(reload(out / "config.toml").model, muon=True)
+        predicted = checkpoint_bytes(reload(out / "config.toml"))
         with filler.open("wb") as file:
             file.write(b"\0" * (shutil.disk_usage(small_disk).free - predicted + short_bytes))
         freeze(out, signal.SIGCONT)

@@ -8,12 +8,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.layers import load, names
+from pipeline.config.schema import Lora
 from pipeline.config.shape import Model
+from pipeline.model.adapter import adapt
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
 from pipeline.optim.matrices import matrices_of
 from pipeline.planner import count as account
+from pipeline.planner.lora import frozen_params, trained_params
 from pipeline.planner.memory import matrix_params, model_memory
+from pipeline.planner.work import training_flops
 
 
 def built(cfg):
@@ -313,6 +317,39 @@ def test_recomputed_flops_equal_torchs_count(arch, more):
     )  # plain attention computes what the mask hides too
     last = 2 * 3 * cfg.width * getattr(cfg.ffn, "dense_hidden", cfg.ffn.hidden) * 64
     assert expected[2] + hidden - last <= flops[2] - flops[0] <= expected[2] + hidden
+
+
+@pytest.mark.parametrize("arch", names("arch"))
+def test_adapters_are_counted(arch):
+    cfg = load(size="27k", arch=arch, sets=["model.vocab=512"]).model
+    if account.params(cfg).experts:
+        return  # they have no adapters
+    model = built(cfg)
+    every = sum(p.numel() for p in model.parameters())
+    adapt(model, Lora(rank=3), seed=0)
+    trained = sum(p.numel() for p in model.parameters())
+    assert trained_params(cfg, Lora(rank=3)) == trained
+    own = sum(p.numel() for name, p in model.named_parameters() if name.startswith("row_head"))
+    assert frozen_params(cfg) == every - own
+
+
+@pytest.mark.parametrize("arch", ["dense", "gpt2", "mla", "isoflop"])
+def test_adapters_have_exact_flops(arch):
+    sets = ["model.seq=64", "model.vocab=512", "lora.rank=3", "recipe=adamw"]
+    spec = load(size="27k", arch=arch, sets=sets)
+    model = build_model(spec.model, loss_chunk=64)
+    init_weights(model, spec.model, 0)
+    tokens = torch.randint(512, (2, 65), generator=torch.Generator().manual_seed(0))
+    whole = sum(counted(model, tokens).values())
+    adapt(model, spec.lora, seed=0)
+    saved = whole - sum(counted(model, tokens).values())
+    expected = account.flops_per_token(spec.model).model - training_flops(spec).model
+    # Nothing below the first matrix is trained, so it has no gradient for its inputs either.
+    first = 2 * (
+        account.params(spec.model).attention // spec.model.layers + spec.model.smear_inputs
+    )
+    first += 2 * 3 * 2 * spec.model.width  # its adapter
+    assert expected <= saved / 128 <= expected + first
 
 
 def test_recompute_costs_one_more_forward_of_the_blocks():

@@ -1,20 +1,29 @@
 """The same runs, read from a directory and from the MLflow store that they were replayed to."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.dump import to_toml
+from pipeline.config.layers import load
 from pipeline.errors import RunError
+from pipeline.planner.check import resolve
 from pipeline.runs.history import read_runs
 from pipeline.scaling.points import points_of
 from pipeline.track.mlflow_runs import read_experiment
+from tests.scaling.made_runs import make_run
 
 mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.fixture
 def stored(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    return store_runs(ladder, monkeypatch, tmp_path)
+
+
+def store_runs(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from pipeline.track import mlflow_runs
     from pipeline.track.mlflow_store import Store
 
@@ -51,6 +60,24 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
     assert data["points"]["used"] == 3
     with pytest.raises(RunError, match="it has demo"):
         read_experiment("dmeo")
+
+
+def test_both_give_the_same_forecast_of_a_task(monkeypatch, launch, tmp_path: Path) -> None:
+    """With the chance of the questions, which the config names."""
+    ladder = tmp_path / "ladder"
+    questions = tmp_path / "pairs.jsonl"
+    questions.write_text('{"good": "a", "bad": "b"}\n')
+    config = load(size="27k", sets=[f'eval.tasks=["{questions}"]', "train.steps=9"])
+    for number, (N, ratio) in enumerate(product((2e5, 6e5, 2e6), (10, 40))):
+        path = make_run(ladder, f"run-{number}", N, ratio * N, seed=number, questions=500)
+        (path / "config.toml").write_text(to_toml(resolve(config, ranks=1, gpu=False)))
+    store_runs(ladder, monkeypatch, tmp_path)
+    asked = "forecast --task pairs --params 7e6 --tokens 1.4e8 --json"
+    here, there = (
+        json.loads(launch(f"{asked} {source}"), parse_float=lambda text: f"{float(text):.7g}")
+        for source in (f"--runs {ladder}", "--experiment demo")
+    )
+    assert there == here
 
 
 def test_the_dashboard_draws_both_the_same(stored: Path) -> None:

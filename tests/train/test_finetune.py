@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 
-from pipeline.checkpoint.restore import load_model, load_weights
+from pipeline.checkpoint.restore import load_model, load_weights, newest, run_config
 from pipeline.config.layers import load
 from pipeline.config.objective import LABEL_DIGITS, Labels
 from pipeline.data.corpus import Corpus
 from pipeline.hub.exporting import export
 from pipeline.model.adapter import adapt
 from pipeline.model.build import build_model, init_weights
+from pipeline.planner.memory import Layout, disk_bytes, memory
 from pipeline.runs.directory import tokenizer_of
 from pipeline.train.finetuning import FineTuning, prepare
 from pipeline.train.measure import loader
@@ -96,12 +97,22 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin = ("finetune", "--run", folder / "decoder-base", "--data", folder / "echo.jsonl", *SHORT)
     launch(*begin, *SETTINGS, "--set", "train.micro_batch=8", "--out", folder / "answers" / "whole")
     # A few steps, because bf16 is slow on a CPU. The head is the frozen embedding.
-    tied = ("--set", "model.tied=true", "--recipe", "adamw", "--out", folder / "tied-base")
-    launch("pretrain", *PRETRAIN, "--data", corpus, *tied)
+    tied = ("--set", "model.tied=true", "--set", "model.vocab=640", "--recipe", "adamw")
+    launch("pretrain", *PRETRAIN, "--data", corpus, *tied, "--out", folder / "tied-base")
     begin = ("finetune", "--run", folder / "tied-base", "--data", folder / "echo.jsonl", *SHORT)
     begin = (*begin, *SETTINGS, "--set", "train.steps=3", "--lora", 4)
     for dtype in ("fp32", "bf16"):
         launch(*begin, "--dtype", dtype, "--out", folder / f"lora-{dtype}")
+    # An imported model, fine-tuned; and as a teacher, beside the run that it comes from.
+    base = folder / "decoder-base"
+    launch("export", "--run", base, "--to", folder / "hub")
+    launch("import", "--from", folder / "hub", "--out", folder / "imported")
+    begin = ("finetune", "--init", folder / "imported", "--data", folder / "colors.jsonl")
+    launch(*begin, *SETTINGS, "--epochs", 1, "--out", folder / "continued")
+    teachers = {"run": base, "checkpoint": base / "checkpoints" / "step-00000004"}
+    for name, teacher in {**teachers, "import": folder / "imported"}.items():
+        taught = ("--set", f"distill.teacher={teacher}", "--out", folder / f"taught-by-{name}")
+        launch("pretrain", *PRETRAIN, "--data", corpus, "--set", "train.steps=1", *taught)
     for name in ("classes", "lora"):
         out = folder / name / "stopped"
         jobs.append({"do": "copy", "src": folder / name / "one", "dst": out})
@@ -184,11 +195,16 @@ def test_adapters_in_bf16_stay_near_fp32(runs: Path) -> None:
     assert losses(runs / "lora-bf16") == pytest.approx(losses(runs / "lora-fp32"), abs=2e-2)
     trained = load_weights(runs / "lora-bf16")
     start = load_weights(runs / "tied-base")
-    for name in start:
-        rounded = start[name].bfloat16()
-        torch.testing.assert_close(trained[name], rounded, rtol=0, atol=0)
+    assert all(torch.equal(trained[name], start[name].bfloat16()) for name in start)
     moved = [trained[name].abs().max() > 0 for name in trained if name.endswith(".lora_up")]
     assert all(moved) and moved
+    # What the planner predicts for it.
+    config = run_config(runs / "lora-bf16")
+    size = sum(file.stat().st_size for file in newest(runs / "lora-bf16").path.iterdir())
+    assert size < disk_bytes(config, 1) < 2 * size
+    held = memory(config, Layout.of(config, 1))
+    assert held.weights == 2 * sum(trained[name].numel() for name in trained)
+    assert held.optimizer == 12 * sum(trained[n].numel() for n in trained if ".lora_" in n)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +243,45 @@ def test_transformers_predicts_the_same(
         assert pieces(text)["input_ids"] == [*mine.encode(text), mine.eod]
 
 
+def test_an_imported_model_is_tuned_and_exported(runs: Path, inside, tmp_path: Path) -> None:
+    run = runs / "continued"
+    config = run_config(run)
+    # A small rate, because published models are trained for long.
+    assert config.optim.lr < run_config(runs / "learned").optim.lr / 2
+    inside("export", "--run", run, "--to", tmp_path / "hub")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hub")
+    pieces = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    model, _ = load_model(run)
+    tokens = torch.tensor([pieces("red one two")["input_ids"]])
+    last = torch.tensor([tokens.shape[1] - 1])
+    with torch.no_grad():
+        found = theirs.eval()(tokens).logits
+        ours = model(tokens, targets_BS=tokens, labels_B=torch.tensor([0]), last_B=last).rows_BC
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
+
+
+def test_a_vocabulary_may_be_larger_than_that_of_the_data(runs: Path, corpus: Path, inside) -> None:
+    run = runs / "tied-base"
+    found = json.loads(inside("evaluate", "--run", run, "--data", corpus, "--json"))
+    assert found["loss"] == pytest.approx(losses(run, "eval")[-1], abs=1e-5)
+
+
+def test_a_teacher_is_a_run_a_checkpoint_or_an_import(runs: Path) -> None:
+    by_run, *others = (losses(runs / f"taught-by-{n}") for n in ("run", "checkpoint", "import"))
+    assert others == [by_run, by_run]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no model"])
+def test_an_import_without_a_tokenizer(runs: Path, inside, tmp_path: Path, content) -> None:
+    start = tmp_path / "imported"
+    shutil.copytree(runs / "imported", start, ignore=shutil.ignore_patterns("tokenizer.model"))
+    if content is not None:
+        (start / "tokenizer.model").write_bytes(content)
+    asked = ("--init", start, "--data", runs / "colors.jsonl", "--out", tmp_path / "run")
+    (error,) = inside("finetune", *asked, code=2).strip().splitlines()
+    assert "tokenizer" in error
+
+
 @pytest.mark.parametrize("arch", ["llama3", "mistral", "mixtral", "gpt2", "bert"])
 def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> None:
     reads = "first" if arch == "bert" else "last"
@@ -251,7 +306,7 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
         ([{"prompt": "a", "answer": "b"}, {"text": "a", "label": 1}], (), ":2: another form"),
         ([{"text": "a", "label": 1}, {"text": "b", "label": "x"}], (), "all texts or all numbers"),
         ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "leave --regression"),
-        ([{"text": t, "label": 1} for t in "abcdef"], (), "every label is 1"),
+        ([{"text": t, "label": 1} for t in "abcdef"], (), "training examples is 1"),
         ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
