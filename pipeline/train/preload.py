@@ -137,7 +137,10 @@ def serve() -> None:
         sys.exit(f"ranks cannot be forked: {unfit}")
     requests.send(b".")
     while True:
-        message, ends, *_ = socket.recv_fds(requests, 1 << 16, 3)
+        try:
+            message, ends, *_ = socket.recv_fds(requests, 1 << 16, 3)
+        except ConnectionResetError:  # the launcher was killed
+            os._exit(0)
         if not message:
             os._exit(0)
         child = os.fork()
