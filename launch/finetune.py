@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from pipeline.train.request import Request
 
 EXAMPLES = examples(
-    "launch finetune --run runs/1b --data questions.jsonl --out runs/assistant",
+    "launch finetune --run runs/1b --data answers.jsonl --out runs/assistant",
     "launch finetune --run runs/1b --data reviews.jsonl --valid held-out.jsonl --epochs 3",
     "launch finetune --run runs/1b --data scores.jsonl --regression --lm-weight 0.5",
     "launch finetune --init runs/bert --data pairs.jsonl --lr 3e-5 --batch 16",
-    "launch finetune --run runs/1b --data questions.jsonl --lora 16 --nproc 8 --zero 2",
+    "launch finetune --run runs/1b --data answers.jsonl --lora 16 --nproc 8 --zero 2",
     "launch finetune --resume --out runs/assistant",
-    "launch finetune --run runs/1b --data questions.jsonl --cluster h100 --slurm --time 2:00:00",
+    "launch finetune --run runs/1b --data answers.jsonl --cluster h100 --slurm --time 2:00:00",
 )
 Option = typer.Option
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
