@@ -239,9 +239,10 @@ def test_an_unknown_task_is_refused_before_large_imports(tmp_path):
     harness.refuse_unknown(["hella"], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_a_dangling_link_is_named(tmp_path, inside):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    for words in (
         "pretrain --size tiny --data none --out",
         "finetune --run none --data none --out",
         "data prepare --source synthetic --out",
@@ -249,11 +250,7 @@ def test_an_unknown_task_is_refused_before_large_imports(tmp_path):
         "sweep run cpu --data none --out",
         "export --run none --to",
         "import --from none --out",
-    ],
-)
-def test_a_dangling_link_is_named(tmp_path, inside, command):
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "gone")
-    for out in (link, link / "run"):
-        error = inside(*command.split(), out, code=2)
-        assert f"{link} is a link to {tmp_path / 'gone'}, which does not exist" in error
+    ):
+        for out in (link, link / "run"):
+            error = inside(*words.split(), out, code=2)
+            assert f"{link} is a link to {tmp_path / 'gone'}, which does not exist" in error

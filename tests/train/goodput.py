@@ -24,12 +24,9 @@ parser.add_argument("--load", type=int, default=0, help="processes that only com
 parser.add_argument("--cold", action="store_true", help="kill the preloader before each rank")
 options = parser.parse_args()
 sets = (
-    "model.seq=64",
-    "train.batch_tokens=1024",
-    f"train.save_every={options.save_every}",
-    "train.eval_every=100000",
-    "optim.lr=0.001",
-)
+    "model.seq=64 train.batch_tokens=1024 train.eval_every=100000 optim.lr=0.001 "
+    f"train.save_every={options.save_every}"
+).split()
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)]
 process = subprocess.Popen([
     *(sys.executable, "-m", "launch", "pretrain", "--size", "tiny", "--recipe", "adamw", "--nproc", "2"),
@@ -57,7 +54,6 @@ def kill(number: int) -> float | None:
 
 
 took_s: list[float] = []
-loads: list[float] = []
 last_s = time.monotonic()
 while process.poll() is None and len(took_s) < options.kills:
     time.sleep(0.5)
@@ -67,8 +63,7 @@ while process.poll() is None and len(took_s) < options.kills:
         seconds = kill(len(took_s))
         if seconds is not None:
             took_s.append(seconds)
-            loads.append(psutil.getloadavg()[0])
-            print(f"kill {len(took_s)}: {seconds:.1f} s at load {loads[-1]:.0f}", flush=True)
+            print(f"kill {len(took_s)}: {seconds:.1f} s at load {psutil.getloadavg()[0]:.0f}")
         last_s = time.monotonic()
 if process.poll() is None:
     process.terminate()
@@ -79,9 +74,5 @@ events = [json.loads(line) for line in log.read_text().splitlines() if '"kind":"
 end = {k: round(v, 3) for k, v in events[-1].items() if k == "goodput" or k.endswith("_s")}
 print(f"exit {process.returncode}, {len(took_s)} kills, {end}")
 if took_s:
-    ordered = sorted(took_s)
-    p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
-    print(
-        f"recovery: median {ordered[len(ordered) // 2]:.1f} s, p95 {p95:.1f} s, "
-        f"worst {ordered[-1]:.1f} s, at load {min(loads):.0f} to {max(loads):.0f}"
-    )
+    p50, p95 = (sorted(took_s)[math.ceil(q * len(took_s)) - 1] for q in (0.5, 0.95))
+    print(f"recovery: median {p50:.1f} s, p95 {p95:.1f} s, worst {max(took_s):.1f} s")
