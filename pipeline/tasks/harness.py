@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -70,15 +70,20 @@ def evaluate(
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise _no_task(unknown)
-    found = lm_eval.simple_evaluate(
-        _adapter(reader, tokenizer),
-        tasks=list(names),
-        num_fewshot=shots,
-        limit=questions,
-        task_manager=manager,
-        log_samples=False,
-        verbosity="ERROR",
-    )
+    try:
+        found = lm_eval.simple_evaluate(
+            _adapter(reader, tokenizer),
+            tasks=list(names),
+            num_fewshot=shots,
+            limit=questions,
+            task_manager=manager,
+            log_samples=False,
+            verbosity="ERROR",
+        )
+    except OSError as error:  # no network, or a file that does not exist
+        reason = str(error).splitlines()[0]
+        text = f"--tasks {', '.join(names)}: the questions cannot be loaded ({reason})"
+        raise DataError(f"{text}; load them once with network access, or check the file") from None
     return {
         task: {
             # lm-eval appends the name of the filter; "none" is no filter.

@@ -79,6 +79,10 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     asked = [part for name in names for part in ("--tasks", name)]
     options = ("--task-dir", tmp_path, "--nproc", 2, "--tasks", data, "--json")
     found = json.loads(launch("evaluate", "--run", run, *asked, *options).stdout)["tasks"]
+    gone = YAML.format(name="gone", data="gone", kind="multiple_choice", more=CHOICE)
+    (tmp_path / "gone.yaml").write_text(gone)
+    refused = launch("evaluate", "--run", run, "--tasks", "gone", "--task-dir", tmp_path, code=2)
+    assert "--tasks gone" in refused.stderr
     choice, rolling, until = (truth["results"][name] for name in names)
     assert found["our_multiple_choice"]["acc"] == choice["acc,none"]
     assert found["questions"]["accuracy"] == choice["acc,none"]
