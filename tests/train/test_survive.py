@@ -21,9 +21,8 @@ from tests.train.test_run import hashes, losses, pretrain, processes, records, t
 STEPS = 40
 STARTING, SAVING, EVALUATING = 0, 20, 30  # what happens at that step
 OPTIONS = (
-    "--size", "tiny", "--recipe", "adamw", "--steps", STEPS, "--no-track", "--nproc", 2,
-    "--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "train.save_every=10",
-    "--set", "train.eval_every=30",
+    "--size", "tiny", "--steps", STEPS, "--no-track", "--nproc", 2, "--set", "model.seq=64",
+    "--set", "train.batch_tokens=1024", "--set", "train.save_every=10", "--set", "train.eval_every=30",
     "--set", "train.eval_batches=2", "--set", "optim.lr=0.001",
 )  # fmt: skip
 
