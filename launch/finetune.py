@@ -132,8 +132,7 @@ def finetune(
     from pipeline.train.request import Request, plan_run
 
     refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
-    # Every source of cluster settings; a resumed run has its own.
-    machine = (cluster, config, sets or (), out if resume else None)
+    machine = (cluster, config, sets or (), out if resume else None)  # have cluster settings
     job, devices, ranks = where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
@@ -147,9 +146,10 @@ def finetune(
         start.begin(plan_run(replace(request, data=_examples_of(out)), devices))
         return
     asked = FineTuning(
-        *(_start(run, init), _given(data), valid, valid_share, seq, batch, epochs, lr, regression),
-        *(lm_weight, lora, scratch, tokenizer),
-    )
+        start=_start(run, init), data=_given(data), valid=valid, valid_share=valid_share, seq=seq,
+        batch=batch, epochs=epochs, lr=lr, regression=regression, lm_weight=lm_weight, lora=lora,
+        scratch=scratch, tokenizer=tokenizer,
+    )  # fmt: skip
     _begin_new(asked, request, start)
 
 
