@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.options import AsJson, Experiment, Law, RunsDir, examples
+from launch.options import AsJson, Curves, Experiment, Law, RunsDir, examples
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ app = typer.Typer()
         "launch dashboard",
         "launch dashboard --runs runs/demo --port 8080",
         "launch dashboard --runs runs/demo --static dashboard.html",
+        "launch dashboard --runs runs/demo --curves",
     )
 )
 def dashboard(
@@ -40,6 +41,7 @@ def dashboard(
         str, typer.Option(help="Address to serve on; beyond loopback a token is required.")
     ] = "127.0.0.1",
     law: Law = "auto",
+    curves: Curves = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve the dashboard: loss against compute, the law, forecasts and every run, live."""
@@ -51,7 +53,12 @@ def dashboard(
     # Checked here. The watcher fits later in a thread, where an error is only a note on the page.
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
-    watcher = Watcher(open_source(runs, experiment), law)
+    if curves and law == "envelope":
+        raise ConfigError(
+            "--curves corrects losses before the decay, and --law envelope uses them as they are; "
+            "choose one of the two"
+        )
+    watcher = Watcher(open_source(runs, experiment), law, curves=curves)
     if static is not None:
         write(watcher, static, as_json)
     else:

@@ -12,6 +12,7 @@ from pipeline.dashboard.payload import short, text
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
+from pipeline.scaling.annealing import with_curves
 from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token, valley
 from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.record import Score
@@ -27,16 +28,22 @@ GPUS = (1, 8, 64, 512)  # that the page offers: planning all sizes for a number 
 SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
-def law_data(runs: Sequence[Run], law: str, forecasts: Sequence[Score]) -> dict[str, Any]:
-    """Return the law of a group of runs, or the reason if none can be fitted."""
+def law_data(
+    runs: Sequence[Run], law: str, forecasts: Sequence[Score], curved: Sequence[Run] | None = None
+) -> dict[str, Any]:
+    """Return the law of a group of runs, or the reason if none can be fitted.
+
+    `curved` are runs with whole logs, whose losses before the decay are points too.
+    """
     # Losses and accuracies have charts of their own.
     made: dict[str, list[dict[str, Any]]] = {"forecasts": [], "task_forecasts": []}
     for score in forecasts:
         made["forecasts" if score.task is None else "task_forecasts"].append(dict(vars(score)))
     try:
         points = points_of(runs)
+        fitted = points if curved is None else with_curves(points, curved)
         # The page draws intervals, so a law that was requested by name is backtested too.
-        done = study(points, law, tested=True)
+        done = study(fitted, law, tested=True)
     except DataError as error:
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)

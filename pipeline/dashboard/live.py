@@ -50,9 +50,10 @@ class Snapshot:
 class Watcher:
     """`refresh` looks for changes once; `start` repeats that in a thread beside the server."""
 
-    def __init__(self, source: Source, law: str = "auto") -> None:
+    def __init__(self, source: Source, law: str = "auto", *, curves: bool = False) -> None:
         self.source = source
         self.law = law
+        self.curves = curves  # also fit losses before the decay, as `launch fit --curves`
         self.boot = hashlib.sha256(str(time.time_ns()).encode()).hexdigest()[:8]
         self.snapshot = Snapshot(reading=(0, 0))
         self._views: dict[str, tuple[Hashable, RunView]] = {}  # run id → stamp, view
@@ -156,13 +157,14 @@ class Watcher:
             record = next(iter(members.values())).record
             name = " · ".join(text(record[k]) for k in ("experiment", "arch") if record.get(k))
             experiment = shlex.quote(text(record.get("experiment")))
+            options = self.source.options or f"--experiment {experiment}"
             found.append(
                 {
                     "group": group,
                     "runs": len(members),
                     "convention": text(record["convention"]),
                     "label": name,
-                    "options": self.source.options or f"--experiment {experiment}",
+                    "options": options + " --curves" * self.curves,
                     **self._law(group, name, members, notes),
                 }
             )
@@ -181,7 +183,13 @@ class Watcher:
         basis = repr(([(r.name, r.finished, r.N, r.evals[-1:]) for r in runs], scores))
         if self._laws.get(group, ("",))[0] != basis:
             try:
-                law = law_data(runs, self.law, scores)
+                # Whole logs: the views are thinned, and a plateau would end too early in them.
+                whole = [
+                    self.source.read(key, whole=True).curve
+                    for key, view in members.items()
+                    if self.curves and view.run.finished
+                ]
+                law = law_data(runs, self.law, scores, whole if self.curves else None)
             except Exception as error:  # numbers that no fit can use
                 logging.getLogger(__name__).debug("no law for %s", name, exc_info=True)
                 law = {"law": None, "warnings": [f"No law: {_reason(error)}"], "forecasts": []}

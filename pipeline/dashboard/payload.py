@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,11 @@ class RunView:
         """The run in the form that fits read."""
         steps = self.log.steps.records(1)
         return Run(Path(), self.record, steps, self.log.evals.records(), tuple(self.log.events))
+
+    @property
+    def curve(self) -> Run:
+        """The same with all steps of the log, for losses before the decay."""
+        return replace(self.run, steps=self.log.steps.records())
 
     @property
     def group(self) -> str:

@@ -56,7 +56,7 @@ class Gap(NamedTuple):
 def plateau(run: Run) -> Plateau | None:
     """Return the losses on a run's plateau; None if there are fewer than two, or no decay."""
     rates = [(int(step["step"]), float(step.get("lr") or 0)) for step in run.steps]
-    peak = max((rate for _, rate in rates), default=0.0)
+    peak = max((rate for _, rate in rates if rate > 0), default=0.0)  # the page has NaN for none
     held = [step for step, rate in rates if rate >= AT_PEAK * peak]
     if not held or held[-1] >= int(run.last["step"]):  # this run never decayed
         return None

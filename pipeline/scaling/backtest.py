@@ -110,7 +110,7 @@ def scatter_shares(runs: int) -> tuple[float, float]:
     return NOISE_SHARE, SPREAD_SHARE * min(1.0, MANY / runs)
 
 
-def focus(points: Points, law: Law) -> Array:
+def focus(points: Points, law: Law, width: float = VALLEY) -> Array:
     """Weights for forecasting, at most 1: high near the largest compute and the best loss for it.
 
     No law here fits four decades of compute and badly split runs as well, and forecasts need
@@ -118,15 +118,12 @@ def focus(points: Points, law: Law) -> Array:
     """
     top = np.sort(points.C)[-min(TOP * len(law.parameters), len(points))]
     recent = np.minimum(points.C / top, 1) ** RECENT
-    return _softened(points, law, recent * _near_valley(points, VALLEY))
+    return _softened(points, law, recent * _near_valley(points, width))
 
 
 def near_valley(points: Points, law: Law) -> Array:
-    """Weights for N* and D*: the same for every compute, lower for badly split runs.
-
-    Every budget shows where its valley is. With weights by compute, the slope would depend on the
-    few largest runs only.
-    """
+    """Weights for N* and D* if a few runs would dominate: equal for every compute, lower for badly
+    split runs."""
     return _softened(points, law, _near_valley(points, WIDE_VALLEY))
 
 

@@ -3,7 +3,7 @@
 One law is printed, drawn and used for every loss: `Study.fit`. With `auto` it is fitted for
 forecasting: runs near the largest compute have the largest weights (backtest.focus), and a weak
 prior from published laws (laws.prior) helps where a few runs do not determine a parameter. N* and
-D* then come from `Study.split`, Chinchilla's law over all budgets. A law that the user names is
+D* then come from `Study.split`, Chinchilla's law with other weights. A law that the user names is
 fitted as in its paper, with equal weights, and used for both.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.errors import ConfigError, DataError
 from pipeline.scaling.backtest import (
     TYPICAL,
+    WIDE_VALLEY,
     Backtest,
     backtest,
     focus,
@@ -61,6 +62,7 @@ NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 # Above this many points, the scatter replaces the bootstrap and E's profile: they agree there, and
 # a single refit takes seconds.
 MOST_RESAMPLED = 20_000
+LESS_CERTAIN = 2.0  # largest ratio of the errors of N*, with larger weights for larger runs
 VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 
 # We report a bad fit ourselves, so numpy's warnings are off.
@@ -203,7 +205,7 @@ class Study:
         a_b = exponents(self.split.law, natural)
         if a_b is None:
             return None
-        source = "law" if self.split is self.fit else f"{self.split.law.name} over all budgets"
+        source = "law" if self.split is self.fit else f"{self.split.law.name}, fitted for N*"
         found = {"a": float(a_b[0, 0]), "b": float(a_b[0, 1]), "from": source}
         span = self.optimum_range(np.ones(1)) or {}
         for key in ("a", "b") if span else ():
@@ -298,15 +300,33 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
 
 
 def _split(result: Fit) -> Fit:
-    """Return the fit that gives N* and D*: Chinchilla's law, with equal weights for all budgets.
+    """Return the fit that gives N* and D*: Chinchilla's law, with larger weights for larger runs.
 
-    The fit for forecasting follows the few largest runs. That is right for the loss beyond them,
-    but the slope of N* would then depend on a dozen runs (docs/LOG.md, 2026-11-17).
+    Every budget shows where its valley is, but the optimum bends, and forecasts are for larger
+    compute. Where this makes N* depend on a few runs, all budgets have equal weights (docs/LOG.md,
+    2026-11-17).
     """
+    points = result.points
     if result.weights is None or result.law.name not in ("chinchilla", "gamma"):
         return result
     simple = LAWS["chinchilla"]
-    return fit(result.points, simple, weights=near_valley(result.points, simple))
+    even = fit(points, simple, weights=near_valley(points, simple))
+    recent = fit(points, simple, weights=focus(points, simple, WIDE_VALLEY))
+    # If an error is NaN, the comparison is false.
+    return recent if _split_error(recent) <= LESS_CERTAIN * _split_error(even) else even
+
+
+def _split_error(fitted: Fit) -> float:
+    """Return the standard error of log N* at ten times the largest compute, by the delta method."""
+    step = 1e-5  # in logarithms, as in Scatter.standard_errors
+    unit = np.eye(len(fitted.theta))
+    nudged = fitted.theta + step * np.concatenate([unit, -unit])
+    terms = terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
+    assert terms is not None
+    compute = 10 * fitted.points.C.max() / flops_per_parameter_token(fitted.points)
+    up, down = np.split(best_split(terms, np.full(len(terms), np.log(compute))), 2)
+    slope = (up - down) / (2 * step)
+    return float(np.sqrt(slope @ scatter(fitted).covariance @ slope))
 
 
 def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | None, Sequence[str]]:

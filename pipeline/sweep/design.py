@@ -15,7 +15,7 @@ from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
 from pipeline.planner.work import training_flops
-from pipeline.scaling.backtest import CUTS, TYPICAL, TYPICAL_CUTS, half_width
+from pipeline.scaling.backtest import CUTS, ENOUGH, FEWEST, TYPICAL, TYPICAL_CUTS, half_width
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
@@ -160,8 +160,12 @@ def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -
     # Student's t for few spare runs, to about 10%.
     t = 2 * (1 + 2 / spare**1.5)
     linear = float(t * np.sqrt(noise**2 + there @ covariance @ there))
-    squares = TYPICAL_CUTS * TYPICAL**2 + len(CUTS) * noise**2
-    scale = float(np.sqrt(squares / (TYPICAL_CUTS + len(CUTS))))
+    # As in `backtest`: few runs have few cuts, and with too few errors there is no backtest at all.
+    cuts = [cut for cut in CUTS if cut * len(runs) >= FEWEST]
+    if sum((1 - cut) * len(runs) for cut in cuts) < ENOUGH:
+        cuts = []
+    squares = TYPICAL_CUTS * TYPICAL**2 + len(cuts) * noise**2
+    scale = float(np.sqrt(squares / (TYPICAL_CUTS + len(cuts))))
     beyond = np.array([target.C / C.max()])
     return max(linear, float(half_width(scale, len(runs), beyond, np.zeros(1))[0]))
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from launch.dashboard import app
 from pipeline.config.optimizer import WSD
+from pipeline.dashboard import source
+from pipeline.dashboard.live import Watcher
 from pipeline.errors import ConfigError, DataError
 from pipeline.optim.schedule import learning_rate
 from pipeline.runs.history import Run
@@ -116,7 +120,7 @@ def test_a_branch_does_not_count_its_trunk_twice() -> None:
     assert plateau(trunk) is not None and sum(name == "trunk" for name in points.run) == 7
 
 
-def test_curves_on_the_command_line(tmp_path: Path, launch) -> None:
+def test_curves_on_the_command_line(tmp_path: Path, launch, monkeypatch) -> None:
     ladder = make_ladder(tmp_path / "flat", 4)  # these logs have one rate from start to end
     for folder in ladder.iterdir():
         log = folder / "log.jsonl"
@@ -131,6 +135,18 @@ def test_curves_on_the_command_line(tmp_path: Path, launch) -> None:
     assert any("before the decay" in warning for warning in found["warnings"])
     made = json.loads(launch("forecast --curves --json --params 3e7 --tokens 6e8 --runs", ladder))
     assert made["optimum"]["N"] > 0
+    # The page has the same law, although it keeps only some rows of each log.
+    monkeypatch.setattr(source, "KEPT_ROWS", 16)
+    page = Watcher(source.Directories(ladder), curves=True)
+    page.refresh(strict=True)
+    (shown,) = json.loads(page.snapshot.laws)
+    assert shown["options"] == f"--runs {ladder} --curves" and shown["law"] == found["law"]
+    assert shown["parameters"]["A"]["value"] == pytest.approx(found["parameters"]["A"]["value"])
+    static = tmp_path / "page.html"
+    call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--static", str(static)])
+    assert call.exit_code == 0 and b"before the decay" in static.read_bytes()
+    call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--law", "envelope"])
+    assert isinstance(call.exception, ConfigError) and "--curves" in str(call.exception)
     for wrong in ("--points x.csv", f"--runs {ladder} --law envelope"):
         with pytest.raises(ConfigError, match="--curves"):
             launch("fit --curves", wrong)

@@ -64,6 +64,23 @@ def test_the_interval_widens_outside_of_the_runs_ratios_not_off_the_optimum() ->
     assert half[16e9] > 1.5 * half[1.6e9] > 3 * half[16e6]
 
 
+@pytest.mark.parametrize("shift", [0.5, 2.0])
+def test_small_budgets_with_another_optimum_do_not_move_that_of_large_ones(shift: float) -> None:
+    """Up to 3e18 FLOPs the valleys lie at half or twice N: equal weights give +54% and −42%."""
+    C = np.repeat(np.geomspace(1e17, 1e21, 8), 6)
+    N = np.tile(np.geomspace(0.15, 6, 6), 8) * 0.1 * C**0.5
+    D = C / 6 / N
+    moved = np.where(C < 3e18, shift, 1.0)
+    noise = np.random.default_rng(0).normal(0, 0.0007, N.size)
+    loss = true_loss(N * moved, D / moved) * np.exp(noise)
+    best = study(Points(N, D, C, loss, tuple(map(str, range(48))), "made")).optimum(
+        np.array([1e22])
+    )
+    many = np.geomspace(1e9, 1e12, 20_001)
+    truth = many[np.argmin(true_loss(many, 1e22 / 6 / many))]
+    assert best is not None and abs(best.N[0] / truth - 1) < 0.1
+
+
 def test_backtests_never_see_what_they_predict() -> None:
     points = drawn(0.003, 0)
     test = backtest(points, LAWS["chinchilla"], focused=True)
