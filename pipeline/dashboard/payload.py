@@ -142,9 +142,8 @@ class RunLog:
         self.steps = Series(STEP_KEYS, limit)
         self.evals = Series(EVAL_KEYS, limit)
         self.events: list[Record] = []
-        self.loads: list[
-            tuple[float, list[list[float]]]
-        ] = []  # MoE: step, load by layer and expert
+        # MoE: step, load by layer and expert
+        self.loads: list[tuple[float, list[list[float]]]] = []
         self.hashes: list[tuple[int, str]] = []  # step, hash of its tokens
 
     def add(self, record: Record) -> None:

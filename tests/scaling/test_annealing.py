@@ -142,9 +142,6 @@ def test_curves_on_the_command_line(tmp_path: Path, launch, monkeypatch) -> None
     (shown,) = json.loads(page.snapshot.laws)
     assert shown["options"] == f"--runs {ladder} --curves" and shown["law"] == found["law"]
     assert shown["parameters"]["A"]["value"] == pytest.approx(found["parameters"]["A"]["value"])
-    static = tmp_path / "page.html"
-    call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--static", str(static)])
-    assert call.exit_code == 0 and b"before the decay" in static.read_bytes()
     call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--law", "envelope"])
     assert isinstance(call.exception, ConfigError) and "--curves" in str(call.exception)
     for wrong in ("--points x.csv", f"--runs {ladder} --law envelope"):

@@ -42,7 +42,6 @@ def test_more_noise_and_farther_targets_are_wider() -> None:
     few = [
         run for run in runs if run.size in ("3m", "15m", "30m", "125m") and "20x" not in run.name
     ]
-    assert len(few) == 8
     assert design.width(few, near, draws=2).median < 1.15 * design.rough_width(few, near)
     # A 95% interval may miss one of eight.
     assert found.inside >= 7 and found.error < 0.5 * found.median
