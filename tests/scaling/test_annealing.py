@@ -135,7 +135,6 @@ def test_curves_on_the_command_line(tmp_path: Path, launch, monkeypatch) -> None
     assert any("before the decay" in warning for warning in found["warnings"])
     made = json.loads(launch("forecast --curves --json --params 3e7 --tokens 6e8 --runs", ladder))
     assert made["optimum"]["N"] > 0
-    # The page has the same law, although it keeps only some rows of each log.
     monkeypatch.setattr(source, "KEPT_ROWS", 16)
     page = Watcher(source.Directories(ladder), curves=True)
     page.refresh(strict=True)
