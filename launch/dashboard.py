@@ -25,6 +25,7 @@ app = typer.Typer()
         "launch dashboard",
         "launch dashboard --runs runs/demo --port 8080",
         "launch dashboard --runs runs/demo --static dashboard.html",
+        "launch dashboard --runs runs/demo --curves",
     )
 )
 def dashboard(
@@ -53,7 +54,10 @@ def dashboard(
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     if curves and law == "envelope":
-        raise ConfigError("--curves changes losses that --law envelope needs; leave out one")
+        raise ConfigError(
+            "--curves corrects losses before the decay, and --law envelope uses them as they are; "
+            "choose one of the two"
+        )
     watcher = Watcher(open_source(runs, experiment), law, curves=curves)
     if static is not None:
         write(watcher, static, as_json)

@@ -29,21 +29,23 @@ SIZES = 2.0 ** np.linspace(-4, 4, 33)  # multiples of N*, at each compute
 
 
 def law_data(
-    runs: Sequence[Run], law: str, forecasts: Sequence[Score], curved: Sequence[Run] = ()
+    runs: Sequence[Run], law: str, forecasts: Sequence[Score], curved: Sequence[Run] | None = None
 ) -> dict[str, Any]:
-    """Return the law of runs, and of losses before the decay in `curved`, or the reason if none."""
+    """Return the law of a group of runs, or the reason if none can be fitted.
+
+    `curved` are runs with whole logs, whose losses before the decay are points too.
+    """
     # Losses and accuracies have charts of their own.
     made: dict[str, list[dict[str, Any]]] = {"forecasts": [], "task_forecasts": []}
     for score in forecasts:
         made["forecasts" if score.task is None else "task_forecasts"].append(dict(vars(score)))
     try:
         points = points_of(runs)
-        fitted = with_curves(points, curved) if curved else points
+        fitted = points if curved is None else with_curves(points, curved)
         # The page draws intervals, so a law that was requested by name is backtested too.
         done = study(fitted, law, tested=True)
     except DataError as error:
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
-    names = {run.N: text(run.record.get("size")) for run in runs}
     used = _columns(done.fit.points)
     used["residual"] = _numbers(done.fit.residuals)
     test = done.backtest
@@ -52,7 +54,9 @@ def law_data(
         **done.to_json(),
         "plain": in_words(done, points),
         "line": line(done, points),
-        "size_lines": size_lines(done, points, names),
+        "size_lines": size_lines(
+            done, points, {run.N: text(run.record.get("size")) for run in runs}
+        ),
         "points_used": used,
         "backtest_errors": test
         and {"ratio": _numbers(test.ratio), "error": _numbers(np.expm1(test.errors))},

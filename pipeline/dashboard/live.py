@@ -183,8 +183,13 @@ class Watcher:
         basis = repr(([(r.name, r.finished, r.N, r.evals[-1:]) for r in runs], scores))
         if self._laws.get(group, ("",))[0] != basis:
             try:
-                whole = [self.source.read(k, whole=True).curve for k in members if self.curves]
-                law = law_data(runs, self.law, scores, whole)
+                # Whole logs: the views are thinned, and a plateau would end too early in them.
+                whole = [
+                    self.source.read(key, whole=True).curve
+                    for key, view in members.items()
+                    if self.curves and view.run.finished
+                ]
+                law = law_data(runs, self.law, scores, whole if self.curves else None)
             except Exception as error:  # numbers that no fit can use
                 logging.getLogger(__name__).debug("no law for %s", name, exc_info=True)
                 law = {"law": None, "warnings": [f"No law: {_reason(error)}"], "forecasts": []}

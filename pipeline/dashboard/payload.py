@@ -142,6 +142,7 @@ class RunLog:
         self.steps = Series(STEP_KEYS, limit)
         self.evals = Series(EVAL_KEYS, limit)
         self.events: list[Record] = []
+        # MoE: step, load by layer and expert
         self.loads: list[tuple[float, list[list[float]]]] = []
         self.hashes: list[tuple[int, str]] = []  # step, hash of its tokens
 

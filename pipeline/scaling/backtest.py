@@ -82,7 +82,10 @@ def growth(ratio: Array, beyond: Array) -> Array:
 
 
 def ratio_beyond(law: Law, runs: Points, weights: Array | None, places: Points) -> Array:
-    """How far log(D/N) is outside of the runs' range, in their deviations, by the fit's weights."""
+    """How far log(D/N) lies outside of the range of the runs, in their standard deviations.
+
+    Both by the weights of the fit: a badly split run with little weight determines nothing there.
+    """
     if law.name in ("compute", "power"):  # laws of compute alone
         return np.zeros(len(places))
     known = np.log(runs.D / runs.N)
@@ -119,7 +122,8 @@ def focus(points: Points, law: Law, width: float = VALLEY) -> Array:
 
 
 def near_valley(points: Points, law: Law) -> Array:
-    """Weights for N* if a few runs would dominate: equal at every compute, less for bad splits."""
+    """Weights for N* and D* if a few runs would dominate: equal for every compute, lower for badly
+    split runs."""
     return _softened(points, law, _near_valley(points, WIDE_VALLEY))
 
 
@@ -176,15 +180,16 @@ def backtest(points: Points, law: Law, *, focused: bool) -> Backtest | None:
     for edge, thetas, values, weight in zip(
         edges, np.split(theta, bounds), np.split(value, bounds), weights, strict=True
     ):
-        fit = Fit(law, thetas[np.argmin(values)], x, points, 0.0, 0.0)
-        tests.append(_errors_above(fit, edge, weight[0]))
+        fit = Fit(law, thetas[np.argmin(values)], x, points, 0.0, 0.0, weight[0])
+        tests.append(_errors_above(fit, edge))
     found = Backtest(law, *map(np.concatenate, zip(*tests, strict=True)))
     return found if len(found.errors) >= ENOUGH else None
 
 
-def _errors_above(fit: Fit, edge: float, weights: Array) -> tuple[Array, Array, Array, Array]:
+def _errors_above(fit: Fit, edge: float) -> tuple[Array, Array, Array, Array]:
     above = fit.points.take(edge < fit.points.C)
     errors = np.log(above.loss / fit.predict(above))
     below = edge >= fit.points.C
-    beyond = ratio_beyond(fit.law, fit.points.take(below), weights[below], above)
+    weights = None if fit.weights is None else fit.weights[below]
+    beyond = ratio_beyond(fit.law, fit.points.take(below), weights, above)
     return errors, above.C / edge, beyond, np.full(len(above), edge)

@@ -300,25 +300,31 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
 
 
 def _split(result: Fit) -> Fit:
-    """Return the fit for N* and D*: Chinchilla's law, with larger weights for larger runs."""
+    """Return the fit that gives N* and D*: Chinchilla's law, with larger weights for larger runs.
+
+    Every budget shows where its valley is, but the optimum bends, and forecasts are for larger
+    compute. Where this makes N* depend on a few runs, all budgets have equal weights (docs/LOG.md,
+    2026-11-17).
+    """
     points = result.points
     if result.weights is None or result.law.name not in ("chinchilla", "gamma"):
         return result
     simple = LAWS["chinchilla"]
     even = fit(points, simple, weights=near_valley(points, simple))
     recent = fit(points, simple, weights=focus(points, simple, WIDE_VALLEY))
-    # The optimum bends, so larger runs count more, unless a few of them would decide (LOG.md).
+    # If an error is NaN, the comparison is false.
     return recent if _split_error(recent) <= LESS_CERTAIN * _split_error(even) else even
 
 
 def _split_error(fitted: Fit) -> float:
     """Return the standard error of log N* at ten times the largest compute, by the delta method."""
     step = 1e-5  # in logarithms, as in Scatter.standard_errors
-    nudged = fitted.theta + step * np.kron([[1], [-1]], np.eye(len(fitted.theta)))
+    unit = np.eye(len(fitted.theta))
+    nudged = fitted.theta + step * np.concatenate([unit, -unit])
     terms = terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
     assert terms is not None
-    unit = np.log(10 * fitted.points.C.max() / flops_per_parameter_token(fitted.points))
-    up, down = np.split(best_split(terms, np.full(len(terms), unit)), 2)
+    compute = 10 * fitted.points.C.max() / flops_per_parameter_token(fitted.points)
+    up, down = np.split(best_split(terms, np.full(len(terms), np.log(compute))), 2)
     slope = (up - down) / (2 * step)
     return float(np.sqrt(slope @ scatter(fitted).covariance @ slope))
 

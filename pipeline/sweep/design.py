@@ -160,6 +160,7 @@ def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -
     # Student's t for few spare runs, to about 10%.
     t = 2 * (1 + 2 / spare**1.5)
     linear = float(t * np.sqrt(noise**2 + there @ covariance @ there))
+    # As in `backtest`: few runs have few cuts, and with too few errors there is no backtest at all.
     cuts = [cut for cut in CUTS if cut * len(runs) >= FEWEST]
     if sum((1 - cut) * len(runs) for cut in cuts) < ENOUGH:
         cuts = []

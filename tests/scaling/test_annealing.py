@@ -135,12 +135,16 @@ def test_curves_on_the_command_line(tmp_path: Path, launch, monkeypatch) -> None
     assert any("before the decay" in warning for warning in found["warnings"])
     made = json.loads(launch("forecast --curves --json --params 3e7 --tokens 6e8 --runs", ladder))
     assert made["optimum"]["N"] > 0
+    # The page has the same law, although it keeps only some rows of each log.
     monkeypatch.setattr(source, "KEPT_ROWS", 16)
     page = Watcher(source.Directories(ladder), curves=True)
     page.refresh(strict=True)
     (shown,) = json.loads(page.snapshot.laws)
     assert shown["options"] == f"--runs {ladder} --curves" and shown["law"] == found["law"]
     assert shown["parameters"]["A"]["value"] == pytest.approx(found["parameters"]["A"]["value"])
+    static = tmp_path / "page.html"
+    call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--static", str(static)])
+    assert call.exit_code == 0 and b"before the decay" in static.read_bytes()
     call = CliRunner().invoke(app, ["--runs", str(ladder), "--curves", "--law", "envelope"])
     assert isinstance(call.exception, ConfigError) and "--curves" in str(call.exception)
     for wrong in ("--points x.csv", f"--runs {ladder} --law envelope"):
