@@ -131,7 +131,7 @@ def _plain_muon(model: nn.Module, cfg: settings.Muon, config: RunConfig) -> Call
             gradient = weights[name].grad
             assert gradient is not None
             for copy, part in zip(parts, _split(name, gradient, config.model), strict=True):
-                copy.grad = part.flatten(0, -2).clone()
+                copy.grad = part.flatten(0, -2).clone(memory_format=torch.contiguous_format)
         with _SumsInFp32():
             muon.step()  # type: ignore[no-untyped-call]
         adamw.step()

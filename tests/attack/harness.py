@@ -54,13 +54,14 @@ def time_limit() -> Iterator[None]:
     # Endless files must end in a MemoryError here, not in a machine without memory.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, _hang)
+    others = set(psutil.Process().children(recursive=True))  # such as the Ray of other tests
     signal.alarm(LIMIT_S)
     try:
         yield
     finally:
         signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-        for child in psutil.Process().children(recursive=True):
+        for child in set(psutil.Process().children(recursive=True)) - others:
             with contextlib.suppress(psutil.Error):
                 child.kill()
 

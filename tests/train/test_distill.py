@@ -144,7 +144,7 @@ def test_the_teacher_is_counted_but_neither_saved_nor_mixed_into_a_law(runs: Pat
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter, sdpa_kernel(SDPBackend.MATH):
         h_BSW = teacher.states(Inputs(torch.zeros(1, 64, dtype=torch.long))).h_BSW
-        teacher.to_losses(h_BSW[:, :10], None)  # only for the predicted tokens, 15% of 64
+        teacher.predict(h_BSW[:, :10], None)  # only for the predicted tokens, 15% of 64
     # The row head, of one token, is not part of these logits.
     row = (
         params(teacher.cfg).total - params(teacher.cfg.model_copy(update={"row_classes": 0})).total

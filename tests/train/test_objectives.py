@@ -17,7 +17,7 @@ COMMON = (
 )  # fmt: skip
 # The architecture names its objective. Sixteen rows; those of T5 write 14 tokens.
 BATCH = "--set train.batch_tokens="
-OBJECTIVES = {
+_OBJECTIVES = {
     "masked": f"--arch bert {BATCH}1024",
     "replaced": f"--arch electra {BATCH}1024",
     "generator": f"--arch electra --set model.generator=0.5 {BATCH}1024",
@@ -27,6 +27,7 @@ OBJECTIVES = {
     "denoise": f"--arch bart {BATCH}1024",
     "prefix": f"--set objective.kind=prefix {BATCH}1024",
 }
+OBJECTIVES = {name: options.split() for name, options in _OBJECTIVES.items()}
 TURNED = (
     "--set", "model.stack=encoder", "--set", "objective.kind=masked", "--set", "model.vocab=576",
 )  # fmt: skip
@@ -41,7 +42,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in OBJECTIVES.items():
         for layout, (ranks, zero) in LAYOUTS.items():
             out = folder / name / layout
-            command = ["pretrain", *COMMON, *options.split(), "--data", corpus, "--out", out]
+            command = ["pretrain", *COMMON, *options, "--data", corpus, "--out", out]
             jobs.append({"do": "launch", "arguments": [*command, "--nproc", ranks, "--zero", zero]})
     for name in OBJECTIVES:
         # A copy without its last steps is a run that was stopped.
