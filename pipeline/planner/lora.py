@@ -1,7 +1,7 @@
 """Count what LoRA trains: adapters beside the matrices of the blocks, and the head of a row.
 
 All other weights are frozen. A frozen matrix costs 4 FLOPs per parameter and token instead of 6,
-because it has no gradient of its own.
+because no gradient of the matrix itself is computed.
 """
 
 from functools import lru_cache

@@ -301,8 +301,8 @@ def best(estimates: Sequence[Estimate]) -> Estimate:
 def recommend(spec: RunSpec, estimates: Sequence[Estimate]) -> Estimate | None:
     """Return the best estimate with the spec's ZeRO stage and ep; None if none of them fits."""
     at = spec.parallel
-    # Accelerate is plain DDP. DeepSpeed copies every gradient without ZeRO, so ZeRO-1 is faster
-    # even on one GPU: stage 0 is used only if the spec names it.
+    # Accelerate is plain DDP. With DeepSpeed, ZeRO-1 was faster than stage 0 even on one GPU
+    # (docs/LOG.md), so stage 0 is used only if the spec names it.
     least = max(at.offload.least_zero, 1 if at.zero == "auto" else 0)
     zeros = (0,) if at.engine == "accelerate" else range(least, 4)
     possible = [
