@@ -11,9 +11,13 @@ from functools import partial
 import pytest
 import torch
 
+from pipeline.bench.peers.trainers import HuggingFace
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError
+from pipeline.hub.tensors import gather
+from pipeline.objective.batch import random_batch
 from pipeline.parallel.build_engine import prepare_model
+from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
 from pipeline.runs.directory import out_of_memory
@@ -74,6 +78,28 @@ def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
     assert found["host reads in an update"] == found["host reads in a step"] == "0"
     assert found["MFU %"].startswith("unknown") and "H200" in found["MFU %"]
     assert "head in, input embedding out" in found["convention"]
+
+
+@pytest.mark.parametrize("arch", ["dense", "roberta", "modernbert", "t5", "bart"])
+def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
+    """The same batch by their names of the inputs; the wrong targets would not show at random weights."""
+    asked = ["recipe=adamw", "model.seq=64", "model.layers=4", "model.vocab=256"]
+    config = resolve(load(size="27k", arch=arch, sets=asked), ranks=1, gpu=False)
+    world = World(0, 1, torch.device("cpu"))
+    peer = HuggingFace(config, world)
+    model = prepare_model(config, world)
+    kind = peer._model.config.model_type
+    theirs = peer._model.state_dict().__getitem__
+    found = gather(config.model, kind, dict(model.named_parameters()), theirs)
+    model.load_state_dict(dict(found), strict=False)  # a tied head is the embedding
+    micro = Micro(**random_batch(config, 1, range(4)).tensors)
+    if arch == "dense":  # transformers shifts the targets, so it has one less
+        micro.targets_BS[:, -1] = -100
+    else:  # RoBERTa of transformers does not count padding in its positions
+        micro.tokens_BS.clamp_(min=3)
+    with torch.no_grad():
+        ours = model(**micro.inputs).nll
+    assert float(peer.step([micro], 0.0)) == pytest.approx(float(ours), rel=1e-5)
 
 
 def test_a_bench_that_fails_leaves_its_group():
@@ -209,6 +235,8 @@ def test_a_wrong_request_is_refused_before_anything_is_timed(inside, corpus, mon
     refused = {
         "model.ffn.capacity": ["--arch", "switch", "--compare", "hf"],
         "model.arch=isoflop": ["--arch", "isoflop", "--compare", "hf"],
+        "model.row_classes=2": ["--arch", "bert", "--compare", "hf"],
+        "objective.kind='replaced'": ["--arch", "electra", "--compare", "hf"],
         "--compare bf16": ["--compare", "bf16"],
         "--compare it": ["--compare", "it"],
         "zero=0": sets(["recipe=adamw", "parallel.zero=0", "parallel.offload.optimizer=cpu"]),

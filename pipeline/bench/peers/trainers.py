@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, __version__
+from transformers import AutoConfig, __version__
 
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
@@ -51,20 +52,21 @@ class HuggingFace:
     def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         adam = config.optim.optimizer
         bf16 = config.train.dtype == "bf16"
-        table = describe(config)
+        architecture, table = describe(config)
         # Random weights with our init_std, so that the first losses nearly agree. transformers
         # knows no scaling by the inputs, and every logit is near 0 with its usual 0.02.
         if config.model.init == "fan_in":
             table["initializer_range"] = 0.02
+        # The usual special tokens of a family may lie beyond our vocabulary.
+        none = dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"])
+        shape = AutoConfig.for_model(table.pop("model_type"), **{**none, **table}, use_cache=False)
+        dtype = torch.bfloat16 if bf16 and not mixed else torch.float32
         with world.device:
-            self._model = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(table.pop("model_type"), **table, use_cache=False),
-                dtype=torch.bfloat16 if bf16 and not mixed else torch.float32,
-                attn_implementation="sdpa",
-            ).train()
+            self._model = getattr(transformers, architecture)(shape).to(dtype).train()
         self._forward = torch.compile(self._model) if config.train.compile is True else self._model
         self._cast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16 and mixed)
         self._clip = config.optim.clip
+        self._stack = config.model.stack
         # One group, in which every parameter decays; ours has several (optim/groups.py).
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -78,8 +80,8 @@ class HuggingFace:
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
         total = torch.zeros((), device=micros[0].tokens_BS.device)
         for micro in micros:
-            with self._cast:  # the model shifts the labels itself
-                loss = self._forward(input_ids=micro.tokens_BS, labels=micro.tokens_BS).loss
+            with self._cast:
+                loss = self._forward(**_arguments(micro, self._stack)).loss
             (loss / len(micros)).backward()
             # The sum stays on the device: reading it would make the host wait in every micro-batch.
             total += loss.detach()
@@ -90,13 +92,37 @@ class HuggingFace:
         return total / len(micros)
 
 
-def describe(config: RunConfig) -> dict[str, object]:
-    """Return the config.json of the same shape; raise ConfigError if there is none."""
+def _arguments(micro: Micro, stack: str) -> dict[str, Tensor | None]:
+    """Return the same batch by the names that transformers uses."""
+    if stack == "decoder":  # the model shifts the labels itself
+        return {"input_ids": micro.tokens_BS, "labels": micro.tokens_BS}
+    if stack == "encoder-decoder":
+        return {
+            "input_ids": micro.source_BE,
+            "decoder_input_ids": micro.tokens_BS,
+            "labels": micro.targets_BS,
+        }
+    return {"input_ids": micro.tokens_BS, "labels": micro.targets_BS}
+
+
+def describe(config: RunConfig) -> tuple[str, dict[str, object]]:
+    """Return the class of the same shape and its config.json; raise ConfigError without one."""
     # transformers would build the model without the heads, and its step would look faster.
     if config.model.mtp:
         raise ConfigError(
             f"model.mtp={config.model.mtp}: transformers does not train such heads; "
             "--set model.mtp=0"
+        )
+    if config.objective.kind not in ("causal", "masked", "spans", "denoise"):
+        raise ConfigError(
+            f"objective.kind={config.objective.kind!r}: the comparison with transformers covers "
+            "causal, masked, spans and denoise"
+        )
+    # transformers would add the loss of the rows to that of the tokens.
+    if config.model.row_classes:
+        raise ConfigError(
+            f"model.row_classes={config.model.row_classes}: losses of rows are not compared with "
+            "transformers; --set objective.pairs=none --set model.row_classes=0"
         )
     family = choose_family(config.model)
     if family.kind == "isoflop":  # whose modeling file exists only in exported directories
@@ -104,4 +130,4 @@ def describe(config: RunConfig) -> dict[str, object]:
             f"model.arch={config.model.arch}: transformers has no class for this model; compare "
             "another, such as --arch dense"
         )
-    return to_hub_config(config.model, family)
+    return family.architecture, to_hub_config(config.model, family)
