@@ -31,7 +31,7 @@ def _out_path(text: str) -> Path:
 
 
 SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
-LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share the limit."
+LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share it."
 # Both commands read text in the same way.
 LimitBytes = Annotated[int | None, typer.Option(min=1, help=LIMIT_HELP)]
 TextKey = Annotated[str | None, typer.Option(help="Column with the text (default: text).")]

@@ -18,6 +18,7 @@ COMPRESSION = 4  # assumed: text compresses about fourfold
 # The size of a task depends on the input alone, never on the number of workers.
 SMALLEST_TASK_BYTES = 4 * MB
 LARGEST_TASK_BYTES = 256 * MB
+SMALLEST_SHARE_BYTES = 64 * 1024  # of a limit, that is read of a file: several documents
 TASKS = 64
 
 SUFFIXES: dict[str, Kind] = {
@@ -43,7 +44,7 @@ def plan(
 ) -> list[Task]:
     """Cut every source into tasks; the same inputs give the same tasks. Files in `out` are skipped.
 
-    `limit_bytes` applies to each source: the files of a directory or glob share it.
+    `limit_bytes` applies to each source: the files of a directory or glob share it by their sizes.
     """
     pieces: dict[str, list[Piece]] = {}
     owner: dict[str, str] = {}  # real path → source, to find files that two sources contain
@@ -86,16 +87,36 @@ def _source_pieces(
             raise DataError(f"out={out} is inside source={source!r}; choose another --out")
         return list(_limited(columns.hub_pieces(source), limit_bytes))
     files = _files(source, out, warn)
-    every_piece = (piece for path in files for piece in _file_pieces(source, path))
-    pieces = list(_limited(every_piece, limit_bytes))
-    if pieces and limit_bytes is not None:
-        unread = len(files) - 1 - files.index(Path(pieces[-1].path))
-        if unread:
-            warn(
-                f"source={source!r}: limit-bytes={limit_bytes:,} is one budget for all its files; "
-                f"it ends in {pieces[-1].path}, and {unread:,} of {len(files):,} files are not read"
-            )
+    pieces = _shared([list(_file_pieces(source, path)) for path in files], limit_bytes)
+    unread = len(files) - len({piece.path for piece in pieces})
+    if limit_bytes is not None and unread:
+        warn(
+            f"source={source!r}: limit-bytes={limit_bytes:,} is the limit of all files together; "
+            f"{unread:,} of {len(files):,} files are not read"
+        )
     return pieces
+
+
+def _shared(files: list[list[Piece]], limit_bytes: int | None) -> list[Piece]:
+    """Limit the pieces of several files together. Each file has a share in proportion to its size.
+
+    Shares below the smallest useful size add up until they suffice for the next file. So of many
+    small files, some are read as a whole, at regular distances.
+    """
+    sizes = [sum(piece.bytes for piece in pieces) for pieces in files]
+    if limit_bytes is None or len(files) == 1 or sum(sizes) <= limit_bytes:
+        return list(_limited((piece for pieces in files for piece in pieces), limit_bytes))
+    smallest = min(SMALLEST_SHARE_BYTES, limit_bytes / 8)
+    chosen: list[Piece] = []
+    owed = 0.0
+    for pieces, size in zip(files, sizes, strict=True):
+        owed += limit_bytes * size / sum(sizes)
+        least = min(size, smallest)
+        if owed >= least / 2:
+            found = list(_limited(pieces, round(max(owed, least))))
+            owed -= sum(piece.bytes for piece in found)
+            chosen += found
+    return chosen
 
 
 def _limited(pieces: Iterable[Piece], limit_bytes: int | None) -> Iterator[Piece]:

@@ -8,6 +8,8 @@ import pytest
 from pipeline.dashboard import law_view
 from pipeline.dashboard.payload import SLACK, RunLog, thin
 from pipeline.scaling import decide
+from pipeline.scaling.points import Points
+from pipeline.scaling.study import study
 
 
 def step(number: int, **more: object) -> dict[str, object]:
@@ -90,6 +92,26 @@ def test_scores_of_tasks_are_columns_from_where_they_begin() -> None:
     scores = log.evals.column("quiz/accuracy")
     assert math.isnan(scores[0]) and scores[1] == 0.5
     assert len(log.evals.keys) == 100  # a hostile log does not grow the page without limit
+
+
+def test_the_law_is_drawn_through_the_runs_of_each_size() -> None:
+    """At the runs' own N and D. At the best split alone, it would pass below every run here."""
+    N, ratio = (part.ravel() for part in np.meshgrid(np.geomspace(1e6, 3e7, 5), [0.5, 2.0, 100.0]))
+    D = N * ratio
+    loss = 1.7 + 400 / N**0.34 + 410 / D**0.28
+    names = tuple(f"run {i}" for i in range(N.size))
+    points = Points(N=N, D=D, loss=loss, C=6 * N * D, run=names, convention="6ND")
+    done = study(points, "chinchilla")
+    lines = law_view.size_lines(done, points, {float(n): f"{n:.0f}" for n in N})
+    for each in lines:
+        ours = each["N"] == N
+        drawn = np.interp(np.log(D[ours]), np.log(each["tokens"]), each["loss"])
+        assert drawn == pytest.approx(loss[ours], rel=2e-3)
+        assert np.abs(np.diff(np.log(each["loss"]))).max() < 0.06  # no cliff
+    best = law_view.line(done, points)
+    assert best is not None and len(lines) == 5
+    below = np.interp(np.log(points.C), np.log(best["C"]), best["loss"])
+    assert (below < 0.99 * loss).all()
 
 
 def test_the_page_has_the_mfu_that_the_command_prices_with() -> None:

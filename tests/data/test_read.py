@@ -3,11 +3,13 @@
 import gzip
 import json
 import os
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -333,22 +335,34 @@ def test_a_limit_ends_at_the_document_that_reaches_it(tmp_path: Path) -> None:
         return documents(pieces_of(source, limit_bytes=limit))
 
     line = len(plain) // 100
-    assert within(f"{tmp_path}/[01].jsonl", 60 * line) == texts[:60]
-    assert within(f"{tmp_path}/[01].jsonl", 60 * line + 1) == texts[:61]
+    assert within(f"{tmp_path}/all.jsonl", 60 * line) == texts[:60]
+    assert within(f"{tmp_path}/all.jsonl", 60 * line + 1) == texts[:61]
+    assert within(f"{tmp_path}/[01].jsonl", 60 * line) == [*texts[:30], *texts[50:80]]
     assert within(f"{tmp_path}/a.txt", 999) == ["\n".join(texts[:10]) + "\n"]
     for source in (f"{tmp_path}/b.jsonl.gz", f"{tmp_path}/c.parquet", f"hf:{tmp_path}/saved"):
         assert within(source, 990) == texts[:10] and within(source, 991) == texts[:11]
 
 
-def test_a_limit_that_leaves_out_files_of_a_glob_is_reported(tmp_path: Path) -> None:
-    for i in range(4):
-        write_jsonl(tmp_path / f"{i}.jsonl", ["x" * 90] * 10)
-    size = (tmp_path / "0.jsonl").stat().st_size
+def test_the_files_of_a_glob_share_a_limit(tmp_path: Path) -> None:
+    """In proportion to their sizes; of many small files, some are read, and the rest is reported."""
+    lines = {"a": 4000, "b": 2000, "c": 2000}
+    for name, count in lines.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [name * 87] * count)
+    line = (tmp_path / "a.jsonl").stat().st_size // 4000
+    pieces = pieces_of(f"{tmp_path}/?.jsonl", limit_bytes=4000 * line)
+    read = Counter(str(text)[0] for text in documents(pieces))
+    assert read == {"a": 2000, "b": 1000, "c": 1000}
+    for i in range(1000):
+        write_jsonl(tmp_path / f"{i:04d}.jsonl", [f"{i:04d}" * 20] * 10)
     warnings: list[str] = []
-    for limit in (size + 1, 4 * size):
-        plan([f"{tmp_path}/*.jsonl"], limit_bytes=limit, seed=0, warn=warnings.append)
+    limit = 1000 * line
+    [task] = plan([f"{tmp_path}/0*.jsonl"], limit_bytes=limit, seed=0, warn=warnings.append)
+    chosen = [int(Path(piece.path).stem) for piece in task]
+    assert sum(piece.bytes for piece in task) == pytest.approx(limit, rel=0.02)
+    assert np.diff(chosen).max() <= 2 + np.diff(chosen).min()
     [warning] = warnings
-    assert f"limit-bytes={size + 1:,}" in warning and "2 of 4 files" in warning
+    unread = 1000 - len(chosen)
+    assert f"limit-bytes={limit:,}" in warning and f"{unread:,} of 1,000 files" in warning
 
 
 @pytest.mark.parametrize(
