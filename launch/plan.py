@@ -50,8 +50,7 @@ WantedWidth = Annotated[
     ),
 ]
 Noise = Annotated[
-    str | None,
-    typer.Option(help="Simulated scatter of runs around a law (default: 0.3%)."),
+    str | None, typer.Option(help="Simulated scatter of runs around a law (default: 0.3%).")
 ]
 Save = Annotated[Path | None, typer.Option(help="Write the proposed ladder to this sweep file.")]
 

@@ -13,13 +13,7 @@ from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner.check import enough_gpus, resolve
 from pipeline.planner.count import params
-from pipeline.planner.memory import (
-    USABLE,
-    DeviceMemory,
-    Layout,
-    checkpoint_bytes,
-    memory,
-)
+from pipeline.planner.memory import USABLE, DeviceMemory, Layout, checkpoint_bytes, memory
 from pipeline.planner.recipe import derived
 from pipeline.planner.speed import plan, recommend
 from pipeline.planner.work import convention, training_flops

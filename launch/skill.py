@@ -26,7 +26,7 @@ TaskName = Annotated[
 Chance = Annotated[
     float | None,
     typer.Option(
-        help="Accuracy of guessing on the task (default: from its file of questions, or fitted).",
+        help="Accuracy of guessing on the task (default: from its file of questions, or fitted)."
     ),
 ]
 # Their points are the minima of valleys or curves, which are no runs and have no score.

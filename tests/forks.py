@@ -185,11 +185,7 @@ class Fork(subprocess.Popen[str]):
 
 
 def become(
-    module: str,
-    arguments: Sequence[str],
-    env: dict[str, str],
-    cwd: str | None,
-    ends: Sequence[int],
+    module: str, arguments: Sequence[str], env: dict[str, str], cwd: str | None, ends: Sequence[int]
 ) -> NoReturn:
     """Turn this fork into `python -P -m MODULE ARGUMENT…`."""
     code: object = 1

@@ -10,12 +10,7 @@ from pipeline.config.layers import load
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import count as account
-from pipeline.planner.check import (
-    fit_to_devices,
-    resolve,
-    smaller_micro_batch,
-    widen_micro_batch,
-)
+from pipeline.planner.check import fit_to_devices, resolve, smaller_micro_batch, widen_micro_batch
 from pipeline.planner.memory import PROCESS_BYTES, DeviceMemory, Layout, memory, offloaded
 from pipeline.planner.speed import ERROR, Estimate, best, estimate, plan, traffic
 from tests.config.test_recipe import settings_in

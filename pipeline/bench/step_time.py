@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.bench.step_profile import (
-    Figures,
-    count_host_reads,
-    kernels,
-    measure_overheads,
-    trace,
-)
+from pipeline.bench.step_profile import Figures, count_host_reads, kernels, measure_overheads, trace
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import prefetch

@@ -117,10 +117,7 @@ class Watcher:
         return view
 
     def _publish(
-        self,
-        notes: list[str],
-        laws: bytes | None = None,
-        reading: tuple[int, int] | None = None,
+        self, notes: list[str], laws: bytes | None = None, reading: tuple[int, int] | None = None
     ) -> None:
         """Replace the snapshot; the revision grows if anything in it is new."""
         old = self.snapshot

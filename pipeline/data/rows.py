@@ -21,15 +21,7 @@ import numpy as np
 from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
 from pipeline.data.encode import is_held_out
 from pipeline.data.json_lines import Line, read_lines
-from pipeline.data.shards import (
-    VERSION,
-    Manifest,
-    ShardWriter,
-    SourceShare,
-    Split,
-    dtype_for,
-    save,
-)
+from pipeline.data.shards import VERSION, Manifest, ShardWriter, SourceShare, Split, dtype_for, save
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.objective.example import NO_LABEL

@@ -86,9 +86,9 @@ def _source_pieces(
         if out and folder.is_dir() and _is_below(out / MANIFEST, folder):
             raise DataError(f"out={out} is inside source={source!r}; choose another --out")
         return list(_limited(columns.hub_pieces(source), limit_bytes))
-    files = _files(source, out, warn)
-    pieces = _shared([list(_file_pieces(source, path)) for path in files], limit_bytes)
-    unread = len(files) - len({piece.path for piece in pieces})
+    files = [list(_file_pieces(source, path)) for path in _files(source, out, warn)]
+    pieces = _shared(files, limit_bytes)
+    unread = sum(map(bool, files)) - len({piece.path for piece in pieces})
     if limit_bytes is not None and unread:
         warn(
             f"source={source!r}: limit-bytes={limit_bytes:,} is the limit of all files together; "
@@ -104,17 +104,19 @@ def _shared(files: list[list[Piece]], limit_bytes: int | None) -> list[Piece]:
     small files, some are read as a whole, at regular distances.
     """
     sizes = [sum(piece.bytes for piece in pieces) for pieces in files]
-    if limit_bytes is None or len(files) == 1 or sum(sizes) <= limit_bytes:
+    total = sum(sizes)
+    if limit_bytes is None or len(files) == 1 or total <= limit_bytes:
         return list(_limited((piece for pieces in files for piece in pieces), limit_bytes))
     smallest = min(SMALLEST_SHARE_BYTES, limit_bytes / 8)
     chosen: list[Piece] = []
     owed = 0.0
     for pieces, size in zip(files, sizes, strict=True):
-        owed += limit_bytes * size / sum(sizes)
+        owed += limit_bytes * size / total
         least = min(size, smallest)
         if owed >= least / 2:
             found = list(_limited(pieces, round(max(owed, least))))
-            owed -= sum(piece.bytes for piece in found)
+            # Of a row group or a compressed file, no more than the limit is read.
+            owed -= sum(min(piece.bytes, piece.limit or piece.bytes) for piece in found)
             chosen += found
     return chosen
 
@@ -260,11 +262,14 @@ def _file_pieces(source: str, path: Path) -> Iterator[Piece]:
 def _group(pieces: Sequence[Piece], task_bytes: int) -> Iterator[Task]:
     """Combine small pieces and cut large files, to about task_bytes per task."""
     group: list[Piece] = []
+    size = 0
     for piece in (part for whole in pieces for part in _split(whole, task_bytes)):
-        if group and sum(p.bytes for p in group) + piece.bytes > task_bytes:
+        if group and size + piece.bytes > task_bytes:
             yield tuple(group)
             group = []
+            size = 0
         group.append(piece)
+        size += piece.bytes
     if group:
         yield tuple(group)
 

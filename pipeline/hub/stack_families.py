@@ -307,11 +307,7 @@ STACK_FAMILIES = (
         "bart",
         "BartForConditionalGeneration",
         _SIDES,
-        {
-            **_SIDES_IMPLIED,
-            "embedding_norm": "sum",
-            "position": {"kind": "learned", "offset": 2},
-        },
+        {**_SIDES_IMPLIED, "embedding_norm": "sum", "position": {"kind": "learned", "offset": 2}},
         {"is_encoder_decoder": True},
         _SIDES_PARTS,
         _SIDES_DROPOUTS,

@@ -16,14 +16,7 @@ from pipeline.model.block import Stream, recomputed
 from pipeline.model.context import Cache, Context, Mask, make_mask
 from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
-from pipeline.model.position import (
-    DistanceBias,
-    alibi,
-    distances,
-    places_in,
-    rotary,
-    sinusoidal,
-)
+from pipeline.model.position import DistanceBias, alibi, distances, places_in, rotary, sinusoidal
 from pipeline.model.stream import settle
 
 

@@ -177,11 +177,7 @@ class Decoder(Side):
         return States(x_BSW, h_BSW, places, context, routings)
 
     def _encode(
-        self,
-        context: Context,
-        routings: list[Routing | None],
-        inputs: Inputs,
-        cache: Cache | None,
+        self, context: Context, routings: list[Routing | None], inputs: Inputs, cache: Cache | None
     ) -> Context:
         """Return the context with the encoder's output; append the encoder's routings."""
         assert self.encoder is not None

@@ -169,11 +169,7 @@ def cut_out(
 
 
 def mix_denoisers(
-    objective: Mixture,
-    vocabulary: Vocabulary,
-    source_seq: int | None,
-    text: Text,
-    draws: Draws,
+    objective: Mixture, vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws
 ) -> Example:
     """Cut spans out as the denoiser of this row does. Both sides are padded to the longest row.
 
@@ -193,11 +189,7 @@ def mix_denoisers(
 
 
 def corrupt(
-    objective: Denoise,
-    vocabulary: Vocabulary,
-    source_seq: int | None,
-    text: Text,
-    draws: Draws,
+    objective: Denoise, vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws
 ) -> Example:
     """Permute the sentences, replace each span by one mask, and predict the whole text.
 

@@ -28,12 +28,7 @@ LOADS = "experts.jsonl"  # the share of tokens of each expert: lists, which metr
 MAX_NAME = 250  # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 MAX_VALUE = 500  # the limit of servers before 2.8; artifacts have the whole value
 PREFIXES = {"step": "train", "eval": "eval", "moe": "moe"}
-STATUS = {
-    "running": "RUNNING",
-    "finished": "FINISHED",
-    "interrupted": "KILLED",
-    "failed": "FAILED",
-}
+STATUS = {"running": "RUNNING", "finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 ENDINGS = {"FINISHED": "finish", "KILLED": "interrupt", "FAILED": "fail"}
 # Keys of run.json that config.toml has under another name. They are sent once, under the latter.
 IN_CONFIG = {

@@ -103,10 +103,7 @@ def test_a_saved_state_is_read_back(saved):
     read = {
         name: (tuple(w.shape), w.dtype, set(w.flatten().tolist())) for name, w in weights.items()
     }
-    assert read == {
-        "p0": ((5, 3), torch.bfloat16, {2.0}),
-        "p1": ((40,), torch.bfloat16, {2.0}),
-    }
+    assert read == {"p0": ((5, 3), torch.bfloat16, {2.0}), "p1": ((40,), torch.bfloat16, {2.0})}
     with pytest.raises(RunError, match="model/p0"):
         load(Plain([(5, 4), (40,)]), found, ALONE)
 

@@ -171,8 +171,7 @@ def test_set_values_are_toml_or_strings():
 
 
 @pytest.mark.parametrize(
-    ("size", "arch"),
-    [*((s, None) for s in names("size")), *(("tiny", a) for a in names("arch"))],
+    ("size", "arch"), [*((s, None) for s in names("size")), *(("tiny", a) for a in names("arch"))]
 )
 def test_resolved_config_survives_the_disk(size, arch, tmp_path):
     config = resolve(load(size=size, arch=arch), ranks=2, gpu=False)

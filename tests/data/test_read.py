@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +19,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import columns
+from pipeline.data import columns, sources
 from pipeline.data import readers as reading
-from pipeline.data.corpus_recipe import Kind, Malformed, Piece
+from pipeline.data.corpus_recipe import MB, Kind, Malformed, Piece
 from pipeline.data.sources import plan
 from pipeline.errors import DataError
 from tests.data.conftest import documents, pieces_of, refused, some_texts, write_jsonl
@@ -363,6 +364,21 @@ def test_the_files_of_a_glob_share_a_limit(tmp_path: Path) -> None:
     [warning] = warnings
     unread = 1000 - len(chosen)
     assert f"limit-bytes={limit:,}" in warning and f"{unread:,} of 1,000 files" in warning
+
+
+def test_pieces_count_by_what_is_read_of_them_and_quickly(tmp_path: Path) -> None:
+    texts = [os.urandom(60).hex() for _ in range(1000)]
+    plain = write_jsonl(tmp_path / "all", texts).read_bytes()
+    for i in range(8):
+        (tmp_path / f"{i}.jsonl.gz").write_bytes(gzip.compress(plain))
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / f"{i}.parquet")
+    for suffix in ("gz", "parquet"):
+        found = documents(pieces_of(f"{tmp_path}/*.{suffix}", limit_bytes=400_000))
+        assert sum(len(str(text)) for text in found) == pytest.approx(400_000, rel=0.01)
+    tiny = [[Piece("s", "text", f"{i}", 0, 9, 9)] for i in range(40_000)]
+    start = time.process_time()
+    [task] = sources._group(sources._shared(tiny, 9 * 30_000), MB)
+    assert len(task) == 30_000 and time.process_time() - start < 4  # it was quadratic: a minute
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,7 @@ print("heavy", *heavy & set(sys.modules))
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["--help", "pretrain --help", "data prepare --help", "show --size 175b --cluster h100"],
+    "line", ["--help", "pretrain --help", "data prepare --help", "show --size 175b --cluster h100"]
 )
 def test_commands_that_only_print_import_nothing_heavy(line):
     code = f"import sys; sys.argv = {['launch', *line.split()]!r}\n{IMPORTED}"

@@ -76,10 +76,7 @@ def test_losses_and_gradients_are_those_of_both_models_of_transformers(tmp_path,
     own = {name: p for name, p in found.items() if name.startswith("generator.")}
     own = {name.removeprefix("generator."): p for name, p in own.items()}
     outer = {name: p for name, p in found.items() if not name.startswith("generator.")}
-    sides = (
-        (cfg, "electra", outer, grads[0]),
-        (ours.generator.cfg, "generator", own, grads[1]),
-    )
+    sides = ((cfg, "electra", outer, grads[0]), (ours.generator.cfg, "generator", own, grads[1]))
     for config, kind, state, grad in sides:
         for name, want in tensors.gather(config, kind, state, grad.__getitem__):
             near = 1e-4 * float(want.abs().max() + 1e-3)

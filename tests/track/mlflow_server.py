@@ -31,12 +31,7 @@ class Server:
         env |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=env,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
             )
         until(self.answers, 240)
 
