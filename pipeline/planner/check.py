@@ -22,6 +22,7 @@ from pipeline.planner.speed import Estimate, micro_batches, plan, recommend
 
 Resized = Callable[[str], RunSpec]  # the same run in another size
 _GIB = 2**30
+RANK_BATCH_TOKENS = 2**27  # of a step; the loader holds three batches of 8 bytes per token
 
 
 def resolve(spec: RunSpec, *, ranks: int, gpu: bool) -> RunConfig:
@@ -115,6 +116,11 @@ def _check_batch(spec: RunSpec, readers: int, found: list[str], change: Change) 
     seq = spec.model.seq
     unit = seq * readers
     batch = batch_tokens(spec, readers)
+    most = max(1, RANK_BATCH_TOKENS // seq) * unit
+    if batch > most:
+        found.append(f"train.batch_tokens={batch:,} does not fit into the memory of {readers} ranks")
+        change["train.batch_tokens"] = most
+        batch = most
     if batch % unit:
         whole = f"a multiple of {unit:,} (ranks {readers} × seq {seq})"
         found.append(f"train.batch_tokens={batch:,} is not {whole}")

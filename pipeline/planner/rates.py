@@ -14,6 +14,7 @@ from pipeline.config.schema import RunSpec
 from pipeline.planner.count import Params
 
 _N0 = 108e6  # the size at which OLMo-core's ladder was tuned
+_MOST_BATCH = 2**26  # by rule; the largest of published runs, DeepSeek-V3's, has 63M tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,13 @@ def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
     """The global batch in tokens. Without `tokens`, the length is spec.train.steps."""
     match spec.optim.optimizer:
         case AdamWSpec():
-            rule = "2048·160·(N/108M)^(2/3), N without embeddings: OLMo-core's ladder"
+            rule = "2048·160·(N/108M)^(2/3), N without embeddings, at most 2^26: OLMo-core's ladder"
             return Setting(adamw_batch(count.active_non_embedding), rule)
         case MuonSpec():
             if tokens is None:
                 # Solving tokens = steps·c·tokens^(2/3), where c is the batch for one token.
                 tokens = ((spec.train.steps or 1) * muon_batch(1)) ** 3
-            return Setting(muon_batch(tokens), "32,768·(tokens/35M)^(2/3): measured")
+            return Setting(muon_batch(tokens), "32,768·(tokens/35M)^(2/3), at most 2^26: measured")
         case _:
             assert_never(spec.optim.optimizer)
 
@@ -60,7 +61,7 @@ def batch_rule(spec: RunSpec, count: Params, tokens: float | None) -> Setting:
 
 
 def adamw_batch(n: float) -> float:
-    return float(2048 * 160 * (n / _N0) ** (2 / 3))
+    return float(min(_MOST_BATCH, 2048 * 160 * (n / _N0) ** (2 / 3)))
 
 
 def adamw_lr(n: float, tokens_per_param: float) -> float:
@@ -89,7 +90,7 @@ def _adamw(n: int, tokens_per_param: float, steps: int, batch: int) -> Settings:
 
 
 def muon_batch(tokens: float) -> float:
-    return float(32_768 * (tokens / 35e6) ** (2 / 3))
+    return float(min(_MOST_BATCH, 32_768 * (tokens / 35e6) ** (2 / 3)))
 
 
 def muon_lr(tokens: float) -> float:

@@ -82,6 +82,15 @@ def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro
     assert resolve(spec, ranks=1, gpu=gpu).train.micro_batch == micro
 
 
+def test_no_batch_is_larger_than_memory():
+    for recipe in ("adamw", "muon"):
+        long = load(size="7k", sets=[f"recipe={recipe}", "train.steps=1000000"])
+        assert resolve(long, ranks=2, gpu=False).train.batch_tokens <= 2**26
+    huge = load(size="7k", sets=[f"train.batch_tokens={2**35}"])
+    with pytest.raises(ConfigError, match=f"memory of 2 ranks.* train.batch_tokens={2**28}"):
+        resolve(huge, ranks=2, gpu=False)
+
+
 @pytest.mark.parametrize("length", ["train.steps=17", "train.tokens=1000000", "train.flops=1e15"])
 def test_length_in_steps_tokens_or_flops(length):
     config = resolve(
