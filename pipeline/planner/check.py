@@ -118,7 +118,7 @@ def _check_batch(spec: RunSpec, readers: int, found: list[str], change: Change) 
     batch = batch_tokens(spec, readers)
     most = max(1, RANK_BATCH_TOKENS // seq) * unit
     if batch > most:
-        found.append(f"train.batch_tokens={batch:,} does not fit into the memory of {readers} ranks")
+        found.append(f"train.batch_tokens={batch:,} exceeds the memory of {readers} ranks")
         change["train.batch_tokens"] = most
         batch = most
     if batch % unit:
