@@ -1,5 +1,6 @@
 """Fixtures that several suites share: the command line as a user calls it, and one small corpus."""
 
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from tests import forks
 
 # Before torch is imported: `make test` runs several workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all is collected: a fifth of each worker's start would be searches for garbage
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # These take a minute or more each. They start first, then other slow files, then quick ones, so
@@ -94,6 +96,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def command(*arguments: object) -> list[str]:

@@ -262,11 +262,13 @@ def serve(requests: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)  # threads do not survive a fork
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.enable()
     gc.collect()
     gc.freeze()  # otherwise every fork searches what is imported here for garbage, and copies it
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -96,8 +96,9 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Answers of different lengths, in one micro-batch.
     begin = ("finetune", "--run", folder / "decoder-base", "--data", folder / "echo.jsonl", *SHORT)
     launch(*begin, *SETTINGS, "--set", "train.micro_batch=8", "--out", folder / "answers" / "whole")
-    # A few steps, because bf16 is slow on a CPU. The head is the frozen embedding.
+    # A few steps of one layer, because bf16 is slow on a CPU. The head is the frozen embedding.
     tied = ("--set", "model.tied=true", "--set", "model.vocab=640", "--recipe", "adamw")
+    tied += ("--set", "model.layers=1")
     launch("pretrain", *PRETRAIN, "--data", corpus, *tied, "--out", folder / "tied-base")
     begin = ("finetune", "--run", folder / "tied-base", "--data", folder / "echo.jsonl", *SHORT)
     begin = (*begin, *SETTINGS, "--set", "train.steps=3", "--lora", 4)
@@ -120,6 +121,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         launch("finetune", "--resume", "--out", out, "--no-track", "--quiet")
     # Long enough to learn the task.
     begin = ("finetune", "--run", folder / "decoder-base", *SETTINGS, "--lr", 0.003, "--epochs", 12)
+    begin += ("--set", "train.save_every=1000", "--set", "train.micro_batch=8")
     launch(*begin, "--data", folder / "colors.jsonl", "--out", folder / "learned")
     launch(*begin, "--data", folder / "echo.jsonl", "--out", folder / "echoes", "--batch", 8)
     worlds(jobs, folder)
