@@ -46,6 +46,19 @@ def test_longer_runs_take_a_smaller_rate():
         assert rates[1] / rates[0] == pytest.approx(ratio, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("arch", "width", "published"),
+    [("transformer", 512, 7e-4), ("roberta", 768, 6e-4), ("roberta", 1024, 4e-4)],
+)
+def test_post_norm_models_take_a_published_rate_and_a_long_warmup(arch, width, published):
+    sets = [f"model.width={width}", "train.steps=8000"]
+    optim = resolve(load(size="125m", arch=arch, sets=sets), ranks=8, gpu=True).optim
+    assert optim.lr == pytest.approx(published, rel=0.25)
+    assert optim.schedule.warmup_steps == 2000
+    before = resolve(load(size="125m", arch="modernbert", sets=sets[1:]), ranks=8, gpu=True).optim
+    assert before.lr > 2e-3 and before.schedule.warmup_steps < 800  # norms before the blocks
+
+
 def test_an_architecture_names_its_recipe():
     assert load(size="tiny").recipe == "muon"  # docs/RECIPE.md says where it was measured
     assert load(size="tiny", arch="llama3").recipe == "adamw"
