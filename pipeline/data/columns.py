@@ -15,7 +15,7 @@ import pyarrow.parquet
 import xxhash
 
 from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Piece
-from pipeline.errors import DataError
+from pipeline.errors import DataError, first_line
 
 BATCH_ROWS = 256  # rows read at once from a parquet file ...
 BATCH_BYTES = 8 * MB  # ... fewer if the rows of a group are long on average
@@ -216,5 +216,5 @@ def _open_dataset(source: str) -> tuple[Any, list[str]]:
         return splits[split], [file["filename"] for file in splits[split].cache_files]
     # datasets raises a dozen unrelated types for "not found", "no network", "no such split".
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"source={source!r}: {reason}; check name, split and network") from error

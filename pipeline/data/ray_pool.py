@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, first_line
 from pipeline.process import python_module
 
 Result = TypeVar("Result")
@@ -94,7 +94,7 @@ def _connect(address: str | None, workers: int | None) -> Path:
     try:
         context = ray.init(**options)
     except Exception as error:  # Ray raises a plain Exception if it starts too slowly
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         remedy = "check `ray status`"
         if address:
             remedy += " and that RAY_AUTH_MODE and RAY_AUTH_TOKEN are the cluster's"
@@ -181,7 +181,7 @@ def run(
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error  # with the worker's traceback
     except ray.exceptions.RayError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"Ray gave up on a task: {reason}; run the command again") from error
     finally:
         if running:

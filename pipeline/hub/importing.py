@@ -27,7 +27,7 @@ from pipeline.config.layers import CONFIGS, merge, read_toml, recipe_layer, vali
 from pipeline.config.objective import Labels
 from pipeline.config.schema import RunSpec
 from pipeline.config.spans import Denoise
-from pipeline.errors import ConfigError, DataError, RunError, UserError
+from pipeline.errors import ConfigError, DataError, RunError, UserError, first_line
 from pipeline.hub.configuration_isoflop import IsoflopConfig
 from pipeline.hub.families import from_hub_config
 from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
@@ -173,14 +173,10 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"larger than {_JSON_BYTES:,} bytes")
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {_first_line(error)}") from None
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(table, dict):
         raise DataError(f"{path} does not hold a JSON object")
     return table
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class _Weights:
@@ -192,7 +188,7 @@ class _Weights:
                 safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))
             ]
         except (OSError, SafetensorError) as error:
-            raise DataError(f"the weights cannot be read: {_first_line(error)}") from None
+            raise DataError(f"the weights cannot be read: {first_line(error)}") from None
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         self.bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         self.names = set(self._files)
@@ -273,7 +269,7 @@ def _empty_model(folder: Path, source: Path, weights: _Weights) -> tuple[Decoder
     except UserError as error:
         raise type(error)(f"{where}: {error}") from None
     except Exception as error:  # transformers and torch raise any class for a bad value
-        raise DataError(f"{where} describes no model: {_first_line(error)}") from None
+        raise DataError(f"{where} describes no model: {first_line(error)}") from None
 
 
 # ── Parity ───────────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +282,7 @@ def check_logits(
     try:
         difference = logit_difference(model, family, directory, labels)
     except Exception as error:  # transformers raises any class for bad files
-        reason = _first_line(error)
+        reason = first_line(error)
         raise RunError(f"{what}: transformers cannot run the model: {reason}") from error
     if not difference <= _TOLERANCE:  # NaN fails the comparison
         raise RunError(

@@ -204,9 +204,9 @@ class RunDir:
         if out_of_memory(fault["kind"], fault["message"]):
             lower = smaller_micro_batch(reload(self.config), ranks or self.world or 1)
             if lower is not None:
-                first_line = fault["message"].splitlines()[0]
+                message = fault["message"].partition("\n")[0]
                 lowered = f"train.micro_batch is lowered to {lower.train.micro_batch}"
-                fault |= {"lowered": True, "message": f"{first_line}; {lowered}"}
+                fault |= {"lowered": True, "message": f"{message}; {lowered}"}
                 self.continue_with(lower)
         with closing(Log(self.faults)) as log:
             log.append(fault)
@@ -323,4 +323,5 @@ def out_of_memory(kind: str, message: str) -> bool:
 
 
 def fault_line(fault: Record) -> str:
-    return f"{fault['kind']}: {str(fault['message']).splitlines()[0][:300]}"
+    message = str(fault["message"]).strip().partition("\n")[0]
+    return f"{fault['kind']}: {message[:300]}"

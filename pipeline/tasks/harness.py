@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, first_line
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def evaluate(
             verbosity="ERROR",
         )
     except OSError as error:  # no network, or a file that does not exist
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         text = f"--tasks {', '.join(names)}: the questions cannot be loaded ({reason})"
         raise DataError(f"{text}; load them once with network access, or check the file") from None
     return {

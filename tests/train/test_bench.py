@@ -13,14 +13,14 @@ import torch
 
 from pipeline.bench.peers.trainers import HuggingFace
 from pipeline.config.layers import load
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, first_line
 from pipeline.hub.tensors import gather
 from pipeline.objective.batch import random_batch
 from pipeline.parallel.build_engine import prepare_model
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
-from pipeline.runs.directory import out_of_memory
+from pipeline.runs.directory import fault_line, out_of_memory
 from pipeline.train.measure import peak_flops
 from pipeline.train.request import Devices, Request, plan_run
 from tests import forks
@@ -181,6 +181,12 @@ def test_a_run_out_of_memory_continues_with_the_next_micro_batch(corpus, tmp_pat
     micro = MICRO_BATCHES[len(faults)]
     assert "train.micro_batch" in faults[-1]["message"]
     assert f"\nmicro_batch = {micro}\n" in (run / "config.toml").read_text()
+
+
+def test_an_error_without_text_is_still_one_line():
+    assert fault_line({"kind": "OutOfMemoryError", "message": ""}) == "OutOfMemoryError: "
+    assert fault_line({"kind": "ValueError", "message": "\nbad\nworse"}) == "ValueError: bad"
+    assert (first_line(OSError()), first_line(OSError(" a\nb"))) == ("OSError", "a")
 
 
 def test_a_resumed_run_searches_for_a_micro_batch_once(corpus, tmp_path):
