@@ -133,7 +133,7 @@ def _whole_rows(rows: float) -> int:
     all train with the same batch."""
     # 24 doublings are 400 million sequences.
     steps = [m << k for k in range(3, 24) for m in (1, 3)]
-    return min(steps, key=lambda s: abs(math.log(s / rows)))
+    return min(steps, key=lambda s: abs(math.log(s / max(rows, 1))))
 
 
 def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:

@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.planner.check import fit_to_devices, resolve
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.memory import DeviceMemory, Layout
+from pipeline.planner.recipe import rule
 from pipeline.train.request import Devices, Request, plan_run
 
 
@@ -35,14 +36,9 @@ def test_rate_and_batch_follow_the_published_ladder():
 
 def test_longer_runs_take_a_smaller_rate():
     for recipe, ratio in (("adamw", 0.5), ("muon", 0.25**0.15)):
-        rates = [
-            resolve(
-                load(size="1b", sets=[f"recipe={recipe}", f"train.tokens_per_param={t}"]),
-                ranks=8,
-                gpu=True,
-            ).optim.lr
-            for t in (20, 80)
-        ]
+        lengths = [f"train.tokens_per_param={t}" for t in (20, 80)]
+        specs = [load(size="1b", sets=[f"recipe={recipe}", length]) for length in lengths]
+        rates = [resolve(spec, ranks=8, gpu=True).optim.lr for spec in specs]
         assert rates[1] / rates[0] == pytest.approx(ratio, rel=1e-2)
 
 
@@ -95,7 +91,8 @@ def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro
     assert resolve(spec, ranks=1, gpu=gpu).train.micro_batch == micro
 
 
-def test_no_batch_is_larger_than_memory():
+def test_no_batch_is_empty_or_larger_than_memory():
+    assert rule(1e9, 1e-320, "muon") == (0.06, 8 * 2048)
     for recipe in ("adamw", "muon"):
         long = load(size="7k", sets=[f"recipe={recipe}", "train.steps=1000000"])
         assert resolve(long, ranks=2, gpu=False).train.batch_tokens <= 2**26
@@ -106,11 +103,8 @@ def test_no_batch_is_larger_than_memory():
 
 @pytest.mark.parametrize("length", ["train.steps=17", "train.tokens=1000000", "train.flops=1e15"])
 def test_length_in_steps_tokens_or_flops(length):
-    config = resolve(
-        load(size="tiny", sets=["model.seq=128", "train.batch_tokens=2048", length]),
-        ranks=2,
-        gpu=False,
-    )
+    spec = load(size="tiny", sets=["model.seq=128", "train.batch_tokens=2048", length])
+    config = resolve(spec, ranks=2, gpu=False)
     tokens = config.train.steps * 2048
     want = {"steps": 17 * 2048, "tokens": 1e6, "flops": 1e15 / flops_per_token(config.model).model}
     assert tokens == pytest.approx(want[length.split(".")[1].split("=")[0]], abs=2048)
