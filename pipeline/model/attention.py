@@ -5,7 +5,8 @@ Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a f
 
 Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
 documents, padding) or modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and
-a dense mask otherwise. The choice is made once, when the mask is made.
+a dense mask otherwise. The choice is made when the mask is made; only compiled blocks can use
+FlexAttention.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,9 @@ def attend(
 ) -> Tensor:
     """Softmax attention, (B, H, Q, E), with the fastest kernel that supports the mask."""
     if isinstance(mask, BlockMask):
-        return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+        if torch.compiler.is_compiling():
+            return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+        mask = _dense(mask, q_BHQD.device)  # without a compiler FlexAttention is slow, and warns
     if scoring.softcap is not None or sinks_H is not None:
         # SDPA has neither. This is for CPUs and decoding; training on a GPU uses FlexAttention.
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
@@ -120,6 +123,14 @@ def _additive_mask(
     if bias_HQK is None:
         return torch.where(mask, torch.zeros((), dtype=q.dtype, device=q.device), hidden)
     return torch.where(mask, bias_HQK[None].type_as(q), hidden)
+
+
+def _dense(mask: BlockMask, device: torch.device) -> Tensor:
+    """Return the same mask with an entry for each query and key."""
+    rows, heads, queries, keys = mask.shape
+    seen: Tensor = create_mask(mask.mask_mod, rows, heads, queries, keys, str(device))
+    # A query without keys attends to all of them, because a softmax over none would be NaN.
+    return seen | ~seen.any(-1, keepdim=True)
 
 
 def _flex(
@@ -219,10 +230,8 @@ class Watched(Sequence):
         bias_HQK: Tensor | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        if isinstance(mask, BlockMask):  # its function also makes the dense mask
-            rows, heads, queries, keys = mask.shape
-            device = str(q_BHQD.device)
-            mask = create_mask(mask.mask_mod, rows, heads, queries, keys, device)
+        if isinstance(mask, BlockMask):
+            mask = _dense(mask, q_BHQD.device)
         self._report(weigh(q_BHQD, k_BGKD, scoring, mask, bias_HQK, sinks_H))
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
 

@@ -80,12 +80,17 @@ def test_attention_equals_its_eager_twin(how, flex):
     shapes = [(None, None, None), (3.0, bias, sinks)]
     if not flex:
         shapes += [(3.0, None, None), (None, bias, None), (None, None, sinks)]
+    if flex:  # only compiled code uses it
+        torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True) if flex else attend
     for softcap, added, sink in shapes:
         inputs = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
         twins = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
-        out = attend(*inputs, Scoring(0.3, softcap), mask, added, sink)
+        out = compiled(*inputs, Scoring(0.3, softcap), mask, added, sink)
         expected = eager(*twins, Scoring(0.3, softcap), truth, added, sink)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        uncompiled = attend(*inputs, Scoring(0.3, softcap), mask, added, sink)
+        torch.testing.assert_close(uncompiled, expected, atol=1e-5, rtol=1e-5)
         if not flex:
             out.square().sum().backward()
             expected.square().sum().backward()
