@@ -121,7 +121,7 @@ def train(
     size: Size = "tiny",
     arch: Arch = None,
     data: TrainData = None,
-    steps: Annotated[int, Option(min=1, help="Timed steps.")] = 3,
+    steps: Annotated[int, Option(min=1, max=100_000, help="Timed steps.")] = 3,
     zero: Zero = None,
     cluster: Cluster = None,
     sets: Settings = None,

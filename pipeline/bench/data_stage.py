@@ -209,6 +209,8 @@ def _peer(name: str, *arguments: str | Path) -> Any:
 def measure_loader(corpus: Corpus, rows: int = 8, seq: int = 2048, step_s: float = 0.05) -> Figures:
     """Compare batches from files in memory with a plain permuted gather of the same bytes."""
     ours = Loader(corpus, "train", seq=seq, rows=rows, seed=0)
+    if rows > ours.windows:
+        raise DataError(f"rows={rows:,} is more than the {ours.windows:,} of the corpus; lower it")
     # One mapped file, as a loader without shards would read.
     with tempfile.NamedTemporaryFile() as file:
         for shard in corpus.split("train").shards:

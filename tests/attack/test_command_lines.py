@@ -132,6 +132,8 @@ REFUSED = (
     "dashboard --host not.a.host.example --port 0",
     "verify --layouts nonsense",
     "bench train --size nonsense",
+    "bench train --size 7k --steps 99999999999999",
+    "bench loader DATA --rows 99999999999999",
 )
 
 
