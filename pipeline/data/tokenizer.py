@@ -32,6 +32,7 @@ _PieceType = proto.ModelProto.SentencePiece
 
 META = "\u2581"  # sentencepiece's spelling of a space
 FIXED_PIECES = 3 + 256  # <unk>, <s>, </s> and one piece per byte
+MOST_PIECES = 2**24  # sentencepiece counts in 32 bits; the largest vocabularies have 1M pieces
 SENTENCE_CHARACTERS = 4096  # cut documents for the trainer: its work per sentence is not linear
 DECODE_IDS = 2**16  # ids decoded at once: as Python objects they take several times the memory
 
@@ -235,6 +236,8 @@ def check_vocab_size(vocab: int, controls: Sequence[str]) -> None:
             f"vocab-size={vocab:,} is below {smallest}, the count of byte and control pieces alone;"
             " try 4096"
         )
+    if vocab > MOST_PIECES:
+        raise DataError(f"vocab-size={vocab:,} is above {MOST_PIECES:,}; try 32768")
 
 
 def train(

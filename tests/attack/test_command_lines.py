@@ -91,6 +91,7 @@ REFUSED = (
     f"pretrain --size tiny --data DATA --out {LONG}",
     "pretrain --size tiny --data DATA --out OUT --slurm --dry-run --time ١٢:00:00",
     "data prepare --source python --out OUT --vocab-size 0",
+    "data prepare --source python --out OUT --vocab-size 3000000000",
     "sync nowhere",
     "logs nowhere",
     "cancel nowhere",
