@@ -231,13 +231,9 @@ class Tokenizer:
 
 def check_vocab_size(vocab: int, controls: Sequence[str]) -> None:
     smallest = FIXED_PIECES + len(controls) + 1
-    if vocab < smallest:
-        raise DataError(
-            f"vocab-size={vocab:,} is below {smallest}, the count of byte and control pieces alone;"
-            " try 4096"
-        )
-    if vocab > MOST_PIECES:
-        raise DataError(f"vocab-size={vocab:,} is above {MOST_PIECES:,}; try 32768")
+    if not smallest <= vocab <= MOST_PIECES:
+        limits = f"{smallest}, the byte and control pieces alone, and {MOST_PIECES:,}"
+        raise DataError(f"vocab-size={vocab:,} is not between {limits}; try 4096")
 
 
 def train(
