@@ -84,10 +84,12 @@ DryRun = Annotated[bool, Option("--dry-run", help="Print the job instead of subm
 
 
 app = typer.Typer(pretty_exceptions_enable=False)
+_PLAN_ONLY = "plan only"  # the object of typer's context if `as_job` calls the command
 
 
 @app.command(epilog=EXAMPLES)
 def pretrain(
+    context: typer.Context,
     size: Size = None,
     arch: Arch = None,
     recipe: Recipe = None,
@@ -142,7 +144,7 @@ def pretrain(
     planned = plan_run(request, devices)
     if planned.note and not quiet:  # such as how the layout was chosen
         typer.echo(planned.note, err=True)
-    if not (dry_run and quiet):  # together they mean `as_job`
+    if context.obj != _PLAN_ONLY:
         Start(devices, ranks, job, track, dry_run, as_json, quiet).begin(planned)
     return planned, job  # for `as_job`; typer ignores it
 
@@ -153,7 +155,7 @@ def refuse_job_options(slurm: bool, *values: Any) -> None:
     for option, value in zip(options, values, strict=True):
         given = value is not None and value is not False  # 0 is a value: no GPUs
         if given and not slurm:
-            raise ConfigError(f"{option} is for a SLURM job; add --slurm, or see `launch show`")
+            raise ConfigError(f"{option} is for a SLURM job; add --slurm, or remove {option}")
 
 
 def given_only(table: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +211,8 @@ class Start:
             self._train_here(planned)
             return
         submit(planned, self.job, track=self.track, dry_run=self.dry_run, as_json=self.as_json)
-        self._announce(planned, header=False)
+        if not self.quiet:
+            self._announce(planned, header=False)
 
     def _announce(self, planned: "PlannedRun", *, header: bool) -> None:
         _announce(planned.config, self.ranks, self.devices.name, track=self.track, header=header)
@@ -237,7 +240,7 @@ class Start:
                 track=self.track,
             )
         elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
-            note = f"{run.checkpoints} is empty: restore it, or train again with another --out"
+            note = f"{run.checkpoints} is empty: restore it from a copy, or choose another --out"
         # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other
         # stop gives 75 (EX_TEMPFAIL), which means "run the same command again".
         stopped = 128 + signalled if signalled == SIGINT else STOPPED
@@ -246,11 +249,13 @@ class Start:
         timer = threading.Timer(_PRINT_S, os._exit, (code,))
         if signalled:
             timer.start()
-        if note:
-            typer.echo(note, err=True)
-        _print_result(run.path, config.steps, as_json=self.as_json, quiet=self.quiet)
-        sys.stdout.flush()
-        timer.cancel()
+        try:
+            if note:
+                typer.echo(note, err=True)
+            _print_result(run.path, planned.config, as_json=self.as_json, quiet=self.quiet)
+            sys.stdout.flush()
+        finally:
+            timer.cancel()
         if code:
             raise typer.Exit(code)
 
@@ -258,10 +263,10 @@ class Start:
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     """What `launch pretrain` with these arguments would submit, with the same refusals."""
     # Through the parser, so that a sweep's runs are checked like commands typed by hand.
-    # --dry-run with --quiet plans the job and neither prints nor submits it.
-    words = [*arguments, "--slurm", "--dry-run", "--quiet"]
+    words = [*arguments, "--slurm", "--quiet"]
     # Not standalone: typer returns our value and lets our errors pass.
-    planned, nodes = typer.main.get_command(app).main(words, standalone_mode=False)
+    command = typer.main.get_command(app)
+    planned, nodes = command.main(words, standalone_mode=False, obj=_PLAN_ONLY)
     return planned, nodes
 
 
@@ -335,12 +340,13 @@ def submit(
         print(f"{starts}\nwatch it with: launch status {run}")
 
 
-def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None:
+def _print_result(path: Path, config: "RunConfig", *, as_json: bool, quiet: bool) -> None:
     """Print the last held-out figures and how to continue."""
     from pipeline.runs.directory import RunDir
     from pipeline.runs.log import read
 
     last: dict[str, Any] = {}
+    steps = config.train.steps
     step = 0
     goodput = None
     # The log has every attempt of the run. The last evaluation counts.
@@ -363,4 +369,5 @@ def _print_result(path: Path, steps: int, *, as_json: bool, quiet: bool) -> None
             figures += "".join(f", {name} {score:.4f}" for name, score in scores.items())
         print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
         if status == "stopped":
-            print(f"continue with: launch pretrain --resume --out {path}")
+            command = "finetune" if config.objective.examples else "pretrain"
+            print(f"continue with: launch {command} --resume --out {path}")

@@ -25,7 +25,7 @@ from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner import count as account
 from pipeline.planner.memory import Layout, memory
-from pipeline.planner.work import training_flops
+from pipeline.planner.work import convention, training_flops
 from pipeline.train.measure import cut, device_name, loader, peak_flops, peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _speed(
         yield "MFU %", f"unknown: this is {name}, not the cluster's {config.cluster.device}"
     yield "of measured matmul ceiling %", round(100 * speed * flops / ceiling, 2)
     yield "matmul ceiling TFLOP/s", float(f"{ceiling / 1e12:.4g}")
-    yield "convention", account.CONVENTION
+    yield "convention", convention(config)
     predicted = memory(config, Layout.of(config, world.size)).total
     yield "peak memory GiB", round(ours.peak_bytes / 2**30, 2)
     yield "predicted memory GiB", round(predicted / 2**30, 2)

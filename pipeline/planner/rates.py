@@ -1,8 +1,8 @@
 """Learning rates, batch, decay and warmup as functions of model size, tokens and batch.
 
 AdamW's rules are those of OLMo-core's ladder, and for post-norm models those of the first
-transformer. Muon's were measured on one H200 (docs/RECIPE.md has the table). A run of any size and
-length gets settings near the best of a grid without a search.
+transformer. Muon's were measured on one H200 (docs/RECIPE.md has the table). All are starting
+points for runs of any size and length.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any, assert_never
 
 from pipeline.config.optimizer import AdamWSpec, MuonSpec
 from pipeline.config.schema import RunSpec
+from pipeline.config.shape import Model
 from pipeline.planner.count import Params
 
 _N0 = 108e6  # the size at which OLMo-core's ladder was tuned
@@ -32,10 +33,11 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
     """Every setting of the optimizer and its schedule that may be "auto"."""
     match spec.optim.optimizer:
         case AdamWSpec():
-            tokens_per_param = steps * batch / count.scaling
-            found = _adamw(count.active_non_embedding, tokens_per_param, steps, batch)
+            found = _adamw(count.active_non_embedding, steps, batch)
+            found["lr"] = adamw_peak(spec.model, count, steps * batch)
             if spec.model.placement == "post":
-                found |= _post_norm(spec.model.width, steps)
+                rule = "4000, at most a quarter of the run: arXiv 1706.03762"
+                found["schedule.warmup_steps"] = Setting(max(1, min(4000, steps // 4)), rule)
             return found
         case MuonSpec():
             lr = spec.optim.lr
@@ -73,32 +75,31 @@ def adamw_lr(n: float, tokens_per_param: float) -> float:
     return _digits(0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5)
 
 
-def _adamw(n: int, tokens_per_param: float, steps: int, batch: int) -> Settings:
+def adamw_peak(model: Model, count: Params, tokens: float) -> Setting:
+    """Return the peak rate of a model.
+
+    Norms after the residual sums need a lower rate and a longer warmup than norms before them. A
+    RoBERTa of 8 layers did not learn at the rate of OLMo-core's rule (docs/RECIPE.md). With a width
+    of 768, the rate is 5.7e-4; RoBERTa-base used 6e-4.
+    """
+    if model.placement == "post":
+        lr = _digits((4000 * model.width) ** -0.5)
+        return Setting(lr, "(4000·width)^(−1/2): arXiv 1706.03762")
+    lr = adamw_lr(count.active_non_embedding, tokens / count.scaling)
+    rule = "½·0.0047·(N/108M)^(−1/3), /√(tokens per parameter/20) above 20: OLMo-core's ladder"
+    return Setting(lr, rule)
+
+
+def _adamw(n: int, steps: int, batch: int) -> Settings:
     # One token per parameter, but at most 2,000 steps and a tenth of the run.
     warmup = max(1, min(n // batch, 2000, steps // 10))
-    lr = "½·0.0047·(N/108M)^(−1/3), /√(tokens per parameter/20) above 20: OLMo-core's ladder"
     return {
-        "lr": Setting(adamw_lr(n, tokens_per_param), lr),
         "optimizer.beta2": Setting(
             0.95 if batch >= 524_288 else 0.99,
             "0.95, and 0.99 below 524,288 tokens per batch: OLMo-core's ladder",
         ),
         "schedule.warmup_steps": Setting(
             warmup, "N tokens, at most 2000 steps and a tenth of the run: OLMo-core's ladder"
-        ),
-    }
-
-
-def _post_norm(width: int, steps: int) -> Settings:
-    """Norms after the residual sums need lower rates and a longer warmup than norms before them.
-
-    For a width of 768 the rate is 5.7e-4; RoBERTa-base used 6e-4. A RoBERTa of 8 layers stayed at
-    the entropy of single tokens at the rate of OLMo-core's rule (docs/RECIPE.md).
-    """
-    return {
-        "lr": Setting(_digits((4000 * width) ** -0.5), "(4000·width)^(−1/2): arXiv 1706.03762"),
-        "schedule.warmup_steps": Setting(
-            max(1, min(4000, steps // 4)), "4000, at most a quarter of the run: arXiv 1706.03762"
         ),
     }
 
@@ -124,8 +125,11 @@ def _muon(lr: float, width: int, steps: int) -> Settings:
         "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
-        # With this decay, updates older than a fifth of the run have little effect.
-        "optimizer.decay": Setting(_digits(5 / (lr * steps)), "5/(rate·steps): arXiv 2405.13698"),
+        # With this decay, updates older than a fifth of the run have little effect. At the peak, a
+        # step removes at most a tenth of a weight.
+        "optimizer.decay": Setting(
+            _digits(5 / (lr * max(steps, 50))), "5/(rate·steps), steps ≥ 50: arXiv 2405.13698"
+        ),
         "optimizer.beta1": Setting(0.8, "nanochat"),
         "optimizer.beta2": Setting(0.96, "nanochat"),
         "schedule.warmup_steps": Setting(

@@ -104,8 +104,9 @@ def _loss_chunk(vocab: int, *, gpu: bool) -> int:
     return max(64, min(2048, 2**21 // vocab))
 
 
-def rule(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, int]:
-    """Return peak rate and batch in tokens for n parameters and a number of training tokens."""
+def rate_and_batch(n: float, tokens: float, recipe: str, seq: int = 2048) -> tuple[float, int]:
+    """Return peak rate and batch in tokens for a run of about n parameters, whose shape is not
+    known. With a shape, AdamW's rules use the parameters without embeddings instead."""
     if recipe_layer([{"recipe": recipe}])["optim"]["optimizer"]["kind"] == "muon":
         batch = seq * _whole_rows(rates.muon_batch(tokens) / seq)
         return rates.muon_lr(tokens), batch
@@ -129,11 +130,11 @@ def batch_setting(spec: RunSpec) -> rates.Setting:
 
 
 def _whole_rows(rows: float) -> int:
-    """Return the nearest 2^k or 3·2^k, at least 8. Most world sizes divide such a batch, so they
-    all train with the same batch."""
-    # 24 doublings are 400 million sequences.
-    steps = [m << k for k in range(3, 24) for m in (1, 3)]
-    return min(steps, key=lambda s: abs(math.log(s / max(rows, 1))))
+    """Return the nearest 2^k, at least 8, or 3·2^k, at least 24. Most world sizes divide such a
+    batch, so they all train with the same batch."""
+    # Up to 25 million sequences.
+    candidates = [m << k for k in range(3, 24) for m in (1, 3)]
+    return min(candidates, key=lambda each: abs(math.log(each / max(rows, 1))))
 
 
 def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:

@@ -36,6 +36,8 @@ def convention(spec: RunSpec) -> str:
     """What the FLOPs of a run count. Laws mix only runs that are counted alike."""
     few = spec.objective.most_targets(spec.model.seq) is not None
     text = f"{CONVENTION}; head for predicted tokens only" if few else CONVENTION
+    if not spec.model.causal:
+        text += "; attention in both directions counts twice"
     return text if spec.lora is None else f"{text}; 4 instead of 6 for frozen parameters (LoRA)"
 
 

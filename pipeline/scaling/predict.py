@@ -17,7 +17,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
-from pipeline.planner.recipe import rule
+from pipeline.planner.recipe import rate_and_batch
 from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
@@ -275,7 +275,7 @@ def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
     """Return the recipe for a run that has none of our sizes; None for a law of compute alone."""
     if not (math.isfinite(made.N) and math.isfinite(made.D)):
         return None
-    lr, batch_tokens = rule(made.N, made.D, ladder.recipe)
+    lr, batch_tokens = rate_and_batch(made.N, made.D, ladder.recipe)
     # A rate or batch that all runs of the ladder share is part of its recipe.
     lr = float(ladder.settings.get("optim.lr", lr))
     batch_tokens = int(ladder.settings.get("train.batch_tokens", batch_tokens))

@@ -24,8 +24,7 @@ from pipeline.data.rows import (
 )
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.planner.count import params
-from pipeline.planner.rates import adamw_lr
-from pipeline.planner.recipe import rule
+from pipeline.planner.rates import adamw_peak
 from pipeline.runs.directory import RunDir, tokenizer_of
 
 # As for GPT (Radford et al. 2018): three epochs in small batches, at a quarter of the peak rate of
@@ -198,11 +197,11 @@ def _defaults(
 
 def _peak_rate(before: RunConfig) -> float:
     """Return the peak rate of the run's pretraining with AdamW; for a run with Muon, by rule."""
+    count = params(before.model)
     if before.data.dir is None:  # an import, whose training is unknown
-        count = params(before.model)
-        return adamw_lr(count.active_non_embedding, PUBLISHED_TOKENS)
+        return adamw_peak(before.model, count, PUBLISHED_TOKENS * count.scaling).value
     if isinstance(before.optim.optimizer, AdamW):
         # The rate of a run that was itself fine-tuned is already a quarter.
         return before.optim.lr / (RATE_SHARE if before.objective.examples else 1)
     tokens = before.train.steps * before.train.batch_tokens
-    return rule(params(before.model).scaling, tokens, "adamw")[0]
+    return adamw_peak(before.model, count, tokens).value

@@ -44,7 +44,6 @@ _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
 _GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
 _PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
-_SIDECAR_WAIT_S = 30.0  # time to wait for MLflow after the end
 
 
 class Ended(NamedTuple):
@@ -70,7 +69,7 @@ def start(
                 _give_up(run, run.past_faults()[old:], 0 if stop.signal else max_restarts)
     finally:
         if sidecar is not None:
-            note = sidecar.finish(_SIDECAR_WAIT_S)
+            note = sidecar.finish()
     return Ended(note, stop.signal)
 
 
@@ -90,8 +89,8 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
             f"disk full at {run.path}: not even the error could be written; the last checkpoint is "
             "intact; free some space and --resume"
         )
-    rank, code = next(iter(failed.items()), (0, 0))
-    run.note_fault(code, group.last_line(rank), nproc)
+    rank = group.first_failed(failed)
+    run.note_fault(failed.get(rank, 0), group.last_line(rank), nproc)
     return False
 
 
@@ -110,12 +109,17 @@ def record_death(run: RunDir, death: "Death") -> None:
     known = run.fault() or {"kind": None, "user": False}
     if not known["user"] and known["kind"] != HangError.__name__:
         run.forget_fault()
-        run.fail(ChildProcessError(f"rank {death.rank} was killed by {death.signal.name}"))
+        run.fail(ChildProcessError(f"rank {death.rank} was killed by {death.name}"))
 
 
 class Death(NamedTuple):
     rank: int
-    signal: signal.Signals
+    signal: int
+
+    @property
+    def name(self) -> str:  # real-time signals have none
+        known = self.signal in set(signal.Signals)
+        return signal.Signals(self.signal).name if known else f"signal {self.signal}"
 
 
 class Group:
@@ -193,15 +197,21 @@ class Group:
     def death(self, codes: Mapping[int, int]) -> Death | None:
         """Return the rank that was killed by a signal that we did not send."""
         deaths = [
-            Death(rank, signal.Signals(-code))
+            Death(rank, -code)
             for rank, code in codes.items()
             if code < 0 and rank not in self._ended_by_us
         ]
         # Prefer SIGKILL, which the kernel sends when memory runs out: no other death causes it.
         return max(deaths, key=lambda death: death.signal == signal.SIGKILL, default=None)
 
+    def first_failed(self, failed: Mapping[int, int]) -> int:
+        """Return a rank that failed by itself if there is one: we end the others after it."""
+        return min(failed, key=lambda rank: (rank in self._ended_by_us, rank), default=0)
+
     def last_line(self, rank: int) -> str:
-        text = self._log(rank).read_bytes()[-4096:].decode(errors="replace").strip()
+        with self._log(rank).open("rb") as log:
+            log.seek(-min(4096, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = log.read().decode(errors="replace").strip()
         return text.splitlines()[-1] if text else ""
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, UserError
 from pipeline.planner.check import fit_to_devices, resolve
 from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.memory import DeviceMemory, Layout
-from pipeline.planner.recipe import rule
+from pipeline.planner.recipe import rate_and_batch
 from pipeline.train.request import Devices, Request, plan_run
 
 
@@ -53,6 +53,12 @@ def test_post_norm_models_take_a_published_rate_and_a_long_warmup(arch, width, p
     assert optim.schedule.warmup_steps == 2000
     before = resolve(load(size="125m", arch="modernbert", sets=sets[1:]), ranks=8, gpu=True).optim
     assert before.lr > 2e-3 and before.schedule.warmup_steps < 800  # norms before the blocks
+
+
+def test_the_decay_of_a_few_steps_does_not_turn_weights_around():
+    for steps, share in ((3, 0.1), (5000, 0.001)):
+        optim = resolve(load(size="6m", sets=[f"train.steps={steps}"]), ranks=1, gpu=True).optim
+        assert optim.lr * optim.optimizer.decay == pytest.approx(share, rel=0.01)
 
 
 def test_an_architecture_names_its_recipe():
@@ -92,7 +98,7 @@ def test_a_small_model_fills_a_gpu_with_more_rows_at_once(size, arch, gpu, micro
 
 
 def test_no_batch_is_empty_or_larger_than_memory():
-    assert rule(1e9, 1e-320, "muon") == (0.06, 8 * 2048)
+    assert rate_and_batch(1e9, 1e-320, "muon") == (0.06, 8 * 2048)
     for recipe in ("adamw", "muon"):
         long = load(size="7k", sets=[f"recipe={recipe}", "train.steps=1000000"])
         assert resolve(long, ranks=2, gpu=False).train.batch_tokens <= 2**26

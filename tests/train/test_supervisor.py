@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from pipeline.process import STORE
+from pipeline.process import STORE, StopRequest
 from pipeline.train import preload, supervisor
+from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment
 from tests.train.test_run import TINY, hashes, losses, pretrain, processes, records, until
 from tests.train.test_survive import ranks
@@ -151,6 +152,22 @@ def test_a_worker_that_cannot_start_is_a_fault_not_a_stop(corpus, tmp_path, monk
     never = ("--nproc", 1, "--set", "train.max_restarts=0")
     output = inside("pretrain", *BRIEF, *never, "--data", corpus, "--out", tmp_path / "run", code=2)
     assert "No module named pipeline.train.nothing" in output
+
+
+def test_a_fault_is_that_of_the_rank_which_failed_by_itself(corpus, tmp_path, monkeypatch):
+    """Not that of rank 0, which waits for it and is ended afterwards. Signals may have no name."""
+    request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
+    run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
+    monkeypatch.setattr(supervisor, "_GRACE_S", 0.1)
+    for end, name in {"sys.exit('why')": None, "os.kill(os.getpid(), 36)": "signal 36"}.items():
+        program = f"import os, sys, time\ntime.sleep(60) if os.environ['RANK'] == '0' else {end}"
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(supervisor, "python_module", lambda *_, command=command: command)
+        group = supervisor.Group(run, [{"RANK": "0"}, {"RANK": "1"}])
+        codes = group.wait(StopRequest(), lambda: None)
+        death = group.death(codes)
+        assert codes[0] < 0 and group.first_failed(codes) == 1
+        assert (death and death.name) == name and group.last_line(1) == "why"
 
 
 def test_every_child_starts_with_a_safe_path():

@@ -8,12 +8,15 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, __version__
 
+from pipeline.config.optimizer import AdamW, Muon
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family, to_hub_config
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
+from pipeline.planner.count import params
+from pipeline.planner.rates import adamw_peak
 
 
 class Peer(Protocol):
@@ -41,7 +44,7 @@ class Twin:
 class HuggingFace:
     """Hugging Face's model as in their examples, compiled if ours is.
 
-    Weights in the run's dtype without masters, SDPA, fused AdamW.
+    Weights in the run's dtype without masters, SDPA, fused AdamW even if ours is Muon.
     With `mixed`, weights are fp32 and matmuls bf16 by autocast, as their Trainer does it with
     bf16=True. It then stores as much as ours.
     """
@@ -51,6 +54,12 @@ class HuggingFace:
 
     def __init__(self, config: RunConfig, world: World, *, mixed: bool = False) -> None:
         adam = config.optim.optimizer
+        self._rate = 1.0  # theirs, relative to ours
+        if isinstance(adam, Muon):  # whose rate is of matrices, and too high for AdamW
+            adam = AdamW(beta2=0.95)
+            tokens = config.train.steps * config.train.batch_tokens
+            peak = adamw_peak(config.model, params(config.model), tokens).value
+            self._rate = peak / config.optim.lr
         bf16 = config.train.dtype == "bf16"
         architecture, table = describe(config)
         # Random weights with our init_std, so that the first losses nearly agree. transformers
@@ -70,7 +79,7 @@ class HuggingFace:
         # One group, in which every parameter decays; ours has several (optim/groups.py).
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
-            lr=config.optim.lr,
+            lr=config.optim.lr * self._rate,
             betas=(adam.beta1, adam.beta2),
             eps=adam.eps,
             weight_decay=adam.decay,
@@ -86,7 +95,7 @@ class HuggingFace:
             # The sum stays on the device: reading it would make the host wait in every micro-batch.
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
-        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.param_groups[0]["lr"] = lr * self._rate
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total / len(micros)
