@@ -1,5 +1,5 @@
-"""`launch bench data | loader | train | in-context`: ratios measured in one run, because machines
-are noisy."""
+"""`launch bench data | loader | train | generate | in-context`: ratios measured in one run, because
+machines are noisy."""
 
 import json
 import os
@@ -33,15 +33,7 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 
 # Name and value. They are generated and printed one by one, because a measurement takes minutes.
 Figures = Iterable[tuple[str, Any]]
-Megabytes = Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")]
-CompareData = Annotated[
-    str | None, Option(help=f"datatrove: also time its pipelines ({_DATATROVE}); takes minutes.")
-]
 Tenfold = Annotated[bool, Option("--tenfold", help="Also use ten times the text; takes minutes.")]
-Shards = Annotated[Path, Argument(help="Directory made by `launch data prepare`.")]
-TrainData = Annotated[Path | None, Option(help="Prepared shards; by default random tokens.")]
-Zero = Annotated[int | None, Option(min=0, max=3, help="ZeRO stage. Default: 1.")]
-Parts = Annotated[bool, Option(help="Also time forward, backward and optimizer separately.")]
 Profile = Annotated[
     bool, Option("--profile", help="Print the kernels of one step and a GPU's idle gaps.")
 ]
@@ -72,8 +64,10 @@ app = typer.Typer(
     )
 )
 def data(
-    megabytes: Megabytes = 128,
-    compare: CompareData = None,
+    megabytes: Annotated[int, Option(min=1, help="Megabytes of the python corpus to use.")] = 128,
+    compare: Annotated[
+        str | None, Option(help=f"datatrove: also time its pipelines ({_DATATROVE}); minutes.")
+    ] = None,
     tenfold: Tenfold = False,
     as_json: AsJson = False,
 ) -> None:
@@ -93,7 +87,7 @@ def data(
     )
 )
 def loader(
-    path: Shards,
+    path: Annotated[Path, Argument(help="Directory made by `launch data prepare`.")],
     rows: Annotated[int, Option(min=1, help="Rows per batch.")] = 8,
     seq: Annotated[int, Option(min=1, help="Tokens per row.")] = 2048,
     as_json: AsJson = False,
@@ -113,19 +107,18 @@ def loader(
         "launch bench train --size 1m --compare hf --steps 10",
         "launch bench train --size 1b --auto-batch --overheads",
         "launch bench train --size 3b --set recipe=adamw --set train.fp8=true "
-        "--set model.scaled_embedding=true "
-        "--compare bf16",
+        "--set model.scaled_embedding=true --compare bf16",
     )
 )
 def train(
     size: Size = "tiny",
     arch: Arch = None,
-    data: TrainData = None,
+    data: Annotated[Path | None, Option(help="Prepared shards; by default random tokens.")] = None,
     steps: Annotated[int, Option(min=1, max=100_000, help="Timed steps.")] = 3,
-    zero: Zero = None,
+    zero: Annotated[int | None, Option(min=0, max=3, help="ZeRO stage. Default: 1.")] = None,
     cluster: Cluster = None,
     sets: Settings = None,
-    parts: Parts = True,
+    parts: Annotated[bool, Option(help="Also time forward, backward and optimizer.")] = True,
     profile: Profile = False,
     compare: CompareTrain = None,
     auto_batch: AutoBatch = False,
@@ -177,6 +170,41 @@ def train(
 
 
 @app.command(
+    epilog=examples(
+        "launch bench generate --size tiny --rows 8",
+        "launch bench generate --run runs/1b --rows 32 --prompt-tokens 512 --json",
+    )
+)
+def generate(
+    size: Annotated[str | None, Option(help="Size, with random weights. Default: tiny.")] = None,
+    arch: Arch = None,
+    run: Annotated[Path | None, Option(help="A run, instead of random weights.")] = None,
+    rows: Annotated[int, Option(min=1, max=10**5, help="Prompts at a time.")] = 8,
+    prompt_tokens: Annotated[int, Option(min=1, max=10**6, help="Of a prompt or source.")] = 64,
+    new_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens to generate.")] = 128,
+    rounds: Annotated[int, Option(min=1, max=10**5, help="Timed calls; the median counts.")] = 3,
+    sets: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare greedy generation with `generate` of transformers, from the same weights."""
+    if run is not None and (size or arch or sets):
+        raise ConfigError("--run has its own model; remove --size, --arch and --set")
+    import torch
+
+    from pipeline.bench.peers.generation import measure_generation, random_model
+    from pipeline.checkpoint.restore import load_model
+    from pipeline.config.layers import load
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as in `launch generate`
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if run is None:
+        model = random_model(load(size=size or "tiny", arch=arch, sets=sets or ()), device, dtype)
+    else:
+        model, _ = load_model(run, dtype=dtype, device=device)
+    _print(measure_generation(model, rows, prompt_tokens, new_tokens, rounds), as_json)
+
+
+@app.command(
     "in-context",
     epilog=examples(
         "launch bench in-context",
@@ -186,16 +214,12 @@ def train(
 def in_context(
     d: Annotated[int, Option("--d", min=1, max=100, help="Dimensions of x.")] = 2,
     count: Annotated[int, Option("--examples", min=1, max=1000, help="Examples per row.")] = 10,
-    noise: Annotated[
-        float, Option(min=1e-3, max=1e3, help="Standard deviation of the noise.")
-    ] = 0.5,
+    noise: Annotated[float, Option(min=1e-3, max=1e3, help="Its standard deviation.")] = 0.5,
     size: Size = "83k",
     arch: Arch = None,
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 2500,
     rows: Annotated[int, Option(min=1, max=10**5, help="Rows per step.")] = 64,
-    test_rows: Annotated[
-        int, Option(min=1, max=10**7, help="Rows to measure the errors on.")
-    ] = 20_000,
+    test_rows: Annotated[int, Option(min=1, max=10**7, help="Rows to test on.")] = 20_000,
     sets: Settings = None,
     as_json: AsJson = False,
 ) -> None:

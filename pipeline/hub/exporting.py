@@ -71,8 +71,8 @@ def export(
         with torch.no_grad():
             for parameter in model.parameters():  # so that both sides have the exported precision
                 parameter.copy_(parameter.to(dtype))
-        count, size = _write_tensors(_hub_state(model, family, dtype), temporary, shard_bytes)
-        config = _config(model.cfg, family, tokenizer, dtype)
+        count, size = _write_tensors(hub_state(model, family, dtype), temporary, shard_bytes)
+        config = hub_config(model.cfg, family, tokenizer, dtype)
         if labels is not None:
             config |= sequence_config(labels, tokenizer)
         _write_json(temporary / CONFIG, config)
@@ -93,7 +93,7 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
-def _config(
+def hub_config(
     cfg: Model, family: Family, tokenizer: Tokenizer | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     # A document begins after the end of another, so bos and eos are the same token.
@@ -115,7 +115,7 @@ def _config(
 # ── Weights ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor under its name on the Hub, one at a time."""
     cfg = model.cfg
     ours = model.state_dict()

@@ -10,7 +10,7 @@ FlexAttention.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,10 @@ def attend(
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
     # A single query at the end of the cache attends to every key, so it needs no mask. SDPA's
     # `is_causal` would let it attend to the first key only.
-    causal = False
-    added = None
-    if bias_HQK is None and not isinstance(mask, Tensor):
-        causal = mask is None and q_BHQD.shape[2] == k_BGKD.shape[2]
-    else:
-        added = _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK)
+    causal = mask is None and bias_HQK is None and q_BHQD.shape[2] == k_BGKD.shape[2]
+    added = mask if isinstance(mask, Tensor) else None  # SDPA accepts booleans
+    if bias_HQK is not None:
+        added = cast(Tensor, _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK))
     return F.scaled_dot_product_attention(
         q_BHQD,
         k_BGKD,
@@ -101,7 +99,7 @@ def weigh(
     scores_BHQK = (q_BHQD.float() @ k_BHKD.float().mT) * scoring.scale
     if scoring.softcap is not None:
         scores_BHQK = scoring.softcap * torch.tanh(scores_BHQK / scoring.softcap)
-    scores_BHQK = scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK).float()
+    scores_BHQK = (scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK)).float()
     if sinks_H is not None:
         # A sink is one more key, whose value is zero.
         sink = sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
@@ -111,18 +109,18 @@ def weigh(
 
 def _additive_mask(
     q: Tensor, k: Tensor, mask: Tensor | Literal["all"] | None, bias_HQK: Tensor | None
-) -> Tensor:
+) -> Tensor | float:
     """Return mask and bias as one term to add to the scores."""
-    if isinstance(mask, str):
-        return q.new_zeros(()) if bias_HQK is None else bias_HQK[None].type_as(q)
+    bias = 0.0 if bias_HQK is None else bias_HQK[None].type_as(q)
+    queries, keys = q.shape[2], k.shape[2]
+    # A single query is at the end of the cache and attends to every key.
+    if isinstance(mask, str) or (mask is None and queries == 1):
+        return bias
     if mask is None:
-        queries, keys = q.shape[2], k.shape[2]
         ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
         mask = ones.tril(keys - queries)[None, None]
-    hidden = torch.tensor(float("-inf"), dtype=q.dtype, device=q.device)
-    if bias_HQK is None:
-        return torch.where(mask, torch.zeros((), dtype=q.dtype, device=q.device), hidden)
-    return torch.where(mask, bias_HQK[None].type_as(q), hidden)
+    # Constants as numbers: a tensor of one would be copied to the device in every layer.
+    return torch.where(mask, bias, float("-inf"))
 
 
 def _dense(mask: BlockMask, device: torch.device) -> Tensor:
@@ -292,7 +290,9 @@ class GroupedAttention(nn.Module):
                 gains = (q_norm.gain, k_norm.gain)
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
         q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSAD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
-        return rotate(q_norm(q_BSHD), table), rotate(k_norm(k_BSGD), table), v_BSGD
+        # Rotated together, because decoding on a CPU spends its time on starting operations.
+        qk_BSAD = rotate(torch.cat((q_norm(q_BSHD), k_norm(k_BSGD)), dim=2), table)
+        return qk_BSAD[:, :, : c.heads], qk_BSAD[:, :, c.heads :], v_BSGD
 
 
 class LatentAttention(nn.Module):

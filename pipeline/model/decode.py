@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 from pipeline.config.parts import Learned
 from pipeline.errors import ConfigError
@@ -48,7 +48,7 @@ def stream(
     encoder–decoder reads one source per prompt; the prompt is the start of the decoder's text."""
     device = model.embedding.weight.device
     longest = _longest(model, prompts, most)
-    fields = _source_fields(model, sources)
+    fields = source_fields(model, sources)
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -59,7 +59,7 @@ def stream(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
     for _ in range(most):
-        next_B = pick(_last_logits(model, tokens_BS, cache, **fields), sampling, generators)
+        next_B = pick(last_logits(model, tokens_BS, cache, **fields), sampling, generators)
         fields = {}  # the cache has the source's keys and values
         new = next_B.tolist()
         yield [None if over else token for token, over in zip(new, ended, strict=True)]
@@ -88,10 +88,12 @@ def generate(
 
 def pick(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """Return one token per row: the likeliest, or one sampled after top-k and then top-p."""
+    if sampling.temperature == 0:
+        # On a CPU, NumPy's argmax takes a tenth of the time of torch's.
+        on_gpu = logits_BV.is_cuda
+        return logits_BV.argmax(-1) if on_gpu else from_numpy(logits_BV.float().numpy().argmax(-1))
     # On the CPU, whose generators give the same draws on every machine.
     logits_BV = logits_BV.float().cpu()
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
     # The largest is zero, so that a tiny temperature makes no infinities to subtract.
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature
     logits, order = logits_BV.sort(dim=-1, descending=True, stable=True)
@@ -122,11 +124,11 @@ def beam_search(
     device = model.embedding.weight.device
     cache = Cache(model.cfg.layers, _longest(model, [prompt], most) + most)
     tokens_BS = torch.tensor([list(prompt)], device=device)
-    fields = _source_fields(model, None if source is None else [source])
+    fields = source_fields(model, None if source is None else [source])
     live = [Beam(0.0, ())]
     done: list[Beam] = []
     for _ in range(most):
-        likely_BV = _last_logits(model, tokens_BS, cache, **fields).float().log_softmax(-1)
+        likely_BV = last_logits(model, tokens_BS, cache, **fields).float().log_softmax(-1)
         fields = {}  # the cache has the source's keys and values
         total_BV = likely_BV + torch.tensor([beam.score for beam in live], device=device)[:, None]
         # Twice the width, because up to `width` of them may end here.
@@ -151,11 +153,11 @@ def beam_search(
     return sorted([*done, *live], reverse=True)[:width]
 
 
-def _last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache, **fields: Tensor) -> Tensor:
+def last_logits(model: Decoder, tokens_BS: Tensor, cache: Cache, **fields: Tensor) -> Tensor:
     return cast(Tensor, model(tokens_BS, cache=cache, **fields))[:, -1]
 
 
-def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> dict[str, Tensor]:
+def source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> dict[str, Tensor]:
     """Return the encoder's input, padded on the right; padding is a separate document."""
     both = model.cfg.stack == "encoder-decoder"
     if both != (sources is not None):
@@ -172,10 +174,10 @@ def _source_fields(model: Decoder, sources: Sequence[Sequence[int]] | None) -> d
         raise ConfigError(f"{text}; give a shorter one")
     rows = [list(source) + [0] * (longest - len(source)) for source in sources]
     padding = [[0] * len(source) + [1] * (longest - len(source)) for source in sources]
-    return {
-        "source_BE": torch.tensor(rows, device=device),
-        "source_documents_BE": torch.tensor(padding, device=device),
-    }
+    fields = {"source_BE": torch.tensor(rows, device=device)}
+    if any(map(any, padding)):  # attention without a mask is faster
+        fields["source_documents_BE"] = torch.tensor(padding, device=device)
+    return fields
 
 
 def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int:

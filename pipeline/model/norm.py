@@ -43,7 +43,7 @@ class StreamNorm(nn.Module):
         self.eps = cfg.eps
 
     def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        if x.is_cuda:
+        if x.is_cuda and x.shape[-2] > 1:  # for one token, kernels of torch start faster
             # Triton exists only where torch was built for a GPU.
             from pipeline.model.kernels import add_norm
 

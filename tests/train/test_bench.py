@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 import torch
 
+from pipeline.bench.peers.generation import Sides, random_model
 from pipeline.bench.peers.trainers import HuggingFace
 from pipeline.config.layers import load
-from pipeline.errors import ConfigError, first_line
+from pipeline.errors import ConfigError, RunError, first_line
 from pipeline.hub.tensors import gather
 from pipeline.objective.batch import random_batch
 from pipeline.parallel.build_engine import prepare_model
@@ -100,6 +101,36 @@ def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
     with torch.no_grad():
         ours = model(**micro.inputs).nll
     assert float(peer.step([micro], 0.0)) == pytest.approx(float(ours), rel=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["dense", "t5", "gpt2", "mixtral"])
+def test_generation_is_compared_with_hugging_face_from_the_same_weights(arch, inside):
+    few = ["--size", "27k", "--rows", "3", "--new-tokens", "12", "--rounds", "1", "--json"]
+    found = json.loads(
+        inside("bench", "generate", "--arch", arch, *few, "--set", "model.vocab=512")
+    )
+    assert found["rows with the same tokens"] == "3 of 3"
+    assert found["first logits differ by"] < 1e-4
+    assert all(float(ms) > 0 for ms in found["first token ms, ours and HF's"].split())
+    ours, theirs = map(float, found["tokens/s, ours and HF's in turn"].replace(",", "").split())
+    assert found["ours over HF"] == pytest.approx(ours / theirs, rel=0.02)
+
+
+def test_generation_of_other_weights_or_without_a_class_is_refused(inside, tmp_path):
+    model = random_model(load(size="7k", sets=["model.vocab=512"]), "cpu", torch.float32)
+    sides = Sides(model, 2, 8)
+    assert sides.difference() < 1e-5
+    with torch.no_grad():
+        model.blocks[-1].ffn.out.weight.mul_(1.1)
+    with pytest.raises(RunError, match="first logits differ"):
+        sides.difference()
+    refused = {
+        "model.arch=bert does not generate": ["--arch", "bert"],
+        "model.arch=isoflop": ["--arch", "isoflop"],
+        "--run has its own model": ["--run", tmp_path, "--size", "7k"],
+    }
+    for key, asked in refused.items():
+        assert key in inside("bench", "generate", *asked, code=2)
 
 
 def test_a_bench_that_fails_leaves_its_group():

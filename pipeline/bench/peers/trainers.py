@@ -10,8 +10,10 @@ from transformers import AutoConfig, __version__
 
 from pipeline.config.optimizer import AdamW, Muon
 from pipeline.config.schema import RunConfig
+from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.hub.families import choose_family, to_hub_config
+from pipeline.hub.settings import Family
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
@@ -133,10 +135,14 @@ def describe(config: RunConfig) -> tuple[str, dict[str, object]]:
             f"model.row_classes={config.model.row_classes}: losses of rows are not compared with "
             "transformers; --set objective.pairs=none --set model.row_classes=0"
         )
-    family = choose_family(config.model)
-    if family.kind == "isoflop":  # whose modeling file exists only in exported directories
-        raise ConfigError(
-            f"model.arch={config.model.arch}: transformers has no class for this model; compare "
-            "another, such as --arch dense"
-        )
+    family = hub_family(config.model)
     return family.architecture, to_hub_config(config.model, family)
+
+
+def hub_family(cfg: Model) -> Family:
+    """Return the family of the same shape; raise ConfigError if transformers has no class."""
+    family = choose_family(cfg)
+    if family.kind == "isoflop":  # whose modeling file exists only in exported directories
+        text = f"model.arch={cfg.arch}: transformers has no class for this model"
+        raise ConfigError(f"{text}; compare another, such as --arch dense")
+    return family
