@@ -18,7 +18,7 @@ COMPRESSION = 4  # assumed: text compresses about fourfold
 # The size of a task depends on the input alone, never on the number of workers.
 SMALLEST_TASK_BYTES = 4 * MB
 LARGEST_TASK_BYTES = 256 * MB
-SMALLEST_SHARE_BYTES = 64 * 1024  # of a limit, that is read of a file: several documents
+SMALLEST_SHARE_BYTES = 64 * 1024  # smallest part of a limit that a file gets: several documents
 TASKS = 64
 
 SUFFIXES: dict[str, Kind] = {
