@@ -13,7 +13,7 @@ from tests.forks import Launched
 from tests.scaling.made_runs import make_run
 from tests.track.mlflow_server import Server, until
 
-SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024", "--set", "train.eval_every=15",
+SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=256", "--set", "train.eval_every=15",
          "--set", "train.eval_batches=1", "--set", "train.log_every=1", "--nproc", 1,
          "--experiment", "live")  # fmt: skip
 SAYS = "([id, words]) => document.getElementById(id).textContent.includes(words)"

@@ -3,14 +3,13 @@
 import json
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import command, environment, launch
-from tests.track.mlflow_server import Server
+from tests.conftest import environment, launch
+from tests.forks import Launched
+from tests.track.mlflow_server import Server, until
 
 SETS = (
     "recipe=adamw", "model.seq=64", "train.batch_tokens=1024", "optim.lr=2e-3", "train.eval_batches=2",
@@ -39,19 +38,11 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
     trunk, branch = root / "tiny-81.9k", root / "tiny-51.2k"
     call = ("sweep", "run", "sweep.toml", "--data", corpus)
 
-    process = subprocess.Popen(
-        command(*call), cwd=tmp_path, env=environment(**tracked), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-    until = time.monotonic() + 250
-    while (
-        not ((trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2)
-        and time.monotonic() < until
-    ):
-        time.sleep(0.1)
+    process = Launched("launch", call, environment(**tracked), tmp_path)
+    until(lambda: (trunk / "log.jsonl").exists() and records(trunk)[-1]["step"] > 2, 250)
     process.send_signal(signal.SIGINT)
-    output, wrong = process.communicate(timeout=250)
-    assert process.returncode == 130, output + wrong
+    output = process.stdout.read()
+    assert process.wait(250) == 130, output + process.stderr.read()
     assert "0 of 4 runs in runs/short have finished" in output
     assert records(trunk)[-1]["event"] == "interrupt"
 
@@ -83,19 +74,8 @@ def test_a_sweep_from_its_first_interruption_to_mlflow(corpus: Path, tmp_path: P
 def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
     """A branch equals the separate run, and costs only its decay."""
     sets = (part for s in (*SETS, "optim.schedule.warmup_steps=8") for part in ("--set", s))
-    call = (
-        "pretrain",
-        "--size",
-        "tiny",
-        "--steps",
-        50,
-        "--data",
-        corpus,
-        "--nproc",
-        1,
-        "--no-track",
-        "--quiet",
-    )
+    call = ("pretrain", "--size", "tiny", "--steps", 50, "--data", corpus, "--nproc", 1)
+    call += ("--no-track", "--quiet")
     launch(*call, "--out", tmp_path / "whole", *sets)
     for key in ("step", "loss", "lr", "hash", "flops"):
         whole, branched = (
