@@ -17,6 +17,7 @@ from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import RunDir
 from pipeline.tasks import harness
 from tests.conftest import command, environment, launch
+from tests.train.test_run import pretrain
 
 RUN = ("--no-track", "--nproc", 2)
 SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=1024")
@@ -156,13 +157,10 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
     # The ranks are stopped on purpose and woken: that is no hang. No spare ranks start either.
     sets = ("train.save_every=10", "train.hang_s=100", "train.max_restarts=0")
     often = [part for each in sets for part in ("--set", each)]
-    asked = ("pretrain", *TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
+    asked = (*TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
     alone = ("--nproc", 1, "--resume")
     for held, short_bytes, more in ((10, 100_000, ()), (20, -20_000, alone)):
-        process = subprocess.Popen(
-            command(*asked, *more),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        )  # fmt: skip
+        process = pretrain(*asked, *more)
         for line in process.stdout:
             if f"saved {held}" in line:
                 break
