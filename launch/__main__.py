@@ -61,10 +61,8 @@ def describe(error: Exception) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, OSError) and error.filename is not None:
         # The system refuses a path: it is missing, not permitted, too long, on a full disk, …
-        return (
-            f"{_shorten(error.filename)}: {error.strerror}; check the path and its permissions",
-            2,
-        )
+        path = _shorten(error.filename)
+        return f"{path}: {error.strerror}; check the path and its permissions", 2
     # A bug of ours, not a wrong setting. Exit code 1 lets scripts distinguish the two.
     what = _shorten(f"{type(error).__name__}: {error}")
     return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback", 1

@@ -80,6 +80,8 @@ class Log:
                 f"log={self.path} cannot be written ({error.strerror}); fix that and --resume"
             ) from error
         self._end_bytes += len(line)
+        if is_event and not os.fstat(self._file).st_nlink:
+            raise RunError(f"log={self.path} was deleted, so nothing can continue this run")
 
     def truncate_after(self, step: int) -> int:
         """Drop the records past a checkpoint's step, all or none; return how many there were."""

@@ -209,7 +209,8 @@ class Group:
         return min(failed, key=lambda rank: (rank in self._ended_by_us, rank), default=0)
 
     def last_line(self, rank: int) -> str:
-        with self._log(rank).open("rb") as log:
+        text = ""  # if the run directory was deleted
+        with contextlib.suppress(FileNotFoundError), self._log(rank).open("rb") as log:
             log.seek(-min(4096, log.seek(0, os.SEEK_END)), os.SEEK_END)
             text = log.read().decode(errors="replace").strip()
         return text.splitlines()[-1] if text else ""

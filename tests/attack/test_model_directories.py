@@ -50,11 +50,8 @@ def attack(exported, tmp_path, monkeypatch):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(exported, copy)
         damage(copy)
-        wrong = fault(
-            ["import", "--from", copy, "--out", tmp_path / "out"],
-            refuse=refuse,
-            out=tmp_path / "out",
-        )
+        out = tmp_path / "out"
+        wrong = fault(["import", "--from", copy, "--out", out], refuse=refuse, out=out)
         return f"{damage.__doc__}: {wrong}" if wrong else ""
 
     return call

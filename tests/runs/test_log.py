@@ -119,7 +119,7 @@ def test_events_are_numbered_even_if_the_clock_goes_back(path: Path) -> None:
     assert numbers == sorted(set(numbers)) and numbers[1] > numbers[0] + 10**12
 
 
-def test_full_disk_names_the_log_and_leaves_no_half_line(path, monkeypatch):
+def test_full_disk_or_deletion_names_the_log_and_leaves_no_half_line(path, monkeypatch):
     log = Log(path)
     log.append({"kind": "step", "step": 1})
     whole = os.write
@@ -137,6 +137,9 @@ def test_full_disk_names_the_log_and_leaves_no_half_line(path, monkeypatch):
             log.append({"kind": "step", "step": 2})
     log.append({"kind": "step", "step": 3})
     assert steps(path) == [1, 3]
+    path.unlink()  # with the run's directory, while the run trains
+    with pytest.raises(RunError, match=r"log\.jsonl was deleted"):
+        log.append({"kind": "event", "event": "save", "step": 4})
 
 
 def test_damage_in_the_middle_is_named(path: Path) -> None:
