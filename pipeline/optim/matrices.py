@@ -28,8 +28,8 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
-    """The matrices of one parameter: a single one, or one for each expert on this rank."""
+class MatrixLayout:
+    """How one parameter stores its matrices: a single one, or one for each expert on this rank."""
 
     shape: tuple[int, int]  # as stored
     parts: tuple[Part, ...]  # they cover all rows
@@ -53,13 +53,13 @@ class Matrices:
         """FLOPs of orthogonalizing one matrix, part by part."""
         return sum(orthogonalization_flops(self._rows(part), self.columns) for part in self.parts)
 
-    def oriented(self, numbers: Tensor) -> Tensor:
-        """A view of one matrix's numbers as (outputs, inputs)."""
-        matrix = numbers.view(self.shape)
+    def oriented(self, elements: Tensor) -> Tensor:
+        """A view of one matrix's elements as (outputs, inputs)."""
+        matrix = elements.view(self.shape)
         return matrix.T if self.transposed else matrix
 
     def ratios(self) -> list[tuple[int, float]]:
-        """Runs of one matrix's numbers as stored: their length, and the factor of their rate."""
+        """Segments of one matrix as stored: their lengths, and the factors of their rates."""
         factors = [math.sqrt(max(1, self._rows(part) / self.columns)) for part in self.parts]
         if len(set(factors)) == 1:
             return [(self.numel, factors[0])]
@@ -71,7 +71,7 @@ class Matrices:
         return self.rows // part.period * (part.stop - part.start)
 
 
-def matrices_of(module: nn.Module, cfg: Model) -> dict[str, Matrices]:
+def matrices_of(module: nn.Module, cfg: Model) -> dict[str, MatrixLayout]:
     """Return the blocks' matrices by name, without routers and gates, which have few outputs."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -81,11 +81,11 @@ def matrices_of(module: nn.Module, cfg: Model) -> dict[str, Matrices]:
         expert: tuple[int, int] | None = getattr(parameter, "expert", None)
         if expert is None:
             rows, columns = parameter.shape
-            found[name] = Matrices((rows, columns), _parts(name, rows, cfg), (name,))
+            found[name] = MatrixLayout((rows, columns), _parts(name, rows, cfg), (name,))
         else:
             count, inputs, outputs = parameter.shape
             keys = tuple(f"{name}.{expert[0] + local}" for local in range(count))
-            found[name] = Matrices((inputs, outputs), _parts(name, outputs, cfg), keys, True)
+            found[name] = MatrixLayout((inputs, outputs), _parts(name, outputs, cfg), keys, True)
     return found
 
 

@@ -1,9 +1,9 @@
 """The optimizers: torch's fused AdamW, and Muon, which orthogonalizes the momentum of matrices.
 
 Muon (torch.optim.Muon, arXiv 2502.16982) steps the matrices of the blocks, and AdamW all other
-parameters. The masters of a rank may be any runs of the matrices' numbers, so a step is:
+parameters. The masters of a rank may be any segments of the matrices' elements, so a step is:
 
-1. update the momentum of the runs that this rank has;
+1. update the momentum of the segments that this rank has;
 2. send each matrix's update to the one rank that owns the matrix (parallel/muon_shards.py);
 3. the owner splits fused projections and orthogonalizes every part, equal shapes in one batch;
 4. send the results back;
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeline.optim.matrices import Matrices
+from pipeline.optim.matrices import MatrixLayout
 
 MOMENTUM = "momentum_buffer"  # as in torch.optim.Muon
 VARIANCE = "row_variance"
@@ -30,10 +30,10 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPS = 1e-7
 _VARIANCE_BETA = 0.95
-# Temporary tensors have at most this many numbers: matrices in one batch, weights in one update.
-MOST = 2**26
-# Runs shorter than this are concatenated up to this length. A small model has many short runs, and
-# a GPU would finish the kernels for each of them faster than the host can launch them.
+# Temporary tensors have at most this many elements: matrices in one batch, weights in one update.
+MAX_ELEMENTS = 2**26
+# Segments shorter than this are concatenated up to this length. A small model has many of them, and
+# a GPU would finish the kernels for each one faster than the host can launch them.
 _PACKED = 2**24
 
 # torch marks these methods as not to be compiled by importing the compiler, which takes a tenth of
@@ -48,14 +48,16 @@ for _method in (
 
 
 class AdamW(torch.optim.AdamW):
+    """torch's AdamW without the wrapper around its step, which imports the compiler."""
+
     step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
 
 
 # --- the parts of matrices on a rank
 
 
-class Run(NamedTuple):
-    """Consecutive numbers of a master that have one rate; `place` is where their updates are."""
+class Segment(NamedTuple):
+    """Consecutive elements of a master that have one rate; `place` is where their updates are."""
 
     master: Tensor
     start: int
@@ -72,22 +74,22 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Owned:
-    """A matrix that this rank orthogonalizes, whichever ranks have its numbers."""
+    """A matrix that this rank orthogonalizes, whichever ranks have its elements."""
 
     key: str
-    matrices: Matrices
-    places: list[slice]  # of its numbers among the updates, in order
+    layout: MatrixLayout
+    places: list[slice]  # of its elements among the updates, in order
     variance: Tensor | None = None  # of its rows
 
     def collect(self, updates: Tensor) -> Tensor:
-        """Return the matrix's numbers: a view if they are contiguous."""
+        """Return the matrix's elements: a view if they are contiguous."""
         pieces = [updates[place] for place in self.places]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def spread(self, numbers: Tensor, updates: Tensor) -> None:
+    def spread(self, elements: Tensor, updates: Tensor) -> None:
         if len(self.places) > 1:
             pieces = [updates[place] for place in self.places]
-            torch._foreach_copy_(pieces, torch.split(numbers, [len(piece) for piece in pieces]))
+            torch._foreach_copy_(pieces, torch.split(elements, [len(piece) for piece in pieces]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,33 +97,35 @@ class Bucket:
     """Masters that are stepped together: all, or the flat one of a ZeRO group."""
 
     masters: list[Tensor]
-    packs: list[list[Run]]
+    packs: list[list[Segment]]
     owned: list[Owned]
     numel: int  # of the updates: those of the masters, then those that other ranks sent
-    there: Callable[[Tensor], None]  # sends updates to their owners
-    back: Callable[[Tensor], None]  # sends results to the ranks that have the weights
+    to_owners: Callable[[Tensor], None]  # sends updates to their owners
+    to_holders: Callable[[Tensor], None]  # sends results to the ranks that have the weights
 
 
-def pack(runs: list[Run]) -> list[list[Run]]:
-    """Group runs that have the same rate and are short enough to be concatenated."""
-    packs: list[list[Run]] = []
-    room = 0
+def pack(segments: list[Segment]) -> list[list[Segment]]:
+    """Group segments that have the same rate and are short enough to be concatenated."""
+    packs: list[list[Segment]] = []
+    left = 0
     rate = math.nan
-    for run in sorted(runs, key=lambda run: run.ratio):
-        if run.ratio != rate or run.stop - run.start > room:
+    for segment in sorted(segments, key=lambda segment: segment.ratio):
+        if segment.ratio != rate or segment.stop - segment.start > left:
             packs.append([])
-            room = _PACKED
-        packs[-1].append(run)
-        room -= run.stop - run.start
-        rate = run.ratio
+            left = _PACKED
+        packs[-1].append(segment)
+        left -= segment.stop - segment.start
+        rate = segment.ratio
     return packs
 
 
 class Muon(AdamW):
+    """Muon for the groups marked `matrices`, AdamW for all others."""
+
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        matrices: dict[str, Matrices],
+        matrices: dict[str, MatrixLayout],
         *,
         lr: float,
         betas: tuple[float, float],
@@ -144,7 +148,7 @@ class Muon(AdamW):
         for owned in self.owned():
             if self.normalize and owned.variance is None:
                 device = buckets[0].masters[0].device
-                owned.variance = torch.zeros(owned.matrices.rows, device=device)
+                owned.variance = torch.zeros(owned.layout.rows, device=device)
 
     def owned(self) -> Iterator[Owned]:
         for bucket in self.buckets:
@@ -180,29 +184,29 @@ class Muon(AdamW):
         updates = torch.empty(bucket.numel, dtype=torch.bfloat16, device=device)
         steps = [self.create_state(master)["step"] for master in bucket.masters]
         # A list of tensors: torch would read a single tensor on the host, and wait for the device.
-        taken = torch.ones_like(steps[0]) if apply is None else apply.to(steps[0])
-        torch._foreach_add_(steps, [taken] * len(steps))
-        for runs in bucket.packs:
-            momenta = [run.of(self.state[run.master][MOMENTUM]) for run in runs]
+        applied = torch.ones_like(steps[0]) if apply is None else apply.to(steps[0])
+        torch._foreach_add_(steps, [applied] * len(steps))
+        for segments in bucket.packs:
+            momenta = [segment.of(self.state[segment.master][MOMENTUM]) for segment in segments]
             momentum = _concatenate(momenta)
-            gradient = _concatenate([run.of(_gradient(run.master)) for run in runs])
+            gradient = _concatenate([segment.of(_gradient(segment.master)) for segment in segments])
             if apply is not None:
-                # In a skipped step gradients may be NaN. The momentum instead leaves it unchanged.
+                # In a skipped step gradients may be NaN. The momentum as gradient changes nothing.
                 gradient = torch.where(apply, gradient, momentum)
             momentum.lerp_(gradient, 1 - self._momentum)
             _distribute(momentum, momenta)
             # Nesterov's momentum.
             update = gradient.lerp(momentum, self._momentum).to(updates.dtype)
-            _distribute(update, [run.among(updates) for run in runs])
-        bucket.there(updates)
+            _distribute(update, [segment.among(updates) for segment in segments])
+        bucket.to_owners(updates)
         self._orthogonalize(bucket.owned, updates, apply)
-        bucket.back(updates)
-        for runs in bucket.packs:
-            masters = [run.of(run.master) for run in runs]
+        bucket.to_holders(updates)
+        for segments in bucket.packs:
+            masters = [segment.of(segment.master) for segment in segments]
             weights = _concatenate(masters)
-            update = _concatenate([run.among(updates) for run in runs])
+            update = _concatenate([segment.among(updates) for segment in segments])
             changed = (weights * self._kept(weights, update, lr * decay)).add_(
-                update, alpha=-lr * runs[0].ratio
+                update, alpha=-lr * segments[0].ratio
             )
             if apply is not None:
                 torch.where(apply, changed, weights, out=changed)
@@ -218,19 +222,19 @@ class Muon(AdamW):
     def _orthogonalize(self, owned: list[Owned], updates: Tensor, apply: Tensor | None) -> None:
         collected = [(matrix, matrix.collect(updates)) for matrix in owned]
         batches: dict[tuple[int, int], list[tuple[Tensor, Tensor | None]]] = {}
-        for matrix, numbers in collected:
-            oriented = matrix.matrices.oriented(numbers)
-            for part in matrix.matrices.parts:
+        for matrix, elements in collected:
+            oriented = matrix.layout.oriented(elements)
+            for part in matrix.layout.parts:
                 view = part.of(oriented)
                 variance = None if matrix.variance is None else part.of(matrix.variance)
                 shape = (view.shape[0] * view.shape[1], view.shape[2])
                 batches.setdefault(shape, []).append((view, variance))
         for (rows, columns), views in batches.items():
-            count = max(1, MOST // (rows * columns))
+            count = max(1, MAX_ELEMENTS // (rows * columns))
             for first in range(0, len(views), count):
                 _orthogonalize_batch(views[first : first + count], apply)
-        for matrix, numbers in collected:
-            matrix.spread(numbers, updates)
+        for matrix, elements in collected:
+            matrix.spread(elements, updates)
 
 
 _step_adamw: Callable[[AdamW], None] = AdamW.step
@@ -245,10 +249,10 @@ def _concatenate(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _distribute(numbers: Tensor, parts: list[Tensor]) -> None:
-    """Copy concatenated numbers to their parts, unless they are a part already."""
-    if numbers.data_ptr() != parts[0].data_ptr():
-        torch._foreach_copy_(parts, torch.split(numbers, [len(part) for part in parts]))
+def _distribute(elements: Tensor, parts: list[Tensor]) -> None:
+    """Copy concatenated elements to their parts, unless they are a part already."""
+    if elements.data_ptr() != parts[0].data_ptr():
+        torch._foreach_copy_(parts, torch.split(elements, [len(part) for part in parts]))
 
 
 def _orthogonalize_batch(views: list[tuple[Tensor, Tensor | None]], apply: Tensor | None) -> None:

@@ -2,8 +2,8 @@
 
 Every matrix has one owner. At ZeRO-1 and 2 most matrices are complete on one rank, which owns them,
 and only the few that are cut travel. At ZeRO-3 every rank has a part of each matrix, and without
-ZeRO a copy of it; there the matrices are distributed by their FLOPs. The owner of an expert is one
-of the ranks that have it.
+ZeRO a copy of it; in both cases the matrices are distributed by their FLOPs. The owner of an expert
+is one of the ranks that have it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.optim.matrices import Matrices
-from pipeline.optim.muon import MOST, Bucket, Muon, Owned, Run, pack
+from pipeline.optim.matrices import MatrixLayout
+from pipeline.optim.muon import MAX_ELEMENTS, Bucket, Muon, Owned, Segment, pack
 from pipeline.parallel.fragments import Piece
 from pipeline.parallel.world import World
 
-Places = list[tuple[int, int]]  # where runs of updates begin, and their lengths
+Places = list[tuple[int, int]]  # where segments of updates begin, and their lengths
 
 
 class _Held(NamedTuple):
-    """Consecutive numbers of one matrix that a rank has."""
+    """Consecutive elements of one matrix that a rank has."""
 
     key: str
     offset: int  # in the matrix
     numel: int
     place: int  # among the updates of the rank
-    whole: int  # numbers of the matrix
+    whole: int  # elements of the matrix
     flops: int
 
 
@@ -60,29 +60,33 @@ def _bucket(master: Tensor) -> int:
 
 
 def _plan(
-    matrices: dict[str, Matrices], masters: list[Tensor], pieces: list[Piece], world: World
+    matrices: dict[str, MatrixLayout], masters: list[Tensor], pieces: list[Piece], world: World
 ) -> Bucket:
     starts = {}
     numel = 0
     for master in masters:
         starts[id(master)] = numel
         numel += master.numel()
-    runs: list[Run] = []
+    segments: list[Segment] = []
     held: list[_Held] = []
     for piece in sorted(pieces, key=lambda piece: starts[id(piece.master)] + piece.start):
         if piece.numel:
-            _add_runs(runs, piece, matrices[piece.name], starts[id(piece.master)])
+            _add_segments(segments, piece, matrices[piece.name], starts[id(piece.master)])
             held += _split(piece, matrices[piece.name], starts[id(piece.master)])
     by_rank = world.gather(held)
     exchange = _Exchange(world, numel)
     exchange.plan(by_rank, _choose_owners(by_rank))
     by_key = {key: each for each in matrices.values() for key in each.keys}
     owned = [Owned(key, by_key[key], places) for key, places in exchange.owned().items()]
-    return Bucket(masters, pack(runs), owned, exchange.numel, exchange.there, exchange.back)
+    return Bucket(
+        masters, pack(segments), owned, exchange.numel, exchange.to_owners, exchange.to_holders
+    )
 
 
-def _add_runs(runs: list[Run], piece: Piece, matrices: Matrices, start: int) -> None:
-    """Cut a piece where the rate changes, and join it with the run before if it continues that."""
+def _add_segments(
+    segments: list[Segment], piece: Piece, matrices: MatrixLayout, start: int
+) -> None:
+    """Cut a piece where the rate changes; lengthen the last segment if the piece continues it."""
     lengths = matrices.ratios() * len(matrices.keys)
     end = 0
     for length, ratio in lengths:
@@ -92,18 +96,23 @@ def _add_runs(runs: list[Run], piece: Piece, matrices: Matrices, start: int) -> 
         high = min(end, piece.offset + piece.numel)
         while low < high:
             at = piece.start + low - piece.offset
-            last = runs[-1] if runs else None
+            last = segments[-1] if segments else None
             joins = last is not None and last.master is piece.master and last.stop == at
-            if last is not None and joins and last.ratio == ratio and last.stop - last.start < MOST:
-                cut = min(high, low + MOST - (last.stop - last.start))
-                runs[-1] = last._replace(stop=at + cut - low)
+            if (
+                last is not None
+                and joins
+                and last.ratio == ratio
+                and last.stop - last.start < MAX_ELEMENTS
+            ):
+                cut = min(high, low + MAX_ELEMENTS - (last.stop - last.start))
+                segments[-1] = last._replace(stop=at + cut - low)
             else:
-                cut = min(high, low + MOST)
-                runs.append(Run(piece.master, at, at + cut - low, start + at, ratio))
+                cut = min(high, low + MAX_ELEMENTS)
+                segments.append(Segment(piece.master, at, at + cut - low, start + at, ratio))
             low = cut
 
 
-def _split(piece: Piece, matrices: Matrices, start: int) -> list[_Held]:
+def _split(piece: Piece, matrices: MatrixLayout, start: int) -> list[_Held]:
     """Cut a piece where one matrix ends and the next expert's begins."""
     size = matrices.numel
     end = piece.offset + piece.numel
@@ -148,8 +157,8 @@ class _Exchange:
     def __init__(self, world: World, numel: int) -> None:
         self._rank = world.rank
         self.numel = numel  # of this rank's own updates, then also of those that arrive
-        self.there = _Collective(world.size)
-        self.back = _Collective(world.size)
+        self.to_owners = _Collective(world.size)
+        self.to_holders = _Collective(world.size)
         self._found: dict[str, list[tuple[int, int, int]]] = {}  # offset, place, numel by matrix
 
     def plan(self, by_rank: Sequence[Sequence[_Held]], owners: dict[str, int]) -> None:
@@ -170,61 +179,62 @@ class _Exchange:
                     self._keep(each, each.place)
 
     def _send(self, each: _Held, rank: int, owner: int, own: _Held) -> None:
-        """Plan the transfer of one run to its owner and back."""
-        copied = own.numel == own.whole  # the owner has these numbers too
-        self.there.used |= not copied
-        self.back.used = True
+        """Plan the transfer of one segment to its owner, and of the result to its holder."""
+        copied = own.numel == own.whole  # the owner has these elements too
+        self.to_owners.used |= not copied
+        self.to_holders.used = True
         if owner == self._rank:
             place = own.place + each.offset if copied else self.numel
-            self.back.give[rank].append((place, each.numel))
+            self.to_holders.outgoing[rank].append((place, each.numel))
             if not copied:
-                self.there.take[rank].append((place, each.numel))
+                self.to_owners.incoming[rank].append((place, each.numel))
                 self._keep(each, place)
                 self.numel += each.numel
         elif rank == self._rank:
-            self.back.take[owner].append((each.place, each.numel))
+            self.to_holders.incoming[owner].append((each.place, each.numel))
             if not copied:
-                self.there.give[owner].append((each.place, each.numel))
+                self.to_owners.outgoing[owner].append((each.place, each.numel))
 
     def _keep(self, each: _Held, place: int) -> None:
         self._found.setdefault(each.key, []).append((each.offset, place, each.numel))
 
     def owned(self) -> dict[str, list[slice]]:
-        """Return where this rank finds the numbers of each of its matrices, in order."""
+        """Return where this rank finds the elements of each of its matrices, in order."""
         return {
-            key: [slice(place, place + numel) for _, place, numel in sorted(runs)]
-            for key, runs in sorted(self._found.items())
+            key: [slice(place, place + numel) for _, place, numel in sorted(segments)]
+            for key, segments in sorted(self._found.items())
         }
 
 
 class _Collective:
-    """Runs of updates that this rank sends to every rank, and places for those that arrive."""
+    """Segments of updates that this rank sends to every rank, and places for those that arrive."""
 
     def __init__(self, ranks: int) -> None:
-        self.give: list[Places] = [[] for _ in range(ranks)]
-        self.take: list[Places] = [[] for _ in range(ranks)]
+        self.outgoing: list[Places] = [[] for _ in range(ranks)]
+        self.incoming: list[Places] = [[] for _ in range(ranks)]
         self.used = False  # by any rank: then all have to take part
 
     def __call__(self, updates: Tensor) -> None:
         if not self.used:
             return
-        outgoing = [updates[place:][:numel] for place, numel in _join(self.give)]
-        incoming = [updates[place:][:numel] for place, numel in _join(self.take)]
-        sent = outgoing[0] if len(outgoing) == 1 else torch.cat([updates[:0], *outgoing])
-        in_place = len(incoming) == 1
-        sizes = [sum(numel for _, numel in places) for places in self.take]
-        arrived = incoming[0] if in_place else updates.new_empty(sum(sizes))
-        given = [sum(numel for _, numel in places) for places in self.give]
+        sent_views = [updates[place:][:numel] for place, numel in _join(self.outgoing)]
+        arrived_views = [updates[place:][:numel] for place, numel in _join(self.incoming)]
+        sent = sent_views[0] if len(sent_views) == 1 else torch.cat([updates[:0], *sent_views])
+        in_place = len(arrived_views) == 1
+        sizes = [sum(numel for _, numel in places) for places in self.incoming]
+        arrived = arrived_views[0] if in_place else updates.new_empty(sum(sizes))
+        given = [sum(numel for _, numel in places) for places in self.outgoing]
         # With sizes as Python integers nothing waits for the device.
         dist.all_to_all_single(arrived, sent, sizes, given)
-        if incoming and not in_place:
-            torch._foreach_copy_(incoming, torch.split(arrived, [len(run) for run in incoming]))
+        if arrived_views and not in_place:
+            parts = torch.split(arrived, [len(view) for view in arrived_views])
+            torch._foreach_copy_(arrived_views, parts)
 
 
 def _join(ranks: list[Places]) -> Places:
-    """Join runs that follow each other."""
+    """Join segments that follow each other."""
     joined: Places = []
-    for place, numel in (run for places in ranks for run in places):
+    for place, numel in (segment for places in ranks for segment in places):
         if joined and sum(joined[-1]) == place:
             joined[-1] = (joined[-1][0], joined[-1][1] + numel)
         else:
