@@ -40,7 +40,8 @@ def evaluate(
         Option(help="A JSON-lines file of questions, or a task of lm-eval. Repeatable."),
     ] = None,
     questions: Annotated[
-        int | None, Option(min=1, help="Questions of each task, evenly spaced (default: all).")
+        int | None,
+        Option(min=1, help="Questions per task, evenly spaced (lm-eval: the first). Default: all."),
     ] = None,
     shots: Annotated[
         int | None, Option(min=0, help="Examples before each question, for tasks of lm-eval.")

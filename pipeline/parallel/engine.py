@@ -75,6 +75,14 @@ def untimed(_part: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def uncompiled(compiled: bool) -> AbstractContextManager[None]:
+    """Run compiled blocks without the compiler, which would compile every new shape."""
+    if not compiled:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 def accept_always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
     return torch.ones_like(nll, dtype=torch.bool)
 

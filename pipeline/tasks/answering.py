@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -39,7 +39,7 @@ class Model:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model, config = load_model(run, dtype=dtype, device=device)
         self.longest = config.model.seq
-        self.score = scorer(self._model, self.longest, device)
+        self.score = scorer(self._model, self.longest, config.model.vocab, device)
 
     def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
         found: list[list[int]] = []
@@ -72,7 +72,7 @@ class Pool:
                 out[index::count] = found
         except BrokenProcessPool:
             raise RunError(
-                f"a process of --nproc {count} ended, perhaps without memory; lower --nproc"
+                "a worker process died, probably because memory ran out; lower --nproc"
             ) from None
         return out
 
@@ -87,28 +87,30 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
     taken = context.Value("i", 0)
     threads = max(1, (os.cpu_count() or 1) // processes)
     workers = ProcessPoolExecutor(
-        processes, context, initializer=_load, initargs=(run, taken, threads)
+        processes, context, initializer=_prepare, initargs=(run, taken, threads)
     )
     with workers:
         yield Pool(workers, processes, run_config(run).model.seq)
 
 
-_model: Model  # the model of a worker process
+_model: Callable[[], Model]  # returns the model of a worker process
 
 
-def _load(run: Path, taken: Any, threads: int) -> None:
+def _prepare(run: Path, taken: Any, threads: int) -> None:
+    """Choose the device. The model is loaded with the first work, which can return an error."""
     global _model
     with taken.get_lock():
         number = taken.value
         taken.value += 1
     torch.set_num_threads(threads)
     gpus = torch.cuda.device_count()
-    _model = Model(run, torch.device("cuda", number % gpus) if gpus else torch.device("cpu"))
+    device = torch.device("cuda", number % gpus) if gpus else torch.device("cpu")
+    _model = cache(partial(Model, run, device))
 
 
 def _score(pairs: Sequence[Pair]) -> list[Likelihood]:
-    return _model.score(pairs)
+    return _model().score(pairs)
 
 
 def _generate(prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
-    return _model.generate(prompts, most, end)
+    return _model().generate(prompts, most, end)

@@ -98,9 +98,8 @@ def evaluate(
 def _adapter(reader: "Reader", tokenizer: "Tokenizer") -> Any:
     # The class is defined here, because its base class needs lm-eval.
     from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    from pipeline.tasks.likelihood import Pair
+    from pipeline.tasks.likelihood import Pair, encode_pair
 
     class Adapter(TemplateLM):  # type: ignore[misc]
         @property
@@ -116,23 +115,20 @@ def _adapter(reader: "Reader", tokenizer: "Tokenizer") -> Any:
             return ids
 
         def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
-            pairs = [Pair(tuple(context), tuple(answer)) for _, context, answer in requests]
+            pairs = [
+                # Without tokens for either, lm-eval's own backend stops; an empty text has none.
+                Pair(tuple(context), tuple(answer))
+                if context and (answer or not texts[1])
+                else encode_pair(tokenizer, *texts)
+                for texts, context, answer in requests
+            ]
             return [(each.nats, each.greedy) for each in reader.score(pairs)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             """Return the likelihood of whole texts, in windows that predict each token once."""
-            windows: list[Pair] = []
-            owners: list[int] = []
-            for number, request in enumerate(requests):
-                tokens = self.tok_encode(request.args[0])
-                cut = get_rolling_token_windows(tokens, tokenizer.eod, reader.longest, 1)
-                for context, answer in map(make_disjoint_window, cut):
-                    windows.append(Pair(tuple(context), tuple(answer)))
-                    owners.append(number)
-            totals = [0.0] * len(requests)
-            for owner, likelihood in zip(owners, reader.score(windows), strict=True):
-                totals[owner] += likelihood.nats
-            return totals
+            texts = [self.tok_encode(request.args[0]) for request in requests]
+            found = reader.score([Pair((tokenizer.eod,), tuple(text)) for text in texts])
+            return [each.nats for each in found]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             """Return greedy continuations, each cut before the first of its stop texts."""

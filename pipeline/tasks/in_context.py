@@ -10,7 +10,7 @@ B rows · S tokens · L layers · H heads · Q queries · K keys · T pairs of a
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from pipeline.model.attention import Sequence, Watched
 from pipeline.model.head import IGNORED
 from pipeline.model.position import places_in
 from pipeline.model.stack import Decoder
-from pipeline.parallel.engine import Engine, Micro
+from pipeline.parallel.engine import Engine, Micro, uncompiled
 from pipeline.parallel.world import World
 
 PERIODS = 16  # number of different periods: a head with a fixed distance matches only one
@@ -67,7 +67,7 @@ class InContext:
         if self._tokens is None or self._repeats is None:
             return {}
         early, late = (self._loss(engine, token) for token in self._tokens)
-        with self._uncompiled():
+        with uncompiled(self._compiled):
             heads_LH = prefix_matching(engine.evaluate, engine.module, self._repeats)
         best = heads_LH.max().item()
         figures: dict[str, Any] = {
@@ -89,18 +89,12 @@ class InContext:
             count = (one.targets_BS >= 0).sum()
             # Rows that were cut have a new shape, which would be compiled.
             cut = one.tokens_BS.shape != micro.tokens_BS.shape
-            with self._uncompiled() if cut else nullcontext():
+            with uncompiled(self._compiled and cut):
                 nll = engine.evaluate(one).nll
             total += torch.stack((nll.double() * count, count.double()))
         summed, number = self._world.reduce(total).tolist()
         # If documents are kept apart, all of them may be too short.
         return summed / number if number else math.nan
-
-    def _uncompiled(self) -> AbstractContextManager[None]:
-        if not self._compiled:
-            return nullcontext()
-        stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-        return stance
 
 
 def only(micro: Micro, token: int) -> Micro:

@@ -5,7 +5,7 @@ B rows · S tokens · V vocabulary
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.tasks.questions import Question, Score, Task, mean
 
-# Tokens in one forward pass. Their logits exist at the same time: 2 GiB for 32,768 pieces in fp32.
-PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+_PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # in one forward pass, if the vocabulary is small
+# In one forward pass: 1.3 GB, because they exist in bf16, in fp32 and as logarithms in fp32.
+_PASS_LOGITS = 2**27
 _ROUND = 16  # rows are padded to a multiple of this, so that few different shapes occur
 
 
@@ -38,20 +39,19 @@ def encode_pair(tokenizer: Tokenizer, context: str, answer: str) -> Pair:
     Spaces at the end of the context belong to the first word of the answer. An empty context is
     replaced by the end of a document, which precedes every document in training."""
     stripped = context.rstrip()
-    answer = context[len(stripped) :] + answer
-    if not stripped:
-        return Pair((tokenizer.eod,), _ids(tokenizer, answer))
-    whole = _ids(tokenizer, stripped + answer)
-    start = len(tokenizer.encode(stripped))
-    return Pair(whole[:start], whole[start:])
+    whole = tuple(tokenizer.encode(context + answer).tolist())
+    # The last token is always scored, also if it begins in the context.
+    start = min(len(tokenizer.encode(stripped)), len(whole) - 1)
+    return Pair(whole[:start] or (tokenizer.eod,), whole[start:])
 
 
-def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text).tolist())
+def pass_tokens(vocab: int, device: torch.device) -> int:
+    """Return the tokens of a forward pass, unless a single row has more."""
+    return min(_PASS_TOKENS[device.type], _PASS_LOGITS // vocab)
 
 
 class Batch(NamedTuple):
-    numbers: list[int]  # of the pairs
+    windows: list[tuple[int, int]]  # number of a pair, and of a window of its answer
     tokens_BS: Tensor
     # Rows and positions at which the answers are predicted, and the answers.
     rows_T: Tensor
@@ -61,10 +61,16 @@ class Batch(NamedTuple):
 
 def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Iterator[Batch]:
     """Group pairs of similar length; a context that is too long is cut on the left."""
-    order = sorted(range(len(pairs)), key=lambda i: -_length(pairs[i], longest))
+    windows = {
+        (number, window): each
+        for number, pair in enumerate(pairs)
+        for window, each in enumerate(_windows(pair, longest))
+    }
+    lengths = {key: len(each.context) + len(each.answer) - 1 for key, each in windows.items()}
+    order = sorted(windows, key=lambda key: -lengths[key])
     while order:
-        width = math.ceil(_length(pairs[order[0]], longest) / _ROUND) * _ROUND
-        width = min(width, longest)
+        # At least one token: for an empty answer after a single token, the model reads nothing.
+        width = min(math.ceil(max(1, lengths[order[0]]) / _ROUND) * _ROUND, longest)
         rows = max(1, most_tokens // width)
         chosen = order[:rows]
         order = order[rows:]
@@ -72,21 +78,37 @@ def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Itera
         rows_T: list[int] = []
         places_T: list[int] = []
         targets_T: list[int] = []
-        for row, number in enumerate(chosen):
+        for row, key in enumerate(chosen):
             # The last token of an answer is predicted but not read. A causal model never attends
             # to padding on the right.
-            whole = [*pairs[number].context, *pairs[number].answer][-(longest + 1) :]
+            whole = windows[key].context + windows[key].answer
             tokens_BS[row, : len(whole) - 1] = torch.tensor(whole[:-1])
-            answer = min(len(pairs[number].answer), len(whole) - 1)
+            answer = len(windows[key].answer)
             rows_T += [row] * answer
             places_T += range(len(whole) - 1 - answer, len(whole) - 1)
             targets_T += whole[len(whole) - answer :]
-        indices = (torch.tensor(each) for each in (rows_T, places_T, targets_T))
+        indices = (torch.tensor(each, dtype=torch.long) for each in (rows_T, places_T, targets_T))
         yield Batch(chosen, tokens_BS, *indices)
 
 
-def _length(pair: Pair, longest: int) -> int:
-    return min(len(pair.context) + len(pair.answer) - 1, longest)
+def _windows(pair: Pair, longest: int) -> Iterator[Pair]:
+    """Cut an answer into parts that the model can read, each with as much context as fits.
+
+    These are the windows of lm-eval for whole texts. Most answers have one."""
+    whole = pair.context + pair.answer
+    first = len(pair.context)
+    for at in range(first, max(first + 1, len(whole)), longest):
+        end = min(at + longest, len(whole))
+        yield Pair(whole[max(0, end - longest - 1) : at], whole[at:end])
+
+
+def join(found: Mapping[tuple[int, int], Likelihood]) -> list[Likelihood]:
+    """Return the likelihoods of the pairs, in order, from those of all windows."""
+    joined: list[Likelihood] = []
+    for (_, window), one in sorted(found.items()):
+        before = joined.pop() if window else Likelihood(0.0, greedy=True)
+        joined.append(Likelihood(before.nats + one.nats, before.greedy and one.greedy))
+    return joined
 
 
 @torch.no_grad()
@@ -101,19 +123,21 @@ def score_batch(
     logits_TV = logits_BSV[rows_T, batch.places_T.to(device)].float()
     chosen_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None]).squeeze(1)
     missed_T = (logits_TV.argmax(-1) != targets_T).double()
-    sums_B2 = torch.zeros(len(batch.numbers), 2, dtype=torch.double, device=device)
+    sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=device)
     sums_B2.index_add_(0, rows_T, torch.stack((chosen_T.double(), missed_T), dim=1))
     return [Likelihood(nats, missed == 0) for nats, missed in sums_B2.tolist()]
 
 
-def scorer(logits: Callable[[Tensor], Tensor], longest: int, device: torch.device) -> Scorer:
+def scorer(
+    logits: Callable[[Tensor], Tensor], longest: int, vocab: int, device: torch.device
+) -> Scorer:
     """Return a function that scores any number of pairs on one device."""
 
     def score(pairs: Sequence[Pair]) -> list[Likelihood]:
-        found: dict[int, Likelihood] = {}
-        for batch in make_batches(pairs, longest, PASS_TOKENS[device.type]):
-            found.update(zip(batch.numbers, score_batch(logits, batch, device), strict=True))
-        return [found[number] for number in range(len(pairs))]
+        found: dict[tuple[int, int], Likelihood] = {}
+        for batch in make_batches(pairs, longest, pass_tokens(vocab, device)):
+            found.update(zip(batch.windows, score_batch(logits, batch, device), strict=True))
+        return join(found)
 
     return score
 

@@ -3,20 +3,21 @@
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.parallel.engine import uncompiled
 from pipeline.parallel.world import World
 from pipeline.tasks.likelihood import (
-    PASS_TOKENS,
     Batch,
     Likelihood,
     Pair,
+    join,
     make_batches,
     pairs_of,
+    pass_tokens,
     score_batch,
     score_parts,
 )
@@ -40,7 +41,7 @@ class Monitor:
             return
         tokenizer = Tokenizer.open(corpus.path / corpus.manifest.tokenizer.file)
         longest = config.model.seq
-        most_tokens = PASS_TOKENS[world.device.type]
+        most_tokens = pass_tokens(config.model.vocab, world.device)
         for task in read_tasks(config.eval.tasks):
             pairs = pairs_of(task, tokenizer)
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
@@ -63,22 +64,18 @@ class Monitor:
     ) -> list[Likelihood]:
         """Return the likelihoods of all pairs, on every rank."""
         world = self._world
-        mine: dict[int, Likelihood] = {}
+        mine: dict[tuple[int, int], Likelihood] = {}
         # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
         # same number of passes. A rank without a batch repeats one.
         for at in range(0, math.ceil(len(batches) / world.size) * world.size, world.size):
             batch = batches[(at + world.rank) % len(batches)]
-            if self._compiled:
-                # Every new shape would be compiled.
-                with torch.compiler.set_stance("force_eager"):
-                    found = score_batch(logits, batch, world.device)
-            else:
+            with uncompiled(self._compiled):
                 found = score_batch(logits, batch, world.device)
-            mine.update(zip(batch.numbers, found, strict=True))
-        everything: dict[int, Likelihood] = {}
+            mine.update(zip(batch.windows, found, strict=True))
+        everything: dict[tuple[int, int], Likelihood] = {}
         for part in world.gather(mine):
             everything |= part
-        return [everything[number] for number in range(len(everything))]
+        return join(everything)
 
 
 def affordable(config: RunConfig, task: Task, pairs: list[Pair]) -> int:
@@ -88,5 +85,6 @@ def affordable(config: RunConfig, task: Task, pairs: list[Pair]) -> int:
     # A forward pass is a third of a training step.
     tokens = 3 * config.eval.share * train.steps * train.batch_tokens
     each = tokens / evaluations / len(config.eval.tasks)
-    asked = sum(min(len(p.context) + len(p.answer), config.model.seq) for p in pairs)
+    seq = config.model.seq
+    asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)
     return max(FEWEST, math.floor(each / asked * len(task.questions)))

@@ -9,6 +9,7 @@ A line has one of three forms, and optionally a `task`, the part of the file tha
 A file may be compressed with gzip. Its name, without the extension, is the name of the task.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,17 +43,31 @@ class Task(NamedTuple):
         return sum(sum(part) / len(part) for part in parts.values()) / len(parts)
 
     def sample(self, most: int | None) -> "Task":
-        """Return at most this many questions, evenly spread over the parts and within each."""
+        """Return this many questions, evenly spread over the parts and within each.
+
+        There is at least one of every part, and small parts leave their share to the others."""
         if most is None or most >= len(self.questions):
             return self
         parts: dict[str, list[Question]] = defaultdict(list)
         for question in self.questions:
             parts[question.part].append(question)
+        sizes = [len(questions) for questions in parts.values()]
+
+        def total(each: int) -> int:
+            return sum(min(size, each) for size in sizes)
+
+        # The largest number per part that is not too many in total.
+        each = max(1, bisect_right(range(1, most + 1), most, key=total))
+        rest = max(0, most - total(each))
+        larger = sum(size > each for size in sizes)
         chosen: list[Question] = []
-        for index, questions in enumerate(parts.values()):
-            # If the number does not divide evenly, evenly spaced parts get one question more.
-            wanted = most * (index + 1) // len(parts) - most * index // len(parts)
-            wanted = min(wanted, len(questions))
+        index = 0
+        for questions in parts.values():
+            wanted = min(each, len(questions))
+            if len(questions) > each:
+                # If the number does not divide evenly, evenly spaced parts get one question more.
+                wanted += rest * (index + 1) // larger - rest * index // larger
+                index += 1
             chosen += [questions[i * len(questions) // wanted] for i in range(wanted)]
         return Task(self.name, tuple(chosen))
 

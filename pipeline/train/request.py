@@ -290,7 +290,9 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         _check_weights(spec.model, before.model, f"--init {request.init}")
     # Absolute, because a job may start in another directory; and readable, before anything starts.
     tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
-    read_tasks(tasks)
+    for task in read_tasks(tasks):
+        if task.name in ("labels", "in_context"):  # other figures in the log begin with these
+            raise ConfigError(f"eval.tasks: {task.name} is a reserved name; rename the file")
     return spec.model_copy(update={"eval": spec.eval.model_copy(update={"tasks": tasks})})
 
 

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -121,15 +122,25 @@ def test_likelihoods_do_not_depend_on_batch_or_padding():
         return table[tokens_BS]  # the next token depends on the last one only
 
     pairs = [Pair((1,), (2, 3)), Pair(tuple(range(40)), (5,)), Pair((7, 8), tuple(range(9, 30)))]
-    found = scorer(logits, 32, torch.device("cpu"))(pairs)
+    pairs.append(Pair((1, 2), (*range(50), *range(40))))  # longer than the context of the model
+    score = scorer(logits, 32, 50, torch.device("cpu"))
+    assert score([Pair((3,), ())]) == [(0.0, True)]
+    found = score(pairs)
     for pair, likelihood in zip(pairs, found, strict=True):
-        whole = [*pair.context, *pair.answer][-33:]
+        whole = [*pair.context, *pair.answer]
         wanted = 0.0
         greedy = True
         for last, token in list(itertools.pairwise(whole))[-len(pair.answer) :]:
             wanted += table[last].log_softmax(-1)[token].item()
             greedy &= table[last].argmax().item() == token
         assert likelihood.nats == pytest.approx(wanted, abs=1e-5) and likelihood.greedy == greedy
+
+
+def test_the_logits_of_a_pass_do_not_grow_with_the_vocabulary():
+    from pipeline.tasks.likelihood import pass_tokens
+
+    tokens = [pass_tokens(vocab, torch.device("cuda")) for vocab in (512, 8192, 131072)]
+    assert tokens == [16384, 16384, 1024]
 
 
 def test_scores_follow_from_likelihoods():
@@ -146,10 +157,15 @@ def test_scores_follow_from_likelihoods():
     assert parts["a"].bits_per_byte == pytest.approx(bits) and parts["a"].questions == 2
 
 
-def test_a_sample_is_spread_over_the_parts():
-    questions = tuple(Question(f"p{i % 3}", "", (str(i), "x"), 0) for i in range(300))
-    parts = [question.part for question in Task("t", questions).sample(31).questions]
-    assert [parts.count(part) for part in ("p0", "p1", "p2")] == [10, 10, 11]
+@pytest.mark.parametrize(
+    ("sizes", "most", "wanted"),
+    [([990, 10], 500, [490, 10]), ([3] * 67, 32, [1] * 67), ([5, 99, 1, 99], 49, [5, 21, 1, 22])],
+)
+def test_a_sample_is_spread_over_the_parts(sizes, most, wanted):
+    names = [str(part) for part, size in enumerate(sizes) for _ in range(size)]
+    task = Task("t", tuple(Question(name, "", (str(i), "x"), 0) for i, name in enumerate(names)))
+    sample = task.sample(most).questions
+    assert [sum(q.part == str(part) for q in sample) for part in range(len(sizes))] == wanted
 
 
 def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
@@ -170,6 +186,9 @@ def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
         bits = after["tasks"]["quiz"]["bits_per_byte"]
         assert record["quiz/bpb"] == pytest.approx(bits, rel=1e-4)
     refused = {'["none.jsonl"]': "cannot be read", f'["{data}", "{data}"]': "two task files"}
+    for name in ("labels", "in_context"):  # of other figures
+        (tmp_path / f"{name}.jsonl").write_text(data.read_text())
+        refused[f'["{tmp_path}/{name}.jsonl"]'] = f"{name} is a reserved name; rename"
     for value, words in refused.items():
         asked = ("--data", corpus, "--out", tmp_path / "x", "--set", f"eval.tasks={value}")
         assert words in inside("pretrain", *TINY, *asked, code=2)
@@ -183,6 +202,24 @@ def test_an_answer_takes_the_spaces_before_it(corpus):
     assert spaced == encode_pair(tokenizer, "import", "  os")
     assert tokenizer.decode([*spaced.context, *spaced.answer]) == "import  os"
     assert encode_pair(tokenizer, "", "os").context == (tokenizer.eod,)
+
+
+def test_an_answer_has_a_token_even_if_it_merges_with_the_context(run, corpus):
+    from pipeline.data.tokenizer import Tokenizer
+    from pipeline.tasks.answering import Model
+    from pipeline.tasks.harness import _adapter
+
+    tokenizer = Tokenizer.open(corpus / "tokenizer.model")
+    words = (tokenizer.decode([token]) for token in range(tokenizer.vocab))
+    word = next(w for w in words if w.isalpha() and len(w) > 2 and len(tokenizer.encode(w)) == 1)
+    context, answer = encode_pair(tokenizer, word[:2], word[2:])
+    assert context == (tokenizer.eod,) and answer == tuple(tokenizer.encode(word))
+    longer = encode_pair(tokenizer, f"1\n{word[:2]}", word[2:])
+    assert [*longer.context, *longer.answer] == tokenizer.encode(f"1\n{word}").tolist()
+    adapter = _adapter(Model(run, torch.device("cpu")), tokenizer)
+    requests = [_Request((text, word[2:])) for text in (word[:2], f"1\n{word[:2]}", " ")]
+    for nats, _greedy in adapter.loglikelihood(requests, disable_tqdm=True):
+        assert nats < 0
 
 
 @pytest.mark.parametrize(
@@ -243,3 +280,16 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
     }.items():
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
+    assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
+
+
+def test_an_error_in_a_worker_process_is_reported_as_such(run, tmp_path):
+    data = tmp_path / "quiz.jsonl"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    damaged = tmp_path / "run"
+    shutil.copytree(run, damaged, symlinks=True)
+    for file in damaged.rglob("*.bin"):
+        file.write_bytes(b"")
+    options = ("--run", damaged, "--tasks", data, "--nproc")
+    one, two = (launch("evaluate", *options, nproc, code=2).stderr for nproc in (1, 2))
+    assert str(damaged) in one and two == one
