@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.parts import Count, Share, Weight, require
 from pipeline.config.shape import Model
-from pipeline.config.spans import BaseObjective, Denoise, Mixture, Part, Spans, Stack
+from pipeline.config.spans import BaseObjective, Denoise, Mixture, OpenShare, Spans, Stack
 
 
 class Causal(BaseObjective):
@@ -28,7 +28,9 @@ class Prefix(BaseObjective):
     both directions (arXiv 1910.10683, §3.2.2). The end of the prefix is random."""
 
     kind: Literal["prefix"] = "prefix"
-    share: Part = 0.5  # share of a row's tokens that are predicted, the same number in every row
+    share: OpenShare = (
+        0.5  # share of a row's tokens that are predicted, the same number in every row
+    )
 
     @property
     def whole_text(self) -> bool:
@@ -45,7 +47,7 @@ class Masked(BaseObjective):
     """Predict some tokens of a text from all others (BERT, arXiv 1810.04805)."""
 
     kind: Literal["masked"] = "masked"
-    rate: Part = 0.15  # share of tokens that are predicted
+    rate: OpenShare = 0.15  # share of tokens that are predicted
     mask: Share = 0.8  # share of these that the mask replaces
     random: Share = 0.1  # share of these that a random token replaces; the others stay
     # A row is two parts of a text, and the model also predicts whether the second follows the first
@@ -79,7 +81,9 @@ class Replaced(BaseObjective):
     tokens of other texts, or samples of `model.generator`, which is trained to fill masks."""
 
     kind: Literal["replaced"] = "replaced"
-    rate: Part = 0.15  # share of tokens that are replaced; there is a prediction for every token
+    rate: OpenShare = (
+        0.15  # share of tokens that are replaced; there is a prediction for every token
+    )
     trained: bool = False  # whether the model has a generator; new runs derive it from the model
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pipeline.config.parts import Count, Frozen, Positive, require
 
 Stack = Literal["decoder", "encoder", "encoder-decoder"]
-Part = Annotated[float, Field(gt=0, lt=1)]
+OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _Length = Annotated[float, Field(ge=1)]
 
 
@@ -74,7 +74,7 @@ class BaseObjective(Frozen):
 class _Cut(BaseObjective):
     """Spans of a text are cut out: in every row the same number of tokens and of spans."""
 
-    rate: Part  # share of tokens that are cut out
+    rate: OpenShare  # share of tokens that are cut out
     length: _Length  # mean length of a span in tokens
 
     @model_validator(mode="after")
@@ -116,7 +116,7 @@ class Spans(_Cut):
     """Predict the spans cut out of a text from the rest (T5, arXiv 1910.10683, §3.1.4)."""
 
     kind: Literal["spans"] = "spans"
-    rate: Part = 0.15
+    rate: OpenShare = 0.15
     length: _Length = 3.0
     sentinels: Positive = 128  # ids that replace spans, one each; T5 has 100 and 28 unused ids
 
@@ -150,7 +150,7 @@ class Denoiser(Frozen):
     """One way to cut spans out of a text, and how often it is used."""
 
     mode: Literal["R", "S", "X"]  # regular, sequential or extreme: the first token that is read
-    rate: Part
+    rate: OpenShare
     length: _Length | None = None  # mean length of a span; None: one span at the end of the text
     weight: Positive = 1  # rows in each cycle through all denoisers
 
@@ -227,7 +227,7 @@ class Denoise(_Cut):
     of any length (BART, arXiv 1910.13461: infilling with Poisson lengths)."""
 
     kind: Literal["denoise"] = "denoise"
-    rate: Part = 0.3
+    rate: OpenShare = 0.3
     length: _Length = 3.0
     permute: bool = True
     # Ids that end a sentence, besides the end of a document; new runs read them from the tokenizer.

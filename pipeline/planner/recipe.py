@@ -16,9 +16,9 @@ from pipeline.planner.count import params
 from pipeline.planner.memory import model_memory
 from pipeline.planner.work import training_flops
 
-_MOST_TOKENS = 1e18  # a hundred thousand times the largest corpus
+_MOST_TOKENS = 1e18  # 30,000 times the tokens of the largest published corpora
 # Activations that fill a GPU: those of 1b with 16k tokens.
-_KEPT_BYTES = 20 * 2**30
+_ACTIVATION_BYTES = 20 * 2**30
 
 
 def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
@@ -146,7 +146,7 @@ def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
         one = model_memory(
             spec.model, dtype=dtype, zero=1, ranks=1, micro_batch=1, loss_chunk=1, sp=sp
         )
-        most = max(most, _KEPT_BYTES // one.activations)
+        most = max(most, _ACTIVATION_BYTES // one.activations)
     # A divisor, so that all micro-batches of a step have the same size.
     return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)
 

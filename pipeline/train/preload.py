@@ -26,7 +26,7 @@ _IMPORT_S = 60.0  # limit for the imports; 21 s were measured at load 25
 _FORK_S = 15.0  # limit for one fork
 _TICK_S = 0.05
 # torch then counts GPUs without the driver, which must not be initialized before a fork.
-_NO_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 class Forked:
@@ -66,7 +66,7 @@ class Preloader:
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--preload"],
-                env=env | {_NO_DRIVER: "1"},
+                env=env | {_NVML_CHECK: "1"},
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
@@ -79,7 +79,7 @@ class Preloader:
         return self._process.poll() is None
 
     @property
-    def unfit(self) -> bool:
+    def cannot_fork(self) -> bool:
         """Whether it ended by itself: another one would too."""
         return (self._process.poll() or 0) > 0
 
@@ -132,9 +132,9 @@ def serve() -> None:
     requests = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     gc.collect()
     gc.freeze()  # otherwise each fork would search, and so copy, everything that is imported
-    unfit = _unfit()
-    if unfit:
-        sys.exit(f"ranks cannot be forked: {unfit}")
+    obstacle = _fork_obstacle()
+    if obstacle:
+        sys.exit(f"ranks cannot be forked: {obstacle}")
     requests.send(b".")
     while True:
         try:
@@ -156,9 +156,10 @@ def serve() -> None:
         os.waitpid(child, 0)
 
 
-def _unfit() -> str:
+def _fork_obstacle() -> str:
     """Return why a fork of this process would not work; empty if it would."""
-    child = os.fork()  # numpy's BLAS ends its threads before the first fork
+    # OpenBLAS stops its threads in a fork handler, so fork once before counting threads.
+    child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
@@ -179,14 +180,17 @@ def _become_rank(variables: dict[str, str], ends: list[int], between: int, launc
     while os.getppid() == between:
         time.sleep(0.001)
     end_with_parent()
-    # The launcher may have died before `end_with_parent`; and CUDA must work in this process.
-    if os.getppid() != launcher or torch.cuda._is_in_bad_fork():
+    # The launcher may have died before `end_with_parent`.
+    if os.getppid() != launcher:
+        os._exit(1)
+    if torch.cuda._is_in_bad_fork():
+        os.write(2, b"this fork cannot use CUDA, which was initialized before it\n")
         os._exit(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, end in enumerate((nothing, *ends[1:])):
         os.dup2(end, number)
         os.close(end)
-    os.environ.pop(_NO_DRIVER, None)
+    os.environ.pop(_NVML_CHECK, None)
     os.environ.update(variables)
     status.send(str(os.getpid()).encode())
     if not status.recv(1):  # the launcher has given up

@@ -313,7 +313,7 @@ class _Groups:
 
     def _end_preloader(self) -> None:
         if self._preloader is not None:
-            self._wanted = not self._preloader.unfit
+            self._wanted = not self._preloader.cannot_fork
             self._preloader.close()
             self._preloader = None
 

@@ -136,14 +136,14 @@ def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
     event = threading.Event()
     thread = threading.Thread(target=event.wait)
     thread.start()
-    assert "threads are running" in preload._unfit()
+    assert "threads are running" in preload._fork_obstacle()
     event.set()
     thread.join()
     log = tmp_path / "log"
     preloader = preload.Preloader([sys.executable, "-c", "raise SystemExit('why')"], {}, log)
     assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
     until(lambda: not preloader.alive)
-    assert preloader.unfit and log.read_text() == "why\n"
+    assert preloader.cannot_fork and log.read_text() == "why\n"
     preloader.close()
 
 
