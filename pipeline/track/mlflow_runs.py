@@ -277,9 +277,10 @@ def record_of(run: Any) -> Record | None:
         place = record.setdefault(table, {}) if table else record
         try:
             place[last] = float(text) if last in NUMBERS else text
-        except (ValueError, TypeError):
+            int(place[last] if last in NUMBERS else 0)  # fails for NaN and infinity
+        except (ValueError, TypeError, OverflowError):
             raise RunError(
-                f"run_id={run.info.run_id}: run.{key}={text!r} is not a number; delete the run"
+                f"run_id={run.info.run_id}: run.{key}={text!r} is no finite number; delete the run"
             ) from None
     record["name"] = run.info.run_name
     record["steps"] = int(record.get("steps", 0))

@@ -3,6 +3,7 @@
 import json
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from pipeline.errors import RunError
 from pipeline.planner.check import resolve
 from pipeline.runs.history import read_runs
 from pipeline.scaling.points import points_of
-from pipeline.track.mlflow_runs import read_experiment
+from pipeline.track.mlflow_runs import read_experiment, record_of
 from tests.scaling.made_runs import make_run
 
 mlflow = pytest.importorskip("mlflow")
@@ -132,3 +133,10 @@ def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(RunError, match="no MLflow store"):
         read_experiment("demo")
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "nan", "x"])
+def test_a_bad_number_is_named(text: str) -> None:
+    data = SimpleNamespace(params={"run.params.scaling": "1", "run.steps": text}, tags={})
+    with pytest.raises(RunError, match=r"run\.steps="):
+        record_of(SimpleNamespace(info=SimpleNamespace(run_id="x", run_name="y"), data=data))
