@@ -2,14 +2,14 @@
 
 import json
 import math
-import subprocess
 
 import psutil
 import pytest
 import torch
 
 from pipeline.bench.equivalence import Outcome, _differences
-from tests.conftest import command, environment, launch
+from tests.conftest import environment, launch
+from tests.forks import Launched
 
 
 def sets(text):
@@ -80,10 +80,9 @@ def test_nan_does_not_pass(where):
 
 
 def test_a_rank_that_waits_for_another_ends_with_the_command():
-    program = command("verify", "--size", "7k", "--nproc", 2)
-    process = psutil.Popen(program, stdout=subprocess.PIPE, env=environment())
+    process = Launched("launch", ["verify", "--size", "7k", "--nproc", 2], environment())
     process.stdout.readline()
-    first, second = process.children()
+    first, second = psutil.Process(process.pid).children()
     second.suspend()
     # By then the first rank waits in C++, where Python does not handle an interrupt.
     with pytest.raises(psutil.TimeoutExpired):
