@@ -11,7 +11,7 @@ import torch
 
 from launch.generate import _texts
 from pipeline.data.rows import read_examples
-from pipeline.errors import DataError
+from pipeline.errors import DataError, RunError
 from pipeline.tasks.likelihood import Likelihood, Pair, encode_pair, score_parts, scorer
 from pipeline.tasks.questions import Question, Task, read_task
 from tests.conftest import launch
@@ -284,12 +284,12 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
 
 
 def test_an_error_in_a_worker_process_is_reported_as_such(run, tmp_path):
-    data = tmp_path / "quiz.jsonl"
-    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    from pipeline.tasks.answering import open_model
+
     damaged = tmp_path / "run"
     shutil.copytree(run, damaged, symlinks=True)
-    for file in damaged.rglob("*.bin"):
-        file.write_bytes(b"")
-    options = ("--run", damaged, "--tasks", data, "--nproc")
-    one, two = (launch("evaluate", *options, nproc, code=2).stderr for nproc in (1, 2))
-    assert str(damaged) in one and two == one
+    with open_model(damaged, 2) as pool:  # which has checked the files; no process has started
+        for file in damaged.rglob("*.bin"):
+            file.write_bytes(b"")
+        with pytest.raises(RunError, match="no intact checkpoint"):
+            pool.score([Pair((1,), (2,))])
