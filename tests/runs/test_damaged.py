@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.jobs import _read_from
 from pipeline.errors import RunError
 from pipeline.runs.directory import RunDir
 from pipeline.runs.history import find_runs, read_run, read_runs
@@ -130,3 +131,4 @@ def test_runs_that_are_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(f"{module}.find_runs", lambda _: found)
     assert [run.name for run in read_runs(tmp_path)] == ["good"]
     assert [Path(status.run).name for status in statuses([tmp_path])] == ["good"]
+    assert _read_from(gone / "logs" / "rank-0.log", 0) is None
