@@ -27,11 +27,12 @@ app = typer.Typer()
 # Muon orthogonalizes in bf16, so the last bit of a gradient may change an update by 0.4%. At a high
 # learning rate such differences would let tokens choose other experts. At this low rate they stay
 # far below the bound, while an update that is wrong by 10% exceeds it. The embedding, the head and
-# the vectors, which AdamW trains, learn as fast as in the AdamW run.
+# the vectors, which AdamW trains, learn as fast as in the AdamW run. The decay is given, because by
+# rule it would remove 5% of a weight in each step, or nothing, depending on that last bit.
 _RATES = {
     "adamw": ["optim.lr=0.001"],
     "muon": [
-        "optim.lr=0.000002",
+        *("optim.lr=0.000002", "optim.optimizer.decay=1"),
         *(f"optim.optimizer.{part}_rate=500" for part in ("embedding", "head", "vector")),
     ],
 }

@@ -78,13 +78,14 @@ def matrices_of(module: nn.Module, cfg: Model) -> dict[str, MatrixLayout]:
         vector = parameter.ndim < 2 or name.endswith((*GATES, "router.weight"))
         if vector or not name.startswith(BLOCKS):
             continue
-        expert: tuple[int, int] | None = getattr(parameter, "expert", None)
-        if expert is None:
+        if parameter.ndim == 2:
             rows, columns = parameter.shape
             found[name] = MatrixLayout((rows, columns), _parts(name, rows, cfg), (name,))
         else:
             count, inputs, outputs = parameter.shape
-            keys = tuple(f"{name}.{expert[0] + local}" for local in range(count))
+            # A plain model, such as the reference of `launch verify`, has all experts.
+            first = getattr(parameter, "expert", (0,))[0]
+            keys = tuple(f"{name}.{first + local}" for local in range(count))
             found[name] = MatrixLayout((inputs, outputs), _parts(name, outputs, cfg), keys, True)
     return found
 

@@ -53,6 +53,14 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
     assert control["gradients"]["experts"] > 5e-3 and control["gradients"]["attention"] < 1e-5
 
 
+@pytest.mark.parametrize("arch", ["dense", "moe"])
+def test_the_recipe_muon_trains_the_same(arch):
+    """With normalized updates and cautious decay, which torch's Muon does not have."""
+    options = ["--size", "27k", "--arch", arch, "--nproc", 2, "--layouts", "zero 1", "--json"]
+    *real, control = json.loads(launch("verify", *options, *sets("recipe=muon")).stdout)
+    assert all(row["passed"] for row in real) and control["passed"]
+
+
 def test_bf16_has_its_own_bound():
     # Small, because bf16 is slow on a CPU.
     few = sets("model.ffn.experts=4 model.layers=2 model.seq=16 train.batch_tokens=128")
