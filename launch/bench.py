@@ -180,7 +180,7 @@ def generate(
     arch: Arch = None,
     run: Annotated[Path | None, Option(help="A run, instead of random weights.")] = None,
     rows: Annotated[int, Option(min=1, max=10**5, help="Prompts at a time.")] = 8,
-    prompt_tokens: Annotated[int, Option(min=1, max=10**6, help="Of a prompt or source.")] = 64,
+    prompt_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens of each prompt.")] = 64,
     new_tokens: Annotated[int, Option(min=1, max=10**6, help="Tokens to generate.")] = 128,
     rounds: Annotated[int, Option(min=1, max=10**5, help="Timed calls; the median counts.")] = 3,
     sets: Settings = None,
@@ -214,12 +214,12 @@ def generate(
 def in_context(
     d: Annotated[int, Option("--d", min=1, max=100, help="Dimensions of x.")] = 2,
     count: Annotated[int, Option("--examples", min=1, max=1000, help="Examples per row.")] = 10,
-    noise: Annotated[float, Option(min=1e-3, max=1e3, help="Its standard deviation.")] = 0.5,
+    noise: Annotated[float, Option(min=1e-3, max=1e3, help="Deviation of the noise.")] = 0.5,
     size: Size = "83k",
     arch: Arch = None,
     steps: Annotated[int, Option(min=1, help="Training steps.")] = 2500,
     rows: Annotated[int, Option(min=1, max=10**5, help="Rows per step.")] = 64,
-    test_rows: Annotated[int, Option(min=1, max=10**7, help="Rows to test on.")] = 20_000,
+    test_rows: Annotated[int, Option(min=1, max=10**7, help="Rows to measure on.")] = 20_000,
     sets: Settings = None,
     as_json: AsJson = False,
 ) -> None:
