@@ -16,6 +16,7 @@ from typing import TextIO
 STOPPED = os.EX_TEMPFAIL  # 75: exit code of a run that saved and stopped because of a signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks to save and stop
 STORE = "ISOFLOP_STORE"  # the file through which the ranks of one node find each other
+NOT_FORKED = "ISOFLOP_NOT_FORKED"  # why the preloader did not fork this rank
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -56,6 +57,15 @@ def redirect_output(log: Path) -> None:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a process has printed; empty if there is none."""
+    text = ""
+    with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+        file.seek(-min(4096, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        text = file.read().decode(errors="replace").strip()
+    return text.splitlines()[-1] if text else ""
 
 
 class StopRequest:

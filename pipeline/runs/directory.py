@@ -3,12 +3,13 @@
 config.toml    every setting, resolved              log.jsonl      what happened, append-only
 run.json       N, FLOPs, data: what fits need       checkpoints/   step-00000100/, newest last
 logs/          output of each process               error.json     why the current attempt fails
-faults.jsonl   why earlier attempts failed
+faults.jsonl   why earlier attempts failed          host           where a launcher started it
 
 It also decides, from the faults, whether another attempt is worth it.
 """
 
 import json
+import platform
 import re
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
-from pipeline.atomic import digest, lock, read_regular, replace
+from pipeline.atomic import digest, lock, locked, read_regular, replace
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
@@ -143,7 +144,7 @@ class RunDir:
         """Lock the run for this process, until it releases the lock or dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            held = lock(self.path / name)
+            held = lock(self.path / name, wait_s=0.2)  # `died` may hold it for a moment
         except OSError as error:
             raise self._not_writable(error) from None
         if held is None:
@@ -153,6 +154,19 @@ class RunDir:
             )
         _HELD.append(held)
         return held
+
+    def note_host(self) -> None:
+        """Record that processes of this machine train the run."""
+        replace(self.path / "host", platform.node().encode())
+
+    @property
+    def died(self) -> bool:
+        """Whether the run was started on this machine and neither its launcher nor rank 0 lives."""
+        with suppress(OSError):  # another release or a job trained it, or it is another user's
+            if read_regular(self.path / "host") == platform.node().encode():
+                with locked(self.path / ".launch") as first, locked(self.path / ".lock") as second:
+                    return first and second
+        return False
 
     def _not_writable(self, error: OSError) -> RunError:
         return RunError(

@@ -147,6 +147,10 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
         # No job trains it, so a run that looks alive was killed before it could log its end.
         if (state == "NEW" and died) or (state == "RUNNING" and (died or entry is not None)):
             state = "FAILED"
+    note = str(ended.get("reason", ""))
+    if job is None and state in ("NEW", "RUNNING") and run.died:
+        state = "FAILED"
+        note = "its processes are gone; --resume continues it"
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=printable(path),
@@ -158,15 +162,14 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
         loss=steps[-1].get("loss") if steps else None,
         eta_s=_eta(steps[-32:], total) if state == "RUNNING" else None,
         restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
-        note=silence or waits or str(ended.get("reason", "")),
+        note=silence or waits or note,
     )
 
 
 def _eta(recent: list[Record], total: int) -> float | None:
     if len(recent) < 2 or recent[-1]["step"] <= recent[0]["step"]:
         return None
-    first = recent[0]
-    last = recent[-1]
+    first, *_, last = recent
     pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
     since_s = time.time() - last["time"]
     return float(max(0.0, pace_s * (total - last["step"]) - since_s))

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.process import end_with_parent
+from pipeline.process import end_with_parent, last_line
 
 _IMPORT_S = 60.0  # limit for the imports; 21 s were measured at load 25
 _FORK_S = 15.0  # limit for one fork
@@ -62,6 +63,8 @@ class Preloader:
     """The launcher's side: start the process, ask it for ranks, end it."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        self._log = log
+        self._obstacle = "it was killed"
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -83,25 +86,31 @@ class Preloader:
         """Whether it ended by itself: another one would too."""
         return (self._process.poll() or 0) > 0
 
+    @property
+    def obstacle(self) -> str:
+        """Why it was not used; the last line of its log if it ended by itself."""
+        return last_line(self._log) if self.cannot_fork else self._obstacle
+
     def ready(self, give_up: Callable[[], object]) -> bool:
         """Wait for the imports; return False if the process ended or `give_up` returned true."""
         end_s = time.monotonic() + _IMPORT_S
         while not select.select([self._socket], [], [], _TICK_S)[0]:
             if give_up() or time.monotonic() > end_s:
+                self._obstacle = f"its imports took more than {_IMPORT_S:.0f} s"
                 return False
-        try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK))  # it stays readable: ready for good
-        except OSError:
-            return False
+        with suppress(OSError):
+            if self._socket.recv(1, socket.MSG_PEEK):  # it stays readable: ready for good
+                return True
+        self._process.wait()  # only its end closes the connection
+        return False
 
     def fork(self, variables: dict[str, str], stdout: int, stderr: int) -> Forked | None:
         """Fork a rank with these variables; return None if that failed."""
         ours, theirs = socket.socketpair()
-        with ours:
+        with ours, theirs:
             ours.settimeout(_FORK_S)
             # An orphaned process becomes a child of this one while this is set.
             if not _adopt_orphans(True):
-                theirs.close()
                 return None
             try:
                 ends = [theirs.fileno(), stdout, stderr]
@@ -114,8 +123,8 @@ class Preloader:
             except OSError:  # also the time limit, for a preloader that is stopped
                 pass
             finally:
-                theirs.close()
                 _adopt_orphans(False)
+            self._obstacle = "it does not answer"
             self._process.kill()  # so that the next request fails at once
             return None
 

@@ -26,9 +26,11 @@ import psutil
 from pipeline.config.layers import reload
 from pipeline.errors import RunError
 from pipeline.process import (
+    NOT_FORKED,
     STOPPED,
     StopRequest,
     end_with_parent,
+    last_line,
     loopback,
     one_node,
     python_module,
@@ -59,6 +61,7 @@ def start(
     After a fault the whole group of ranks is restarted from the last checkpoint.
     """
     run.forget_fault()
+    run.note_host()
     old = len(run.past_faults())  # faults of earlier launches do not count as restarts
     sidecar = Sidecar(run.path) if track else None
     note = ""
@@ -149,6 +152,7 @@ class Group:
                 forked = self._preloader.fork(env, 1 if terminal else log.fileno(), log.fileno())
                 if forked is not None:
                     return forked
+                env = env | {NOT_FORKED: self._preloader.obstacle}
             return subprocess.Popen(
                 self._command,
                 env={**os.environ, **env, "PYTHONSAFEPATH": "1"},  # also for its own children
@@ -209,11 +213,7 @@ class Group:
         return min(failed, key=lambda rank: (rank in self._ended_by_us, rank), default=0)
 
     def last_line(self, rank: int) -> str:
-        text = ""  # if the run directory was deleted
-        with contextlib.suppress(FileNotFoundError), self._log(rank).open("rb") as log:
-            log.seek(-min(4096, log.seek(0, os.SEEK_END)), os.SEEK_END)
-            text = log.read().decode(errors="replace").strip()
-        return text.splitlines()[-1] if text else ""
+        return last_line(self._log(rank))
 
     def close(self) -> None:
         """End the ranks that still live."""
@@ -256,6 +256,7 @@ class _Groups:
         self._options = ["--quiet"] if quiet else []
         self._wanted = preload and sys.platform == "linux"
         self._preloader: Preloader | None = None
+        self._obstacle = ""  # why the last preloader was not used
         self._shared: dict[str, str] = {} if gpu else {"DS_ACCELERATOR": "cpu"}
         if "OMP_NUM_THREADS" not in os.environ:
             self._shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
@@ -270,19 +271,21 @@ class _Groups:
     def new(self, stop: StopRequest) -> Group:
         """Start a group of ranks, by forks if there was one before."""
         ready = False
-        if self._made and not (self._forked and self._training_since_s is None):
+        again = self._forked and self._training_since_s is None  # perhaps because they were forks
+        if self._made and not again:
             self._preload()
             ready = self._preloader is not None and self._preloader.ready(lambda: stop.signal)
-        if not ready:  # also after forks that never trained: perhaps because they were forks
+        if not ready:
             self._end_preloader()
+        reason = "its last forks did not train" if again else self._obstacle
+        note = {NOT_FORKED: reason} if reason and not ready else {}  # for rank 0 to log
         self._made += 1
         self._forked = ready
         self._made_s = time.time()
         self._training_since_s = None
         store = self._private / f"store-{self._made}"
-        ranks = [self._shared | one_node(i, self._nproc, store) for i in range(self._nproc)]
-        options = self._options
-        return Group(self._run, ranks, *options, terminal=True, preloader=self._preloader)
+        ranks = [self._shared | note | one_node(i, self._nproc, store) for i in range(self._nproc)]
+        return Group(self._run, ranks, *self._options, terminal=True, preloader=self._preloader)
 
     def prepare(self) -> None:
         """Start the preloader once the group has trained for a while; called at every tick."""
@@ -314,6 +317,7 @@ class _Groups:
     def _end_preloader(self) -> None:
         if self._preloader is not None:
             self._wanted = not self._preloader.cannot_fork
+            self._obstacle = self._preloader.obstacle
             self._preloader.close()
             self._preloader = None
 

@@ -26,7 +26,7 @@ from pipeline.model.stack import Decoder
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World, leave
-from pipeline.process import STOPPED, PatientOutput, StopRequest, end_with_parent
+from pipeline.process import NOT_FORKED, STOPPED, PatientOutput, StopRequest, end_with_parent
 from pipeline.runs.directory import RunDir, fault_line
 from pipeline.runs.history import goodput, startup_cost
 from pipeline.runs.log import Log, read
@@ -132,6 +132,8 @@ def _tracker(
     log = Log(directory.log)
     log.truncate_after(start)  # later steps are trained and logged again
     tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
+    if NOT_FORKED in os.environ:  # once: a rollback comes here again
+        notes = [*notes, f"the preloader was not used: {os.environ.pop(NOT_FORKED)}"]
     reason = ""
     if rollback:
         kind = "rollback"

@@ -11,6 +11,7 @@ import torch
 from pipeline.config.layers import load as load_config
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import DataError, UserError
+from pipeline.hub import importing
 from pipeline.hub.exporting import export
 from pipeline.hub.importing import import_model, load_hub_model
 from pipeline.model.build import build_model, init_weights
@@ -50,6 +51,22 @@ def test_import_never_runs_a_models_code(model_type, works, source, tmp_path, mo
         with pytest.raises(UserError, match="evil"):
             import_model(source, tmp_path / "out")
     assert not marker.exists()
+
+
+def test_a_yes_on_stdin_runs_no_code(source, tmp_path, monkeypatch):
+    """transformers asks before it runs code; here it sees the directory itself, not our copy."""
+    marker = tmp_path / "executed"
+    (source / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Config: ...\n")
+    model, family = importing._load(source, source)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    for model_type, call in {
+        "evil": lambda: importing._load(source, source),
+        "vit": lambda: importing.logit_difference(model, family, source),  # has no such class
+    }.items():
+        set_config(source, model_type=model_type, **CODE)
+        with pytest.raises((UserError, ValueError)):
+            call()
+        assert not marker.exists(), model_type
 
 
 def test_other_files_of_the_directory_are_not_read(source, tmp_path):

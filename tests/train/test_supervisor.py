@@ -17,6 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from pipeline.process import STORE, StopRequest
+from pipeline.slurm.queue import statuses
 from pipeline.train import preload, supervisor
 from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment
@@ -101,6 +102,8 @@ def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
         assert not processes(f"pipeline.train.worker {out}"), "orphans"
         curves.append((losses(out), hashes(out)))
     assert curves[0] == curves[1] and len(curves[0][0]) == 600
+    unused = "the preloader was not used: it does not answer"
+    assert [event["notes"] for event in restarts(tmp_path / "disturbed")] == ["", "", unused]
     reasons = [event["reason"] for event in restarts(tmp_path / "disturbed")]
     assert reasons == [f"ChildProcessError: rank {n} was killed by SIGKILL" for n in (1, 0, 1)]
 
@@ -143,7 +146,7 @@ def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
     preloader = preload.Preloader([sys.executable, "-c", "raise SystemExit('why')"], {}, log)
     assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
     until(lambda: not preloader.alive)
-    assert preloader.cannot_fork and log.read_text() == "why\n"
+    assert preloader.cannot_fork and preloader.obstacle == "why"
     preloader.close()
 
 
@@ -168,6 +171,24 @@ def test_a_fault_is_that_of_the_rank_which_failed_by_itself(corpus, tmp_path, mo
         death = group.death(codes)
         assert codes[0] < 0 and group.first_failed(codes) == 1
         assert (death and death.name) == name and group.last_line(1) == "why"
+
+
+def test_a_run_whose_processes_were_killed_is_not_shown_as_running(corpus, tmp_path):
+    out = tmp_path / "run"
+    options = ("--steps", 100_000, "--data", corpus, "--nproc", 1, "--out", out, "--quiet")
+    process = pretrain(*BRIEF, *options)
+    until(lambda: steps(out) > 3)
+    assert [status.state for status in statuses([out])] == ["RUNNING"]
+    rank = ranks(out)["0"]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # a rank whose launcher dies would save
+        process.send_signal(number)
+        rank.send_signal(number)
+    assert process.wait(60) == -signal.SIGKILL
+    until(lambda: not processes(f"pipeline.train.worker {out}"))
+    (status,) = statuses([out])
+    assert status.state == "FAILED" and "--resume" in status.note
+    (out / "host").write_text("another")  # whose processes cannot be seen from here
+    assert [status.state for status in statuses([out])] == ["RUNNING"]
 
 
 def test_every_child_starts_with_a_safe_path():
