@@ -77,4 +77,4 @@ def test_a_closed_pipe_is_silent() -> None:
 def test_sync_of_a_file_is_refused(inside, tmp_path) -> None:
     file = tmp_path / "run"
     file.touch()
-    assert str(file) in inside("sync", file, code=2)
+    assert f"{file} is not a directory" in inside("sync", file, code=2)

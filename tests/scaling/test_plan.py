@@ -1,4 +1,9 @@
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -98,6 +103,20 @@ def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.Mo
         read("lader")
     with pytest.raises(ConfigError, match=r"ladder\.toml"):
         read("configs/scaling/ladder.toml")
+
+
+def test_an_installed_wheel_has_the_shipped_sweeps(tmp_path: Path) -> None:
+    """Its folders are copied as pyproject.toml tells the build to."""
+    root = CONFIGS.parents[1]
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wheel = build["targets"]["wheel"]
+    packages = {name: name for name in wheel["packages"]}
+    for source, to in {**packages, **wheel["force-include"]}.items():
+        shutil.copytree(root / source, tmp_path / to, dirs_exist_ok=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "launch", "sweep", "plan", "ladder", "--json"]
+    done = subprocess.run(command, cwd=tmp_path.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:

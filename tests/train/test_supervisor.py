@@ -14,8 +14,10 @@ import threading
 from pathlib import Path
 
 import psutil
+import torch
 import torch.distributed as dist
 
+from pipeline.parallel.world import World, _network_store
 from pipeline.process import STORE, StopRequest
 from pipeline.slurm.queue import statuses
 from pipeline.train import preload, supervisor
@@ -85,6 +87,15 @@ def test_hostile_surroundings(corpus, tmp_path):
     process.stdout.close()
     assert records(out, "event")[-1]["event"] == "interrupt"
     assert not marker.exists()
+
+
+def test_the_store_of_several_nodes_listens_on_the_address_of_the_job_only():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    store = _network_store(World(0, 1, torch.device("cpu")), "127.0.0.1", port)
+    ports = [each.laddr for each in psutil.Process().net_connections()]
+    assert {address.ip for address in ports if address.port == port} == {"127.0.0.1"}
+    del store
 
 
 def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
