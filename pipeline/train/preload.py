@@ -172,9 +172,9 @@ def _fork_obstacle() -> str:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"{threads} threads are running"
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1:
+        return f"{len(threads)} threads are running: {', '.join(threads)[:200]}"
     opened = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     # CUDA's driver opens this device when it is initialized, and does not survive a fork.
     return "CUDA is initialized" if "/dev/nvidia-uvm" in opened else ""
