@@ -10,7 +10,7 @@ RUNS   := runs/demo
 # The run that is forecast from the ladder; it needs several times the largest run's compute.
 LARGER := 500k
 
-.PHONY: demo picture quick test gpu-test attack check install system clean help
+.PHONY: demo picture quick test gpu-test attack check install system clean clean-demo help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,5 +73,8 @@ check: install  ## lint, types and layers alone
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean:  ## remove what runs and tests leave behind
-	rm -rf $(RUNS) $(DATA) mlruns mlflow.db mlflow.db-journal .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove caches; runs, data and the MLflow store stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+
+clean-demo:  ## remove the demo's runs and data, but not mlflow.db, which all runs share
+	rm -rf $(RUNS) $(DATA)

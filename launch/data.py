@@ -50,7 +50,7 @@ MalformedShare = Annotated[
     float, typer.Option(min=0, max=1, help="Stop if a larger share of documents is malformed.")
 ]
 RecipeSettings = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE, such as dedup.near.threshold=0.7.")
+    list[str] | None, typer.Option("--set", help="KEY=VALUE of the recipe, such as seed=1.")
 ]
 # Options of tokenizer.
 Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
@@ -263,7 +263,16 @@ def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}sample"
             yield from (f"{indent}  │ {line}" for line in value.splitlines())
         else:
-            yield f"{indent}{key:<24} {f'{value:,}' if isinstance(value, int) else value}"
+            yield f"{indent}{key:<24} {_plain(key, value)}"
+
+
+def _plain(key: str, value: Any) -> str:
+    """A figure of `launch data inspect` in words; its JSON form has the values themselves."""
+    if key == "most_frequent":  # pieces with their shares of all tokens
+        return "  ".join(f"{piece!r} {share:.1%}" for piece, share in value)
+    if isinstance(value, tuple):  # what a stage dropped for one reason
+        return f"{value[0]:,} documents, {value[1]:,} bytes"
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
 
 
 @contextmanager

@@ -45,6 +45,8 @@ class Finding:
 @app.command(epilog=examples("launch doctor", "launch doctor --json"))
 def doctor(as_json: AsJson = False) -> None:
     """Check Python, packages, GPUs, tracking, SLURM, memory and disk; exit 1 if one is broken."""
+    # On stderr, and also in a pipe: on a cold disk nothing else is printed for half a minute.
+    typer.echo(f"importing {len(PACKAGES)} packages: up to half a minute", err=True)
     findings = []
     for finding in _findings():
         findings.append(finding)

@@ -64,7 +64,7 @@ Init = Annotated[Path | None, Option(help="The same, for a directory of `launch 
 _VALID = "Held-out examples (default: a share of --data)."
 Valid = Annotated[Path | None, Option(help=_VALID)]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
-_OUT = "Run directory (default: runs/finetune/RUN-FILE)."
+_OUT = "Run directory (default: RUN-FILE in runs/finetune)."
 Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]

@@ -138,6 +138,7 @@ def score(
     """Compare registered forecasts with the runs that have finished since."""
     from pipeline.scaling import record
 
+    finished = read(runs, experiment)  # first: without runs there are no forecasts either
     folder = forecasts or forecasts_beside(runs, experiment, None)
     # Raises if a file does not match its digest: a forecast is never edited.
     found = record.registered(folder)
@@ -145,7 +146,7 @@ def score(
         raise ConfigError(
             f"forecasts={folder} is empty; make one with `launch forecast … --register`"
         )
-    scores = record.score(found, read(runs, experiment))
+    scores = record.score(found, finished)
     # Of 95% intervals about 95 in 100 should contain their run.
     so_far = record.calibration(scores)
     if as_json:

@@ -128,8 +128,9 @@ def _figures(sweep: "Sweep", runs: "list[Planned]", mfu: float | None) -> dict[s
         "runs": len(runs),
         "flops": sum(run.cost for run in runs),
         "saved": sum(run.C - run.cost for run in runs),  # by branching off longer runs
-        "hours": sum(times) if sweep.cluster else None,  # a CPU has no known rate
+        "hours": sum(times) if times else None,  # CPUs and some clusters have no known rate
         "timing": TIMING if mfu is None else f"MFU {mfu:g}",
+        "on": f"{sweep.nproc} × {sweep.cluster}" if sweep.cluster else "CPUs",
     }
     rows = [vars(run) for run in runs]
     return {"experiment": sweep.experiment, "kind": sweep.kind, "runs": rows, "total": total}
@@ -211,9 +212,9 @@ def _print_plan(console: "Console", data: dict[str, Any]) -> None:
     title = f"{data['kind']} sweep {data['experiment']}"
     console.print(table(title, (*columns, "hours"), rows))
     total = data["total"]
-    time = ""
+    time = f" on {total['on']}, whose speed is not known"
     if total["hours"] is not None:
-        time = f", {total['hours']:.3g} hours one after another ({total['timing']})"
+        time = f", {total['hours']:.3g} hours on {total['on']}, one by one ({total['timing']})"
     console.print(f"{total['runs']} runs, {power(total['flops'])} FLOPs{time}")
     # FLOPs that branches share with their trunks (WSD) are computed once.
     if total["saved"]:

@@ -49,7 +49,7 @@ Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` list
 # A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
-_OUT = "Run directory (default: runs/EXPERIMENT/SIZE)."
+_OUT = "Run directory (default: SIZE in runs/EXPERIMENT)."
 Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
@@ -304,7 +304,6 @@ def submit(
 ) -> None:
     """Submit a job. Refuse it before the run directory is created, where possible."""
     import shlex
-    import shutil
 
     from pipeline.slurm import queue
     from pipeline.slurm.submit import job_of, remember, step, train
@@ -317,7 +316,10 @@ def submit(
         # The script is a fixed template; its srun command depends on the nodes it gets.
         inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
         print(f"{job.shown()}\n# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
-        print(f"# {job.test() if shutil.which('sbatch') else 'no SLURM here: not validated'}")
+        try:
+            print(f"# {job.test()}")
+        except ConfigError as error:
+            print(f"# not validated: {error}")
         return
     # Without facts the run exists already, and may have a job.
     old = job_of(run) if planned.facts is None else None

@@ -265,8 +265,8 @@ def _advice(f: dict[str, Any]) -> str:
     low = _digits(row["step_s"] * (1 - row["error"]))
     high = _digits(row["step_s"] * (1 + row["error"]))
     chosen = flags(Layout(**row["layout"]).change())
-    expected = f"expect {low} to {high} s per step (docs/SCALE.md)"
-    return f"use [bold]{chosen}[/bold], as `launch pretrain` does; {expected}"
+    why = f"least memory within 1% of the fastest; expect {low} to {high} s a step (docs/SCALE.md)"
+    return f"use [bold]{chosen}[/bold], as `launch pretrain` does: {why}"
 
 
 def _digits(value: float) -> str:

@@ -1,5 +1,6 @@
 """`launch sweep plan | run`: plan a grid of runs with its cost, and train the runs."""
 
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.sweep.execute import Member, Progress
-    from pipeline.sweep.grid import Sweep
+    from pipeline.sweep.grid import Planned, Sweep
 
 app = typer.Typer(help="Plan and run a ladder or an isoFLOP grid.", no_args_is_help=True)
 app.command(
@@ -42,12 +43,14 @@ After = Annotated[
     str | None, typer.Option(help="SLURM job that must succeed first, such as that of the data.")
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Train a sweep for GPUs on this machine's CPUs.")]
+CORE_FLOPS_S = 7e10  # of the machine whose two cores train the sweep `cpu` in three minutes
 
 
 @app.command(
     epilog=examples(
-        "launch sweep run synthetic --data data/synthetic",
-        "launch sweep run ladder --data data/web --jobs 2",
+        "launch sweep run cpu --data data/demo --jobs 2",
+        "launch sweep run gpu --data data/web --jobs 4",
         "launch sweep run ladder --data data/web --slurm --jobs 4 --fit",
         "launch sweep run configs/scaling/ladder.toml --data data/web --slurm --after 1234",
     )
@@ -66,34 +69,47 @@ def run(
     gpus_per_node: GpusPerNode = None,
     after: After = None,
     fit: ThenFit = False,
+    cpu: Cpu = False,
 ) -> None:
     """Train the missing runs of a sweep. After Ctrl-C, the same command continues them."""
-    from pipeline.sweep import execute
+    from pipeline.sweep import execute, grid
 
     if not slurm and (after or fit or gpus_per_node is not None):
         raise ConfigError("--after, --fit and --gpus-per-node are for jobs; add --slurm")
     if after:
         # The data of that job may not exist yet, so its vocabulary and the plan are unknown.
-        from pipeline.sweep.grid import read
-
-        number, log = _submit_later(read(file), after)
+        number, log = _submit_later(grid.read(file), after)
         text = f"job {number} submits the sweep once job {after} has succeeded; its log is {log}"
         print_json({"job": number, "log": str(log)}) if as_json else typer.echo(text)
         return
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = execute.members(sweep, runs, root)
+    if not slurm and not cpu and not all(member.finished for member in every):
+        _refuse_without_gpus(file, sweep, runs)
     # The lock covers the list of missing runs too: two sweeps would start the same ones.
     with execute.claimed(root, sweep):
         todo = [member for member in every if not member.finished]
         if slurm:
-            gpus = sweep.nproc if sweep.cluster else 0  # one GPU per process
-            gpus = gpus if gpus_per_node is None else gpus_per_node
-            _submit(sweep, todo, root, jobs, gpus, track=track, fit=fit, as_json=as_json)
+            _submit(sweep, todo, root, jobs, gpus_per_node, track=track, fit=fit, as_json=as_json)
             return
         with _display(every, len(todo), quiet=as_json) as show:
             done = execute.run(todo, jobs, show, track=track)
         _report(every, done, sweep, root, track=track, as_json=as_json)
+
+
+def _refuse_without_gpus(name: str, sweep: "Sweep", runs: "list[Planned]") -> None:
+    """Refuse to train a sweep for a cluster's GPUs on CPUs, which would take months."""
+    from pipeline.train.request import Devices
+
+    cores = os.cpu_count() or 1
+    hours = sum(run.cost for run in runs) / (cores * CORE_FLOPS_S) / 3600
+    if sweep.cluster and not Devices.here().gpus:
+        raise ConfigError(
+            f"sweep={name} is for {sweep.nproc} × {sweep.cluster}, and this machine has no GPU: "
+            f"about {float(f'{hours:.1g}'):,.0f} hours on {cores} cores; run the sweep `cpu` here, "
+            f"submit this one with --slurm, or add --cpu to train it on CPUs"
+        )
 
 
 def _report(
@@ -107,13 +123,12 @@ def _report(
 ) -> None:
     """Publish and print the result; the exit code shows whether every run finished."""
     finished = [member.name for member in every if member.finished]
-    names = [member.name for member in every]
     figures = {
         "experiment": sweep.experiment,
         "out": str(root),
         "finished": finished,
         "failed": done.failed,
-        "missing": [name for name in names if name not in finished and name not in done.failed],
+        "missing": [m.name for m in every if m.name not in {*finished, *done.failed}],
     }
     # After a failure or Ctrl-C too: the page shows the runs that exist.
     note = show_all(root, track=track) if finished else None
@@ -138,7 +153,7 @@ def _submit(
     todo: "list[Member]",
     root: Path,
     jobs: int,
-    gpus: int,
+    gpus: int | None,
     *,
     track: bool,
     fit: bool,
@@ -160,6 +175,8 @@ def _submit(
     # A branch starts from a checkpoint of its trunk, so it is submitted after the trunk's job.
     branches = [member for member in todo if member.after in missing]
     first = [member for member in todo if member.after not in missing]
+    if gpus is None:
+        gpus = sweep.nproc if sweep.cluster else 0  # one GPU per process
     # Plan every run before the first directory is created: all or none.
     wanted = [as_job([*member.argv[1:], "--gpus-per-node", str(gpus)]) for member in first]
     # The members of an array share one request for nodes.

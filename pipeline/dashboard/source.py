@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.dashboard.payload import RunLog, RunView, text
-from pipeline.errors import RunError
-from pipeline.runs.history import RUN_FILE, find_runs, read_record
+from pipeline.runs.history import RUN_FILE, find_runs, read_record, read_runs
 from pipeline.runs.log import FILE, Tail
 from pipeline.scaling.record import registered
 from pipeline.track import mlflow_runs
@@ -170,7 +169,7 @@ def open_source(runs: Path | None, experiment: str | None) -> Source:
     if runs is not None:
         root = runs / experiment if experiment else runs
         if not root.is_dir():
-            raise RunError(f"runs={root} is not a directory; give one that holds runs: runs/demo")
+            read_runs(root)  # raises the error that names a remedy
         return Directories(root)
     uri = store.configured()
     if uri is not None:

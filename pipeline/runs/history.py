@@ -180,9 +180,8 @@ def find_runs(root: Path, depth: int = SEARCH_DEPTH) -> list[Path]:
 def read_runs(root: Path) -> list[Run]:
     """Read every run in `root`, `root` included, sorted by size and then name."""
     if not root.is_dir():
-        raise RunError(
-            f"runs={root} is not a directory; give one that holds runs, such as runs/demo"
-        )
+        remedy = "give one with runs in it; `make demo` makes runs/demo"
+        raise RunError(f"runs={root} is not a directory; {remedy}")
     runs = []
     for path in find_runs(root):
         try:

@@ -209,6 +209,16 @@ def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[s
     return found
 
 
+def exponent_warnings(table: dict[str, dict[str, float]]) -> list[str]:
+    """Warn about exponents that may be zero; `table` is that of `Study.parameters`."""
+    # An exponent below zero has a warning of its own.
+    known = {name: p for name, p in table.items() if name in EXPONENT_OF}
+    zero = [name for name, p in known.items() if p["low"] <= 0 < p["value"]]
+    text = f"The 95% interval of {' and of '.join(zero)} contains zero: these points do not "
+    text += "determine it. Quote forecasts, not exponents; runs over a wider range would help."
+    return [text] if zero else []
+
+
 def _value_warnings(fit: Fit, of_e: Profile | None) -> list[str]:
     found: list[str] = []
     values = fit.values

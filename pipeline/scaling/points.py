@@ -24,12 +24,13 @@ OPTIONAL = ("C", "experts", "unique")
 FIGURES = ("N", "D", "loss", *OPTIONAL, "accuracy")  # the numeric columns
 # A difference in one of these changes the loss or N for reasons that a law does not describe.
 ONE_KIND = {
-    "convention": "they count N and C in different ways; fit one at a time, or recount",
+    "convention": "they count N and C in different ways; recount, or fit each separately",
     "vocab": "nats per token are comparable within one vocabulary only; fit each separately",
     "tokenizer": "nats per token are comparable within one tokenizer only; fit each separately",
     "arch": "a law describes one architecture; fit each separately",
     "objective": "losses of different objectives are not comparable; fit each separately",
 }
+LONG_KINDS = 80  # characters; a convention is a sentence, and a tokenizer a digest
 # Because of attention and the head, C / (N·D) of a small model may be several times that of a large
 # one, but not ten times.
 MIXED_COUNTS = 10.0
@@ -137,7 +138,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     for key, remedy in ONE_KIND.items():
         kinds = sorted({row.get(key) or "none given" for row in rows})
         if len(kinds) > 1:
-            raise DataError(f"{path}: {key}={', '.join(kinds)} are mixed; {remedy}")
+            raise DataError(f"{path}: {key}={_listed(kinds)} are mixed; {remedy}")
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
@@ -164,6 +165,11 @@ def read_csv(path: Path, task: str | None = None) -> Points:
         )
         points = replace(points, warnings=(*points.warnings, warning))
     return points
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    text = ", ".join(kinds)
+    return text if len(text) <= LONG_KINDS else f"{len(kinds)} different ones"
 
 
 ACCURACY = "/accuracy"
@@ -309,10 +315,8 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
     for key, remedy in ONE_KIND.items():
         kinds = sorted({str(record.get(key)) for record in records})
         if len(kinds) > 1:
-            raise DataError(
-                f"{key}={', '.join(kinds)}: the runs mix {len(kinds)} kinds; {remedy}, from a "
-                f"separate directory"
-            )
+            mixed = f"{key}={_listed(kinds)} are mixed in these runs"
+            raise DataError(f"{mixed}; {remedy}, with its own --runs")
 
     # Of runs from `scored_runs`; their bits per byte do not depend on the vocabulary.
     scored = all("task_accuracy" in entry for _, entry in used)

@@ -44,6 +44,7 @@ from pipeline.scaling.intervals import (
     Profile,
     Scatter,
     bootstrap,
+    exponent_warnings,
     interval_warnings,
     profile,
     scatter,
@@ -285,9 +286,9 @@ def study(
     notes += interval_warnings(result, spread, of_e)
     quality = goodness(even)
     notes += fit_warnings(quality)
-    name = chosen.name if law == "auto" else law
     found = (result, split, spread, test, scale, of_e, minima, valleys, draws, split_draws)
-    return Study(name, *found, tuple(notes), quality)
+    done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), quality)
+    return replace(done, warnings=(*notes, *exponent_warnings(done.parameters())))
 
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:

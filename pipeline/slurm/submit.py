@@ -21,6 +21,7 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.runs.history import read_json
 
 NO_NODES = "node configuration is not available"  # in sbatch's words
+NO_CONTROLLER = "configuration (source|file)|Unable to contact slurm controller|Connection refused"
 _PACKAGED = Path(__file__).resolve().parent / "templates"  # in an installed wheel
 _CHECKOUT = Path(__file__).resolve().parents[2] / "slurm"
 TEMPLATES = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
@@ -113,7 +114,8 @@ class Submission:
             f"{key}={MASK if key in self.site.env else shlex.quote(value)}"
             for key, value in self.variables().items()
         )
-        script = f"# {self.script.name}\n{self.script.read_text()}"
+        masked = f"# {MASK}: a value of [cluster.slurm.env], hidden because it may be a secret"
+        script = f"{masked}\n\n# {self.script.name}\n{self.script.read_text()}"
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n{script}"
 
     def test(self) -> str:
@@ -140,9 +142,7 @@ class Submission:
 
     def _call(self, *first: str) -> "subprocess.CompletedProcess[str]":
         if shutil.which("sbatch") is None:
-            raise ConfigError(
-                "--slurm needs sbatch, which is not installed here; use a login node, or --dry-run"
-            )
+            raise ConfigError("--slurm needs sbatch, which is not installed here; use a login node")
         # If we run inside a job ourselves, its variables must not reach the new job.
         env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or k[:6] != "SLURM_"}
         command = self.command(*first)
@@ -152,6 +152,11 @@ class Submission:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         noise = r"(sbatch|error|allocation failure|Batch job submission failed): "
         reason = re.sub(noise, "", lines[-1]) if lines else f"exit code {done.returncode}"
+        if re.search(NO_CONTROLLER, reason):
+            raise ConfigError(
+                f"sbatch is installed, but reaches no SLURM controller ({reason}); use a login "
+                "node, or check SLURM_CONF and slurmctld"
+            )
         wanted = re.compile(r"--(partition|account|qos|constraint|time|nodes|gpus-per-node)=")
         asked = " ".join(word for word in command if wanted.match(word)) or "the job"
         raise RunError(

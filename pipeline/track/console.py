@@ -12,8 +12,14 @@ from pipeline.runs.log import Log
 from pipeline.units import count, span
 
 UNKNOWN = "–"
-# A note leaves these out: its line begins with them, and tokens and FLOPs follow from the step.
-_IMPLIED = {"kind", "time", "step", "event", "tokens", "flops"}
+# A note leaves these out: its line begins with them, or they follow from the step.
+_IMPLIED = {"kind", "time", "step", "event", "tokens", "flops", "saved", "hash"}
+# The words of a note for keys of the log; keys in seconds are durations.
+_WORDS = {
+    "world": "ranks", "grad_norm": "gnorm", "seconds": "took", "blocked_s": "training waited",
+    "start_s": "startup", "replay_s": "repeated", "wall_s": "total", "checkpoint_s": "saves",
+    "wait_s": "waiting for data", "skipped_s": "skipped steps",
+}  # fmt: skip
 MAX_EPOCHS = 4  # repeated data is nearly as good as new up to here (arXiv 2305.16264)
 MIN_HELD_OUT_TOKENS = 100_000
 
@@ -139,7 +145,7 @@ def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) ->
     if held_out_tokens < MIN_HELD_OUT_TOKENS:
         yield (
             f"warning: the held-out split has {held_out_tokens:,} tokens, so its loss is noisy; "
-            f"prepare data with at least {MIN_HELD_OUT_TOKENS:,}"
+            f"prepare data with a larger --valid-share, to hold out {MIN_HELD_OUT_TOKENS:,} or more"
         )
 
 
@@ -172,8 +178,11 @@ def format_record(
     else:
         columns = [f"note {steps}", str(record.get("event", kind))]
         for key, value in record.items():
-            if key not in _IMPLIED and value not in ("", None) and not isinstance(value, list):
-                columns.append(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}")
+            duration = key == "seconds" or key.endswith("_s")
+            hidden = value in ("", None) or isinstance(value, list) or (duration and not value)
+            if key not in _IMPLIED and not hidden:
+                text = f"{value:.3g}" if isinstance(value, float) else str(value)
+                columns.append(f"{_WORDS.get(key, key)} {text}{' s' * duration}")
     return " │ ".join(columns)
 
 

@@ -251,3 +251,20 @@ def test_a_dangling_link_is_named(tmp_path, inside):
         for out in (link, link / "run"):
             error = inside(*words.split(), out, code=2)
             assert f"{link} is a link to {tmp_path / 'gone'}, which does not exist" in error
+
+
+def test_runs_that_are_missing_have_a_remedy_that_works(tmp_path, inside, monkeypatch):
+    """The remedy was the directory that is missing."""
+    monkeypatch.chdir(tmp_path)
+    for words in ("fit", "forecast --size 1b", "score", "dashboard --static page.html"):
+        error = inside(*words.split(), "--runs", "runs/demo", code=2)
+        assert "runs=runs/demo is not a directory" in error and "`make demo`" in error
+
+
+def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside):
+    """It began a ladder for 8 H100s on two cores, without a word."""
+    out = tmp_path / "runs"
+    error = inside("sweep", "run", "ladder", "--data", corpus, "--out", out, code=2)
+    assert "sweep=ladder is for 8 × h100" in error and "hours on" in error
+    assert "the sweep `cpu`" in error and "--cpu" in error and not out.exists()
+    assert "hours on 8 × h100" in " ".join(inside("sweep", "plan", "ladder").split())

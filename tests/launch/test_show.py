@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 
@@ -20,6 +21,7 @@ def test_show_counts_the_1b_shape(inside):
     assert totals == sorted(totals, reverse=True)
     text = inside("show", "--size", "1b", "--cluster", "h100")
     assert "1.11B total" in text and "ZeRO" in text and "✓" in text and "--zero 1" in text
+    assert "least memory within 1% of the fastest" in " ".join(text.split())
 
 
 def test_show_lays_out_a_routed_model_over_nodes(inside):
@@ -46,12 +48,25 @@ def test_the_whole_ladder(inside):
     assert "175b" in inside("show", "--sizes")
 
 
+def test_help_fits_80_columns(inside, monkeypatch):
+    """A long word in a narrow column is cut off with an ellipsis."""
+    monkeypatch.setenv("COLUMNS", "80")
+    found = re.findall(r"^│ ([a-z-]+) ", inside("--help"), re.MULTILINE)
+    groups = ("data", "bench", "sweep")
+    inner = {g: re.findall(r"^│ ([a-z-]+) ", inside(g, "--help"), re.MULTILINE) for g in groups}
+    commands = [(name,) for name in found] + [(g, name) for g in groups for name in inner[g]]
+    assert len(commands) > 30
+    for words in commands:
+        assert not re.search(r"… *│", inside(*words, "--help")), words
+
+
 @pytest.mark.slow
 def test_doctor_names_a_broken_package_and_its_remedy(tmp_path):
     """The first sentencepiece on the path does not import; everything else works here."""
     (tmp_path / "sentencepiece").mkdir()
     (tmp_path / "sentencepiece" / "__init__.py").write_text("raise ImportError('no such luck')")
     done = launch("doctor", "--json", code=1, PYTHONPATH=str(tmp_path))
+    assert "packages" in done.stderr  # imports take half a minute on a cold disk
     findings = {f["what"]: f for f in json.loads(done.stdout)}
     broken = findings["sentencepiece"]
     assert "no such luck" in json.dumps(broken) and "pip install" in broken["remedy"]

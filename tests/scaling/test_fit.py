@@ -169,7 +169,9 @@ def test_the_ladder_of_the_docs() -> None:
     assert done.warnings == ()
     simpler = study(points)  # Chinchilla's law, fitted for forecasting
     chosen = simpler.parameters()["E"]
-    assert simpler.name == "chinchilla" and simpler.warnings == ()
+    assert simpler.name == "chinchilla"
+    (doubt,) = simpler.warnings  # α may be between -0.001 and 0.79
+    assert "interval of alpha and of beta contains zero" in doubt
     # The interval holds what the points alone allow, with γ free, and the law's own E.
     assert chosen["high"] == pytest.approx(E["high"], abs=1e-3)
     assert chosen["low"] == chosen["value"] == pytest.approx(2.849, abs=3e-3)

@@ -100,6 +100,10 @@ def test_csv_drops_rows_with_reasons(tmp_path: Path) -> None:
         ("N,D,loss\n1,2,three\n", "'three' is not a number"),
         ("N,D,loss,vocab\n1,2,3,32000\n1,3,3,50257\n", "within one vocabulary"),
         ("N,D,loss,vocab\n1,2,3,32000\n1,3,3,\n", "32000, none given are mixed"),
+        (
+            f"N,D,loss,convention\n1,2,3,{'long' * 20}\n1,3,3,{'other' * 20}\n",
+            "convention=2 different ones are mixed",
+        ),
         ("N,D,loss,convention\n1,2,3,a\n1,3,3,b\n", "mixed; they count N and C"),
         ("N;D;loss\n1;2;3\n", "commas"),
         ("N,D,loss,loss\n1,2,3,4\n", "column loss"),

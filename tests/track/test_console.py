@@ -39,8 +39,13 @@ STEP = {
             "eval  1200/19073 │ loss 3.2000 │ bpb 1.0432",
         ),
         (
-            {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "seconds": 1.5},
-            "note  1200/19073 │ save │ seconds 1.5",
+            {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "saved": 1200}
+            | {"seconds": 1.5, "blocked_s": 0.0},
+            "note  1200/19073 │ save │ took 1.5 s",
+        ),
+        (
+            {"kind": "event", "step": 1200, "event": "resume", "world": 2, "start_s": 8.321},
+            "note  1200/19073 │ resume │ ranks 2 │ startup 8.32 s",
         ),
     ],
 )
@@ -86,6 +91,7 @@ def test_header_and_warnings() -> None:
     assert all(len(line) <= 100 for line in lines)
     assert [line.split()[0] for line in data_warnings(config, 40_960, 99_999)] == ["warning:"] * 2
     assert list(data_warnings(config, 102_400, 100_000)) == []
+    assert "--valid-share" in next(data_warnings(config, 5_000_000, 57_196))
 
 
 @pytest.mark.parametrize(
