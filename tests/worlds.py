@@ -74,7 +74,7 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     """Train a run from its last checkpoint to its end."""
     path = Path(out)
     resume = path.exists()
-    size, arch = None if resume else "tiny", rest.get("arch", "dense")
+    size, arch = None if resume else "27k", rest.get("arch", "dense")
     request = Request(
         size,
         arch,

@@ -30,7 +30,7 @@ SETTINGS = (
 )  # fmt: skip
 PRETRAIN = (
     "--size", "tiny", "--steps", 4, "--set", "model.seq=64", "--set", "train.batch_tokens=512",
-    "--no-track", "--quiet",
+    "--set", "model.layers=2", "--no-track", "--quiet",
 )  # fmt: skip
 SHORT = ("--batch", 8, "--epochs", 1, "--lr", 0.003)
 LAYOUTS = {"one": (1, 1), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage

@@ -21,8 +21,8 @@ SHORT = (
     "--set", "train.save_every=4", "--set", "train.eval_every=4",
 )  # fmt: skip
 LONG = (
-    "--size", "27k", "--steps", 600, "--set", "model.seq=48", "--set", "train.batch_tokens=768",
-    "--set", "objective.directions=every", "--set", "train.save_every=600", "--set", "train.eval_every=600",
+    "--size", "27k", "--steps", 400, "--set", "model.seq=48", "--set", "train.batch_tokens=768",
+    "--set", "objective.directions=every", "--set", "train.save_every=400", "--set", "train.eval_every=400",
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Strings, the same backwards, and the same again. A vocabulary of 269 has single letters only."""
     folder = tmp_path_factory.mktemp("translation")
     source = random.Random(0)
-    words = {"".join(source.choices("abcdefgh", k=source.randrange(2, 7))) for _ in range(4000)}
+    words = {"".join(source.choices("abcdefgh", k=source.randrange(2, 6))) for _ in range(4000)}
     rows = [{"plain": word, "back": word[::-1], "copy": word} for word in sorted(words)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--pairs", ",".join(LANGUAGES), "--vocab-size", 269, "--valid-share", 0.03)
