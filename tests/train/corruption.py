@@ -47,8 +47,7 @@ def config(
     sets = ("model.layers=1", f"model.vocab={VOCAB}", f"model.seq={SEQ}", f"train.batch_tokens={WORLD.size * SEQ}",
             "train.micro_batch=1", "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}",
             f"parallel.engine={engine}", f"train.dtype={dtype}", f"parallel.ep={ep}",
-            "train.log_every=1", "train.check_every=1")  # fmt: skip
-    sets += ("model.ffn.experts=4",) if arch == "moe" else ()
+            "train.log_every=1", "train.check_every=1", *(["model.ffn.experts=4"] if arch == "moe" else []))  # fmt: skip
     return resolve(load(size="tiny", arch=arch, sets=sets), ranks=WORLD.size, gpu=False)
 
 
