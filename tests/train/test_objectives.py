@@ -11,21 +11,21 @@ from tests.conftest import worlds
 from tests.train.test_run import hashes, losses, records
 
 COMMON = (
-    "--size", "27k", "--steps", 8, "--no-track", "--set", "model.seq=64",
-    "--set", "train.save_every=4", "--set", "train.eval_every=4", "--set", "train.eval_batches=2",
+    "--size", "27k", "--steps", 6, "--no-track", "--set", "model.seq=64",
+    "--set", "train.save_every=3", "--set", "train.eval_every=3", "--set", "train.eval_batches=2",
     "--set", "optim.lr=0.01", "--set", "train.micro_batch=4", "--recipe", "adamw",
 )  # fmt: skip
-# The architecture names its objective. Sixteen rows; those of T5 write 14 tokens.
+# The architecture names its objective. Eight rows; those of T5 write 14 tokens.
 BATCH = "--set train.batch_tokens="
 _OBJECTIVES = {
-    "masked": f"--arch bert {BATCH}1024",
-    "replaced": f"--arch electra {BATCH}1024",
-    "generator": f"--arch electra --set model.generator=0.5 {BATCH}1024",
-    "spans": f"--arch t5 {BATCH}224",
-    "mixture": f"--arch t5 --set objective.kind=mixture {BATCH}736",
-    "shared layers": f"--arch albert {BATCH}1024",
-    "denoise": f"--arch bart {BATCH}1024",
-    "prefix": f"--set objective.kind=prefix {BATCH}1024",
+    "masked": f"--arch bert {BATCH}512",
+    "replaced": f"--arch electra {BATCH}512",
+    "generator": f"--arch electra --set model.generator=0.5 {BATCH}512",
+    "spans": f"--arch t5 {BATCH}112",
+    "mixture": f"--arch t5 --set objective.kind=mixture {BATCH}368",
+    "shared layers": f"--arch albert {BATCH}512",
+    "denoise": f"--arch bart {BATCH}512",
+    "prefix": f"--set objective.kind=prefix {BATCH}512",
 }
 OBJECTIVES = {name: options.split() for name, options in _OBJECTIVES.items()}
 TURNED = (
@@ -48,7 +48,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         # A copy without its last steps is a run that was stopped.
         out = folder / name / "stopped"
         jobs.append({"do": "copy", "src": folder / name / "one", "dst": out})
-        jobs.append({"do": "cut", "out": out, "step": 4})
+        jobs.append({"do": "cut", "out": out, "step": 3})
         resume = ["pretrain", "--resume", "--no-track", "--out", out]
         jobs.append({"do": "launch", "arguments": resume})
     # A decoder that continues as an encoder, with a mask, which its vocabulary has no space for.
@@ -77,11 +77,11 @@ def test_every_layout_trains_the_same_run(runs: Path, objective: str, layout: st
 def test_a_stopped_run_continues_bit_for_bit(runs: Path, objective: str) -> None:
     stopped = runs / objective / "stopped"
     one = runs / objective / "one"
-    assert [r["step"] for r in records(stopped, "event") if r["event"] == "resume"] == [4]
+    assert [r["step"] for r in records(stopped, "event") if r["event"] == "resume"] == [3]
     assert losses(stopped) == losses(one)
     assert losses(stopped, "eval") == losses(one, "eval")
     assert hashes(stopped) == hashes(one)
-    last = "checkpoints/step-00000008"
+    last = "checkpoints/step-00000006"
     weights = load_weights(stopped / last)
     for name, tensor in load_weights(one / last).items():
         assert tensor.equal(weights[name]), name
