@@ -1,6 +1,5 @@
 """Time the training step with the real engine, loader and loss; compare with the device's peak."""
 
-import itertools
 import statistics
 import sys
 import tempfile
@@ -214,15 +213,22 @@ def _peer_step(peer: "Peer", config: RunConfig, world: World, batch: Batch, lr: 
 
 def _batches(config: RunConfig, corpus: Corpus | None, world: World) -> Iterator[Batch]:
     reader, readers = world.reader(config.parallel.sp)
-    if corpus is not None:
-        shards = loader(config, corpus, "train")
-        pin = world.device.type == "cuda"
-        for _, batch in prefetch(shards, 0, sys.maxsize, reader, readers, pin=pin):
-            yield batch
-    # Reached only without a corpus: the loop above does not end.
-    for step in itertools.count():
+    rows = _RandomRows(config) if corpus is None else loader(config, corpus, "train")
+    pin = world.device.type == "cuda"
+    for _, batch in prefetch(rows, 0, sys.maxsize, reader, readers, pin=pin):
+        yield batch
+
+
+class _RandomRows:
+    """Random text in place of a corpus."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         # A seed for each step and reader: every rank draws other rows.
-        yield random_batch(config, step * readers + reader, range(config.rows // readers))
+        rows = range(self._config.rows // world)
+        return random_batch(self._config, step * world + rank, rows)
 
 
 def _parts(

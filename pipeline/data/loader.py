@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -346,8 +346,14 @@ class Loader:
         return cast("list[int]", order.tolist())
 
 
+class Batches(Protocol):
+    """Anything with batches by step, such as a `Loader`."""
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch: ...
+
+
 def prefetch(
-    loader: Loader, start: int, stop: int, rank: int, world: int, *, pin: bool = False
+    loader: Batches, start: int, stop: int, rank: int, world: int, *, pin: bool = False
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yield the batches of steps start to stop - 1, which a thread prepares ahead of time.
 

@@ -10,11 +10,21 @@ U64 = npt.NDArray[np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, as in SplitMix64
 
 
+_WORD = 2**64 - 1  # the last 64 bits of Python's integers, which may be negative or longer
+
+
 def mix(x: U64) -> U64:
     """SplitMix64's finalizer (Steele et al. 2014): every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def mix_one(x: int) -> int:
+    """The same for one number. An array of one takes ten times as long."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    return x ^ (x >> 31)
 
 
 class Draws:
@@ -24,9 +34,8 @@ class Draws:
 
     def __init__(self, seed: int, number: int) -> None:
         self.number = number
-        # Python's integers may be negative or longer than 64 bits.
-        state = np.array([seed & (2**64 - 1), number & (2**64 - 1)], np.uint64)
-        self._base = mix(mix(state[:1] + np.uint64(GOLDEN)) + state[1:])
+        first = mix_one((seed + GOLDEN) & _WORD)
+        self._base = np.uint64(mix_one((first + number) & _WORD))
         self._drawn = 0
 
     def bits(self, count: int) -> U64:

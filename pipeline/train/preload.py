@@ -28,6 +28,8 @@ _FORK_S = 15.0  # limit for one fork
 _TICK_S = 0.05
 # torch then counts GPUs without the driver, which must not be initialized before a fork.
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# Importing torch's compiler would otherwise start processes, and a thread that reads from them.
+_WARM_POOL = "TORCH_WARM_POOL"
 
 
 class Forked:
@@ -69,7 +71,7 @@ class Preloader:
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--preload"],
-                env=env | {_NVML_CHECK: "1"},
+                env=env | {_NVML_CHECK: "1", _WARM_POOL: "0"},
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
@@ -199,7 +201,8 @@ def _become_rank(variables: dict[str, str], ends: list[int], between: int, launc
     for number, end in enumerate((nothing, *ends[1:])):
         os.dup2(end, number)
         os.close(end)
-    os.environ.pop(_NVML_CHECK, None)
+    for name in (_NVML_CHECK, _WARM_POOL):
+        os.environ.pop(name, None)
     os.environ.update(variables)
     status.send(str(os.getpid()).encode())
     if not status.recv(1):  # the launcher has given up
