@@ -101,7 +101,7 @@ def test_the_store_of_several_nodes_listens_on_the_address_of_the_job_only():
 def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
     """A rank is killed three times: then the preloader is absent, dead and stopped. The ranks are
     forks, except at last, and the curve is that of an undisturbed run bit for bit."""
-    common = (*BRIEF, "--steps", 600, "--set", "train.save_every=50", "--data", corpus)
+    common = (*BRIEF, "--steps", 300, "--set", "train.save_every=20", "--data", corpus)
     curves = []
     for name, faults in (("disturbed", (None, signal.SIGKILL, signal.SIGSTOP)), ("base", ())):
         out = tmp_path / name
@@ -112,7 +112,7 @@ def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
         assert process.wait(120) == 0, output
         assert not processes(f"pipeline.train.worker {out}"), "orphans"
         curves.append((losses(out), hashes(out)))
-    assert curves[0] == curves[1] and len(curves[0][0]) == 600
+    assert curves[0] == curves[1] and len(curves[0][0]) == 300
     unused = "the preloader was not used: it does not answer"
     assert [event["notes"] for event in restarts(tmp_path / "disturbed")] == ["", "", unused]
     reasons = [event["reason"] for event in restarts(tmp_path / "disturbed")]
@@ -122,7 +122,7 @@ def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
 def disturb(launcher: int, out: Path, number: int, fault: signal.Signals | None) -> None:
     """Send a signal to the preloader, kill a rank, and wait until others train."""
     before = steps(out)
-    until(lambda: steps(out) > before + 55)  # there is a new checkpoint
+    until(lambda: steps(out) > before + 25)  # there is a new checkpoint
     old = {p.pid for p in ranks(out).values()}
     if fault:
         (preloader,) = preloaders(out)
