@@ -140,8 +140,8 @@ def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) ->
     if epochs > MAX_EPOCHS:
         yield (
             f"warning: the run repeats its {count(train_tokens)} tokens {epochs:,.0f} times; above "
-            f"{MAX_EPOCHS} epochs it learns little more: prepare more data, or train a larger model "
-            "for fewer steps"
+            f"{MAX_EPOCHS} epochs it learns little more: prepare more data, or train a larger "
+            "model for fewer steps"
         )
     if held_out_tokens < MIN_HELD_OUT_TOKENS:
         yield (
