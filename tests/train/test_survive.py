@@ -23,7 +23,7 @@ STARTING, SAVING, EVALUATING = 0, 20, 30  # what happens at that step
 OPTIONS = (
     "--size", "tiny", "--steps", STEPS, "--no-track", "--nproc", 2, "--set", "model.seq=64",
     "--set", "train.batch_tokens=1024", "--set", "train.save_every=10", "--set", "train.eval_every=30",
-    "--set", "train.eval_batches=2", "--set", "optim.lr=0.001",
+    "--set", "train.eval_batches=2", "--set", "optim.lr=0.001", "--set", "model.layers=2",
 )  # fmt: skip
 
 
@@ -33,10 +33,8 @@ def few(corpus, tmp_path_factory) -> Path:
     out, whole = tmp_path_factory.mktemp("few"), Corpus.open(corpus)
     splits = {}
     for name, split in whole.manifest.splits.items():
-        writer, (shard,) = (
-            ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype),
-            split.shards,
-        )
+        writer = ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype)
+        (shard,) = split.shards
         lengths = whole.lengths(shard)[:16]
         tokens = np.asarray(whole.tokens(shard)[: lengths.sum()], np.uint32)
         for document in np.split(tokens, np.cumsum(lengths)[:-1]):
@@ -56,7 +54,7 @@ CASES = {
          (SAVING, "stop 0"), (EVALUATING, "stop 1")),
     ),
     "zero 3, experts shared": (
-        ("--zero", 3, "--arch", "mla-moe", "--ep", 2),
+        ("--zero", 3, "--arch", "mla-moe", "--ep", 2, "--set", "model.ffn.experts=8"),
         ((range(2, 17), "kill 1"), (range(22, 37), "stop 0")),
     ),
 }  # fmt: skip

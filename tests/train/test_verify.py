@@ -38,7 +38,8 @@ def sets(text):
 def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc, layouts):
     options = ["--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json"]
     # A scaled embedding has a learning rate of its own.
-    few = sets("model.ffn.experts=8 model.layers=2 model.scaled_embedding=true")
+    shape = "model.layers=1 model.ffn.dense_layers=0" if optimizer == "muon" else "model.layers=2"
+    few = sets(f"{shape} model.ffn.experts=8 model.scaled_embedding=true")
     few += sets(f"optim.optimizer.kind={optimizer}")
     *real, control = json.loads(launch("verify", *options, *few).stdout)
     # The reference runs, asked for or not.
@@ -56,8 +57,8 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
 @pytest.mark.parametrize("arch", ["dense", "moe"])
 def test_the_recipe_muon_trains_the_same(arch):
     """With normalized updates and cautious decay, which torch's Muon does not have."""
-    options = ["--size", "27k", "--arch", arch, "--nproc", 2, "--layouts", "zero 1", "--json"]
-    *real, control = json.loads(launch("verify", *options, *sets("recipe=muon")).stdout)
+    asked = f"--size 27k --arch {arch} --nproc 2 --json --set recipe=muon --set model.layers=1"
+    *real, control = json.loads(launch("verify", *asked.split(), "--layouts", "zero 1").stdout)
     assert all(row["passed"] for row in real) and control["passed"]
 
 
