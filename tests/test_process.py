@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pipeline.atomic import replace
+from pipeline.atomic import MAX_RECORD_BYTES, read_regular, replace
 from pipeline.process import PatientOutput, StopRequest
 
 
@@ -60,3 +60,11 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path):
     with pytest.raises(OSError, match="not a regular file"):
         replace(fifo, b"text")
     assert fifo.is_fifo() and list(tmp_path.iterdir()) == [fifo]
+
+
+def test_a_file_that_is_too_large_for_a_record_is_not_read_whole(tmp_path):
+    file = tmp_path / "run.json"
+    file.touch()
+    os.truncate(file, MAX_RECORD_BYTES + 1)
+    with pytest.raises(OSError, match="larger than"):
+        read_regular(file)

@@ -69,6 +69,16 @@ def test_a_yes_on_stdin_runs_no_code(source, tmp_path, monkeypatch):
         assert not marker.exists(), model_type
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [("num_hidden_layers", 10**7, "tensors in all"), ("vocab_size", 10**12, "exceeds the files")],
+)
+def test_a_size_that_no_file_has_is_refused_before_it_is_built(key, value, reason, source):
+    set_config(source, **{key: value})
+    with pytest.raises(DataError, match=reason):
+        load_hub_model(source)
+
+
 def test_other_files_of_the_directory_are_not_read(source, tmp_path):
     for name in ("generation_config.json", "adapter_config.json", "pytorch_model.bin"):
         (source / name).unlink(missing_ok=True)
