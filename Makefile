@@ -53,13 +53,16 @@ picture: demo system  ## take the README's pictures of the demo's page
 # ── tests ────────────────────────────────────────────────────────────────────────────────────────
 
 PYTEST := $(BIN)/python -m pytest --dist loadfile
+CHECKS := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 quick: install  ## unit tests alone: under 90 seconds
 	$(PYTEST) -n 2 -m 'not slow and not slurm and not browser and not gpu'
 
-test: install check  ## lint, types, layers and every test that needs no GPU
+test: install  ## lint, types, layers and every test that needs no GPU
 	@# Four workers for two cores: the tests of SLURM, MLflow and hanging ranks mostly wait.
-	$(PYTEST) -n 4 --no-loadscope-reorder -m 'not gpu'
+	@# The checks run beside them, because mypy uses one core. The target fails if either fails.
+	@{ $(CHECKS); } & $(PYTEST) -n 4 --no-loadscope-reorder -m 'not gpu'; \
+	  failed=$$?; wait $$! || { echo "a check failed: make check"; failed=1; }; exit $$failed
 
 gpu-test: install  ## tests that need a GPU
 	$(BIN)/python -m pytest tests/gpu
@@ -68,10 +71,7 @@ attack: install  ## bad command lines, hostile files, damaged directories, open 
 	$(PYTEST) -n 2 tests/attack tests/train/test_supervisor.py
 
 check: install  ## lint, types and layers alone
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(CHECKS)
 
 clean:  ## remove caches; runs, data and the MLflow store stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
