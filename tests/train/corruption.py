@@ -48,7 +48,7 @@ def config(
             "train.micro_batch=1", "train.steps=1000", "optim.lr=0.001", f"parallel.zero={zero}",
             f"parallel.engine={engine}", f"train.dtype={dtype}", f"parallel.ep={ep}",
             "train.log_every=1", "train.check_every=1", *(["model.ffn.experts=4"] if arch == "moe" else []))  # fmt: skip
-    return resolve(load(size="tiny", arch=arch, sets=sets), ranks=WORLD.size, gpu=False)
+    return resolve(load(size="27k", arch=arch, sets=sets), ranks=WORLD.size, gpu=False)
 
 
 def batch(step: int) -> list[Micro]:
