@@ -19,22 +19,12 @@ def sets(text):
 @pytest.mark.parametrize(
     ("arch", "optimizer", "nproc", "layouts"),
     [
-        (
-            "mla-moe",
-            "adamw",
-            4,
-            "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2",
-        ),
+        ("mla-moe", "adamw", 4, "zero 0 ep 2,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 4,accelerate,zero 3 ep 2 sp 2"),
         ("switch", "adamw", 2, "zero 1,zero 1 ep 2,zero 3 ep 2,zero 2 ep 2 sp 2,accelerate sp 2"),
         # Over 12 steps, against torch.optim.Muon.
-        (
-            "mla-moe",
-            "muon",
-            4,
-            "zero 0 ep 2,zero 1,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 2 sp 2",
-        ),
+        ("mla-moe", "muon", 4, "zero 0 ep 2,zero 1,zero 1 ep 4,zero 2 ep 2,zero 3,zero 3 ep 2 sp 2"),
     ],
-)
+)  # fmt: skip
 def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc, layouts):
     options = ["--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json"]
     # A scaled embedding has a learning rate of its own.
