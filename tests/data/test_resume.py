@@ -197,7 +197,7 @@ def test_a_private_ray_session_is_closed_and_leaves_logs_of_failures_but_no_proc
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         driver = subprocess.Popen(
             [sys.executable, "-c", SESSIONS],
-            env=env | {"RAY_TMPDIR": folder},
+            env=env | {"RAY_TMPDIR": folder, "HOME": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -207,6 +207,7 @@ def test_a_private_ray_session_is_closed_and_leaves_logs_of_failures_but_no_proc
         join = f"import ray; ray.init({driver.stdout.readline().strip()!r})"
         stranger = subprocess.run([sys.executable, "-c", join], env=env, capture_output=True)
         assert stranger.returncode == 1 and b"InvalidAuthToken" in stranger.stderr
+        assert not Path(folder, ".ray").exists()  # where Ray itself would write a token
         sessions = [path for path in Path(folder, "ray").glob("session_2*") if path.is_dir()]
         assert len(sessions) == 2  # the one that failed, and the one that is running
         assert all((session / "logs").is_dir() for session in sessions)
