@@ -15,8 +15,7 @@ from tests.conftest import launch
 from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
 
 STEPS = 160  # enough for five disturbances on a fast machine
-LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=80")
-LONG += ("--set", "model.layers=2")
+LONG = (*TINY, "--steps", STEPS, "--set", "train.save_every=15", "--set", "train.eval_every=80", "--set", "model.layers=2")  # fmt: skip
 pytestmark = pytest.mark.timeout(3000)  # a busy box; alone it takes a tenth
 
 
