@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RunError
+from pipeline.runs.directory import RunDir
 from pipeline.runs.history import PHASES, Run
 from pipeline.runs.log import Record
 from pipeline.scaling.points import Array
@@ -234,6 +235,7 @@ class RunView:
     record: Record
     log: RunLog
     link: str | None  # the run's address in MLflow's own pages
+    path: Path | None = None  # None if MLflow is read
 
     @property
     def run(self) -> Run:
@@ -259,6 +261,8 @@ class RunView:
         if not 1 <= run.N < math.inf:  # N divides below, and the page takes its logarithm
             raise RunError(f"params.scaling={run.N} in run.json is not a number of parameters")
         status = run.status(now)
+        if status == "running" and self.path is not None and RunDir(self.path).died:
+            status = "failed"  # as `launch status` shows it
         step = run.last["step"]
         tokens = known(run.last.get("tokens")) or 0.0
         final = run.evals[-1] if run.evals else {}

@@ -61,7 +61,7 @@ class Directories:
                     log = RunLog(log.limit)  # a resume has truncated the log: start again
                 for entry in records:
                     log.add(entry)
-            view = RunView(record, log, self._link(path))
+            view = RunView(record, log, self._link(path), path)
             # An ended run is rarely read again.
             running = not whole and view.run.status(time.time()) == "running"
         except BaseException:

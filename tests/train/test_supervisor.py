@@ -11,12 +11,14 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from pipeline.dashboard.source import Directories
 from pipeline.parallel.world import World, _network_store
 from pipeline.process import STORE, StopRequest
 from pipeline.slurm.queue import statuses
@@ -201,9 +203,11 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_running(corpus, tmp_p
         process.send_signal(number)
         rank.send_signal(number)
     assert process.wait(60) == -signal.SIGKILL
-    until(lambda: not processes(f"pipeline.train.worker {out}"))
-    (status,) = statuses([out])
-    assert status.state == "FAILED" and "--resume" in status.note
+    # A process that ends has no command line before the kernel releases its locks.
+    until(lambda: statuses([out])[0].state == "FAILED")
+    assert "--resume" in statuses([out])[0].note
+    shown = Directories(tmp_path)
+    assert [shown.read(key).row(key, time.time())["status"] for key in shown.scan()] == ["failed"]
     (out / "host").write_text("another")  # whose processes cannot be seen from here
     assert [status.state for status in statuses([out])] == ["RUNNING"]
 
