@@ -49,7 +49,7 @@ Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` list
 # A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
-_OUT = "Run directory (default: SIZE in runs/EXPERIMENT)."
+_OUT = "Run directory (default: a folder SIZE in runs/EXPERIMENT)."
 Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]

@@ -43,8 +43,10 @@ After = Annotated[
     str | None, typer.Option(help="SLURM job that must succeed first, such as that of the data.")
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Train a sweep for GPUs on this machine's CPUs.")]
-CORE_FLOPS_S = 7e10  # of the machine whose two cores train the sweep `cpu` in three minutes
+Cpu = Annotated[
+    bool, typer.Option("--cpu", help="Allow a sweep for GPUs on a machine without one.")
+]
+CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 
 
 @app.command(
@@ -107,7 +109,7 @@ def _refuse_without_gpus(name: str, sweep: "Sweep", runs: "list[Planned]") -> No
     if sweep.cluster and not Devices.here().gpus:
         raise ConfigError(
             f"sweep={name} is for {sweep.nproc} × {sweep.cluster}, and this machine has no GPU: "
-            f"about {float(f'{hours:.1g}'):,.0f} hours on {cores} cores; run the sweep `cpu` here, "
+            f"about {float(f'{hours:.1g}'):,g} hours on {cores} cores; run the sweep `cpu` here, "
             f"submit this one with --slurm, or add --cpu to train it on CPUs"
         )
 

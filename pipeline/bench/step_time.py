@@ -226,7 +226,7 @@ class _RandomRows:
         self._config = config
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        # A seed for each step and reader: every rank draws other rows.
+        # A seed for each step and reader: every rank draws different rows.
         rows = range(self._config.rows // world)
         return random_batch(self._config, step * world + rank, rows)
 

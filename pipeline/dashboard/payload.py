@@ -32,6 +32,7 @@ MAX_EVENTS = 500
 MAX_LOADS = 64  # columns of the heat map of expert loads
 MAX_HASHES = 512
 MAX_CHARACTERS = 200  # of any text: a name of a megabyte would stop the browser
+ALIVE = ("new", "running", "stale")  # if nothing is known about the processes of a run
 RECENT_STEPS = 20  # the current speed is the median of this many records
 ROUTINE_EVENTS = {"start", "save", "finish"}  # not worth a mark in the charts
 
@@ -261,7 +262,7 @@ class RunView:
         if not 1 <= run.N < math.inf:  # N divides below, and the page takes its logarithm
             raise RunError(f"params.scaling={run.N} in run.json is not a number of parameters")
         status = run.status(now)
-        if status == "running" and self.path is not None and RunDir(self.path).died:
+        if status in ALIVE and self.path is not None and RunDir(self.path).died:
             status = "failed"  # as `launch status` shows it
         step = run.last["step"]
         tokens = known(run.last.get("tokens")) or 0.0

@@ -88,13 +88,11 @@ def places_in(documents_BS: Tensor) -> Tensor:
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
-def distances(queries: int, keys: int, device: torch.device, past: Tensor | None = None) -> Tensor:
-    """Return the distance of each key before each query, (Q, K). Both end at the same position,
-    unless `past` has the number of keys before the first query."""
+def distances(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the distance of each key before each query, (Q, K); both end at the same position."""
     # Later keys have a negative distance. A causal mask hides them.
-    before = keys - queries if past is None else past
-    here = torch.arange(queries, device=device) + before
-    return here[:, None] - torch.arange(keys, device=device)
+    here = torch.arange(keys - queries, keys, device=device)[:, None]
+    return here - torch.arange(keys, device=device)
 
 
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:

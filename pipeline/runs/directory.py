@@ -155,17 +155,21 @@ class RunDir:
         _HELD.append(held)
         return held
 
-    def note_host(self) -> None:
-        """Record that processes of this machine train the run."""
-        replace(self.path / "host", platform.node().encode())
+    def note_host(self, *, here: bool) -> None:
+        """Record for `died` whether processes of this machine train the run, or a job does."""
+        with suppress(OSError):  # a full disk is reported by what has to be written
+            replace(self.path / "host", platform.node().encode() if here else b"")
 
     @property
     def died(self) -> bool:
         """Whether the run was started on this machine and neither its launcher nor rank 0 lives."""
-        with suppress(OSError):  # another release or a job trained it, or it is another user's
+        # Runs of older releases have no `host`, and other users' may not be readable.
+        with suppress(OSError):
             if read_regular(self.path / "host") == platform.node().encode():
-                with locked(self.path / ".launch") as first, locked(self.path / ".lock") as second:
-                    return first and second
+                with locked(self.path / ".launch") as ended:
+                    if ended:
+                        with locked(self.path / ".lock") as free:
+                            return free
         return False
 
     def _not_writable(self, error: OSError) -> RunError:

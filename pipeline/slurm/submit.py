@@ -114,8 +114,10 @@ class Submission:
             f"{key}={MASK if key in self.site.env else shlex.quote(value)}"
             for key, value in self.variables().items()
         )
-        masked = f"# {MASK}: a value of [cluster.slurm.env], hidden because it may be a secret"
-        script = f"{masked}\n\n# {self.script.name}\n{self.script.read_text()}"
+        script = f"# {self.script.name}\n{self.script.read_text()}"
+        if self.site.env:
+            why = "a value of [cluster.slurm.env], hidden because it may be a secret"
+            script = f"# {MASK}: {why}\n\n{script}"
         return f"{variables} \\\n  {shlex.join(self.command())}\n\n{script}"
 
     def test(self) -> str:

@@ -55,6 +55,7 @@ def stage(config: RunConfig, scratch: Path, env: Mapping[str, str]) -> Path:
 
 def main(arguments: list[str]) -> int:
     run = RunDir(Path(arguments[0]))
+    run.note_host(here=False)
     config = reload(run.config)
     site = config.cluster.slurm
     try:

@@ -105,6 +105,8 @@ def _prepare(run: Path, taken: Any, threads: int) -> None:
     torch.set_num_threads(threads)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", number % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # Triton uses the current device
     _model = cache(partial(Model, run, device))
 
 

@@ -17,7 +17,7 @@ _IMPLIED = {"kind", "time", "step", "event", "tokens", "flops", "saved", "hash"}
 # The words of a note for keys of the log; keys in seconds are durations.
 _WORDS = {
     "world": "ranks", "grad_norm": "gnorm", "seconds": "took", "blocked_s": "training waited",
-    "start_s": "startup", "replay_s": "repeated", "wall_s": "total", "checkpoint_s": "saves",
+    "start_s": "startup", "replay_s": "lost work", "wall_s": "total", "checkpoint_s": "saves",
     "wait_s": "waiting for data", "skipped_s": "skipped steps",
 }  # fmt: skip
 MAX_EPOCHS = 4  # repeated data is nearly as good as new up to here (arXiv 2305.16264)

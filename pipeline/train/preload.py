@@ -97,8 +97,9 @@ class Preloader:
         """Wait for the imports; return False if the process ended or `give_up` returned true."""
         end_s = time.monotonic() + _IMPORT_S
         while not select.select([self._socket], [], [], _TICK_S)[0]:
-            if give_up() or time.monotonic() > end_s:
-                self._obstacle = f"its imports took more than {_IMPORT_S:.0f} s"
+            late = time.monotonic() > end_s
+            if late or give_up():
+                self._obstacle = f"its imports took more than {_IMPORT_S:.0f} s" if late else ""
                 return False
         with suppress(OSError):
             if self._socket.recv(1, socket.MSG_PEEK):  # it stays readable: ready for good
@@ -174,7 +175,10 @@ def _fork_obstacle() -> str:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    threads = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            threads.append((task / "comm").read_text().strip())
     if len(threads) > 1:
         return f"{len(threads)} threads are running: {', '.join(threads)[:200]}"
     opened = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]

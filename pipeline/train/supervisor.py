@@ -61,7 +61,7 @@ def start(
     After a fault the whole group of ranks is restarted from the last checkpoint.
     """
     run.forget_fault()
-    run.note_host()
+    run.note_host(here=True)
     old = len(run.past_faults())  # faults of earlier launches do not count as restarts
     sidecar = Sidecar(run.path) if track else None
     note = ""

@@ -11,7 +11,6 @@ from torch import Tensor
 from pipeline.config.shape import Model
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
-from pipeline.model.decode import generate
 from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import AdamW, gate_step, parameter_groups, set_learning_rate
@@ -122,22 +121,6 @@ def test_decoding_with_a_cache_equals_the_whole_forward_pass(name):
     parts = [model(tokens[:, :12], cache=cache)]
     parts += [model(tokens[:, i : i + 1], cache=cache) for i in range(12, 20)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens)[:, 11:], atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["dense", "mla"])
-@torch.inference_mode()
-def test_a_recorded_pass_generates_what_single_passes_do(name):
-    """Two prompts of different lengths, and two generations in a row."""
-    model = make(name).eval()
-    prompts = [batch()[0][0, :12].tolist(), batch()[0][1, :7].tolist()]
-    expected = []
-    for prompt in prompts:
-        row = list(prompt)
-        for _ in range(16):
-            row.append(int(model(torch.tensor([row], device=DEVICE))[0, -1].argmax()))
-        expected.append(row[len(prompt) :])
-    assert generate(model, prompts, 16) == expected
-    assert generate(model, prompts, 16) == expected
 
 
 def train(model: Decoder, optimizer: AdamW, steps: range) -> None:
