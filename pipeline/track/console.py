@@ -13,7 +13,7 @@ from pipeline.units import count, span
 
 UNKNOWN = "–"
 # A note leaves these out: its line begins with them, or they follow from the step.
-_IMPLIED = {"kind", "time", "step", "event", "tokens", "flops", "saved", "hash"}
+_IMPLIED = {"kind", "time", "step", "event", "tokens", "flops", "hash"}
 # The words of a note for keys of the log; keys in seconds are durations.
 _WORDS = {
     "world": "ranks", "grad_norm": "gnorm", "seconds": "took", "blocked_s": "training waited",
