@@ -41,7 +41,7 @@ STEP = {
         (
             {"kind": "event", "time": 1.0, "step": 1200, "event": "save", "saved": 1200}
             | {"seconds": 1.5, "blocked_s": 0.0},
-            "note  1200/19073 │ save │ took 1.5 s",
+            "note  1200/19073 │ save │ saved 1200 │ took 1.5 s",
         ),
         (
             {"kind": "event", "step": 1200, "event": "resume", "world": 2, "start_s": 8.321},
