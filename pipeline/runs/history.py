@@ -38,7 +38,8 @@ PHASES = {
 def status_of(records: Sequence[Record], now: float) -> str:
     """Return "new", "running", "stale", "finished", "interrupted" or "failed".
 
-    This is the only rule for the status of a run. `records` may be the last part of a log.
+    This is the only rule that reads a log. `RunDir.died` adds whether the processes of a run still
+    live. `records` may be the last part of a log.
     """
     status = "running"  # also when the event is older than the part of the log we have
     newest = 0.0  # seconds since the epoch

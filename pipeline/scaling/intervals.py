@@ -211,7 +211,7 @@ def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[s
 
 def exponent_warnings(table: dict[str, dict[str, float]]) -> list[str]:
     """Warn about exponents that may be zero; `table` is that of `Study.parameters`."""
-    # An exponent below zero has a warning of its own.
+    # Another warning is about exponents below zero.
     known = {name: p for name, p in table.items() if name in EXPONENT_OF}
     zero = [name for name, p in known.items() if p["low"] <= 0 < p["value"]]
     text = f"The 95% interval of {' and of '.join(zero)} contains zero: these points do not "
