@@ -84,6 +84,7 @@ def test_a_step_is_compared_with_hugging_face_and_its_overheads_are_measured():
 @pytest.mark.parametrize("arch", ["dense", "roberta", "modernbert", "t5", "bart"])
 def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
     """The same batch by their names of the inputs; the wrong targets would not show at random weights."""
+    torch.manual_seed(10)
     asked = ["recipe=adamw", "model.seq=64", "model.layers=4", "model.vocab=256"]
     config = resolve(load(size="27k", arch=arch, sets=asked), ranks=1, gpu=False)
     world = World(0, 1, torch.device("cpu"))
@@ -100,7 +101,7 @@ def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
         micro.tokens_BS.clamp_(min=3)
     with torch.no_grad():
         ours = model(**micro.inputs).nll
-    assert float(peer.step([micro], 0.0)) == pytest.approx(float(ours), rel=1e-5)
+    assert float(peer.step([micro], 0.0)) == pytest.approx(float(ours), rel=2e-6)
 
 
 @pytest.mark.parametrize("arch", ["dense", "t5", "gpt2", "mixtral"])

@@ -108,8 +108,12 @@ def _arguments(micro: Micro, stack: str) -> dict[str, Tensor | None]:
     if stack == "decoder":  # the model shifts the labels itself
         return {"input_ids": micro.tokens_BS, "labels": micro.tokens_BS}
     if stack == "encoder-decoder":
+        mask_BE = None
+        if micro.source_documents_BE is not None:  # padding is a second document
+            mask_BE = torch.eq(micro.source_documents_BE, 0)
         return {
             "input_ids": micro.source_BE,
+            "attention_mask": mask_BE,
             "decoder_input_ids": micro.tokens_BS,
             "labels": micro.targets_BS,
         }
