@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RunError
-from pipeline.runs.directory import RunDir
 from pipeline.runs.history import PHASES, Run
 from pipeline.runs.log import Record
 from pipeline.scaling.points import Array
@@ -32,7 +31,6 @@ MAX_EVENTS = 500
 MAX_LOADS = 64  # columns of the heat map of expert loads
 MAX_HASHES = 512
 MAX_CHARACTERS = 200  # of any text: a name of a megabyte would stop the browser
-ALIVE = ("new", "running", "stale")  # if nothing is known about the processes of a run
 RECENT_STEPS = 20  # the current speed is the median of this many records
 ROUTINE_EVENTS = {"start", "save", "finish"}  # not worth a mark in the charts
 
@@ -261,9 +259,7 @@ class RunView:
         run = self.run
         if not 1 <= run.N < math.inf:  # N divides below, and the page takes its logarithm
             raise RunError(f"params.scaling={run.N} in run.json is not a number of parameters")
-        status = run.status(now)
-        if status in ALIVE and self.path is not None and RunDir(self.path).died:
-            status = "failed"  # as `launch status` shows it
+        status = run.status(now, self.path)
         step = run.last["step"]
         tokens = known(run.last.get("tokens")) or 0.0
         final = run.evals[-1] if run.evals else {}

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
-from pipeline.atomic import digest, lock, locked, read_regular, replace
+from pipeline.atomic import digest, lock, read_regular, replace
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
 from pipeline.planner.work import convention, training_flops
-from pipeline.runs.history import RUN_FILE, read_json, status_of
+from pipeline.runs.history import HOST_FILE, RUN_FILE, read_json, status_of
 from pipeline.runs.log import FILE, Log, Record, printable, read
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class RunDir:
         """Lock the run for this process, until it releases the lock or dies."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            held = lock(self.path / name, wait_s=0.2)  # `died` may hold it for a moment
+            held = lock(self.path / name, wait_s=0.2)  # `status_of` may hold it for a moment
         except OSError as error:
             raise self._not_writable(error) from None
         if held is None:
@@ -156,21 +156,9 @@ class RunDir:
         return held
 
     def note_host(self, *, here: bool) -> None:
-        """Record for `died` whether processes of this machine train the run, or a job does."""
+        """Record for `status_of` whether this machine trains the run, or a job does."""
         with suppress(OSError):  # a full disk is reported by what has to be written
-            replace(self.path / "host", platform.node().encode() if here else b"")
-
-    @property
-    def died(self) -> bool:
-        """Whether the run was started on this machine and neither its launcher nor rank 0 lives."""
-        # Runs of older releases have no `host`, and other users' may not be readable.
-        with suppress(OSError):
-            if read_regular(self.path / "host") == platform.node().encode():
-                with locked(self.path / ".launch") as ended:
-                    if ended:
-                        with locked(self.path / ".lock") as free:
-                            return free
-        return False
+            replace(self.path / HOST_FILE, platform.node().encode() if here else b"")
 
     def _not_writable(self, error: OSError) -> RunError:
         return RunError(

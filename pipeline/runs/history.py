@@ -10,17 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import distributions
 from pathlib import Path
 
-from pipeline.atomic import read_regular, replace
+from pipeline.atomic import locked, read_regular, replace
 from pipeline.errors import RunError
 from pipeline.runs.log import FILE, Record, printable, read
 
 RUN_FILE = "run.json"
 ENVIRONMENT_FILE = "env.json"
+HOST_FILE = "host"
 VERSION = 1
 STALE_S = 600.0  # a run that has logged nothing for ten minutes is not shown as running
 SEARCH_DEPTH = 4  # runs/EXPERIMENT/NAME, seen from one directory above runs/
@@ -35,11 +37,11 @@ PHASES = {
 }
 
 
-def status_of(records: Sequence[Record], now: float) -> str:
+def status_of(records: Sequence[Record], now: float, path: Path | None = None) -> str:
     """Return "new", "running", "stale", "finished", "interrupted" or "failed".
 
-    This is the only rule that reads a log. `RunDir.died` adds whether the processes of a run still
-    live. `records` may be the last part of a log.
+    `records` may be the last part of a log. With the `path` of its directory, a run that looks
+    alive but whose processes are gone has failed.
     """
     status = "running"  # also when the event is older than the part of the log we have
     newest = 0.0  # seconds since the epoch
@@ -48,9 +50,23 @@ def status_of(records: Sequence[Record], now: float) -> str:
         newest = max(newest, record.get("time") or 0.0)
     if status != "running":
         return status
+    if path is not None and _died(path):
+        return "failed"
     if not records:
         return "new"
     return "running" if now - newest < STALE_S else "stale"
+
+
+def _died(path: Path) -> bool:
+    """Whether the run was started on this machine and neither its launcher nor rank 0 lives."""
+    # Runs of older releases have no `host`, and other users' may not be readable.
+    with suppress(OSError):
+        if read_regular(path / HOST_FILE) == platform.node().encode():
+            with locked(path / ".launch") as ended:
+                if ended:
+                    with locked(path / ".lock") as free:
+                        return free
+    return False
 
 
 @dataclass(frozen=True)
@@ -79,9 +95,9 @@ class Run:
         nothing = {"step": 0, "tokens": 0, "flops": 0.0}
         return max(logged, key=lambda record: int(record["step"]), default=nothing)
 
-    def status(self, now: float) -> str:
+    def status(self, now: float, path: Path | None = None) -> str:
         # Order does not matter: only events decide, and of the others only the newest time.
-        return status_of([*self.steps[-1:], *self.evals[-1:], *self.events], now)
+        return status_of([*self.steps[-1:], *self.evals[-1:], *self.events], now, path)
 
     @property
     def finished(self) -> bool:

@@ -142,15 +142,14 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
     if entry and entry.alive:
         state = entry.state
     else:
-        state = _STATES[status_of(records, time.time())]
+        state = _STATES[status_of(records, time.time(), path)]
         died = ended.get("event") == "stop"
         # No job trains it, so a run that looks alive was killed before it could log its end.
         if (state == "NEW" and died) or (state == "RUNNING" and (died or entry is not None)):
             state = "FAILED"
     note = str(ended.get("reason", ""))
-    if job is None and state in ("NEW", "RUNNING") and run.died:
-        state = "FAILED"
-        note = "its processes are gone; --resume continues it"
+    if job is None and state == "FAILED":
+        note = "nothing trains it any more; --resume continues it"
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=printable(path),

@@ -161,10 +161,10 @@ def processes(pattern: str) -> list[int]:
     return [int(pid) for pid in found.split()]
 
 
-def until(state: Callable[[], object], timeout_s: float = 800) -> None:
+def until(state: Callable[[], object], timeout_s: float = 800, fault: str = "never") -> None:
     end_s = time.monotonic() + timeout_s
     while not state():
-        assert time.monotonic() < end_s, "this state was never reached"
+        assert time.monotonic() < end_s, f"{fault}: waited for {timeout_s} s"
         time.sleep(0.05)
 
 
@@ -176,6 +176,7 @@ def test_ctrl_c_during_the_start_stops_the_run(corpus, tmp_path):
     output = process.stdout.read()
     assert process.stderr.read().count("stopping: ") == 1
     assert process.wait(60) == 130 and "continue with: launch pretrain --resume" in output
+    assert output.startswith("model   tiny dense │") and "\ntracked in the run" in output
     assert "warning: the run repeats its" in output and "warning: the held-out split has" in output
 
 

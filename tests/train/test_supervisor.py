@@ -55,17 +55,14 @@ def test_hostile_surroundings(corpus, tmp_path):
     options = ("--steps", 100_000, "--data", corpus, "--nproc", 2, "--out", out)
     launcher = [Path(sys.executable).with_name("launch"), *command(*BRIEF, *options)[3:]]
     launcher.insert(1, "pretrain")
-    outside = [  # interfaces that others can reach, one of which the user has named for gloo
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(a.family == socket.AF_INET and not a.address.startswith("127.") for a in addresses)
-    ]
-    env = environment(**({"GLOO_SOCKET_IFNAME": outside[0]} if outside else {}))
+    # The interface that the user has named for gloo, which fails if it looks for this one.
+    env = environment(GLOO_SOCKET_IFNAME="absent")
     process = subprocess.Popen(
         launcher, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
     )
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 50 steps
-    until(lambda: steps(out) > 100)
+    until(lambda: steps(out) > 100 or process.poll() is not None, 300, "the ranks do not train")
+    assert process.poll() is None, "the run ended by itself"
     family = psutil.Process(process.pid)
     children = family.children(recursive=True)  # the preloader may be among them
     ports = [
@@ -87,10 +84,10 @@ def test_hostile_surroundings(corpus, tmp_path):
 
     process.send_signal(signal.SIGSTOP)
     before = steps(out)
-    until(lambda: steps(out) > before + 20)
+    until(lambda: steps(out) > before + 20, 60, "the ranks wait for the supervisor")
     process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGTERM)
-    until(lambda: not any(map(psutil.Process.is_running, children)))
+    until(lambda: not any(map(psutil.Process.is_running, children)), 90, "SIGTERM is ignored")
     assert process.wait(60) == 75  # although its last lines do not fit into the pipe
     process.stdout.close()
     assert records(out, "event")[-1]["event"] == "interrupt"
@@ -136,7 +133,7 @@ def disturb(launcher: int, out: Path, number: int, fault: signal.Signals | None)
         (preloader,) = preloaders(out)
         preloader.send_signal(fault)
     ranks(out)[str(number % 2)].kill()
-    until(lambda: len({p.pid for p in ranks(out).values()} - old) == 2)
+    until(lambda: len({p.pid for p in ranks(out).values()} - old) == 2, 120, "no new ranks")
     new = ranks(out).values()
     assert {p.ppid() for p in new} == {launcher}
     assert {os.getsid(p.pid) for p in new} == {p.pid for p in new}
