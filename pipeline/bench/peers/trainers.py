@@ -109,8 +109,10 @@ def _arguments(micro: Micro, stack: str) -> dict[str, Tensor | None]:
         return {"input_ids": micro.tokens_BS, "labels": micro.tokens_BS}
     if stack == "encoder-decoder":
         mask_BE = None
-        if micro.source_documents_BE is not None:  # padding is a second document
-            mask_BE = torch.eq(micro.source_documents_BE, 0)
+        if micro.source_documents_BE is not None and micro.documents_BS is not None:
+            # Padding is a document that the decoder does not have.
+            last_B1 = micro.documents_BS.amax(1, keepdim=True)
+            mask_BE = micro.source_documents_BE <= last_B1
         return {
             "input_ids": micro.source_BE,
             "attention_mask": mask_BE,
