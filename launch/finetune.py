@@ -10,43 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import (
-    AsJson,
-    Cluster,
-    ConfigFile,
-    Quiet,
-    Settings,
-    TokenizerFile,
-    examples,
-    parse_output,
-    parse_path,
-)
-from launch.pretrain import (
-    DryRun,
-    DtypeName,
-    Engine,
-    Experiment,
-    Gpus,
-    NodeCount,
-    Nproc,
-    Resume,
-    Seed,
-    Slurm,
-    Start,
-    Time,
-    Track,
-    Zero,
-    given_only,
-    refuse_job_options,
-    where,
-)
+from launch import options, pretrain
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.train.finetuning import FineTuning
     from pipeline.train.request import Request
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "launch finetune --run runs/1b --data answers.jsonl --out runs/assistant",
     "launch finetune --run runs/1b --data reviews.jsonl --valid held-out.jsonl --epochs 3",
     "launch finetune --run runs/1b --data scores.jsonl --regression --lm-weight 0.5",
@@ -57,7 +28,7 @@ EXAMPLES = examples(
 )
 Option = typer.Option
 _DATA = "JSON lines with prompt and answer; or text, label and optionally text2."
-Data = Annotated[Path | None, Option(parser=parse_path, metavar="FILE", help=_DATA)]
+Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="FILE", help=_DATA)]
 _RUN = "Run to start from, or one checkpoint of it."
 Run = Annotated[Path | None, Option("--run", help=_RUN)]
 Init = Annotated[Path | None, Option(help="The same, for a directory of `launch import`.")]
@@ -65,7 +36,7 @@ _VALID = "Held-out examples (default: a share of --data)."
 Valid = Annotated[Path | None, Option(help=_VALID)]
 Share = Annotated[float, Option(help="Share of --data to hold out.", min=0.0, max=0.9)]
 _OUT = "Run directory (default: RUN-FILE in runs/finetune)."
-Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
 Epochs = Annotated[float, Option(help="Passes over the examples.", min=0.001, max=1e6)]
 Batch = Annotated[int, Option(help="Examples per step.", min=1)]
 _RATE = "Peak learning rate (default: a quarter of pretraining's, with --lora ten times that)."
@@ -107,40 +78,40 @@ def finetune(
     lm_weight: LmWeight = None,
     lora: Rank = None,
     scratch: Scratch = False,
-    nproc: Nproc = None,
-    zero: Zero = None,
-    engine: Engine = None,
-    dtype: DtypeName = None,
-    resume: Resume = False,
-    experiment: Experiment = None,
-    cluster: Cluster = None,
-    config: ConfigFile = None,
-    sets: Settings = None,
-    seed: Seed = None,
-    tokenizer: TokenizerFile = None,
-    track: Track = True,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    slurm: Slurm = False,
-    nodes: NodeCount = None,
-    gpus_per_node: Gpus = None,
-    time: Time = None,
-    dry_run: DryRun = False,
+    nproc: pretrain.Nproc = None,
+    zero: pretrain.Zero = None,
+    engine: pretrain.Engine = None,
+    dtype: pretrain.DtypeName = None,
+    resume: pretrain.Resume = False,
+    experiment: pretrain.Experiment = None,
+    cluster: options.Cluster = None,
+    config: options.ConfigFile = None,
+    sets: options.Settings = None,
+    seed: pretrain.Seed = None,
+    tokenizer: options.TokenizerFile = None,
+    track: pretrain.Track = True,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+    slurm: pretrain.Slurm = False,
+    nodes: pretrain.NodeCount = None,
+    gpus_per_node: pretrain.Gpus = None,
+    time: pretrain.Time = None,
+    dry_run: pretrain.DryRun = False,
 ) -> None:
     """Train a run further on examples: answers to prompts, classes or numbers."""
     from pipeline.train.finetuning import FineTuning
     from pipeline.train.request import Request, plan_run
 
-    refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
+    pretrain.refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
     machine = (cluster, config, sets or (), out if resume else None)  # have cluster settings
-    job, devices, ranks = where(nodes or "1" if slurm else None, nproc, gpus_per_node, *machine)
+    job, devices, ranks = pretrain.where(slurm, nodes, nproc, gpus_per_node, *machine)
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
     request = Request(
         out=out, nproc=ranks, cluster=cluster, file=config, sets=sets or (),
-        over=given_only(over), resume=resume, fewest=job.worlds[0] if job else None,
+        over=pretrain.given_only(over), resume=resume, fewest=job.worlds[0] if job else None,
     )  # fmt: skip
-    start = Start(devices, ranks, job, track, dry_run, as_json, quiet)
+    start = pretrain.Start(devices, ranks, job, track, dry_run, as_json, quiet)
     if resume:
         _refuse_options_of_new_runs(context)
         start.begin(plan_run(replace(request, data=_examples_of(out)), devices))
@@ -153,7 +124,7 @@ def finetune(
     _begin_new(asked, request, start)
 
 
-def _begin_new(asked: "FineTuning", request: "Request", start: Start) -> None:
+def _begin_new(asked: "FineTuning", request: "Request", start: pretrain.Start) -> None:
     """Write the examples into the new run's directory, plan the run and begin it."""
     from pipeline.runs.directory import RunDir
     from pipeline.train.finetuning import prepare

@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch import skill
+from launch import options, skill
 from launch.law import ForecastsDir, forecasts_beside, read_points
-from launch.options import (
-    Arch,
-    AsJson,
-    Cluster,
-    Curves,
-    DropHighest,
-    Experiment,
-    Law,
-    PointsFile,
-    RunsDir,
-    Settings,
-)
 from launch.tables import new_console, print_json, print_warnings, table
 from pipeline.errors import ConfigError, DataError
 
@@ -86,9 +74,9 @@ Register = Annotated[
 
 
 def forecast(
-    runs: RunsDir = None,
-    experiment: Experiment = None,
-    points: PointsFile = None,
+    runs: options.RunsDir = None,
+    experiment: options.Experiment = None,
+    points: options.PointsFile = None,
     size: TargetSize = None,
     tokens: Tokens = None,
     params: Params = None,
@@ -100,16 +88,16 @@ def forecast(
     targets: Targets = None,
     task: skill.TaskName = None,
     chance: skill.Chance = None,
-    arch: Arch = None,
-    sets: Settings = None,
+    arch: options.Arch = None,
+    sets: options.Settings = None,
     gpus: Gpus = 8,
-    cluster: Cluster = None,
-    law: Law = "auto",
-    curves: Curves = False,
-    drop_highest: DropHighest = 0,
+    cluster: options.Cluster = None,
+    law: options.Law = "auto",
+    curves: options.Curves = False,
+    drop_highest: options.DropHighest = 0,
     register: Register = False,
     forecasts: ForecastsDir = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
     from pipeline.scaling import decide, predict

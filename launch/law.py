@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import (
-    AsJson,
-    Curves,
-    DropHighest,
-    Experiment,
-    Law,
-    PointsFile,
-    RunsDir,
-    examples,
-)
+from launch import options
 from launch.tables import new_console, print_json, print_warnings, table
 from pipeline.errors import ConfigError
 
@@ -95,15 +86,15 @@ def progress(*, quiet: bool) -> "Iterator[Callable[[str, float], None]]":
 
 
 def fit(
-    runs: RunsDir = None,
-    experiment: Experiment = None,
-    points: PointsFile = None,
-    law: Law = "auto",
-    curves: Curves = False,
+    runs: options.RunsDir = None,
+    experiment: options.Experiment = None,
+    points: options.PointsFile = None,
+    law: options.Law = "auto",
+    curves: options.Curves = False,
     bootstrap: Resamples = 1000,
-    drop_highest: DropHighest = 0,
+    drop_highest: options.DropHighest = 0,
     full_grid: FullGrid = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
@@ -130,10 +121,10 @@ def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | N
 
 
 def score(
-    runs: RunsDir = None,
-    experiment: Experiment = None,
+    runs: options.RunsDir = None,
+    experiment: options.Experiment = None,
     forecasts: ForecastsDir = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Compare registered forecasts with the runs that have finished since."""
     from pipeline.scaling import record
@@ -244,13 +235,13 @@ def register(app: typer.Typer) -> None:
 
     app.add_typer(sweep.app, name="sweep")
     app.command(
-        epilog=examples(
+        epilog=options.examples(
             "launch fit --runs runs/demo",
             "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
         )
     )(fit)
     app.command(
-        epilog=examples(
+        epilog=options.examples(
             "launch forecast --runs runs/ladder --size 1b --register",
             "launch forecast --points runs.csv --flops 1e24 --json",
             "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
@@ -261,7 +252,7 @@ def register(app: typer.Typer) -> None:
         )
     )(forecast)
     app.command(
-        epilog=examples(
+        epilog=options.examples(
             "launch score --runs runs/ladder", "launch score --experiment ladder --json"
         )
     )(score)

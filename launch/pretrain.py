@@ -12,18 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.options import (
-    Arch,
-    AsJson,
-    Cluster,
-    ConfigFile,
-    Quiet,
-    Recipe,
-    Settings,
-    examples,
-    parse_output,
-    parse_path,
-)
+from launch import options
 from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -31,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices, PlannedRun
 
-EXAMPLES = examples(
+EXAMPLES = options.examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
     "launch pretrain --size 1b --data data/web --zero 1 --dtype bf16 --out runs/1b",
     "launch pretrain --size 1b --data data/web --auto-batch",
@@ -48,9 +37,9 @@ Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
 # A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
-Data = Annotated[Path | None, Option(parser=parse_path, metavar="PATH", help=_SHARDS)]
+Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_SHARDS)]
 _OUT = "Run directory (default: a folder SIZE in runs/EXPERIMENT)."
-Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Out = Annotated[Path | None, Option(parser=options.parse_output, metavar="PATH", help=_OUT)]
 _NPROC = "Processes per node (default: one per GPU; with --resume as before)."
 Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
@@ -91,8 +80,8 @@ _PLAN_ONLY = "plan only"  # the object of typer's context if `as_job` calls the 
 def pretrain(
     context: typer.Context,
     size: Size = None,
-    arch: Arch = None,
-    recipe: Recipe = None,
+    arch: options.Arch = None,
+    recipe: options.Recipe = None,
     data: Data = None,
     out: Out = None,
     nproc: Nproc = None,
@@ -109,13 +98,13 @@ def pretrain(
     resume: Resume = False,
     branch: Branch = None,
     experiment: Experiment = None,
-    cluster: Cluster = None,
-    config: ConfigFile = None,
-    sets: Settings = None,
+    cluster: options.Cluster = None,
+    config: options.ConfigFile = None,
+    sets: options.Settings = None,
     seed: Seed = None,
     track: Track = True,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
     slurm: Slurm = False,
     nodes: NodeCount = None,
     gpus_per_node: Gpus = None,
@@ -128,8 +117,7 @@ def pretrain(
     refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
     before = out if resume else None  # the run to continue
     machine = (cluster, config, sets or (), before)  # every source of cluster settings
-    nodes = nodes or "1" if slurm else None
-    job, devices, ranks = where(nodes, nproc, gpus_per_node, *machine)
+    job, devices, ranks = where(slurm, nodes, nproc, gpus_per_node, *machine)
     length = {"steps": steps, "tokens": tokens, "flops": flops}  # at most one
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
@@ -150,9 +138,9 @@ def pretrain(
 
 
 def refuse_job_options(slurm: bool, *values: Any) -> None:
-    """Refuse options of a SLURM job without one; `values` in the order of `options`."""
-    options = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
-    for option, value in zip(options, values, strict=True):
+    """Refuse options of a SLURM job without one; `values` in the order of `names`."""
+    names = ("--nodes", "--gpus-per-node", "--time", "--dry-run")
+    for option, value in zip(names, values, strict=True):
         given = value is not None and value is not False  # 0 is a value: no GPUs
         if given and not slurm:
             raise ConfigError(f"{option} is for a SLURM job; add --slurm, or remove {option}")
@@ -271,6 +259,7 @@ def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
 
 
 def where(
+    slurm: bool,
     nodes: str | None,
     nproc: int | None,
     gpus: int | None,
@@ -285,7 +274,7 @@ def where(
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
 
-    if nodes is None:
+    if not slurm:
         here = Devices.here()
         # A resumed run keeps its number of processes unless the user gives another.
         world = RunDir(run).world if run is not None else None
@@ -295,7 +284,7 @@ def where(
     cluster = load_cluster(cluster_name, run=before, file=file, sets=sets)
     # One process per GPU, unless the two options say otherwise. 0 GPUs train on CPUs.
     gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
-    job = Nodes.parse(nodes, nproc or max(1, gpus), gpus)
+    job = Nodes.parse(nodes or "1", nproc or max(1, gpus), gpus)
     return job, Devices.of(cluster, gpus), job.worlds[-1]
 
 

@@ -17,16 +17,7 @@ import numpy.typing as npt
 from pipeline.atomic import TEMPORARY, digest, locked, read_regular
 from pipeline.config.objective import Objective, Pairs, padded_vocab
 from pipeline.config.schema import Data, RunSpec
-from pipeline.data.shards import (
-    HEADER,
-    MANIFEST,
-    Manifest,
-    Shard,
-    Split,
-    has_utf8_name,
-    save,
-    write_error,
-)
+from pipeline.data import shards
 from pipeline.errors import DataError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -41,26 +32,26 @@ _RESTORE = "copy it back, or remove the directory and prepare it again"
 class Corpus:
     """A shard directory whose files were checked against the manifest."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: shards.Manifest) -> None:
         self.path = path  # the directory
         self.manifest = manifest
 
     @classmethod
     def open(cls, path: Path, verify: bool = False) -> "Corpus":
         """Check that every file exists and has the right size; with verify, also its checksum."""
-        corpus = cls(path, Manifest.load(path))
+        corpus = cls(path, shards.Manifest.load(path))
         tokenizer = corpus.manifest.tokenizer
         # First, and always: with another tokenizer, the ids would mean other text.
         corpus._check_file(tokenizer.file, None, tokenizer.fingerprint, verify=True)
         for shard in (shard for s in corpus.manifest.splits.values() for shard in s.shards):
             bin_bytes = shard.tokens * np.dtype(corpus.manifest.dtype).itemsize
             # One i32 length, one i64 offset and one i64 end per document, plus the first end, 0.
-            idx_bytes = HEADER.size + 20 * shard.documents + 8
+            idx_bytes = shards.HEADER.size + 20 * shard.documents + 8
             corpus._check_file(f"{shard.name}.bin", bin_bytes, shard.bin_hash, verify)
             corpus._check_file(f"{shard.name}.idx", idx_bytes, shard.idx_hash, verify)
         return corpus
 
-    def split(self, name: str) -> Split:
+    def split(self, name: str) -> shards.Split:
         if name not in self.manifest.splits:
             known = ", ".join(self.manifest.splits)
             raise DataError(f"{self.path}: split={name!r} does not exist; choose from {known}")
@@ -138,17 +129,17 @@ class Corpus:
         every = range(self.manifest.tokenizer.vocab)
         return tuple(i for i in every if pieces.id_to_piece(i).endswith((".", "!", "?", "\n")))
 
-    def tokens(self, shard: Shard) -> npt.NDArray[np.integer]:
+    def tokens(self, shard: shards.Shard) -> npt.NDArray[np.integer]:
         """Map the ids of a shard."""
         path = self.path / f"{shard.name}.bin"
         mapped = np.memmap(path, self.manifest.dtype, "r", shape=(shard.tokens,))
         # A plain view: slicing the memmap subclass costs several times as much.
         return np.asarray(mapped)
 
-    def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
+    def lengths(self, shard: shards.Shard) -> npt.NDArray[np.int32]:
         """Read the tokens of each document, its end included."""
         path = self.path / f"{shard.name}.idx"
-        return np.fromfile(path, np.int32, shard.documents, offset=HEADER.size)
+        return np.fromfile(path, np.int32, shard.documents, offset=shards.HEADER.size)
 
     def _check_file(self, name: str, size: int | None, checksum: str, verify: bool) -> None:
         path = self.path / name
@@ -186,7 +177,7 @@ def inspect(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe(corpus: Corpus, split: Split, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _describe(corpus: Corpus, split: shards.Split, tokenizer: "Tokenizer") -> dict[str, Any]:
     described: dict[str, Any] = {
         "tokens": split.tokens,
         "documents": split.documents,
@@ -225,10 +216,10 @@ def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
     """Check whether a corpus of these arguments is there; one of other arguments is an error."""
     remedy = "choose another --out or remove this one"
     try:
-        if not (out / MANIFEST).exists():
+        if not (out / shards.MANIFEST).exists():
             return False
     except OSError as error:
-        raise write_error(error, out) from error
+        raise shards.write_error(error, out) from error
     try:
         before = json.loads(read_regular(out / RECIPE))
         old = dict(before["recipe"])
@@ -247,7 +238,7 @@ def is_finished(out: Path, arguments: dict[str, Any]) -> bool:
 @contextmanager
 def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterator[Path]:
     """Lock the directory and yield the folder for what these arguments have finished."""
-    if not has_utf8_name(out):
+    if not shards.has_utf8_name(out):
         raise DataError(f"out={str(out)!r}: the name is not UTF-8; choose another --out")
     work = out / WORK
     try:
@@ -277,7 +268,7 @@ def claimed(out: Path, fingerprint: str, warn: Callable[[str], None]) -> Iterato
                 _clean_up(out if is_new else None, work, mine)
                 raise
     except OSError as error:
-        raise write_error(error, Path(error.filename or out)) from error
+        raise shards.write_error(error, Path(error.filename or out)) from error
 
 
 def _clean_up(new_out: Path | None, work: Path, mine: Path) -> None:
@@ -304,4 +295,4 @@ def publish(work: Path, out: Path, names: Sequence[str], arguments: dict[str, An
         if (work / name).exists():
             (work / name).rename(out / name)
     # This also flushes the names of the moved files.
-    save(out / RECIPE, json.dumps(arguments, indent=1).encode())
+    shards.save(out / RECIPE, json.dumps(arguments, indent=1).encode())

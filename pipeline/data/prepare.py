@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from pipeline.config.parts import Frozen
-from pipeline.data import synthetic
+from pipeline.data import shards, synthetic
 from pipeline.data.clean import normalize, total
 from pipeline.data.corpus import WORK, Corpus, claimed, is_finished, publish
 from pipeline.data.corpus_recipe import Dedup, Malformed, Recipe, Task
@@ -26,16 +26,6 @@ from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
 from pipeline.data.order import check_mixture, mixed
 from pipeline.data.ray_pool import cluster, run
 from pipeline.data.readers import read, tokens_not_text
-from pipeline.data.shards import (
-    VERSION,
-    Manifest,
-    SourceShare,
-    Split,
-    Stage,
-    dtype_for,
-    replacing,
-    save,
-)
 from pipeline.data.sketch import Sketched, ngrams, sketch, word_hashes
 from pipeline.data.sources import Warn, plan
 from pipeline.data.tokenizer import Tokenizer, check_vocab_size, train_on
@@ -75,7 +65,7 @@ def prepare(
     malformed_share: float = MALFORMED_SHARE,
     report: Report = lambda *_: None,
     warn: Warn = lambda line: None,
-) -> tuple[Manifest, bool]:
+) -> tuple[shards.Manifest, bool]:
     """Make the corpus, or finish it. Return its manifest and whether it was already complete."""
     if model is None:
         check_vocab_size(recipe.vocab_size, recipe.train.controls)
@@ -113,8 +103,8 @@ def prepare(
         stages = total([counted or (), *(record.stages for record in encoded)])
         _check_read(job, stages, [record.malformed for record in encoded], malformed_share)
         manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
-        shards = [shard for record in encoded for shard in record.shards.values()]
-        files = [f"{shard.name}.{suffix}" for shard in shards for suffix in ("bin", "idx")]
+        written = [shard for record in encoded for shard in record.shards.values()]
+        files = [f"{shard.name}.{suffix}" for shard in written for suffix in ("bin", "idx")]
         # The manifest comes last: a directory without one is not a corpus.
         publish(work, out, [*files, *_join_malformed(job, encoded), MODEL], arguments)
         sealed = manifest.save(out)
@@ -132,10 +122,10 @@ def _make_tokenizer(job: Job, model: bytes | None) -> Tokenizer:
             job.report("tokenizer", 0, 1)
             [model] = run(train_on, [(list(job.tasks), job.recipe)])
             job.report("tokenizer", 1, 1)
-        save(path, model)
+        shards.save(path, model)
     tokenizer = Tokenizer.open(path)
     if tokenizer.fast:  # convert it once, not in every worker
-        save(job.work / CONVERTED, tokenizer.converted.encode())
+        shards.save(job.work / CONVERTED, tokenizer.converted.encode())
     return tokenizer
 
 
@@ -187,17 +177,17 @@ def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | No
     arrays = {str(length): np.unique(np.concatenate(found)) for length, found in grams.items()}
     file = BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
-    save(path, file.getvalue())
+    shards.save(path, file.getvalue())
     return path
 
 
-def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
+def _deduplicate(job: Job, malformed_share: float) -> tuple[shards.Stage, ...] | None:
     """Write what each task keeps and return the counts up to dedup; None if dedup is off."""
     if job.recipe.dedup == Dedup():
         return None
     counts = job.work / "dedup.json"
     if counts.exists():
-        return tuple(Stage.model_validate(stage) for stage in json.loads(counts.read_text()))
+        return tuple(shards.Stage.model_validate(stage) for stage in json.loads(counts.read_text()))
     stems = [job.work / f"sketch-{name}" for name in job.names]
     calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
     records = [stem.with_suffix(".done.json") for stem in stems]
@@ -206,7 +196,7 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[Stage, ...] | None:
     _check_read(job, stages, [s.malformed for s in sketched], malformed_share)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
-    save(counts, json.dumps([stage.model_dump() for stage in stages]).encode())
+    shards.save(counts, json.dumps([stage.model_dump() for stage in stages]).encode())
     job.report("dedup", 1, 1)
     return stages
 
@@ -254,7 +244,7 @@ def _no_text(recipe: Recipe) -> DataError:
 
 
 def _check_read(
-    job: Job, stages: Sequence[Stage], malformed: Sequence[Malformed | None], share: float
+    job: Job, stages: Sequence[shards.Stage], malformed: Sequence[Malformed | None], share: float
 ) -> None:
     if not stages:
         shutil.rmtree(job.work)  # no task has read a document
@@ -275,7 +265,7 @@ def _join_malformed(job: Job, encoded: Sequence[Encoded]) -> list[str]:
     parts = [job.work / f"{name}.malformed" for name, record in records if record.malformed]
     if not parts:
         return []
-    with replacing(job.work / MALFORMED) as whole:
+    with shards.replacing(job.work / MALFORMED) as whole:
         for part in parts:
             with part.open("rb") as lines:
                 shutil.copyfileobj(lines, whole)
@@ -285,10 +275,10 @@ def _join_malformed(job: Job, encoded: Sequence[Encoded]) -> list[str]:
 def _manifest(
     job: Job,
     encoded: Sequence[Encoded],
-    stages: Sequence[Stage],
+    stages: Sequence[shards.Stage],
     tokenizer: Tokenizer,
     fingerprint: str,
-) -> Manifest:
+) -> shards.Manifest:
     if stages[-1].documents_kept == 0:
         shutil.rmtree(job.work)  # useless once the input or the recipe is fixed
         dropped = (item for stage in stages for item in stage.dropped.items())
@@ -297,8 +287,8 @@ def _manifest(
             f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} "
             f"documents is left ({reasons}); check the text or loosen the filters"
         )
-    written = Split.of([shard for record in encoded for shard in record.shards.values()])
-    tokenize_stage = Stage(
+    written = shards.Split.of([shard for record in encoded for shard in record.shards.values()])
+    tokenize_stage = shards.Stage(
         name="tokenize",
         documents_in=stages[-1].documents_kept,
         bytes_in=stages[-1].bytes_kept,
@@ -309,14 +299,14 @@ def _manifest(
     )
     splits = {}
     for name in SPLITS:
-        splits[name] = Split.of([r.shards[name] for r in encoded if name in r.shards])
+        splits[name] = shards.Split.of([r.shards[name] for r in encoded if name in r.shards])
     shares = [_source_share(name, splits["train"]) for name in job.recipe.sources]
-    return Manifest(
-        version=VERSION,
+    return shards.Manifest(
+        version=shards.VERSION,
         hash="",
         plan=fingerprint,
         tokenizer=tokenizer.info(MODEL),
-        dtype=dtype_for(tokenizer.vocab),
+        dtype=shards.dtype_for(tokenizer.vocab),
         splits=splits,
         sources=mixed(shares, job.recipe.mixture),
         stages=(*stages, tokenize_stage),
@@ -324,11 +314,11 @@ def _manifest(
     )
 
 
-def _source_share(source: str, train: Split) -> SourceShare:
+def _source_share(source: str, train: shards.Split) -> shards.SourceShare:
     """Count what training can draw from the source, without held-out documents."""
-    split = Split.of([shard for shard in train.shards if shard.source == source])
+    split = shards.Split.of([shard for shard in train.shards if shard.source == source])
     language = synthetic.LANGUAGES.get(source)
-    return SourceShare(
+    return shards.SourceShare(
         name=source,
         documents=split.documents,
         bytes=split.bytes,

@@ -21,15 +21,9 @@ from pipeline.config.parts import MoE
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
+from pipeline.hub import sequences
 from pipeline.hub.families import to_hub_config
 from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_directory
-from pipeline.hub.sequences import (
-    SEQUENCES,
-    export_family,
-    padding_id,
-    sequence_config,
-    sequence_head,
-)
 from pipeline.hub.settings import Family
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
@@ -66,7 +60,7 @@ def export(
     With labels, the class of transformers is that for sequences."""
     if model.generator is not None:
         model.drop_generator()
-    family = export_family(model.cfg, labels)
+    family = sequences.export_family(model.cfg, labels)
     with new_directory(directory, "--to") as temporary:
         with torch.no_grad():
             for parameter in model.parameters():  # so that both sides have the exported precision
@@ -74,7 +68,7 @@ def export(
         count, size = _write_tensors(hub_state(model, family, dtype), temporary, shard_bytes)
         config = hub_config(model.cfg, family, tokenizer, dtype)
         if labels is not None:
-            config |= sequence_config(labels, tokenizer)
+            config |= sequences.sequence_config(labels, tokenizer)
         _write_json(temporary / CONFIG, config)
         if family.kind == "isoflop":
             for name in CODE:
@@ -121,8 +115,8 @@ def hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tu
     ours = model.state_dict()
     if cfg.tied:
         ours.pop("head.weight")
-    if family.architecture.endswith(SEQUENCES):
-        yield from sequence_head(family, ours)
+    if family.architecture.endswith(sequences.SEQUENCES):
+        yield from sequences.sequence_head(family, ours)
     for row in rows(cfg, family.kind, ours):
         tensors = to_hub_tensors(cfg, row, ours[row.ours])
         for name, tensor in zip(row.theirs, tensors, strict=True):
@@ -187,7 +181,7 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | Non
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     if labels is not None:
-        about["pad_token"] = tokenizer.sentencepiece.id_to_piece(padding_id(tokenizer))
+        about["pad_token"] = tokenizer.sentencepiece.id_to_piece(sequences.padding_id(tokenizer))
     if tokenizer.fast:
         converted = _to_hub_tokenizer(tokenizer)
         for text in _PROBES:

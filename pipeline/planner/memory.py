@@ -10,15 +10,7 @@ from pipeline.config.optimizer import MuonSpec
 from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
 from pipeline.config.schema import Lora, Offload, RunConfig, RunSpec
 from pipeline.config.shape import Model
-from pipeline.planner.count import (
-    BYTES,
-    block_layers,
-    layer_params,
-    matrices,
-    params,
-    value_layers,
-    value_width,
-)
+from pipeline.planner import count
 from pipeline.planner.lora import adapters, frozen_params, trained_params
 
 MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
@@ -107,14 +99,14 @@ def model_memory(
     everything that is not sharded, but only 1/`ep` of the experts and 1/`sp` of a sequence's
     activations. A step of one micro-batch does not `accumulate`. With `offload`, the optimizer's
     states are stored and updated elsewhere."""
-    count = params(model)
-    size = BYTES[dtype]
+    counted = count.params(model)
+    size = count.BYTES[dtype]
     tokens = micro_batch * model.seq // sp
 
-    def held(bytes_per_param: int, *, sharded: bool, of: int = count.total) -> int:
+    def held(bytes_per_param: int, *, sharded: bool, of: int = counted.total) -> int:
         shards = ranks if sharded else 1
-        shared = (of - count.experts) * bytes_per_param // shards
-        return shared + count.experts * bytes_per_param // (ranks if sharded else ep)
+        shared = (of - counted.experts) * bytes_per_param // shards
+        return shared + counted.experts * bytes_per_param // (ranks if sharded else ep)
 
     # Only unsharded fp32 training updates the weights in place; others have fp32 master weights.
     master = 0 if dtype == "fp32" and zero == 0 else 4
@@ -152,19 +144,21 @@ def model_memory(
 
 @lru_cache(maxsize=256)
 def _largest_block(model: Model, ep: int) -> int:
-    layers = [layer_params(model, layer) for layer in range(model.layers)]
-    layers += [layer_params(model, layer, source=True) for layer in range(model.source_layers)]
+    layers = [count.layer_params(model, layer) for layer in range(model.layers)]
+    layers += [
+        count.layer_params(model, layer, source=True) for layer in range(model.source_layers)
+    ]
     return max(each.total - each.experts + each.experts // ep for each in layers)
 
 
 @lru_cache(maxsize=256)
 def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
     """Return the numbers kept per token: of all blocks, and of the largest block."""
-    blocks = [_kept(model, model.routed(layer)) for layer in block_layers(model)]
+    blocks = [_kept(model, model.routed(layer)) for layer in count.block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
     # Value embeddings are looked up outside of the blocks, so no recomputation frees them. Smear
     # keeps the embedding and its result, backout the middle stream.
-    beside = value_layers(model) * value_width(model)
+    beside = count.value_layers(model) * count.value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
     beside += _source_activations(model, recompute)
     if model.generator_model is not None:
@@ -186,7 +180,7 @@ def _source_activations(model: Model, recompute: Recompute) -> int:
     a = model.attention
     # Cross-attention: norm input and output, queries and result; keys and values of the source.
     crossed = model.layers * (2 * model.width + 2 * a.heads * a.head_dim)
-    per_source = model.layers * 2 * value_width(model)
+    per_source = model.layers * 2 * count.value_width(model)
     if recompute is True:
         crossed = 0
         per_source = 2 * model.width * model.source_layers
@@ -224,12 +218,12 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
 def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
     """The most parameters that DeepSpeed 0.19.8 updates at once on a rank: without ZeRO all, or one
     group (optim/groups.py: matrices, the rest, experts that ranks share)."""
-    count = params(model)
+    counted = count.params(model)
     if zero == 0:
-        return count.total - count.experts + count.experts // ep
-    rest = count.tables
-    shared = count.experts if ep > 1 else 0
-    largest = max(count.total - shared - rest, rest, shared) // ranks
+        return counted.total - counted.experts + counted.experts // ep
+    rest = counted.tables
+    shared = counted.experts if ep > 1 else 0
+    largest = max(counted.total - shared - rest, rest, shared) // ranks
     return min(largest, 10**9) if zero == 3 else largest  # DeepSpeed's sub_group_size
 
 
@@ -259,7 +253,7 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
         return held
     # A teacher is not divided. Its logits and probabilities exist beside the student's.
     logits = config.train.loss_chunk * teacher.vocab * 8
-    weights = held.weights + params(teacher).total * BYTES[config.train.dtype]
+    weights = held.weights + count.params(teacher).total * count.BYTES[config.train.dtype]
     return replace(held, weights=weights, loss=held.loss + logits)
 
 
@@ -268,7 +262,7 @@ def _of_adapters(held: Memory, config: RunConfig, layout: Layout, lora: Lora) ->
     gradients nor moments."""
     model = config.model
     zero = layout.zero
-    size = BYTES[config.train.dtype]
+    size = count.BYTES[config.train.dtype]
     trained = trained_params(model, lora)
     tokens = layout.micro_batch * model.seq // layout.sp
 
@@ -310,7 +304,7 @@ def uses_muon(config: RunSpec) -> bool:
 @lru_cache(maxsize=256)
 def matrix_params(model: Model) -> int:
     """Number of parameters that Muon updates."""
-    return sum(rows * columns * number for rows, columns, number in matrices(model))
+    return sum(rows * columns * number for rows, columns, number in count.matrices(model))
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
@@ -318,11 +312,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
     Muon trains has one moment, and a variance for each row. Frozen weights have none."""
     model = config.model
     if config.lora is not None:
-        frozen = BYTES[config.train.dtype] * frozen_params(model)
+        frozen = count.BYTES[config.train.dtype] * frozen_params(model)
         return frozen + 12 * trained_params(model, config.lora)
-    numbers = 3 * params(model).total
+    numbers = 3 * count.params(model).total
     if uses_muon(config):
-        rows = sum(rows * number for rows, _, number in matrices(model))
+        rows = sum(rows * number for rows, _, number in count.matrices(model))
         numbers += rows - matrix_params(model)
     return 4 * numbers
 

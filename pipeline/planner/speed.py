@@ -16,14 +16,7 @@ from typing import Any
 from pipeline.config.parts import GQA, Dtype, MoE, Recompute
 from pipeline.config.schema import Cluster, Rates, RunConfig, RunSpec
 from pipeline.config.shape import Model, divisors
-from pipeline.planner.count import (
-    BYTES,
-    block_layers,
-    flops_per_token,
-    matrices,
-    orthogonalization_flops,
-    params,
-)
+from pipeline.planner import count
 from pipeline.planner.lora import adapted_flops, trained_params
 from pipeline.planner.memory import (
     USABLE,
@@ -91,7 +84,7 @@ def traffic(
     ZeRO-2 reduce-scatters in each micro-batch, and ZeRO-3 also gathers weights twice in each. A
     token travels to its experts and back, and so does its gradient. Ranks that share a sequence
     exchange tokens for heads before attention, and back after it."""
-    size = BYTES[dtype]
+    size = count.BYTES[dtype]
     parameters = sum(size * held * (ranks - 1) // ranks for held, ranks in _groups(model, layout))
     tokens = micros * layout.micro_batch * model.seq // layout.sp
     # Selective recomputation repeats the feed-forward, so the experts' exchange too.
@@ -127,9 +120,9 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
     update_s = _update_s(model, layout, rates)
     if config.lora is not None:
         # Only the trained parameters have gradients to send and are updated.
-        whole = flops_per_token(model, predicted=own)
+        whole = count.flops_per_token(model, predicted=own)
         token_s *= adapted_flops(whole, model, config.lora).model / whole.model
-        share = trained_params(model, config.lora) / params(model).total
+        share = trained_params(model, config.lora) / count.params(model).total
         update_s *= share
         gradients = int(share * sent.gradients)
         sent = replace(sent, gradients=gradients, weights=int(share * sent.weights))
@@ -167,10 +160,10 @@ def estimate(config: RunConfig, layout: Layout) -> Estimate:
 def _groups(model: Model, layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield the parameters of a rank and how many ranks share them: first those outside of
     experts, then its share of the experts."""
-    count = params(model)
-    yield count.total - count.experts, layout.ranks
-    if count.experts:
-        yield count.experts // layout.ep, layout.ranks // layout.ep
+    counted = count.params(model)
+    yield counted.total - counted.experts, layout.ranks
+    if counted.experts:
+        yield counted.experts // layout.ep, layout.ranks // layout.ep
 
 
 def _expert_bytes(model: Model, size: int) -> int:
@@ -178,7 +171,7 @@ def _expert_bytes(model: Model, size: int) -> int:
     if not isinstance(model.ffn, MoE):
         return 0
     slots = model.ffn.top_k * (model.ffn.capacity or 1)  # the slots of a capacity travel empty too
-    return int(sum(map(model.routed, block_layers(model))) * slots * model.width * size)
+    return int(sum(map(model.routed, count.block_layers(model))) * slots * model.width * size)
 
 
 def _head_bytes(model: Model, sp: int, size: int) -> int:
@@ -199,10 +192,10 @@ def _token_s(
     rates: Rates,
     predicted: int | None,
 ) -> float:
-    flops = flops_per_token(model, recompute=recompute, predicted=predicted)
+    flops = count.flops_per_token(model, recompute=recompute, predicted=predicted)
     routed = 0
     if isinstance(model.ffn, MoE):
-        routed = 6 * params(model).experts * model.ffn.top_k // model.ffn.experts
+        routed = 6 * count.params(model).experts * model.ffn.top_k // model.ffn.experts
     matmul = (flops.matmul - routed) / rates.matmul_share + routed / rates.expert_share
     arithmetic = (matmul + flops.attention / rates.attention_share) / peak
     arithmetic *= flops.hardware / flops.model
@@ -220,7 +213,9 @@ def _update_s(model: Model, layout: Layout, rates: Rates) -> float:
 
 def _muon_s(model: Model, layout: Layout, peak: float, rates: Rates) -> float:
     """Additional time for Muon's matrices: each is orthogonalized on one rank, in bf16."""
-    flops = sum(number * orthogonalization_flops(m, n) for m, n, number in matrices(model))
+    flops = sum(
+        number * count.orthogonalization_flops(m, n) for m, n, number in count.matrices(model)
+    )
     held = matrix_params(model) // (layout.ranks if layout.zero else 1)
     passes = MUON_BYTES * held / rates.hbm_bytes_s
     return flops / layout.ranks / (peak * rates.matmul_share) + passes
@@ -240,7 +235,7 @@ def _collectives_s(
     groups = [(held * (ranks - 1) / ranks, ranks) for held, ranks in _groups(model, layout)]
     whole = sum(share for share, _ in groups) or 1
     blocks = model.layers + model.source_layers + model.mtp
-    count = (1, 2, 1 + micros, 3 * micros * blocks)[layout.zero]
+    calls = (1, 2, 1 + micros, 3 * micros * blocks)[layout.zero]
     time = 0.0
     for index, (share, ranks) in enumerate(groups):
         # The second group is the experts; each node has gpus_per_node / ep copies of them.
@@ -248,7 +243,7 @@ def _collectives_s(
         rate = rates.intra_bytes_s
         if layout.ranks > cluster.gpus_per_node:
             rate = min(rate, near * rates.inter_bytes_s)
-        time += (sent.gradients + sent.weights) * share / whole / rate + HOP_S * count * (ranks - 1)
+        time += (sent.gradients + sent.weights) * share / whole / rate + HOP_S * calls * (ranks - 1)
     return time
 
 

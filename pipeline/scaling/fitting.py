@@ -12,19 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from pipeline.scaling.laws import (
-    Chinchilla,
-    Compute,
-    DataConstrained,
-    Gamma,
-    Inputs,
-    Kaplan,
-    Law,
-    Power,
-    Routed,
-    hoffmann_grid,
-    prior,
-)
+from pipeline.scaling import laws
 from pipeline.scaling.points import Array, Points
 
 # Hoffmann et al. use the same δ. The objective is a sum: with the mean and default tolerances, no
@@ -48,9 +36,9 @@ Show = Callable[[str, float], None]  # what is being done, and the share that is
 class Fit:
     """A law with its best parameters for these points."""
 
-    law: Law
+    law: laws.Law
     theta: Array  # (P,), centered logarithms
-    inputs: Inputs
+    inputs: laws.Inputs
     points: Points
     objective: float  # Σ huber, as published figures quote it
     agreement: float  # share of the starts that ended in this optimum
@@ -71,7 +59,7 @@ class Fit:
 
     def predict(self, points: Points) -> Array:
         """The law's loss at other points; their own loss column is not read."""
-        x = Inputs.of(points, self.inputs.center)
+        x = laws.Inputs.of(points, self.inputs.center)
         return np.asarray(np.exp(self.law.log_loss(self.theta[None], x)[0][0]))
 
 
@@ -81,21 +69,21 @@ def silent(_what: str, _share: float) -> None:
 
 def fit(
     points: Points,
-    law: Law,
+    law: laws.Law,
     *,
     weights: Array | None = None,
     full_grid: bool = False,
     show: Show = silent,
 ) -> Fit:
     """The best of many descents: from screened starts, or Hoffmann's 4500 with `full_grid`."""
-    x = Inputs.of(points)
+    x = laws.Inputs.of(points)
     forecasting = weights is not None
     thin = points.thinned(THINNED)
     few = points.take(thin)
-    x_few = Inputs.of(few, x.center)
+    x_few = laws.Inputs.of(few, x.center)
     weights_few = None if weights is None else weights[thin]
-    if full_grid and type(law) is Chinchilla:
-        starts = hoffmann_grid(x)
+    if full_grid and type(law) is laws.Chinchilla:
+        starts = laws.hoffmann_grid(x)
     else:
         starts = screened(few, law, x_few, KEPT_STARTS, weights_few)
     theta, value = descend(few, law, x_few, starts, weights_few, forecasting=forecasting, show=show)
@@ -110,8 +98,8 @@ def fit(
 
 def descend(
     points: Points,
-    law: Law,
-    x: Inputs,
+    law: laws.Law,
+    x: laws.Inputs,
     starts: Array,
     weights: Array | None = None,
     *,
@@ -140,7 +128,7 @@ def descend(
         total = np.einsum("ri,ri->r", weighted, residual - 0.5 * clipped) / DELTA
         gradient = np.einsum("pri,ri->rp", jacobian, weighted) / DELTA
         if lowest is not None:
-            before = prior(law, theta, lowest[rows])
+            before = laws.prior(law, theta, lowest[rows])
             total = total + nats * before.cost
             gradient = gradient + nats * before.gradient
         if frozen is not None:
@@ -153,7 +141,7 @@ def descend(
         w = weight[rows] / np.maximum(np.abs(value - target), DELTA)
         normal: Array = np.einsum("pri,qri->rpq", jacobian * w, jacobian, optimize=True)
         if lowest is not None:
-            curvature = nats * prior(law, theta, lowest[rows]).curvature
+            curvature = nats * laws.prior(law, theta, lowest[rows]).curvature
             normal += curvature[:, :, None] * np.eye(theta.shape[1])
         if frozen is not None:
             normal[:, frozen, :] = normal[:, :, frozen] = 0
@@ -279,7 +267,9 @@ def _inverse(matrices: Array) -> Array:
 # --- starts ------------------------------------------------------------------------------------
 
 
-def screened(points: Points, law: Law, x: Inputs, keep: int, weights: Array | None = None) -> Array:
+def screened(
+    points: Points, law: laws.Law, x: laws.Inputs, keep: int, weights: Array | None = None
+) -> Array:
     """The `keep` best starts of a grid of exponents."""
     starts = _raw_starts(points, law, x)
     residual = np.abs(law.log_loss(starts, x)[0] - np.log(points.loss))
@@ -287,15 +277,15 @@ def screened(points: Points, law: Law, x: Inputs, keep: int, weights: Array | No
     return starts[np.argsort(total)[:keep]]
 
 
-def _raw_starts(points: Points, law: Law, x: Inputs) -> Array:
+def _raw_starts(points: Points, law: laws.Law, x: laws.Inputs) -> Array:
     match law:
-        case Power():
+        case laws.Power():
             slope, level = np.polyfit(x.c, np.log(points.loss), 1)
             return np.array([[level, -slope], [level, -slope / 2]])
-        case Compute():
+        case laws.Compute():
             linear = _project(np.exp(-EXPONENTS[:, None, None] * x.c), points.loss)
             return np.column_stack([linear, EXPONENTS])
-        case Kaplan():
+        case laws.Kaplan():
             level = np.log(points.loss).mean()
             exponents = (0.04, 0.07, 0.1, 0.15, 0.25)
             choices = itertools.product(exponents, (0.4, 0.7, 1, 1.5), (-3, 0, 3))
@@ -304,26 +294,26 @@ def _raw_starts(points: Points, law: Law, x: Inputs) -> Array:
             )
     base = _two_terms(points, x)
     match law:
-        case Routed():
+        case laws.Routed():
             none = np.zeros((len(base), 2))
             return np.column_stack([base[:, :3], none, base[:, 3:], none])
-        case DataConstrained():  # arXiv 2305.16264 found R* of 15 for tokens and 5 for parameters
+        case laws.DataConstrained():  # arXiv 2305.16264: R* of 15 for tokens, 5 for parameters
             repeats = [np.full((len(base), 2), np.log(r)) for r in (3, 10, 30)]
             return np.concatenate([np.column_stack([base, r]) for r in repeats])
-        case Gamma():
+        case laws.Gamma():
             # Exponents and coefficients divided by γ: each term alone then keeps its size.
             parts = [
                 np.column_stack([base[:, :1], base[:, 1:] / g, np.full(len(base), np.log(g))])
                 for g in (0.5, 0.75, 1, 1.5)
             ]
             return np.concatenate(parts)
-        case Chinchilla():
+        case laws.Chinchilla():
             return base
         case _:
             raise TypeError(f"{law.name} is not fitted from starts")
 
 
-def _two_terms(points: Points, x: Inputs) -> Array:
+def _two_terms(points: Points, x: laws.Inputs) -> Array:
     """Starts of Chinchilla's law: pairs of exponents, with their coefficients solved linearly."""
     exponents = np.array(list(itertools.product(EXPONENTS, EXPONENTS)))
     linear = _project(np.exp(-exponents[:, :, None] * np.stack([x.n, x.d])), points.loss)
@@ -342,7 +332,7 @@ def _project(basis: Array, loss: Array) -> Array:
 # --- variable projection -----------------------------------------------------------------------
 
 
-class Projected(Chinchilla):
+class Projected(laws.Chinchilla):
     """Chinchilla's law by least squares on the loss itself, with E, A and B not below zero.
 
     For each α and β the rest is linear, so only those two are searched. Exact on points without
@@ -354,7 +344,7 @@ class Projected(Chinchilla):
 
 def vpnls(points: Points) -> Fit:
     """The best E, A, B for the best α, β; the objective is the sum of squared errors of loss."""
-    x = Inputs.of(points)
+    x = laws.Inputs.of(points)
 
     def solve(pair: Array) -> tuple[Array, float]:
         alpha, beta = pair

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.scaling import frontier, intervals, quality
 from pipeline.scaling.backtest import (
     TYPICAL,
     WIDE_VALLEY,
@@ -28,36 +29,8 @@ from pipeline.scaling.backtest import (
 )
 from pipeline.scaling.choice import SPARE, check, check_law, choose, exact
 from pipeline.scaling.fitting import Fit, Show, fit, silent, vpnls
-from pipeline.scaling.frontier import (
-    Minima,
-    Optimum,
-    at,
-    best_split,
-    envelope,
-    exponents,
-    flops_per_parameter_token,
-    isoflop,
-    optimum,
-    terms_of,
-)
-from pipeline.scaling.intervals import (
-    Profile,
-    Scatter,
-    bootstrap,
-    exponent_warnings,
-    interval_warnings,
-    profile,
-    scatter,
-)
 from pipeline.scaling.laws import LAWS, Law
 from pipeline.scaling.points import Array, Points
-from pipeline.scaling.quality import (
-    Goodness,
-    column_warnings,
-    fit_warnings,
-    goodness,
-    point_warnings,
-)
 
 NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 # Above this many points, the scatter replaces the bootstrap and E's profile: they agree there, and
@@ -77,35 +50,41 @@ class Study:
     name: str
     fit: Fit  # the law: printed, drawn, and used for every loss
     split: Fit  # the law that N* and D* come from; `fit` itself if the user named a law
-    scatter: Scatter  # of the runs around `fit`
+    scatter: intervals.Scatter  # of the runs around `fit`
     backtest: Backtest | None  # None if it has too few errors for an average
     scale: float  # of errors beyond the fit (Backtest.scale); NaN without a backtest
-    profile: Profile | None
-    minima: Minima | None  # valleys or curves that give N* and D*, if the user asked for them
-    valleys: Minima | None  # measured valleys, for comparison with the law
+    profile: intervals.Profile | None
+    minima: (
+        frontier.Minima | None
+    )  # valleys or curves that give N* and D*, if the user asked for them
+    valleys: frontier.Minima | None  # measured valleys, for comparison with the law
     draws: Array | None  # natural parameters of the bootstrap of `fit`, (R, P)
     split_draws: Array | None  # the same for `split`
     warnings: tuple[str, ...]
-    goodness: Goodness | None  # of the fit with equal weights; None without spare points
+    goodness: quality.Goodness | None  # with equal weights; None without spare points
 
     @quiet
-    def optimum(self, C: Array, experts: Array | None = None) -> Optimum | None:
+    def optimum(self, C: Array, experts: Array | None = None) -> frontier.Optimum | None:
         """The compute-optimal N and D with the law's loss; None for a law of compute alone."""
         if self.minima is None:
-            best = optimum(self.split, C, experts)
+            best = frontier.optimum(self.split, C, experts)
             if best is None or self.split is self.fit:
                 return best
             # The split chooses N and D, and the printed law gives their loss.
-            return replace(best, loss=self.fit.predict(at(self.fit.points, C, best.N, best.D)))
+            return replace(
+                best, loss=self.fit.predict(frontier.at(self.fit.points, C, best.N, best.D))
+            )
         N, D = self.minima.path(C)
-        return Optimum(C, N, D, self.fit.predict(at(self.fit.points, C, N, D, experts=experts)))
+        return frontier.Optimum(
+            C, N, D, self.fit.predict(frontier.at(self.fit.points, C, N, D, experts=experts))
+        )
 
     @cached_property
     def sampled(self) -> Array | None:
         """Natural parameters of `split`, from the bootstrap or else from its scatter."""
         if self.split_draws is not None:
             return self.split_draws
-        covariance = scatter(self.split).covariance
+        covariance = intervals.scatter(self.split).covariance
         if not np.isfinite(covariance).all():
             return None
         rng = np.random.default_rng(0)
@@ -116,13 +95,13 @@ class Study:
     def optimum_range(self, C: Array) -> dict[str, tuple[Array, Array]] | None:
         """Return 95% intervals of N* and D* at each compute, and of a and b; None if unknown."""
         drawn = None if self.minima is not None else self.sampled
-        terms = None if drawn is None else terms_of(self.split.law, drawn, np.ones(1))
+        terms = None if drawn is None else frontier.terms_of(self.split.law, drawn, np.ones(1))
         if drawn is None or terms is None:
             return None
-        a_b = exponents(self.split.law, drawn)
+        a_b = frontier.exponents(self.split.law, drawn)
         assert a_b is not None
-        unit = np.log(C / flops_per_parameter_token(self.fit.points))
-        n = np.array([best_split(terms, np.full(len(terms), one)) for one in unit]).T
+        unit = np.log(C / frontier.flops_per_parameter_token(self.fit.points))
+        n = np.array([frontier.best_split(terms, np.full(len(terms), one)) for one in unit]).T
         columns = {"N": n, "D": unit - n, "a": a_b[:, :1], "b": a_b[:, 1:]}
         found = {}
         for key, values in columns.items():
@@ -150,7 +129,7 @@ class Study:
         unknown = C * np.nan
         N = unknown if best is None else best.N
         D = unknown if best is None else best.D
-        return at(self.fit.points, C, N, D)
+        return frontier.at(self.fit.points, C, N, D)
 
     @quiet
     def parameters(self) -> dict[str, dict[str, float]]:
@@ -203,7 +182,7 @@ class Study:
         if self.minima is not None:
             return {"a": self.minima.a, "b": self.minima.b, "from": "valleys"}
         natural = self.split.law.natural(self.split.theta[None], self.split.inputs)
-        a_b = exponents(self.split.law, natural)
+        a_b = frontier.exponents(self.split.law, natural)
         if a_b is None:
             return None
         source = "law" if self.split is self.fit else f"{self.split.law.name}, fitted for N*"
@@ -249,13 +228,13 @@ def study(
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     notes = list(points.warnings)
     if law != "envelope":  # the rows of a curve are not comparable: their rate had not decayed
-        notes += point_warnings(points)
+        notes += quality.point_warnings(points)
     chosen, test, minima, reasons = _choose(points, law)
     notes += reasons
     if minima is not None:
         points = minima.points
     check_law(points, chosen)
-    notes += column_warnings(points, chosen.name)
+    notes += quality.column_warnings(points, chosen.name)
     # `even` has equal weights, as in the papers. `result` is printed and used.
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     even = estimate(points)
@@ -282,13 +261,13 @@ def study(
     of_e = _profile(even, result, free=law == "auto") if wanted else None
     draws = _draws(result, resamples, show)
     split_draws = draws if split is result else _draws(split, resamples, show)
-    spread = scatter(result)
-    notes += interval_warnings(result, spread, of_e)
-    quality = goodness(even)
-    notes += fit_warnings(quality)
+    spread = intervals.scatter(result)
+    notes += intervals.interval_warnings(result, spread, of_e)
+    fitted = quality.goodness(even)
+    notes += quality.fit_warnings(fitted)
     found = (result, split, spread, test, scale, of_e, minima, valleys, draws, split_draws)
-    done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), quality)
-    return replace(done, warnings=(*notes, *exponent_warnings(done.parameters())))
+    done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), fitted)
+    return replace(done, warnings=(*notes, *intervals.exponent_warnings(done.parameters())))
 
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
@@ -297,7 +276,7 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
     few = len(set(fitted.points.run)) < 4 * len(fitted.law.parameters)
     if not resamples or few or len(fitted.points) > MOST_RESAMPLED:
         return None
-    return fitted.law.natural(bootstrap(fitted, resamples, show=show), fitted.inputs)
+    return fitted.law.natural(intervals.bootstrap(fitted, resamples, show=show), fitted.inputs)
 
 
 def _split(result: Fit) -> Fit:
@@ -322,15 +301,17 @@ def _split_error(fitted: Fit) -> float:
     step = 1e-5  # in logarithms, as in Scatter.standard_errors
     unit = np.eye(len(fitted.theta))
     nudged = fitted.theta + step * np.concatenate([unit, -unit])
-    terms = terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
+    terms = frontier.terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
     assert terms is not None
-    compute = 10 * fitted.points.C.max() / flops_per_parameter_token(fitted.points)
-    up, down = np.split(best_split(terms, np.full(len(terms), np.log(compute))), 2)
+    compute = 10 * fitted.points.C.max() / frontier.flops_per_parameter_token(fitted.points)
+    up, down = np.split(frontier.best_split(terms, np.full(len(terms), np.log(compute))), 2)
     slope = (up - down) / (2 * step)
-    return float(np.sqrt(slope @ scatter(fitted).covariance @ slope))
+    return float(np.sqrt(slope @ intervals.scatter(fitted).covariance @ slope))
 
 
-def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | None, Sequence[str]]:
+def _choose(
+    points: Points, law: str
+) -> tuple[Law, Backtest | None, frontier.Minima | None, Sequence[str]]:
     """Return the law to fit, its backtest, minima and reasons. Valleys and envelopes replace the
     points by their minima."""
     match law:
@@ -345,41 +326,41 @@ def _choose(points: Points, law: str) -> tuple[Law, Backtest | None, Minima | No
             return LAWS["chinchilla" if law == "vpnls" else law], None, None, ()
 
 
-def _profile(even: Fit, result: Fit, *, free: bool) -> Profile | None:
+def _profile(even: Fit, result: Fit, *, free: bool) -> intervals.Profile | None:
     """Return E's profile without weights or prior: the values that the points alone allow.
 
     Chinchilla's law is the γ-law with γ = 1. If the user did not name it (`free`), the interval
     does not assume γ = 1. It always includes the E of the law itself.
     """
-    of_e = profile(even, scatter(even))
+    of_e = intervals.profile(even, intervals.scatter(even))
     if of_e is None:
         return None
     gamma = LAWS["gamma"]
     enough = len(even.points) >= len(gamma.parameters) + SPARE
     if free and enough and even.law.name == "chinchilla":
         wider = fit(even.points, gamma)
-        other = profile(wider, scatter(wider))
+        other = intervals.profile(wider, intervals.scatter(wider))
         if other is not None:
             of_e = of_e.including(other.low, other.high)
     return of_e.including(result.values["E"], result.values["E"])
 
 
-def _minima(points: Points, law: str) -> Minima:
+def _minima(points: Points, law: str) -> frontier.Minima:
     if law == "envelope":
-        return envelope(points)
-    return isoflop(points, "akima" if law == "isoflop" else "parabola")
+        return frontier.envelope(points)
+    return frontier.isoflop(points, "akima" if law == "isoflop" else "parabola")
 
 
-def _valleys_beside(result: Fit) -> tuple[Minima | None, list[str]]:
+def _valleys_beside(result: Fit) -> tuple[frontier.Minima | None, list[str]]:
     """Return the measured isoFLOP valleys, and a note if the law's N* differs from them."""
     if result.points.experts is not None or result.points.unique is not None:
         return None, []  # a valley would mix architectures, or new data with repeated
     try:
-        found = isoflop(result.points)
+        found = frontier.isoflop(result.points)
     except DataError:
         return None, []
     # Two independent estimates of N*: from the law, and from each budget alone.
-    law = optimum(result, found.points.C)
+    law = frontier.optimum(result, found.points.C)
     if law is None or len(found.points) < 4:
         return None, []
     off = float(np.median(np.abs(np.log(law.N / found.points.N))))

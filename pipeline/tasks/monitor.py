@@ -10,17 +10,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.parallel.engine import uncompiled
 from pipeline.parallel.world import World
-from pipeline.tasks.likelihood import (
-    Batch,
-    Likelihood,
-    Pair,
-    join,
-    make_batches,
-    pairs_of,
-    pass_tokens,
-    score_batch,
-    score_parts,
-)
+from pipeline.tasks import likelihood
 from pipeline.tasks.questions import Task, mean, read_tasks
 
 FEWEST = 32  # questions of a task: with fewer, a score is meaningless
@@ -36,49 +26,49 @@ class Monitor:
         self._world = world
         self._compiled = config.train.compile
         self._tasks: list[Task] = []
-        self._batches: list[list[Batch]] = []  # by task
+        self._batches: list[list[likelihood.Batch]] = []  # by task
         if not config.eval.tasks:
             return
         tokenizer = Tokenizer.open(corpus.path / corpus.manifest.tokenizer.file)
         longest = config.model.seq
-        most_tokens = pass_tokens(config.model.vocab, world.device)
+        most_tokens = likelihood.pass_tokens(config.model.vocab, world.device)
         for task in read_tasks(config.eval.tasks):
-            pairs = pairs_of(task, tokenizer)
+            pairs = likelihood.pairs_of(task, tokenizer)
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
             self._tasks.append(chosen)
-            chosen_pairs = pairs_of(chosen, tokenizer)
-            self._batches.append(list(make_batches(chosen_pairs, longest, most_tokens)))
+            chosen_pairs = likelihood.pairs_of(chosen, tokenizer)
+            self._batches.append(list(likelihood.make_batches(chosen_pairs, longest, most_tokens)))
 
     def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
         figures: dict[str, float] = {}
         for task, batches in zip(self._tasks, self._batches, strict=True):
             found = self._likelihoods(logits, batches)
-            score = mean(score_parts(task, found).values())
+            score = mean(likelihood.score_parts(task, found).values())
             figures[f"{task.name}/accuracy"] = score.accuracy
             figures[f"{task.name}/bpb"] = score.bits_per_byte
         return figures
 
     def _likelihoods(
-        self, logits: Callable[[Tensor], Tensor], batches: list[Batch]
-    ) -> list[Likelihood]:
+        self, logits: Callable[[Tensor], Tensor], batches: list[likelihood.Batch]
+    ) -> list[likelihood.Likelihood]:
         """Return the likelihoods of all pairs, on every rank."""
         world = self._world
-        mine: dict[tuple[int, int], Likelihood] = {}
+        mine: dict[tuple[int, int], likelihood.Likelihood] = {}
         # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
         # same number of passes. A rank without a batch repeats one.
         for at in range(0, math.ceil(len(batches) / world.size) * world.size, world.size):
             batch = batches[(at + world.rank) % len(batches)]
             with uncompiled(self._compiled):
-                found = score_batch(logits, batch, world.device)
+                found = likelihood.score_batch(logits, batch, world.device)
             mine.update(zip(batch.windows, found, strict=True))
-        everything: dict[tuple[int, int], Likelihood] = {}
+        everything: dict[tuple[int, int], likelihood.Likelihood] = {}
         for part in world.gather(mine):
             everything |= part
-        return join(everything)
+        return likelihood.join(everything)
 
 
-def affordable(config: RunConfig, task: Task, pairs: list[Pair]) -> int:
+def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> int:
     """Return how many questions of a task the run can afford with its part of `eval.share`."""
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)

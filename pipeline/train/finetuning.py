@@ -13,15 +13,7 @@ from pipeline.config.objective import Answers, Labels
 from pipeline.config.optimizer import AdamW
 from pipeline.config.parts import Learned
 from pipeline.config.schema import RunConfig
-from pipeline.data.rows import (
-    Example,
-    encode_examples,
-    label_names,
-    read_examples,
-    row_length,
-    split_examples,
-    write_rows,
-)
+from pipeline.data import rows
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.planner.count import params
 from pipeline.planner.rates import adamw_peak
@@ -67,19 +59,19 @@ class Prepared(NamedTuple):
 
 def prepare(asked: FineTuning, out: Path) -> Prepared:
     """Write the corpus of a run into its directory; refuse an unsuitable file or run."""
-    rows = out / ROWS
+    corpus = out / ROWS
     if RunDir(out).exists:
         remedy = f"continue it with `launch finetune --resume --out {out}`, or give another --out"
         raise RunError(f"--out {out} already contains a run; {remedy}")
     # Never deleted here: it may be the user's own, or belong to a process that is starting a run.
-    if os.path.lexists(rows):
-        raise RunError(f"{rows} exists without a run; remove it, or give another --out")
-    every = read_examples(asked.data)
+    if os.path.lexists(corpus):
+        raise RunError(f"{corpus} exists without a run; remove it, or give another --out")
+    every = rows.read_examples(asked.data)
     if asked.valid is None:
-        train, valid = split_examples(every, asked.valid_share)
+        train, valid = rows.split_examples(every, asked.valid_share)
     else:
         train = every
-        valid = read_examples(asked.valid)
+        valid = rows.read_examples(asked.valid)
     if (train[0].label is None) != (valid[0].label is None):
         text = f"--valid {asked.valid} has another form than --data {asked.data}"
         raise DataError(f"{text}; give both files the same keys")
@@ -93,16 +85,16 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     objective = _objective(asked, before, train, valid)
     tokenizer = tokenizer_of(asked.start, before.data.dir, asked.tokenizer)
     encoded = {
-        "train": encode_examples(train, objective, tokenizer),
-        "valid": encode_examples(valid, objective, tokenizer),
+        "train": rows.encode_examples(train, objective, tokenizer),
+        "valid": rows.encode_examples(valid, objective, tokenizer),
     }
     seq = _length(asked, before)
     if not isinstance(before.model.position, Learned):  # a learned table keeps its length
-        seq = row_length([*encoded["train"], *encoded["valid"]], objective, seq)
+        seq = rows.row_length([*encoded["train"], *encoded["valid"]], objective, seq)
     defaults = _defaults(asked, before, objective, seq, len(train), len(valid))
     try:
-        with atomic.directory(rows) as temporary:
-            cut = write_rows(temporary, encoded, objective, seq, asked.batch, tokenizer)
+        with atomic.directory(corpus) as temporary:
+            cut = rows.write_rows(temporary, encoded, objective, seq, asked.batch, tokenizer)
     except OSError as error:
         text = f"--out {out} cannot be written: {error.strerror}"
         raise RunError(f"{text}; choose another directory") from None
@@ -115,11 +107,11 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     both = sum((row.first, row.second) in known for row in valid)
     if both:
         note += f"\nwarning: {both:,} held-out examples are also training examples"
-    return Prepared(rows, defaults, note)
+    return Prepared(corpus, defaults, note)
 
 
 def _objective(
-    asked: FineTuning, before: RunConfig, train: list[Example], valid: list[Example]
+    asked: FineTuning, before: RunConfig, train: list[rows.Example], valid: list[rows.Example]
 ) -> Answers | Labels:
     stack = before.model.stack
     labeled = train[0].label is not None
@@ -137,7 +129,7 @@ def _objective(
         text = f"--lm-weight {weight} needs a decoder: an encoder sees the tokens to predict"
         raise ConfigError(f"{text}; remove it")
     return Labels(
-        names=label_names(train, valid, asked.regression),
+        names=rows.label_names(train, valid, asked.regression),
         reads="first" if stack == "encoder" else "last",
         lm_weight=weight,
         special=before.objective.special_ids,
