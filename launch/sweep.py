@@ -44,7 +44,8 @@ After = Annotated[
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
 Cpu = Annotated[
-    bool, typer.Option("--cpu", help="Allow a sweep for GPUs on a machine without one.")
+    bool,
+    typer.Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect."),
 ]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 
@@ -87,8 +88,9 @@ def run(
     sweep, runs = lay_out(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = execute.members(sweep, runs, root)
-    if not slurm and not cpu and not all(member.finished for member in every):
-        _refuse_without_gpus(file, sweep, runs)
+    missing = [run for run, member in zip(runs, every, strict=True) if not member.finished]
+    if missing and not slurm and not cpu:
+        _refuse_without_gpus(file, sweep, missing)
     # The lock covers the list of missing runs too: two sweeps would start the same ones.
     with execute.claimed(root, sweep):
         todo = [member for member in every if not member.finished]
@@ -100,12 +102,12 @@ def run(
         _report(every, done, sweep, root, track=track, as_json=as_json)
 
 
-def _refuse_without_gpus(name: str, sweep: "Sweep", runs: "list[Planned]") -> None:
+def _refuse_without_gpus(name: str, sweep: "Sweep", missing: "list[Planned]") -> None:
     """Refuse to train a sweep for a cluster's GPUs on CPUs, which would take months."""
     from pipeline.train.request import Devices
 
     cores = os.cpu_count() or 1
-    hours = sum(run.cost for run in runs) / (cores * CORE_FLOPS_S) / 3600
+    hours = sum(run.cost for run in missing) / (cores * CORE_FLOPS_S) / 3600
     if sweep.cluster and not Devices.here().gpus:
         raise ConfigError(
             f"sweep={name} is for {sweep.nproc} × {sweep.cluster}, and this machine has no GPU: "

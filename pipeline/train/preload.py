@@ -26,10 +26,9 @@ from pipeline.process import end_with_parent, last_line
 _IMPORT_S = 60.0  # limit for the imports; 21 s were measured at load 25
 _FORK_S = 15.0  # limit for one fork
 _TICK_S = 0.05
-# torch then counts GPUs without the driver, which must not be initialized before a fork.
-_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-# Importing torch's compiler would otherwise start processes, and a thread that reads from them.
-_WARM_POOL = "TORCH_WARM_POOL"
+# torch then counts GPUs without the driver, which must not be initialized before a fork, and its
+# compiler starts no processes with a thread that reads from them. Ranks get the user's own values.
+_VARIABLES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_WARM_POOL": "0"}
 
 
 class Forked:
@@ -66,12 +65,13 @@ class Preloader:
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
         self._log = log
+        self._own = {name: env[name] for name in _VARIABLES if name in env}
         self._obstacle = "it was killed"
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--preload"],
-                env=env | {_NVML_CHECK: "1", _WARM_POOL: "0"},
+                env=env | _VARIABLES,
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
@@ -117,7 +117,7 @@ class Preloader:
                 return None
             try:
                 ends = [theirs.fileno(), stdout, stderr]
-                socket.send_fds(self._socket, [json.dumps(variables).encode()], ends)
+                socket.send_fds(self._socket, [json.dumps(self._own | variables).encode()], ends)
                 theirs.close()  # the only other copies are the preloader's and the rank's
                 pid = ours.recv(20)
                 if pid:
@@ -205,7 +205,7 @@ def _become_rank(variables: dict[str, str], ends: list[int], between: int, launc
     for number, end in enumerate((nothing, *ends[1:])):
         os.dup2(end, number)
         os.close(end)
-    for name in (_NVML_CHECK, _WARM_POOL):
+    for name in _VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
     status.send(str(os.getpid()).encode())

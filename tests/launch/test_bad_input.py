@@ -16,7 +16,9 @@ from pipeline.errors import RunError
 from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import RunDir
 from pipeline.tasks import harness
+from pipeline.train.request import Devices
 from tests.conftest import command, environment, launch
+from tests.scaling.made_runs import make_run
 from tests.train.test_run import pretrain
 
 RUN = ("--no-track", "--nproc", 2)
@@ -261,10 +263,17 @@ def test_runs_that_are_missing_have_a_remedy_that_works(tmp_path, inside, monkey
         assert "runs=runs/demo is not a directory" in error and "`make demo`" in error
 
 
-def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside):
+def test_a_sweep_for_gpus_is_refused_without_one(corpus, tmp_path, inside, monkeypatch):
     """It began a ladder for 8 H100s on two cores, without a word."""
     out = tmp_path / "runs"
-    error = inside("sweep", "run", "ladder", "--data", corpus, "--out", out, code=2)
-    assert "sweep=ladder is for 8 × h100" in error and "hours on" in error
+    monkeypatch.setattr(Devices, "here", lambda: Devices(0, 2**34, "CPU"))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    run = ("sweep", "run", "ladder", "--data", corpus, "--out", out)
+    error = inside(*run, code=2)
+    assert "sweep=ladder is for 8 × h100" in error and "about 20,000 hours on 2 cores" in error
     assert "the sweep `cpu`" in error and "--cpu" in error and not out.exists()
     assert "hours on 8 × h100" in " ".join(inside("sweep", "plan", "ladder").split())
+    planned = json.loads(inside("sweep", "plan", "ladder", "--data", corpus, "--json"))["runs"]
+    for each in planned[1:]:  # the hours are those of the run that is missing
+        make_run(out, each["name"], 1e6, 1e7, steps=20)
+    assert "about 20,000 hours" not in inside(*run, code=2)

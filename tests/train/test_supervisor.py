@@ -62,7 +62,7 @@ def test_hostile_surroundings(corpus, tmp_path):
     )
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 50 steps
     until(lambda: steps(out) > 100 or process.poll() is not None, 300, "the ranks do not train")
-    assert process.poll() is None, "the run ended by itself"
+    assert process.poll() is None and not restarts(out)
     family = psutil.Process(process.pid)
     children = family.children(recursive=True)  # the preloader may be among them
     ports = [
@@ -163,6 +163,23 @@ def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
     assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
     until(lambda: not preloader.alive)
     assert preloader.cannot_fork and preloader.obstacle == "why"
+    preloader.close()
+
+
+def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
+    """Rank 0, which logs it, learns of it. Forks and other ranks have the user's own variables."""
+    request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
+    run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
+    monkeypatch.setenv("TORCH_WARM_POOL", "own")
+    shown = "import os\nprint(*map(os.environ.get, ('TORCH_WARM_POOL', 'ISOFLOP_NOT_FORKED')))"
+    monkeypatch.setattr(supervisor, "python_module", lambda *_: [sys.executable, "-c", shown])
+    serve = [sys.executable, "-c", f"from pipeline.train import preload\npreload.serve()\n{shown}"]
+    preloader = preload.Preloader(serve, dict(os.environ), tmp_path / "log")
+    fork = preloader.fork
+    monkeypatch.setattr(preloader, "fork", lambda *fds: (fork(*fds), preloader._process.kill())[0])
+    group = supervisor.Group(run, [{"RANK": "0"}, {"RANK": "1"}], preloader=preloader)
+    assert set(group.wait(StopRequest()).values()) == {0}
+    assert [group.last_line(n) for n in (0, 1)] == ["own it does not answer", "own None"]
     preloader.close()
 
 
