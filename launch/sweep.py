@@ -44,8 +44,7 @@ After = Annotated[
 ]
 ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
 Cpu = Annotated[
-    bool,
-    typer.Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect."),
+    bool, typer.Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
 ]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 

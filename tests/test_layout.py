@@ -51,21 +51,15 @@ def test_bytes_of_experts_by_hand():
     layout, micros = Layout(64, 1, ep=16, micro_batch=2), 3
     sent = traffic(model, layout, dtype="bf16", micros=micros)
     tokens = 3 * 2 * 4096
-    assert (
-        sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16
-    )  # there and back, forward and backward
-    assert (
-        traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros).tokens
-        == sent.tokens * 3 // 2
-    )
+    # there and back, forward and backward
+    assert sent.tokens == 4 * tokens * 59 * 8 * 7168 * 2 * 15 // 16
+    again = traffic(model, replace(layout, recompute=True), dtype="bf16", micros=micros)
+    assert again.tokens == sent.tokens * 3 // 2
     experts, total = 59 * 256 * 3 * 7168 * 2048, account.params(model).total
     assert account.params(model).experts == experts
     # ranks that hold the same experts are 64 / 16; the rest is shared by all 64
-    assert (
-        sent.gradients
-        == 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4
-        == sent.weights
-    )
+    one_way = 2 * (total - experts) * 63 // 64 + 2 * (experts // 16) * 3 // 4
+    assert sent.gradients == one_way == sent.weights
 
 
 def test_bytes_of_shared_sequences_by_hand():
@@ -73,9 +67,8 @@ def test_bytes_of_shared_sequences_by_hand():
     model = load(size="7b", arch="llama3", sets=["model.seq=32768"]).model
     tokens = 3 * 2 * 32768 // 16  # of a rank
     sent = traffic(model, Layout(16, 1, micro_batch=2, sp=16), dtype="bf16", micros=3)
-    assert (
-        sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16
-    )  # forward and backward
+    # forward and backward
+    assert sent.heads == 2 * tokens * 32 * (32 + 16 + 16 + 32) * 128 * 2 * 15 // 16
     assert traffic(model, Layout(16, 1, micro_batch=2), dtype="bf16", micros=3).heads == 0
 
 
@@ -129,9 +122,8 @@ def test_the_update_by_hand():
     for zero, bytes_ in whole.items():
         assert memory(c, Layout(4, zero)).update == pytest.approx(bytes_, abs=8)
     large = config("70b", "dense", 4, rows=64)
-    assert (
-        memory(large, Layout(4, 3)).update == 2 * account.params(large.model).total // 4 + 6 * 10**9
-    )
+    gathered = 2 * account.params(large.model).total // 4 + 6 * 10**9
+    assert memory(large, Layout(4, 3)).update == gathered
     once = memory(config("3b", "dense", 4, rows=4), Layout(4, 1))
     assert once.gradients == 0 < once.update
     away = config("3b", "dense", 4, rows=4, **{"parallel.offload.optimizer": "cpu"})
@@ -172,9 +164,8 @@ def test_more_of_anything_costs_what_it_should():
         }
     )
     assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
-    assert (
-        at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s
-    )  # beyond the node, and none
+    # beyond the node, and none
+    assert at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s
     assert at(recompute=True).compute_s > 1.2 * at().compute_s
     assert at(recompute=True).memory.total < at().memory.total
     assert at(micro_batch=8).compute_s < at(micro_batch=1).compute_s
@@ -186,10 +177,8 @@ def test_more_of_anything_costs_what_it_should():
     away = config("7b", "moe", 64, rows=512, **{"parallel.offload.optimizer": "cpu"})
     assert at().memory.total - at(away).memory.total == at().memory.optimizer > 0
     shared = at(sp=4)
-    assert (
-        shared.memory.activations * 4 == at().memory.activations
-        and shared.exchanges_s > at().exchanges_s
-    )
+    assert shared.memory.activations * 4 == at().memory.activations
+    assert shared.exchanges_s > at().exchanges_s
 
 
 def test_the_plan_uses_the_fastest_layout_that_fits():
@@ -269,9 +258,8 @@ def test_cpu_memory_includes_offloaded_states_and_the_checkpoint_copy():
     each = memory(here, layout)
     assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
     copy = 12 * account.params(here.model).total
-    assert (
-        cpu.need(here, layout) == cpu.need(away, layout) == 2 * (each.total + PROCESS_BYTES) + copy
-    )
+    both = 2 * (each.total + PROCESS_BYTES) + copy
+    assert cpu.need(here, layout) == cpu.need(away, layout) == both
 
 
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])

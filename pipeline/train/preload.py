@@ -47,13 +47,11 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         began_s = time.monotonic()
-        while True:
-            code = self.poll()
-            if code is not None:
-                return code
+        while (code := self.poll()) is None:
             if timeout is not None and time.monotonic() - began_s > timeout:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
             time.sleep(_TICK_S)
+        return code
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:

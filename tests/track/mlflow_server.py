@@ -53,29 +53,20 @@ class Server:
             self.process = None
 
 
-def until(true: Callable[[], bool], seconds: float) -> None:
+def until(true: Callable[[], object], seconds: float = 800, fault: str = "in vain") -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        assert time.monotonic() < deadline, f"{fault}: waited for {seconds} s"
+        time.sleep(0.05)
 
 
 def step_record(step: int, **more: object) -> dict[str, object]:
     tokens = step * 4096
     return {
-        "kind": "step",
-        "time": time.time(),
-        "step": step,
-        "tokens": tokens,
-        "flops": tokens * 1_000_000,
-        "loss": 10 / (1 + step) ** 0.1,
-        "grad_norm": 0.42,
-        "lr": 2.9e-4,
-        "tokens_per_s": 412e3,
-        "mfu": None,
-        "hash": f"{step:016x}",
-        **more,
-    }
+        "kind": "step", "time": time.time(), "step": step, "tokens": tokens,
+        "flops": tokens * 1_000_000, "loss": 10 / (1 + step) ** 0.1, "grad_norm": 0.42,
+        "lr": 2.9e-4, "tokens_per_s": 412e3, "mfu": None, "hash": f"{step:016x}", **more,
+    }  # fmt: skip
 
 
 def event(step: int, name: str) -> dict[str, object]:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import command, environment, launch, worlds
 from tests.forks import Launched
+from tests.track.mlflow_server import until
 
 STEPS = 12
 TINY = (
@@ -159,13 +160,6 @@ def interrupt(arguments: tuple, send: Callable[[psutil.Process], object], *, cod
 def processes(pattern: str) -> list[int]:
     found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout
     return [int(pid) for pid in found.split()]
-
-
-def until(state: Callable[[], object], timeout_s: float = 800, fault: str = "never") -> None:
-    end_s = time.monotonic() + timeout_s
-    while not state():
-        assert time.monotonic() < end_s, f"{fault}: waited for {timeout_s} s"
-        time.sleep(0.05)
 
 
 def test_ctrl_c_during_the_start_stops_the_run(corpus, tmp_path):

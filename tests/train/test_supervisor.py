@@ -25,7 +25,8 @@ from pipeline.slurm.queue import statuses
 from pipeline.train import preload, supervisor
 from pipeline.train.request import Devices, Request, plan_run
 from tests.conftest import command, environment
-from tests.train.test_run import TINY, hashes, losses, pretrain, processes, records, until
+from tests.track.mlflow_server import until
+from tests.train.test_run import TINY, hashes, losses, pretrain, processes, records
 from tests.train.test_survive import ranks
 
 # Steps of milliseconds: these tests are about processes.
