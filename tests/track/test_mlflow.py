@@ -1,7 +1,6 @@
 """A real server, killed, frozen and restarted under a sidecar: every record arrives once."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pipeline.track.sidecar import MODULE, Sidecar
 
 # A busy machine may pause; a synchronous call to a dead server takes 4.4 s.
 SLOWEST_APPEND_S = 0.5
-WAIT_S = 240  # longer than any state takes to come under load
+WAIT_S = 600  # for any state: a sidecar has a low priority, and so little time at high load
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_killed_sidecar_is_started_again(uri: str, run_dir: Path, log: Log) -> N
     wait_for_step(run_dir, 40)
     first = sidecar.process.pid
     sidecar.process.kill()
-    until(lambda: sidecar.process.pid != first, WAIT_S)
+    until(lambda: sidecar.process.pid != first, 60, "no sidecar was started")
     write(log, range(41, 61))
     wait_for_step(run_dir, 60)
     sidecar.process.kill()
@@ -235,7 +234,7 @@ def test_dead_server_is_given_up(run_dir: Path, log: Log, monkeypatch: pytest.Mo
     """Also: user and password of the address are written nowhere."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:secret@127.0.0.1:9")
     write(log, range(1, 11))
-    command = python_module(MODULE, run_dir, "--wait", "2")
+    command = python_module(MODULE, run_dir)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0
     (line,) = done.stdout.splitlines()
@@ -290,15 +289,16 @@ def test_default_store_and_two_sidecars_at_once(run_dir: Path, log: Log) -> None
 
 def test_the_sidecar_outlives_a_preemption_signal(run_dir: Path, log: Log) -> None:
     """SLURM's SIGTERM reaches the sidecar too, while training still saves."""
-    process = subprocess.Popen(
-        python_module(MODULE, run_dir, "--wait", WAIT_S), stdin=subprocess.PIPE
-    )
     log.append(event(0, "start"))
-    write(log, range(1, 6))
-    wait_for_step(run_dir, 5)
-    os.kill(process.pid, signal.SIGTERM)
-    write(log, range(6, 11))
+    mlflow_sync.sync(run_dir)  # creates the store, for which a busy machine gives a sidecar no time
+    sidecar = Sidecar(run_dir)
+    process = sidecar.process
+    until((run_dir / "env.json").exists, WAIT_S)  # it now handles signals
+    process.send_signal(signal.SIGTERM)
+    write(log, range(1, 11))
     wait_for_step(run_dir, 10)  # it continues after the signal
     log.append(event(10, "interrupt"))
-    assert process.wait(WAIT_S) == 0
+    until(lambda: process.poll() is not None, WAIT_S, "it waits for more than the end")
+    assert process.returncode in (0, 1)  # 1: on a busy machine it asks to be started again
+    assert sidecar.finish(WAIT_S) == ""
     assert mlflow_sync.load_state(run_dir).status == "KILLED"
