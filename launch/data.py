@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,7 +125,8 @@ def prepare(
             workers=workers,
             malformed_share=malformed_share,
             report=report,
-            warn=_warn,
+            # stdout is for the result, which may be JSON.
+            warn=partial(typer.echo, err=True),
         )
     seconds = round(time.monotonic() - start, 2)
     if as_json:
@@ -139,11 +141,6 @@ def _refuse_both(**options: object) -> None:
     given = [f"{name.replace('_', '-')}={value}" for name, value in options.items()]
     if None not in options.values():
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
-
-
-def _warn(line: str) -> None:
-    # stdout is for the result, which may be JSON.
-    print(line, file=sys.stderr)
 
 
 def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:

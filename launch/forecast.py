@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from launch import options, skill
 from launch.law import ForecastsDir, forecasts_beside, read_points
@@ -27,49 +27,43 @@ if TYPE_CHECKING:
 
 RESAMPLES = 200  # for the intervals of N* and D*; `launch fit` uses more
 
-TargetSize = Annotated[str | None, typer.Option(help="Model size, such as 1b.")]
+TargetSize = Annotated[str | None, Option(help="Model size, such as 1b.")]
 Tokens = Annotated[
     float | None,
-    typer.Option(help="Tokens; default with --size: the ladder's own number per parameter, or 20."),
+    Option(help="Tokens; default with --size: the ladder's own number per parameter, or 20."),
 ]
-Params = Annotated[
-    float | None, typer.Option(help="N, counted as in the fitted points; needs --tokens.")
-]
+Params = Annotated[float | None, Option(help="N, counted as in the fitted points; needs --tokens.")]
 Flops = Annotated[
     float | None,
-    typer.Option(help="Compute budget; forecasts the best run for it, inference included."),
+    Option(help="Compute budget; forecasts the best run for it, inference included."),
 ]
 TargetLoss = Annotated[
-    float | None, typer.Option(help="Loss to reach; finds the cheapest run that does.")
+    float | None, Option(help="Loss to reach; finds the cheapest run that does.")
 ]
 InferenceTokens = Annotated[
     float | None,
-    typer.Option(
+    Option(
         help="Tokens to serve after training; with --target-loss or --flops, finds the best N and "
         "D for training and inference together."
     ),
 ]
 InferenceMfu = Annotated[
     float | None,
-    typer.Option(
+    Option(
         help="MFU of inference: a FLOP of inference costs 0.4/MFU of one of training (default: "
         "0.4, the same).",
         min=0.001,
         max=1,
     ),
 ]
-Unique = Annotated[
-    float | None, typer.Option(help="Distinct tokens available; all others are repeats.")
-]
+Unique = Annotated[float | None, Option(help="Distinct tokens available; all others are repeats.")]
 Targets = Annotated[
-    Path | None, typer.Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
+    Path | None, Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
 ]
-Gpus = Annotated[int, typer.Option(help="Number of GPUs, to compute the hours.", min=1)]
+Gpus = Annotated[int, Option(help="Number of GPUs, to compute the hours.", min=1)]
 Register = Annotated[
     bool,
-    typer.Option(
-        "--register", help="Save the forecast for `launch score`; it cannot be changed later."
-    ),
+    Option("--register", help="Save the forecast for `launch score`; it cannot be changed later."),
 ]
 
 
@@ -102,7 +96,8 @@ def forecast(
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
     from pipeline.scaling import decide, predict
 
-    skill.check(task, law, chance, target_loss, inference_tokens, unique)
+    of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
+    skill.check(task, law, chance, **of_the_loss, unique=unique)
     rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
     site = decide.priced(cluster) if cluster else None  # refuse before the fit
     buys = target_loss is not None or flops is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from launch import options
 from launch.tables import new_console, print_json, print_warnings, table
@@ -17,17 +18,13 @@ if TYPE_CHECKING:
     from pipeline.scaling.predict import Ladder
     from pipeline.scaling.record import Score
 
-Resamples = Annotated[
-    int, typer.Option(help="Resamples for the standard errors; 0 for none.", min=0)
-]
+Resamples = Annotated[int, Option(help="Resamples for the standard errors; 0 for none.", min=0)]
 FullGrid = Annotated[
-    bool, typer.Option("--full-grid", help="Use all 4,500 starts of Hoffmann et al.; slow.")
+    bool, Option("--full-grid", help="Use all 4,500 starts of Hoffmann et al.; slow.")
 ]
 ForecastsDir = Annotated[
     Path | None,
-    typer.Option(
-        "--forecasts", help="Directory of registered forecasts (default: beside the runs)."
-    ),
+    Option("--forecasts", help="Directory of registered forecasts (default: beside the runs)."),
 ]
 SPLIT = {"N*": "a", "D*": "b"}
 LEFT_OUT_SHOWN = 12  # reasons printed for points that were left out

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from launch.law import progress
 from launch.options import AsJson
@@ -18,41 +18,37 @@ if TYPE_CHECKING:
     from pipeline.sweep.grid import Planned, Sweep
 
 SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
-File = Annotated[str, typer.Argument(help=SHIPPED)]
-PlanFile = Annotated[
-    str | None, typer.Argument(help=f"{SHIPPED} (default with --target-size: ladder)")
-]
+File = Annotated[str, Argument(help=SHIPPED)]
+PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
 Budget = Annotated[
-    float | None, typer.Option(help="FLOPs for all runs together, instead of the file's budgets.")
+    float | None, Option(help="FLOPs for all runs together, instead of the file's budgets.")
 ]
-Hours = Annotated[float | None, typer.Option(help="The same in hours on the sweep's GPUs.")]
+Hours = Annotated[float | None, Option(help="The same in hours on the sweep's GPUs.")]
 Earlier = Annotated[
-    Path | None, typer.Option("--points", help="CSV of earlier runs; their law centers the grid.")
+    Path | None, Option("--points", help="CSV of earlier runs; their law centers the grid.")
 ]
 Data = Annotated[
     Path | None,
-    typer.Option(help="Prepared data, instead of the sweep's `data`; sets the vocabulary."),
+    Option(help="Prepared data, instead of the sweep's `data`; sets the vocabulary."),
 ]
 Mfu = Annotated[
     float | None,
-    typer.Option(
-        help="MFU from which to compute times, instead of the planner's.", min=0.001, max=1
-    ),
+    Option(help="MFU from which to compute times, instead of the planner's.", min=0.001, max=1),
 ]
 TargetSize = Annotated[
     str | None,
-    typer.Option(help="Size to forecast; simulates how wide the forecast's interval will be."),
+    Option(help="Size to forecast; simulates how wide the forecast's interval will be."),
 ]
 WantedWidth = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--width", help="Half width of that interval, such as 3%; proposes the cheapest ladder."
     ),
 ]
 Noise = Annotated[
-    str | None, typer.Option(help="Simulated scatter of runs around a law (default: 0.3%).")
+    str | None, Option(help="Simulated scatter of runs around a law (default: 0.3%).")
 ]
-Save = Annotated[Path | None, typer.Option(help="Write the proposed ladder to this sweep file.")]
+Save = Annotated[Path | None, Option(help="Write the proposed ladder to this sweep file.")]
 
 
 def plan(

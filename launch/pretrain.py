@@ -153,34 +153,6 @@ def given_only(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inner.items() if value not in (None, {})}
 
 
-def _announce(config: "RunConfig", ranks: int, device: str, *, track: bool, header: bool) -> None:
-    """Print what the run is about to do, and warn if there is too little data for it."""
-    from pipeline.data.corpus import Corpus
-    from pipeline.data.pairs import PairRows, PairStream
-    from pipeline.track import console, mlflow_store
-
-    corpus = Corpus.open(Path(config.data.dir or "."))
-    tokens = corpus.split("train").tokens
-    notes = []
-    rows = PairRows.of(config)
-    if rows is not None:
-        stream = PairStream(corpus, corpus.split("train").shards, rows)
-        tokens = stream.windows * rows.seq  # of the decoder, as all counts of tokens
-        notes.append(f"pairs   {stream}")
-    if header:
-        place = mlflow_store.public(mlflow_store.resolve(""))  # without a password
-        tracked = f"MLflow at {place}" if track else "in the run directory only (--no-track)"
-        lines = console.header(config, ranks, train_tokens=tokens, device=device, tracked=tracked)
-        for line in lines:
-            print(line, flush=True)
-    # Of labelled examples a few thousand are enough, and several passes are usual.
-    if not config.objective.examples:
-        notes += console.data_warnings(config, tokens, corpus.split("valid").tokens)
-    # Without a header stdout may be JSON, so the notes go to stderr.
-    for line in notes:
-        typer.echo(line, err=not header)
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where a planned run trains, and what is printed about it."""
@@ -200,10 +172,38 @@ class Start:
             return
         submit(planned, self.job, track=self.track, dry_run=self.dry_run, as_json=self.as_json)
         if not self.quiet:
-            self._announce(planned, header=False)
+            self._announce(planned.config, header=False)
 
-    def _announce(self, planned: "PlannedRun", *, header: bool) -> None:
-        _announce(planned.config, self.ranks, self.devices.name, track=self.track, header=header)
+    def _announce(self, config: "RunConfig", *, header: bool) -> None:
+        """Print what the run is about to do, and warn if there is too little data for it."""
+        from pipeline.data.corpus import Corpus
+        from pipeline.data.pairs import PairRows, PairStream
+        from pipeline.track import console, mlflow_store
+
+        corpus = Corpus.open(Path(config.data.dir or "."))
+        tokens = corpus.split("train").tokens
+        notes = []
+        rows = PairRows.of(config)
+        if rows is not None:
+            stream = PairStream(corpus, corpus.split("train").shards, rows)
+            tokens = stream.windows * rows.seq  # of the decoder, as all counts of tokens
+            notes.append(f"pairs   {stream}")
+        if header:
+            place = mlflow_store.public(mlflow_store.resolve(""))  # without a password
+            tracked = (
+                f"MLflow at {place}" if self.track else "in the run directory only (--no-track)"
+            )
+            lines = console.header(
+                config, self.ranks, train_tokens=tokens, device=self.devices.name, tracked=tracked
+            )
+            for line in lines:
+                print(line, flush=True)
+        # Of labelled examples a few thousand are enough, and several passes are usual.
+        if not config.objective.examples:
+            notes += console.data_warnings(config, tokens, corpus.split("valid").tokens)
+        # Without a header stdout may be JSON, so the notes go to stderr.
+        for line in notes:
+            typer.echo(line, err=not header)
 
     def _train_here(self, planned: "PlannedRun") -> None:
         """Train to the end or to a stop request."""
@@ -218,7 +218,7 @@ class Start:
         note = ""
         if not run.finished:
             if not self.quiet:
-                self._announce(planned, header=not self.as_json)
+                self._announce(planned.config, header=not self.as_json)
             note, signalled = start(
                 run,
                 nproc=self.ranks,

@@ -33,10 +33,10 @@ _GIB = 2**30
 _SWITCHES = ("embedding_norm", "smear", "residual_scales", "backout")
 
 
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EXAMPLES)(show)
+app = typer.Typer()
 
 
+@app.command(epilog=EXAMPLES)
 def show(
     size: Size = "1b",
     arch: Arch = None,

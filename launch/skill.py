@@ -33,25 +33,17 @@ Chance = Annotated[
 NO_RUNS = ("isoflop", "parabola", "envelope")
 
 
-def check(
-    task: str | None,
-    law: str,
-    chance: float | None,
-    target_loss: float | None,
-    inference_tokens: float | None,
-    unique: float | None,
-) -> None:
+def check(task: str | None, law: str, chance: float | None, **of_the_loss: float | None) -> None:
     """Refuse options that make no sense for a task, before anything is read."""
     if task is None:
         if chance is not None:
             raise ConfigError("--chance is the accuracy of guessing on a task; give --task too")
         return
-    given = {"target-loss": target_loss, "inference-tokens": inference_tokens, "unique": unique}
-    for name, value in given.items():
+    for name, value in of_the_loss.items():
         if value is not None:
             raise ConfigError(
-                f"--task cannot be combined with --{name}, which is about the held-out loss; give "
-                f"--size, --params with --tokens, --flops or --targets"
+                f"--task cannot be combined with --{name.replace('_', '-')}, which is about the "
+                f"held-out loss; give --size, --params with --tokens, --flops or --targets"
             )
     if law in NO_RUNS:
         raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from launch.options import AsJson, examples, parse_output
 from launch.plan import Budget, Data, Earlier, File, Hours, lay_out, plan
@@ -30,21 +31,21 @@ app.command(
     )
 )(plan)
 
-Jobs = Annotated[int, typer.Option(help="Runs at a time.", min=1)]
+Jobs = Annotated[int, Option(help="Runs at a time.", min=1)]
 _OUT = "Directory of the runs (default: runs/EXPERIMENT)."
-Out = Annotated[Path | None, typer.Option(parser=parse_output, metavar="PATH", help=_OUT)]
-Track = Annotated[bool, typer.Option("--track/--no-track", help="Send runs to MLflow too.")]
-Slurm = Annotated[bool, typer.Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
+Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
+Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow too.")]
+Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
 GpusPerNode = Annotated[
     int | None,
-    typer.Option(help="GPUs of a run (default: one per process, 0 without a cluster).", min=0),
+    Option(help="GPUs of a run (default: one per process, 0 without a cluster).", min=0),
 ]
 After = Annotated[
-    str | None, typer.Option(help="SLURM job that must succeed first, such as that of the data.")
+    str | None, Option(help="SLURM job that must succeed first, such as that of the data.")
 ]
-ThenFit = Annotated[bool, typer.Option("--fit", help="Afterwards fit the law, in another job.")]
+ThenFit = Annotated[bool, Option("--fit", help="Afterwards fit the law, in another job.")]
 Cpu = Annotated[
-    bool, typer.Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
+    bool, Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
 ]
 CORE_FLOPS_S = 7e10  # FLOP/s of one core: two train the sweep `cpu` in three minutes
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from launch.options import AsJson, Settings, Size, examples
 from launch.tables import print_json
@@ -15,11 +16,9 @@ from pipeline.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from pipeline.bench.equivalence import Layout, Outcome
 
-Processes = Annotated[int, typer.Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
-Layouts = Annotated[
-    str, typer.Option("--layouts", help="all, or names as printed, separated by commas.")
-]
-Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
+Processes = Annotated[int, Option("--nproc", min=1, help="Ranks; on GPUs, one per GPU.")]
+Layouts = Annotated[str, Option("--layouts", help="all, or names as printed, separated by commas.")]
+Dtype = Annotated[str, Option(help="fp32 or bf16.")]
 
 
 app = typer.Typer()
@@ -46,7 +45,7 @@ _RATES = {
 )
 def verify(
     size: Size = "tiny",
-    arch: Annotated[str, typer.Option(help="Architecture, a name in configs/arch.")] = "mla-moe",
+    arch: Annotated[str, Option(help="Architecture, a name in configs/arch.")] = "mla-moe",
     nproc: Processes = 2,
     chosen: Layouts = "all",
     dtype: Dtype = "fp32",

@@ -145,13 +145,11 @@ def _plain_muon(model: nn.Module, cfg: settings.Muon, config: RunConfig) -> Call
 class _SumsInFp32(TorchFunctionMode):
     """Multiply bf16 matrices on a CPU as optim/muon.py does: a hundred times faster than torch."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        product = function in (torch.addmm, torch.Tensor.matmul)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        product = func in (torch.addmm, torch.Tensor.matmul)
         if product and args[0].dtype == torch.bfloat16 and not args[0].is_cuda:
-            return function(*(each.float() for each in args), **kwargs or {}).bfloat16()
-        return function(*args, **kwargs or {})
+            return func(*(each.float() for each in args), **kwargs or {}).bfloat16()
+        return func(*args, **kwargs or {})
 
 
 def _split(name: str, p: Tensor, cfg: Model) -> list[Tensor]:

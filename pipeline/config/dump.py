@@ -27,13 +27,14 @@ def to_toml(config: RunSpec) -> str:
 
 def flat(config: Frozen) -> dict[str, Any]:
     """Settings by dotted key, secrets masked."""
-    return dict(_flat(config.model_dump(mode="json"), ""))
+    return dict(dotted(config.model_dump(mode="json")))
 
 
-def _flat(table: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def dotted(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested table, each with its dotted key."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{key}.")
+            yield from dotted(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -275,10 +275,14 @@ def parse_set(text: str) -> dict[str, Any]:
         parsed = value
     except RecursionError:
         raise ConfigError(f"--set {key}=...: the value is nested too deeply") from None
-    # From the inside out: {"a": {"b": value}}.
+    return nested(key, parsed)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the table in which a dotted key has this value: a.b gives {"a": {"b": value}}."""
     for part in reversed(key.split(".")):
-        parsed = {part.strip(): parsed}
-    return parsed  # type: ignore[no-any-return]
+        value = {part.strip(): value}
+    return cast("dict[str, Any]", value)
 
 
 def validate(kind: type[T], table: Table, where: str = "") -> T:

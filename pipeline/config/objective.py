@@ -4,7 +4,7 @@ Special ids (mask, sentinels) are above the tokenizer's own. A model's vocabular
 as its objective needs, so that every objective can use the same token shards.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,10 +17,7 @@ class Causal(BaseObjective):
     """Predict each token from those before it."""
 
     kind: Literal["causal"] = "causal"
-
-    @property
-    def whole_text(self) -> bool:
-        return True
+    whole_text: ClassVar[bool] = True
 
 
 class Prefix(BaseObjective):
@@ -28,13 +25,8 @@ class Prefix(BaseObjective):
     both directions (arXiv 1910.10683, §3.2.2). The end of the prefix is random."""
 
     kind: Literal["prefix"] = "prefix"
-    share: OpenShare = (
-        0.5  # share of a row's tokens that are predicted, the same number in every row
-    )
-
-    @property
-    def whole_text(self) -> bool:
-        return True
+    share: OpenShare = 0.5  # of a row's tokens that are predicted, the same number in every row
+    whole_text: ClassVar[bool] = True
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
         return seq + 1  # the last token is predicted but not read
@@ -53,16 +45,13 @@ class Masked(BaseObjective):
     # A row is two parts of a text, and the model also predicts whether the second follows the first
     # (BERT), or whether the two were swapped (ALBERT, arXiv 1909.11942).
     pairs: Literal["none", "next", "order"] = "none"
+    stack: ClassVar[Stack] = "encoder"
 
     @model_validator(mode="after")
     def _one_whole(self) -> Self:
         text = f"mask={self.mask} and random={self.random} are together above 1; lower one of them"
         require(self.mask + self.random <= 1 + 1e-9, text)
         return self
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder"
 
     @property
     def special_ids(self) -> int:
@@ -81,14 +70,9 @@ class Replaced(BaseObjective):
     tokens of other texts, or samples of `model.generator`, which is trained to fill masks."""
 
     kind: Literal["replaced"] = "replaced"
-    rate: OpenShare = (
-        0.15  # share of tokens that are replaced; there is a prediction for every token
-    )
+    rate: OpenShare = 0.15  # share of tokens that are replaced; every token has a prediction
     trained: bool = False  # whether the model has a generator; new runs derive it from the model
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder"
+    stack: ClassVar[Stack] = "encoder"
 
     @property
     def special_ids(self) -> int:
@@ -108,10 +92,7 @@ class Pairs(BaseObjective):
     # either side is that of its language (M2M-100, arXiv 2010.11125).
     directions: Literal["first", "every"] = "first"
     languages: tuple[str, ...] = ()  # columns of the data; a new run reads them from its manifest
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder-decoder"
+    stack: ClassVar[Stack] = "encoder-decoder"
 
     @property
     def tagged(self) -> bool:
@@ -135,10 +116,7 @@ class Answers(BaseObjective):
     """Predict the answer to a prompt. The prompt itself is not predicted (objective/noise.py)."""
 
     kind: Literal["answers"] = "answers"
-
-    @property
-    def examples(self) -> bool:
-        return True
+    examples: ClassVar[bool] = True
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
         return seq + 2  # the end after the prompt, and the last token, which is not read
@@ -153,6 +131,7 @@ class Labels(BaseObjective):
     reads: Literal["last", "first"] = "last"
     lm_weight: Weight = 0.0  # weight of the language-model loss on the text; GPT has 0.5
     special: Count = 0  # ids above the tokenizer's that the pretrained model has
+    examples: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _tokens_ahead(self) -> Self:
@@ -162,7 +141,7 @@ class Labels(BaseObjective):
         return self
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> Stack:  # type: ignore[override]  # not the same for all labels
         return "decoder" if self.reads == "last" else "encoder"
 
     @property
@@ -173,10 +152,6 @@ class Labels(BaseObjective):
     @property
     def special_ids(self) -> int:
         return self.special
-
-    @property
-    def examples(self) -> bool:
-        return True
 
     @property
     def token_weight(self) -> float | None:

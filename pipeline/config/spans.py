@@ -1,7 +1,7 @@
 """What every objective has, and those that cut spans out of a text: T5's, UL2's and BART's."""
 
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,11 +14,11 @@ _Length = Annotated[float, Field(ge=1)]
 
 class BaseObjective(Frozen):
     kind: str
-
-    @property
-    def stack(self) -> Stack:
-        """The stack that this objective needs."""
-        return "decoder"
+    stack: ClassVar[Stack] = "decoder"  # the stack that this objective needs
+    # Whether the loss covers running text, so that bits per byte exist.
+    whole_text: ClassVar[bool] = False
+    # Whether a row is one example of a file (`launch finetune`), and not running text.
+    examples: ClassVar[bool] = False
 
     @property
     def special_ids(self) -> int:
@@ -51,19 +51,9 @@ class BaseObjective(Frozen):
         return " ".join([self.kind, *(f"{key}={value}" for key, value in given.items())])
 
     @property
-    def whole_text(self) -> bool:
-        """Whether the loss covers running text, so that bits per byte exist."""
-        return False
-
-    @property
     def label_smoothing(self) -> float:
         """Share of each target's probability that training spreads over the vocabulary."""
         return 0.0
-
-    @property
-    def examples(self) -> bool:
-        """Whether a row is one example of a file (`launch finetune`), and not running text."""
-        return False
 
     @property
     def token_weight(self) -> float | None:
@@ -76,15 +66,12 @@ class _Cut(BaseObjective):
 
     rate: OpenShare  # share of tokens that are cut out
     length: _Length  # mean length of a span in tokens
+    stack: ClassVar[Stack] = "encoder-decoder"
 
     @model_validator(mode="after")
     def _tokens_between(self) -> Self:
         _check_spans(self.rate, self.length)
         return self
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder-decoder"
 
     def noise(self, tokens: int) -> tuple[int, int]:
         """Return the number of tokens to cut out of a text of this length, and of spans."""
@@ -182,10 +169,7 @@ class Mixture(BaseObjective):
     kind: Literal["mixture"] = "mixture"
     denoisers: Annotated[tuple[Denoiser, ...], Field(min_length=1)] = _UL2
     sentinels: Positive = 128
-
-    @property
-    def stack(self) -> Stack:
-        return "encoder-decoder"
+    stack: ClassVar[Stack] = "encoder-decoder"
 
     @property
     def special_ids(self) -> int:

@@ -42,9 +42,8 @@ class Design(Frozen):
     # Width of the embedding's rows, which a projection widens (ALBERT). A tied head uses it too.
     embedding_rank: Positive | None = None
     segments: Count = 0  # kinds of text in a row; each has an embedding that is added (BERT)
-    mtp: Annotated[int, Field(ge=0, le=100)] = (
-        0  # extra tokens predicted, one block each: DeepSeek-V3
-    )
+    # Extra tokens predicted, one block each (DeepSeek-V3).
+    mtp: Annotated[int, Field(ge=0, le=100)] = 0
     mtp_weight: Weight = 0.3
     init_std: Rate
     # The std of a matrix is init_std, or with "fan_in" init_std/√inputs.

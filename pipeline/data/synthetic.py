@@ -32,9 +32,8 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Language:
-    classes: tuple[
-        int, ...
-    ]  # words per class; powers of two, because permutations work modulo 2**k
+    # Words per class: powers of two, because permutations work modulo 2**k.
+    classes: tuple[int, ...]
     lengths: tuple[int, ...]  # bytes per word: frequent words are short
     weights: tuple[float, ...]  # a word of class c is 3–5 times as frequent as one of class c + 1
     farther: bool = True  # every other class also depends on the class of the word before the last

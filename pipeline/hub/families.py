@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config.dump import flat
-from pipeline.config.layers import merge, nearest, validate
+from pipeline.config.layers import merge, nearest, nested, validate
 from pipeline.config.parts import NTK, MoE, RoPE
 from pipeline.config.shape import Model
 from pipeline.config.switches import Multipliers
@@ -226,12 +226,9 @@ def from_hub_config(theirs: Mapping[str, Any]) -> tuple[Model, Family]:
 def _read(theirs: Mapping[str, Any], family: Family) -> Model:
     table: Table = {"arch": family.kind, **family.implied}
     for key, ours in _pairs(family):
-        part = theirs.get(key)
         # A key that is missing or null leaves our default.
-        if part is not None:
-            for name in reversed(ours.split(".")):
-                part = {name: part}
-            table = merge(table, part)
+        if theirs.get(key) is not None:
+            table = merge(table, nested(ours, theirs[key]))
     for converter in family.converters:
         table = merge(table, converter.read(theirs))
     return validate(Model, table, where="config.json")

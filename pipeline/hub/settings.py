@@ -105,13 +105,17 @@ def _read_rope(theirs: Mapping[str, Any], *, scores: bool = False) -> Table:
     return {"position": {**rope, "scaling": scaling}}
 
 
+def layer_types(model: Model) -> list[str]:
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return [kinds[model.windowed(layer)] for layer in range(model.layers)]
+
+
 def _write_windows(model: Model) -> Table:
-    kinds = ["sliding" if model.windowed(layer) else "full" for layer in range(model.layers)]
     window = model.attention.window
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "layer_types": layer_types(model),
     }
 
 
@@ -128,6 +132,10 @@ def _read_windows(theirs: Mapping[str, Any]) -> Table:
             "step and so no counterpart here"
         )
     return {"attention": {"window": theirs["sliding_window"], "global_every": every}}
+
+
+def _write_routed(model: Model) -> Table:
+    return {"mlp_only_layers": [layer for layer in range(model.layers) if not model.routed(layer)]}
 
 
 def _read_routed(theirs: Mapping[str, Any]) -> Table:
@@ -177,10 +185,6 @@ def _read_greedy(theirs: Mapping[str, Any]) -> Table:
     # With "greedy" transformers ignores n_group and topk_group.
     greedy = theirs["topk_method"] == "greedy"
     return {"ffn": {"groups": 1, "top_groups": 1}} if greedy else {}
-
-
-def _write_routed(model: Model) -> Table:
-    return {"mlp_only_layers": [layer for layer in range(model.layers) if not model.routed(layer)]}
 
 
 # Keys of our own class that exist with one kind of feed-forward only: theirs → ours.

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
-from pipeline.hub.settings import Converter, Family, Table
+from pipeline.hub.settings import Converter, Family, Table, layer_types
 
 # Their name of an activation → ours.
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
@@ -39,20 +39,17 @@ def _heads(width: str, heads: str) -> Converter:
     return Converter(lambda model: {}, read)
 
 
-def _write_offset(model: Model) -> Table:
-    return {"max_position_embeddings": model.seq + 2}
-
-
-def _read_offset(theirs: Mapping[str, Any]) -> Table:
-    return {"seq": theirs["max_position_embeddings"] - 2}
+_OFFSET = Converter(
+    lambda model: {"max_position_embeddings": model.seq + 2},
+    lambda theirs: {"seq": theirs["max_position_embeddings"] - 2},
+)
 
 
 def _write_modernbert(model: Model) -> Table:
-    kinds = ["sliding" if model.windowed(layer) else "full" for layer in range(model.layers)]
     position = model.position
     theta = getattr(position, "theta", None)
     return {
-        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "layer_types": layer_types(model),
         "local_attention": 2 * ((model.attention.window or 1) - 1),
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": theta},
@@ -105,14 +102,6 @@ def _read_lengths(theirs: Mapping[str, Any]) -> Table:
     return {"seq": longest, "source_seq": longest}
 
 
-def _write_scale(model: Model) -> Table:
-    return {"scale_embedding": model.embedding_multiplier != 1}
-
-
-def _read_scale(theirs: Mapping[str, Any]) -> Table:
-    return {"multipliers": {"embedding": "root_width"}} if theirs["scale_embedding"] else {}
-
-
 def _read_t5(theirs: Mapping[str, Any]) -> Table:
     """transformers ties every T5 but scales its logits by this key; T5 v1.1 has neither."""
     scaled = theirs.get("scale_decoder_outputs", theirs["tie_word_embeddings"])
@@ -128,10 +117,6 @@ def _write_t5(model: Model) -> Table:
 def _read_electra(theirs: Mapping[str, Any]) -> Table:
     rank = theirs["embedding_size"]
     return {"embedding_rank": None if rank == theirs["hidden_size"] else rank}
-
-
-def _write_electra(model: Model) -> Table:
-    return {"embedding_size": model.input_width}
 
 
 def _refuse_no_segments(model: Model) -> Table:
@@ -175,11 +160,17 @@ _SIDES = (
     "encoder_layers:encoder_layers decoder_attention_heads:attention.heads "
     "decoder_ffn_dim:ffn.hidden tie_word_embeddings:tied"
 )
+_SCALE = Converter(
+    lambda model: {"scale_embedding": model.embedding_multiplier != 1},
+    lambda theirs: (
+        {"multipliers": {"embedding": "root_width"}} if theirs["scale_embedding"] else {}
+    ),
+)
 _SIDES_PARTS = (
     _renamed("activation_function", "ffn.activation", _ACTIVATIONS),
     _heads("d_model", "decoder_attention_heads"),
     Converter(_write_lengths, _read_lengths),
-    Converter(_write_scale, _read_scale),
+    _SCALE,
 )
 _SIDES_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 _SIDES_IMPLIED: Table = {**_BIASED, "stack": "encoder-decoder"}
@@ -219,7 +210,7 @@ STACK_FAMILIES = (
         _BERT_TIED.replace(" max_position_embeddings:seq", ""),
         {**_BERT, "position": {"kind": "learned", "offset": 2}},
         {**_NO_DECODER, "pad_token_id": 1},  # positions count from the token after padding
-        (*_BERT_PARTS, Converter(_write_offset, _read_offset)),
+        (*_BERT_PARTS, _OFFSET),
         _DROPOUTS,
         (*(f"lm_head.{copy}" for copy in _COPIES), "roberta.embeddings.position_ids"),
     ),
@@ -276,7 +267,10 @@ STACK_FAMILIES = (
         f"{_BERT_KEYS} type_vocab_size:segments",
         {**_BERT, "head": "replaced", "tied": False},
         _NO_DECODER,
-        (*_BERT_PARTS, Converter(_write_electra, _read_electra)),
+        (
+            *_BERT_PARTS,
+            Converter(lambda model: {"embedding_size": model.input_width}, _read_electra),
+        ),
         _DROPOUTS,
         ("electra.embeddings.position_ids",),
     ),

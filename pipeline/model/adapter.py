@@ -6,7 +6,6 @@ A frozen weight is a buffer: no engine looks for its gradient, no optimizer has 
 a checkpoint stores it under its own name. When a trained model is loaded, the product is merged.
 """
 
-import hashlib
 from collections.abc import Mapping, MutableMapping
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Lora
 from pipeline.config.shape import BLOCKS, GATES
+from pipeline.model.build import draw_normal
 
 _DOWN = "lora_down"
 _UP = "lora_up"
@@ -47,11 +47,8 @@ def adapt(model: nn.Module, lora: Lora, seed: int, dtype: torch.dtype = torch.fl
             gate = f"{path}.weight".endswith(GATES)  # too small for an adapter
             if isinstance(child, nn.Linear) and path.startswith(BLOCKS) and not gate:
                 adapted = AdaptedLinear(child, lora)
-                key = hashlib.sha256(f"{seed}/{path}.{_DOWN}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
                 std = child.in_features**-0.5
-                with torch.no_grad():
-                    adapted.lora_down.normal_(0.0, std, generator=generator)
+                draw_normal(adapted.lora_down, std, f"{seed}/{path}.{_DOWN}")
                 setattr(module, leaf, adapted)
     freeze(model, dtype)
 

@@ -31,29 +31,25 @@ from pipeline.model.position import Rotary, rotate
 
 
 class Scoring(NamedTuple):
-    """How q·k becomes a score, apart from the mask."""
+    """How q·k becomes a score."""
 
     scale: float
     softcap: float | None = None  # Gemma 2 (arXiv 2408.00118)
+    mask: Mask = None
+    bias_HQK: Tensor | None = None
+    sinks_H: Tensor | None = None
 
 
-def attend(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    scoring: Scoring,
-    mask: Mask = None,
-    bias_HQK: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
     """Softmax attention, (B, H, Q, E), with the fastest kernel that supports the mask."""
-    if isinstance(mask, BlockMask):
-        if torch.compiler.is_compiling():
-            return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
-        mask = _dense(mask, q_BHQD.device)  # without a compiler FlexAttention is slow, and warns
-    if scoring.softcap is not None or sinks_H is not None:
+    # Without a compiler FlexAttention is slow, and warns.
+    if isinstance(scoring.mask, BlockMask) and torch.compiler.is_compiling():
+        return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, scoring.mask)
+    if scoring.softcap is not None or scoring.sinks_H is not None:
         # SDPA has neither. This is for CPUs and decoding; training on a GPU uses FlexAttention.
-        return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+        return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
+    mask = _dense(scoring.mask, q_BHQD.device)
+    bias_HQK = scoring.bias_HQK
     # A single query at the end of the cache attends to every key, so it needs no mask. SDPA's
     # `is_causal` would let it attend to the first key only.
     causal = mask is None and bias_HQK is None and q_BHQD.shape[2] == k_BGKD.shape[2]
@@ -71,38 +67,24 @@ def attend(
     )
 
 
-def eager(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    v_BGKE: Tensor,
-    scoring: Scoring,
-    mask: Tensor | Literal["all"] | None = None,
-    bias_HQK: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def eager(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
     """The definition of attention, in fp32, with every score in memory."""
-    weights_BHQK = weigh(q_BHQD, k_BGKD, scoring, mask, bias_HQK, sinks_H)
+    weights_BHQK = weigh(q_BHQD, k_BGKD, scoring)
     v_BHKE = v_BGKE.repeat_interleave(q_BHQD.shape[1] // v_BGKE.shape[1], 1)
     return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
 
 
-def weigh(
-    q_BHQD: Tensor,
-    k_BGKD: Tensor,
-    scoring: Scoring,
-    mask: Tensor | Literal["all"] | None = None,
-    bias_HQK: Tensor | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def weigh(q_BHQD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
     """How much each query attends to each key, (B, H, Q, K), in fp32."""
     k_BHKD = k_BGKD.repeat_interleave(q_BHQD.shape[1] // k_BGKD.shape[1], 1)
     scores_BHQK = (q_BHQD.float() @ k_BHKD.float().mT) * scoring.scale
     if scoring.softcap is not None:
         scores_BHQK = scoring.softcap * torch.tanh(scores_BHQK / scoring.softcap)
-    scores_BHQK = (scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK)).float()
-    if sinks_H is not None:
+    mask = _dense(scoring.mask, q_BHQD.device)
+    scores_BHQK = (scores_BHQK + _additive_mask(q_BHQD, k_BGKD, mask, scoring.bias_HQK)).float()
+    if scoring.sinks_H is not None:
         # A sink is one more key, whose value is zero.
-        sink = sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
+        sink = scoring.sinks_H.float()[:, None, None].expand(*scores_BHQK.shape[:3], 1)
         return torch.cat((scores_BHQK, sink), -1).softmax(-1)[..., :-1]
     return scores_BHQK.softmax(-1)
 
@@ -123,24 +105,20 @@ def _additive_mask(
     return torch.where(mask, bias, float("-inf"))
 
 
-def _dense(mask: BlockMask, device: torch.device) -> Tensor:
+def _dense(mask: Mask, device: torch.device) -> Tensor | Literal["all"] | None:
     """Return the same mask with an entry for each query and key."""
+    if not isinstance(mask, BlockMask):
+        return mask
     rows, heads, queries, keys = mask.shape
     seen: Tensor = create_mask(mask.mask_mod, rows, heads, queries, keys, str(device))
     # A query without keys attends to all of them, because a softmax over none would be NaN.
     return seen | ~seen.any(-1, keepdim=True)
 
 
-def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scoring: Scoring,
-    mask: BlockMask,
-    bias_HQK: Tensor | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) -> Tensor:
     cap = scoring.softcap
+    bias_HQK = scoring.bias_HQK
+    sinks_H = scoring.sinks_H
 
     def shape(score: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if cap is not None:
@@ -184,21 +162,13 @@ class Sequence:
         """Return the count over the tokens before this process's part, and over the whole row."""
         return count.new_zeros(()), count
 
-    def attend(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        scoring: Scoring,
-        mask: Mask,
-        bias_HQK: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
+    def attend(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
         """Attention of this process's tokens; bias and mask are those of the whole row."""
+        scale, softcap, mask, bias_HQK, sinks_H = scoring
         bias = None if bias_HQK is None else self.cut(bias_HQK, 0)
         sinks = None if sinks_H is None else self.cut(sinks_H, 0)
         q, k, v = self.to_heads(q_BHQD, k_BGKD, v_BGKE)
-        return self.to_tokens(attend(q, k, v, scoring, mask, bias, sinks))
+        return self.to_tokens(attend(q, k, v, Scoring(scale, softcap, mask, bias, sinks)))
 
     def to_heads(
         self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor
@@ -218,20 +188,9 @@ class Watched(Sequence):
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         self._report = report
 
-    def attend(
-        self,
-        q_BHQD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKE: Tensor,
-        scoring: Scoring,
-        mask: Mask,
-        bias_HQK: Tensor | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        if isinstance(mask, BlockMask):
-            mask = _dense(mask, q_BHQD.device)
-        self._report(weigh(q_BHQD, k_BGKD, scoring, mask, bias_HQK, sinks_H))
-        return eager(q_BHQD, k_BGKD, v_BGKE, scoring, mask, bias_HQK, sinks_H)
+    def attend(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
+        self._report(weigh(q_BHQD, k_BGKD, scoring))
+        return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
 
 
 class GroupedAttention(nn.Module):
@@ -245,7 +204,7 @@ class GroupedAttention(nn.Module):
         self.windowed = windowed
         self.placed = placed
         self.eps = model.norm.eps
-        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.scale = model.score_scale
         self.sequence = Sequence()
         # One matmul instead of three.
         fused = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
@@ -269,7 +228,8 @@ class GroupedAttention(nn.Module):
             k_BSGD, v_BSGD = cache.append(k_BSGD, v_BSGD)
         # Heads before tokens. These are views, which every attention kernel accepts.
         q_BHSD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in (q_BSHD, k_BSGD, v_BSGD))
-        y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, self.scoring, mask, bias, self.sinks)
+        scoring = Scoring(self.scale, self.cfg.softcap, mask, bias, self.sinks)
+        y_BHSD = self.sequence.attend(q_BHSD, k_BGSD, v_BGSD, scoring)
         out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
         return out
 
@@ -305,7 +265,7 @@ class LatentAttention(nn.Module):
         self.cfg = cfg
         self.windowed = windowed
         self.placed = placed
-        self.scoring = Scoring(model.score_scale, cfg.softcap)
+        self.scale = model.score_scale
         self.sequence = Sequence()
         width = model.width
         rank = cfg.q_rank
@@ -322,6 +282,7 @@ class LatentAttention(nn.Module):
     def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
         c = self.cfg
         mask, bias, table = context.at(self.windowed, self.placed)
+        scoring = Scoring(self.scale, c.softcap, mask, bias, self.sinks)
         q_BSHD = self.q_up(self.q_norm(self.q_down(x_BSW))).unflatten(-1, (c.heads, c.score_dim))
         q_nope, q_rope = q_BSHD.split((c.nope_dim, c.rope_dim), dim=-1)
         latent_BSR, k_rope = self.kv_down(x_BSW).split((c.kv_rank, c.rope_dim), dim=-1)
@@ -336,7 +297,7 @@ class LatentAttention(nn.Module):
             k_BSHD = torch.cat((k_nope, k_rope.expand(-1, -1, c.heads, -1)), dim=-1)
             q_BSHD = torch.cat((q_nope, q_rope), dim=-1)
             q, k, v = (t.transpose(1, 2) for t in (q_BSHD, k_BSHD, v_BSHE))
-            y_BHSE = self.sequence.attend(q, k, v, self.scoring, mask, bias, self.sinks)
+            y_BHSE = self.sequence.attend(q, k, v, scoring)
         else:
             # Decoding: the cache has kv_rank + rope_dim numbers per token for all heads together.
             latent_BKR, k_rope = cache.append(latent_BSR, k_rope.squeeze(2))
@@ -346,7 +307,45 @@ class LatentAttention(nn.Module):
             q_BHSR = torch.einsum("bshd,hdr->bhsr", q_nope, key_HDR)
             q = torch.cat((q_BHSR, q_rope.transpose(1, 2)), dim=-1)
             k = torch.cat((latent_BKR, k_rope), dim=-1).unsqueeze(1)  # one key for all heads
-            seen_BHSR = attend(q, k, latent_BKR.unsqueeze(1), self.scoring, mask, bias, self.sinks)
+            seen_BHSR = attend(q, k, latent_BKR.unsqueeze(1), scoring)
             y_BHSE = torch.einsum("bhsr,her->bhse", seen_BHSR, value_HER)
         out: Tensor = self.out(y_BHSE.transpose(1, 2).flatten(2))
         return out
+
+
+class CrossAttention(nn.Module):
+    """The decoder's queries over the encoder's output, of E tokens. There are no positions, windows
+    or biases: positions of the two sequences do not correspond."""
+
+    def __init__(self, model: Model, cfg: GQA) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.scale = model.score_scale
+        self.sequence = Sequence()
+        width = cfg.heads * cfg.head_dim
+        self.q = nn.Linear(model.width, width, bias=cfg.bias)
+        self.kv = nn.Linear(model.width, 2 * cfg.kv_heads * cfg.head_dim, bias=cfg.bias)
+        self.out = nn.Linear(width, model.width, bias=cfg.out_bias)
+        self.q_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
+        self.k_norm = make_norm(cfg.head_dim, model.norm) if cfg.qk_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
+
+    def forward(self, x_BSW: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
+        q_BSHD = self.q_norm(self.q(x_BSW).unflatten(-1, (-1, self.cfg.head_dim)))
+        # Keys and values depend on the source only, so decoding computes them once.
+        kept = () if cache is None else cache.source
+        if not kept:
+            kept = self._keys_and_values(context)
+            if cache is not None:
+                cache.source = kept
+        q_BHSD, k_BGED, v_BGED = (t.transpose(1, 2) for t in (q_BSHD, *kept))
+        scoring = Scoring(self.scale, self.cfg.softcap, context.cross, None, self.sinks)
+        y_BHSD = self.sequence.attend(q_BHSD, k_BGED, v_BGED, scoring)
+        out: Tensor = self.out(y_BHSD.transpose(1, 2).flatten(2))
+        return out
+
+    def _keys_and_values(self, context: Context) -> tuple[Tensor, Tensor]:
+        assert context.source_BEW is not None, "the forward pass of an encoder–decoder has a source"
+        kv = self.kv(context.source_BEW).unflatten(-1, (2, -1, self.cfg.head_dim))
+        k_BEGD, v_BEGD = kv.unbind(2)
+        return self.k_norm(k_BEGD), v_BEGD

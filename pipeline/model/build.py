@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_never, cast
 
@@ -12,9 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.config.parts import FFN, GQA, MLA, MoE, Recompute
 from pipeline.config.shape import GATES, TABLES, Model
-from pipeline.model.attention import GroupedAttention, LatentAttention
+from pipeline.model.attention import CrossAttention, GroupedAttention, LatentAttention
 from pipeline.model.block import Block
-from pipeline.model.cross import CrossAttention
 from pipeline.model.ffn import FeedForward
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.norm import deepnorm_beta
@@ -87,13 +85,7 @@ def build_model(
 class _SkipInit(TorchFunctionMode):
     """Skips torch's own initialization, which takes a third as long as ours."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             # These functions fill a tensor and return it. Here it is returned unchanged.
@@ -147,10 +139,10 @@ def init_weights(model: nn.Module, cfg: Model, seed: int) -> None:
             elif hasattr(parameter, "expert"):
                 stacked = enumerate(parameter, start=parameter.expert[0])
                 drawn += [
-                    pool.submit(_normal, one, std, f"{key}.{index}") for index, one in stacked
+                    pool.submit(draw_normal, one, std, f"{key}.{index}") for index, one in stacked
                 ]
             else:
-                drawn.append(pool.submit(_normal, parameter, std, key))
+                drawn.append(pool.submit(draw_normal, parameter, std, key))
         for each in drawn:
             each.result()  # raises what its thread raised
     if not cfg.attention.scaled:
@@ -212,7 +204,7 @@ def _value_rows(fused: Tensor, cfg: GQA | MLA) -> Tensor:
             assert_never(cfg)
 
 
-def _normal(out: Tensor, std: float, key: str) -> None:
+def draw_normal(out: Tensor, std: float, key: str) -> None:
     # Python's own hash differs between processes. The seed must be positive: 63 bits.
     digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

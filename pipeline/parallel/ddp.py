@@ -12,10 +12,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
-from pipeline.parallel import fragments
 from pipeline.parallel.engine import (
     Accept,
     Clock,
+    Engine,
     LocalTensors,
     Micro,
     Passed,
@@ -24,12 +24,12 @@ from pipeline.parallel.engine import (
     balance,
     untimed,
 )
-from pipeline.parallel.fragments import Fragment, Piece
+from pipeline.parallel.fragments import Piece
 from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 
-class DDPEngine:
+class DDPEngine(Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         # `cpu` is explicit: otherwise, on a node without GPUs, Accelerate counts every process but
         # does not wrap the model, and each rank trains alone without an error.
@@ -40,13 +40,13 @@ class DDPEngine:
         ranks = self._accelerator.num_processes
         assert ranks == world.size, "Accelerate did not join the process group"
         self._clip = config.optim.clip
-        self._world = world
+        self.world = world
         self.clock: Clock = untimed
         optimizer = build_optimizer(model.to(world.device), config)
-        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
-        wrapped = isinstance(self._model, DistributedDataParallel)
+        self.wrapped, self._optimizer = self._accelerator.prepare(model, optimizer)
+        wrapped = isinstance(self.wrapped, DistributedDataParallel)
         assert wrapped or world.size == 1, "Accelerate did not wrap the model"
-        bind(self.optimizer, self._pieces(), world)
+        bind(self.optimizer, self.pieces(), world)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -55,19 +55,16 @@ class DDPEngine:
 
     @property
     def module(self) -> nn.Module:
-        inner: nn.Module = self._accelerator.unwrap_model(self._model)
+        inner: nn.Module = self._accelerator.unwrap_model(self.wrapped)
         return inner
 
-    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
-        return self.step(self.forward_backward(micros), lr, accept)
-
     def forward_backward(self, micros: Sequence[Micro]) -> Passed:
-        self._model.train()
+        self.wrapped.train()
         nlls = []
         routings = []
         for micro in micros:
             with self.clock("forward"):
-                losses: Losses = self._model(**micro.inputs)
+                losses: Losses = self.wrapped(**micro.inputs)
             with self.clock("backward"):
                 # Without no_sync DDP reduces after every micro-batch. That is slow, and correct:
                 # what has been averaged before stays the same on every rank.
@@ -82,46 +79,25 @@ class DDPEngine:
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
         apply = accept(passed.nll, norm)
         gate_step(self.optimizer, apply)
-        torch.nn.utils.clip_grads_with_norm_(self._model.parameters(), self._clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(self.wrapped.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         routing = balance(
-            self._accelerator.unwrap_model(self._model), passed.routings, self._world, apply
+            self._accelerator.unwrap_model(self.wrapped), passed.routings, self.world, apply
         )
         return Update(passed.nll, norm, routing)
-
-    @torch.no_grad()
-    def evaluate(self, micro: Micro) -> Losses:
-        self._model.eval()
-        losses: Losses = self._model(**micro.inputs)
-        return losses
-
-    @torch.no_grad()
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        self._model.eval()
-        out: Tensor = self._model(tokens_BS)
-        return out
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None)
 
     def local_tensors(self) -> LocalTensors:
-        parameters = list(self._model.parameters())
+        parameters = list(self.wrapped.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return LocalTensors([*self._model.buffers(), *parameters], [], gradients)
+        return LocalTensors([*self.wrapped.buffers(), *parameters], [], gradients)
 
-    def state(self, *, share: bool = False) -> list[Fragment]:
-        pieces = self._pieces()
-        fragments.create_moments(pieces, self.optimizer)
-        replica = (self._world.rank, self._world.size)
-        return [
-            *fragments.state(pieces, self.optimizer, share=share),
-            *fragments.buffers(self.module, replica, share=share),
-        ]
-
-    def _pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Piece]:
         # Every rank has a copy of everything, so each saves an equal share.
-        replica = (self._world.rank, self._world.size)
+        replica = (self.world.rank, self.world.size)
         return [
             Piece(name, p, p, 0, 0, p.numel(), replica)
             for name, p in self.module.named_parameters()

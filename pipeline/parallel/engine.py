@@ -4,7 +4,7 @@ DeepSpeed implements it for every layout. Accelerate's DDP implements it as the 
 DeepSpeed is compared with.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeline.model.head import Losses
 from pipeline.model.moe import Routing
 from pipeline.model.stack import Decoder
-from pipeline.parallel.fragments import Fragment
+from pipeline.parallel import fragments
+from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import World
 
 
@@ -88,7 +89,11 @@ def accept_always(nll: Tensor, _grad_norm: Tensor) -> Tensor:
 
 
 class Engine(Protocol):
+    """The methods with a body are the same for both engines, which inherit them."""
+
     clock: Clock
+    wrapped: nn.Module  # the model as the engine calls it
+    world: World
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -110,12 +115,21 @@ class Engine(Protocol):
 
     def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
         """Call `forward_backward` and `step`."""
+        return self.step(self.forward_backward(micros), lr, accept)
 
+    @torch.no_grad()
     def evaluate(self, micro: Micro) -> Losses:
         """Return the losses and what is predicted of rows, without gradients."""
+        self.wrapped.eval()
+        losses: Losses = self.wrapped(**micro.inputs)
+        return losses
 
+    @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """Return the logits of every place, without gradients."""
+        self.wrapped.eval()
+        out: Tensor = self.wrapped(tokens_BS)
+        return out
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield reduced, whole gradients by name; of shared experts, those of this rank.
@@ -131,6 +145,16 @@ class Engine(Protocol):
 
         With `share`, only what this rank saves: the ranks' fragments then cover everything once.
         """
+        pieces = list(self.pieces())
+        fragments.create_moments(pieces, self.optimizer)
+        replica = (self.world.rank, self.world.size)
+        return [
+            *fragments.state(pieces, self.optimizer, share=share),
+            *fragments.buffers(self.module, replica, share=share),
+        ]
+
+    def pieces(self) -> Iterable[Piece]:
+        """Locate this rank's fp32 masters."""
 
     def sync_weights(self) -> None:
         """Copy the masters to the weights on every rank, after `state`'s views were written."""

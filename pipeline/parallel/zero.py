@@ -20,6 +20,7 @@ from pipeline.parallel import fragments
 from pipeline.parallel.engine import (
     Accept,
     Clock,
+    Engine,
     LocalTensors,
     Micro,
     Passed,
@@ -28,7 +29,7 @@ from pipeline.parallel.engine import (
     balance,
     untimed,
 )
-from pipeline.parallel.fragments import Fragment, Piece, on_disk
+from pipeline.parallel.fragments import Piece, on_disk
 from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
@@ -54,7 +55,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
 compiler.compile = _compile
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
@@ -69,7 +70,7 @@ class ZeroEngine:
         deepspeed.init_distributed(
             dist_backend=world.backend, timeout=TIMEOUT, verbose=False, auto_mpi_discovery=False
         )
-        self._world = world
+        self.world = world
         self._zero = config.parallel.zero
         self._ep = config.parallel.ep
         self._clip = config.optim.clip
@@ -89,10 +90,11 @@ class ZeroEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=_deepspeed_config(config, world)
         )
+        self.wrapped = self._engine
         if self._zero == 0 and not self._unwrapped:
             # DeepSpeed took a step with gradients of zero, at the learning rate of zero.
             self.optimizer.state.clear()
-        bind(self.optimizer, self._pieces(), world)
+        bind(self.optimizer, self.pieces(), world)
         routed = self._engine.has_moe_layers
         assert routed == (self._ep > 1), "DeepSpeed did not recognize the routed layers"
         self._call_accept_before_stepping()
@@ -110,9 +112,6 @@ class ZeroEngine:
         return inner
 
     # --- the step
-
-    def update(self, micros: Sequence[Micro], lr: float, accept: Accept = accept_always) -> Update:
-        return self.step(self.forward_backward(micros), lr, accept)
 
     def forward_backward(self, micros: Sequence[Micro]) -> Passed:
         self._engine.train()
@@ -141,7 +140,7 @@ class ZeroEngine:
                 self._clip_gradients(self._engine.module.parameters())
         with self.clock("optimizer"):
             self._engine.step()
-        routing = balance(self._engine.module, passed.routings, self._world, self._apply)
+        routing = balance(self._engine.module, passed.routings, self.world, self._apply)
         return Update(passed.nll, self._grad_norm, routing)
 
     def _judge(self, norm: Tensor) -> Tensor:
@@ -183,7 +182,7 @@ class ZeroEngine:
     def _norm_of_parts(self, gradients: Sequence[Tensor], _params: Sequence[Tensor]) -> Tensor:
         """Norm of a parameter group that ranks partition. DeepSpeed's own first copies to fp64."""
         own = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
-        none = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        none = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norms = torch._foreach_norm(own, 2, dtype=torch.float64) if own else ()
         squares = torch.stack([none, *norms]).square().sum().float()
         dist.all_reduce(squares, group=self._optimizer.dp_process_group)
@@ -195,20 +194,8 @@ class ZeroEngine:
         squares = _norm([p.grad for p in parameters if not _is_expert(p)]).square()
         if self._ep > 1:
             shared = _norm([p.grad for p in parameters if _is_expert(p)])
-            squares += self._world.reduce(shared.square()) * self._ep / self._world.size
+            squares += self.world.reduce(shared.square()) * self._ep / self.world.size
         return squares.sqrt()
-
-    @torch.no_grad()
-    def evaluate(self, micro: Micro) -> Losses:
-        self._engine.eval()
-        losses: Losses = self._engine(**micro.inputs)
-        return losses
-
-    @torch.no_grad()
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        self._engine.eval()
-        out: Tensor = self._engine(tokens_BS)
-        return out
 
     # --- the tensors of a rank
 
@@ -239,17 +226,8 @@ class ZeroEngine:
             masters = [master for group in wrapper.fp32_groups for master in group]
         return LocalTensors([*buffers, *weights], masters, gradients, experts, expert_gradients)
 
-    def state(self, *, share: bool = False) -> list[Fragment]:
-        pieces = list(self._pieces())
-        fragments.create_moments(pieces, self.optimizer)
-        replica = (self._world.rank, self._world.size)
-        return [
-            *fragments.state(pieces, self.optimizer, share=share),
-            *fragments.buffers(self._engine.module, replica, share=share),
-        ]
-
-    def _pieces(self) -> Iterator[Piece]:
-        """Locate the fp32 masters. DeepSpeed 0.19.8 has four ways, by stage and dtype."""
+    def pieces(self) -> Iterator[Piece]:
+        """DeepSpeed 0.19.8 has four ways to keep the masters, by stage and dtype."""
         wrapper = self._optimizer
         masters: dict[int, Tensor] = {}
         if self._zero == 0 and not self._unwrapped:
@@ -277,7 +255,7 @@ class ZeroEngine:
     def _replica(self, p: nn.Parameter) -> tuple[int, int]:
         """Which of how many copies of a parameter this rank has."""
         if not _is_expert(p):
-            return self._world.rank, self._world.size
+            return self.world.rank, self.world.size
         name: str = p.group_name  # type: ignore[attr-defined]
         rank: int = groups._get_expert_data_parallel_rank(name)
         size: int = groups._get_expert_data_parallel_world_size(name)
@@ -315,7 +293,7 @@ class ZeroEngine:
         if offload.optimizer == "nvme":
             for master in wrapper.fp32_partitioned_groups_flat:
                 master.data = allocate(master).copy_(master)
-            fragments.create_moments(self._pieces(), self.optimizer, allocate)
+            fragments.create_moments(self.pieces(), self.optimizer, allocate)
 
 
 def _is_expert(p: Tensor) -> bool:

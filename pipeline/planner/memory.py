@@ -11,7 +11,7 @@ from pipeline.config.parts import FFN, GQA, MLA, Dtype, MoE, Recompute
 from pipeline.config.schema import Lora, Offload, RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.planner import count
-from pipeline.planner.lora import adapters, frozen_params, trained_params
+from pipeline.planner.work import adapters, frozen_params, trained_params
 
 MEMORY_ERROR = 0.1  # the largest relative error of an estimate (docs/BENCHMARKS.md)
 # Share of a GPU's memory that tensors can use; driver, NCCL and fragmentation take the rest.
@@ -82,15 +82,10 @@ class Memory:
 
 def model_memory(
     model: Model,
-    *,
+    layout: Layout,
     dtype: Dtype,
-    zero: int,
-    ranks: int,
-    micro_batch: int,
-    loss_chunk: int,
-    recompute: Recompute = False,
-    ep: int = 1,
-    sp: int = 1,
+    *,
+    loss_chunk: int = 1,
     accumulate: bool = True,
     offload: bool = False,
     muon: bool = False,
@@ -101,7 +96,10 @@ def model_memory(
     states are stored and updated elsewhere."""
     counted = count.params(model)
     size = count.BYTES[dtype]
-    tokens = micro_batch * model.seq // sp
+    zero = layout.zero
+    ranks = layout.ranks
+    ep = layout.ep
+    tokens = layout.micro_batch * model.seq // layout.sp
 
     def held(bytes_per_param: int, *, sharded: bool, of: int = counted.total) -> int:
         shards = ranks if sharded else 1
@@ -114,7 +112,7 @@ def model_memory(
     part = held(size, sharded=zero >= 1)
     # Stage 2 collects the gradients of one block; stage 3 also its weights and the next block's.
     gathered = (0, 0, 1, 3)[zero] * _largest_block(model, ep) * size if ranks > 1 else 0
-    kept, largest = _activations(model, recompute)
+    kept, largest = _activations(model, layout.recompute)
     first_block = gathered + tokens * largest * size  # the backward pass reaches it last
     # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
     copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
@@ -232,14 +230,9 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
     offload = config.parallel.offload
     held = model_memory(
         config.model,
-        dtype=config.train.dtype,
-        zero=layout.zero,
-        ranks=layout.ranks,
-        micro_batch=layout.micro_batch,
+        layout,
+        config.train.dtype,
         loss_chunk=config.train.loss_chunk,
-        recompute=layout.recompute,
-        ep=layout.ep,
-        sp=layout.sp,
         accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
         offload=offload.optimizer is not None,
         muon=uses_muon(config),

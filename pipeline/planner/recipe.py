@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError
 from pipeline.planner import rates
 from pipeline.planner.count import params
-from pipeline.planner.memory import model_memory
+from pipeline.planner.memory import Layout, model_memory
 from pipeline.planner.work import training_flops
 
 _MOST_TOKENS = 1e18  # 30,000 times the tokens of the largest published corpora
@@ -143,9 +143,7 @@ def _micro_batch(spec: RunSpec, rows: int, dtype: Dtype, *, gpu: bool) -> int:
     sp = spec.parallel.sp
     most = max(1, 16384 * sp // spec.model.seq)
     if gpu:
-        one = model_memory(
-            spec.model, dtype=dtype, zero=1, ranks=1, micro_batch=1, loss_chunk=1, sp=sp
-        )
+        one = model_memory(spec.model, Layout(ranks=1, zero=1, sp=sp), dtype)
         most = max(most, _ACTIVATION_BYTES // one.activations)
     # A divisor, so that all micro-batches of a step have the same size.
     return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)

@@ -17,7 +17,6 @@ from pipeline.config.parts import GQA, Dtype, MoE, Recompute
 from pipeline.config.schema import Cluster, Rates, RunConfig, RunSpec
 from pipeline.config.shape import Model, divisors
 from pipeline.planner import count
-from pipeline.planner.lora import adapted_flops, trained_params
 from pipeline.planner.memory import (
     USABLE,
     Layout,
@@ -27,7 +26,7 @@ from pipeline.planner.memory import (
     model_memory,
     uses_muon,
 )
-from pipeline.planner.work import teacher_model, training_flops
+from pipeline.planner.work import adapted_flops, teacher_model, trained_params, training_flops
 
 # Measured on one H200: a compiled 1.1B model, micro-batches of 8 × 2048 (docs/LOG.md).
 TOUCHES = 5  # passes over the kept activations, forward and backward: 13% of the step
@@ -199,7 +198,7 @@ def _token_s(
     matmul = (flops.matmul - routed) / rates.matmul_share + routed / rates.expert_share
     arithmetic = (matmul + flops.attention / rates.attention_share) / peak
     arithmetic *= flops.hardware / flops.model
-    held = model_memory(model, dtype=dtype, zero=3, ranks=1, micro_batch=1, loss_chunk=1)
+    held = model_memory(model, Layout(ranks=1, zero=3), dtype)
     kept = held.activations / model.seq
     # Two of the five passes belong to the forward, which recomputation repeats.
     passes = TOUCHES * {False: 1, "selective": 1.2, True: 1.4}[recompute]

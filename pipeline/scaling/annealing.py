@@ -102,7 +102,7 @@ def fit_gap(gaps: Sequence[tuple[float, float, float]]) -> Gap:
 def with_curves(points: Points, runs: Sequence[Run]) -> Points:
     """Return the final points of these runs, and corrected losses from their plateaus."""
     # The longest first: a branch repeats the losses of its trunk, which must not count twice.
-    finished = sorted(filter(_has_loss, runs), key=_tokens, reverse=True)
+    finished = sorted(filter(_has_loss, runs), key=lambda run: -float(run.evals[-1]["tokens"]))
     gaps = []
     plateaus = []
     for found in filter(None, map(plateau, finished)):
@@ -143,10 +143,6 @@ def with_curves(points: Points, runs: Sequence[Run]) -> Points:
 def _has_loss(run: Run) -> bool:
     # A loss that was not finite is logged as null.
     return run.finished and bool(run.evals) and (run.evals[-1].get("loss") or 0) > 0
-
-
-def _tokens(run: Run) -> float:
-    return float(run.evals[-1]["tokens"])
 
 
 def _joined(points: Points, rows: Array, names: Sequence[str], gap: Gap) -> Points:

@@ -5,12 +5,13 @@ The least cost for a loss is found by searching over total costs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
 from pipeline.config.layers import load, load_cluster, names
 from pipeline.config.schema import Cluster
@@ -144,17 +145,7 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
             f"target_loss={target:g} is above every loss that the law describes; the largest "
             f"measured is {study.fit.points.loss.max():.4g}"
         )
-    return math.exp(_falling_root(lambda x: loss(x) - target, low, high))
-
-
-def _falling_root(f: Callable[[float], float], low: float, high: float) -> float:
-    for _ in range(60):
-        middle = (low + high) / 2
-        if f(middle) > 0:
-            low = middle
-        else:
-            high = middle
-    return high
+    return math.exp(optimize.brentq(lambda log_c: loss(log_c) - target, low, high))
 
 
 def cost_range(

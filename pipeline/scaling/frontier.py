@@ -15,16 +15,6 @@ GAP = 1.1  # compute values more than 10% apart belong to two budgets
 UNEQUAL = 1.5  # the largest ratio of compute within one budget
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The best split of each compute: N*(C), D*(C) and the loss there."""
-
-    C: Array
-    N: Array
-    D: Array
-    loss: Array
-
-
 def flops_per_parameter_token(points: Points) -> float:
     """C / (N·D): 6 by Hoffmann's convention, a little more where attention is counted."""
     return float(np.median(points.C / (points.N * points.D)))
@@ -69,8 +59,8 @@ def best_split(terms: Array, unit: Array) -> Array:
         return np.asarray((np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta))
 
 
-def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
-    """Hoffmann et al., equation 4; None for a law of compute alone."""
+def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Points | None:
+    """The best splits; None for a law of compute alone (Hoffmann et al., equation 4)."""
     many = np.ones_like(C) if experts is None else experts
     natural = fit.law.natural(fit.theta[None], fit.inputs)
     terms = terms_of(fit.law, natural, many) if len(C) else None
@@ -81,7 +71,7 @@ def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Optimum | None:
     with np.errstate(all="ignore"):
         N = np.exp(n)
         D = np.exp(unit - n)
-    return Optimum(C, N, D, fit.predict(at(fit.points, C, N, D, experts=experts)))
+    return at(fit.points, C, N, D, experts=experts)
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,9 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
         return refit_vpnls(fit, weights)
     # Every refit starts from the optimum of all runs: a resample's own optimum is near it.
     starts = np.repeat(fit.theta[None], resamples, axis=0)
+    problem = (fit.points, fit.law, fit.inputs, starts, weights)
     forecasting = fit.weights is not None
-    return descend(
-        fit.points,
-        fit.law,
-        fit.inputs,
-        starts,
-        weights,
-        forecasting=forecasting,
-        tolerance=1e-8,
-        show=show,
-    )[0]
+    return descend(*problem, forecasting=forecasting, tolerance=1e-8, show=show)[0]
 
 
 @dataclass(frozen=True)

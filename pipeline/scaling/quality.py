@@ -4,7 +4,7 @@ A fit always returns numbers. These checks warn if the points are probably wrong
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,6 @@ class Goodness:
     r2: float  # of log loss, adjusted for the parameters, without the outliers
     noise: float  # robust relative scatter around the law
     outliers: tuple[Outlier, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def goodness(fit: Fit) -> Goodness | None:

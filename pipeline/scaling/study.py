@@ -8,7 +8,7 @@ fitted as in its paper, with equal weights, and used for both.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -64,20 +64,15 @@ class Study:
     goodness: quality.Goodness | None  # with equal weights; None without spare points
 
     @quiet
-    def optimum(self, C: Array, experts: Array | None = None) -> frontier.Optimum | None:
+    def optimum(self, C: Array, experts: Array | None = None) -> Points | None:
         """The compute-optimal N and D with the law's loss; None for a law of compute alone."""
         if self.minima is None:
             best = frontier.optimum(self.split, C, experts)
-            if best is None or self.split is self.fit:
-                return best
-            # The split chooses N and D, and the printed law gives their loss.
-            return replace(
-                best, loss=self.fit.predict(frontier.at(self.fit.points, C, best.N, best.D))
-            )
-        N, D = self.minima.path(C)
-        return frontier.Optimum(
-            C, N, D, self.fit.predict(frontier.at(self.fit.points, C, N, D, experts=experts))
-        )
+        else:
+            N, D = self.minima.path(C)
+            best = frontier.at(self.fit.points, C, N, D, experts=experts)
+        # The split or the minima choose N and D, and the printed law gives their loss.
+        return None if best is None else replace(best, loss=self.fit.predict(best))
 
     @cached_property
     def sampled(self) -> Array | None:
@@ -127,9 +122,7 @@ class Study:
         """Return the compute-optimal runs; N and D are NaN for a law of compute alone."""
         best = self.optimum(C)
         unknown = C * np.nan
-        N = unknown if best is None else best.N
-        D = unknown if best is None else best.D
-        return frontier.at(self.fit.points, C, N, D)
+        return frontier.at(self.fit.points, C, unknown, unknown) if best is None else best
 
     @quiet
     def parameters(self) -> dict[str, dict[str, float]]:
@@ -169,7 +162,7 @@ class Study:
             "points": {"used": len(self.fit.points), "dropped": list(self.fit.points.dropped)},
             "convention": self.fit.points.convention,
             "starts_agreeing": self.fit.agreement,
-            "goodness": self.goodness and self.goodness.to_json(),
+            "goodness": self.goodness and asdict(self.goodness),
             "backtest": test
             and {"mean_absolute_error": test.mean_error, "errors": len(test.errors)},
             "profile_E": of_e and {"low": of_e.low, "high": of_e.high},
@@ -319,7 +312,10 @@ def _choose(
             chosen, test, reasons = choose(points)
             return chosen, test, None, reasons
         case "isoflop" | "parabola" | "envelope":
-            minima = _minima(points, law)
+            if law == "envelope":
+                minima = frontier.envelope(points)
+            else:
+                minima = frontier.isoflop(points, "akima" if law == "isoflop" else "parabola")
             few = len(minima.points) < 4
             return LAWS["power" if few else "compute"], None, minima, minima.notes
         case _:
@@ -343,12 +339,6 @@ def _profile(even: Fit, result: Fit, *, free: bool) -> intervals.Profile | None:
         if other is not None:
             of_e = of_e.including(other.low, other.high)
     return of_e.including(result.values["E"], result.values["E"])
-
-
-def _minima(points: Points, law: str) -> frontier.Minima:
-    if law == "envelope":
-        return frontier.envelope(points)
-    return frontier.isoflop(points, "akima" if law == "isoflop" else "parabola")
 
 
 def _valleys_beside(result: Fit) -> tuple[frontier.Minima | None, list[str]]:

@@ -4,7 +4,7 @@ Laws are drawn from a prior, losses are drawn from each law with the noise of ru
 simulated sweep is fitted by the code that will fit the real one (`study`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.planner import count as account
 from pipeline.planner.work import training_flops
 from pipeline.scaling.backtest import CUTS, ENOUGH, FEWEST, TYPICAL, TYPICAL_CUTS, half_width
+from pipeline.scaling.fitting import Show, silent
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
@@ -114,7 +115,7 @@ def width(
     target: Target,
     noise: float = NOISE,
     draws: int = DRAWS,
-    show: Callable[[str, float], None] | None = None,
+    show: Show = silent,
 ) -> Width:
     """Simulate the runs under laws from the prior and fit each simulation."""
     N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
@@ -129,8 +130,7 @@ def width(
         middle, low, high = (float(x[0]) for x in study(points, profiled=False).interval(place))
         truth = float(law.loss(place.N, place.D)[0])
         found.append((np.log(high / low) / 2, abs(np.log(middle / truth)), low <= truth <= high))
-        if show is not None:
-            show(f"simulating {len(runs)} runs", (seed + 1) / draws)
+        show(f"simulating {len(runs)} runs", (seed + 1) / draws)
     half, error, inside = np.array(found, float).T
     # A law without an interval counts as infinitely wide.
     half = np.nan_to_num(half, nan=np.inf)
@@ -175,7 +175,7 @@ def cheapest(
     target: Target,
     wanted: float,
     noise: float = NOISE,
-    show: Callable[[str, float], None] | None = None,
+    show: Show = silent,
 ) -> tuple[Sweep, list[Planned], Width]:
     """Find the cheapest ladder whose simulated interval at the target is as narrow as wanted."""
     options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,23 +22,15 @@ Prompt = Sequence[int]
 GENERATED_AT_ONCE = 32  # prompts
 
 
-class Reader(Protocol):
-    longest: int  # tokens that the model reads at once
-
-    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Return the likelihoods of the answers, in order."""
-
-    def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
-        """Return the greedy continuation of each prompt, in order."""
-
-
 class Model:
-    """The model of a run on one device, in the usual precision of training there."""
+    """The model of a run on one device, in the usual precision of training there.
+
+    It returns the likelihoods of answers, and greedy continuations of prompts, both in order."""
 
     def __init__(self, run: Path, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model, config = load_model(run, dtype=dtype, device=device)
-        self.longest = config.model.seq
+        self.longest = config.model.seq  # tokens that the model reads at once
         self.score = scorer(self._model, self.longest, config.model.vocab, device)
 
     def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
@@ -75,6 +67,9 @@ class Pool:
                 "a worker process died, probably because memory ran out; lower --nproc"
             ) from None
         return out
+
+
+Reader = Model | Pool
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from pipeline.atomic import read_regular
+from pipeline.config.dump import dotted
 from pipeline.errors import RunError
 from pipeline.runs import log
 from pipeline.runs.history import ENVIRONMENT_FILE, PHASES, RUN_FILE, Run, read_json
@@ -116,16 +117,13 @@ def params(run_dir: Path) -> dict[str, str]:
     return config | about
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(table: Mapping[str, Any]) -> dict[str, str]:
     """Return every value as text, under its dotted key."""
     found: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        elif value not in ("", None) and value == value:  # NaN differs from itself
+    for key, value in dotted(table):
+        if value not in ("", None) and value == value:  # NaN differs from itself
             plain = isinstance(value, str | int | float)  # else a list or a date
-            text = str(value) if plain else json.dumps(value, default=str)
-            found[name(f"{prefix}{key}")] = clip(text)
+            found[name(key)] = clip(str(value) if plain else json.dumps(value, default=str))
     return found
 
 

@@ -2,6 +2,8 @@
 
 The held-out batches are fixed: the same tokens at every step, on any number of ranks. This file
 also builds a run's loaders and cuts its batches, which training and evaluation share.
+
+B rows · C classes, or one number
 """
 
 import math
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.layers import CONFIGS, read_toml
@@ -22,13 +25,12 @@ from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.pairs import PairRows
-from pipeline.model.head import Losses
+from pipeline.model.head import IGNORED, Losses
 from pipeline.objective.batch import Batch
 from pipeline.objective.example import Vocabulary
 from pipeline.objective.noise import make_noise
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
-from pipeline.train.label_scores import label_figures, label_sums
 
 
 class Evaluator:
@@ -118,6 +120,39 @@ def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
     rows = [t.to(world.device, non_blocking=True) for t in batch.tensors.values()]
     parts = zip(*(torch.split(t, config.train.micro_batch) for t in rows), strict=True)
     return [Micro(**dict(zip(names, part, strict=True))) for part in parts]
+
+
+# Scores of labels: accuracy, or squared error and correlation
+
+
+def label_sums(labels_B: Tensor, rows_BC: Tensor) -> Tensor:
+    """Return sums over the rows with a label, which can be added over micro-batches and ranks.
+
+    For classes: rows, loss and right predictions. For numbers: rows, loss, and the first and second
+    moments of prediction and label."""
+    if not labels_B.is_floating_point():
+        loss = F.cross_entropy(rows_BC.double(), labels_B, ignore_index=IGNORED, reduction="sum")
+        right_B = rows_BC.argmax(-1) == labels_B  # false for rows without a label
+        return torch.stack(((labels_B >= 0).sum(), loss, right_B.sum()))
+    labeled_B = ~labels_B.isnan()
+    guess_B = rows_BC[:, 0].double() * labeled_B
+    label_B = labels_B.double().nan_to_num()
+    products = (guess_B * guess_B, label_B * label_B, guess_B * label_B)
+    error_B = (guess_B - label_B).square()
+    parts = (labeled_B.double(), error_B, guess_B, label_B, *products)
+    return torch.stack([part.sum() for part in parts])
+
+
+def label_figures(sums: Tensor) -> dict[str, float]:
+    """Return the figures of an evaluation, from `label_sums` of all rows."""
+    rows, loss, *rest = sums.tolist()
+    if len(rest) == 1:
+        return {"loss": loss / rows, "labels/accuracy": rest[0] / rows}
+    guess, label, guess_2, label_2, both = (each / rows for each in rest)
+    # Rounding can make a variance slightly negative; without variance there is no correlation.
+    spread = math.sqrt(max(0.0, guess_2 - guess**2) * max(0.0, label_2 - label**2))
+    correlation = (both - guess * label) / spread if spread > 0 else 0.0
+    return {"loss": loss / rows, "labels/correlation": correlation}
 
 
 # Time, speed and memory

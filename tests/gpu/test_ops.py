@@ -142,12 +142,14 @@ def test_flex_attention(how, shaped):
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in MASKS[how].items()}
     dense = make_mask(SEQ, SEQ, device, **given)
     flex = make_mask(SEQ, SEQ, device, **given, flex=True)
-    scoring = Scoring(0.2, 5.0 if shaped else None)
     bias = alibi(distances(SEQ, SEQ, device), 4) if shaped else None
     sinks = randn(4) if shaped else None
     compiled = torch.compile(attend)
-    fast = lambda q, k, v: [compiled(q, k, v, scoring, flex, bias, sinks)]  # noqa: E731
-    plain = lambda q, k, v: [eager(q, k, v, scoring, dense, bias, sinks)]  # noqa: E731
+    fast_scoring, scoring = (
+        Scoring(0.2, 5.0 if shaped else None, m, bias, sinks) for m in (flex, dense)
+    )
+    fast = lambda q, k, v: [compiled(q, k, v, fast_scoring)]  # noqa: E731
+    plain = lambda q, k, v: [eager(q, k, v, scoring)]  # noqa: E731
     q, k, v = (randn(2, heads, SEQ, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     compare(fast, plain, q, k, v)
 

@@ -15,9 +15,8 @@ from pipeline.model.build import build_model, init_weights
 from pipeline.model.norm import LayerNorm, RMSNorm, StreamNorm
 from pipeline.optim.matrices import matrices_of
 from pipeline.planner import count as account
-from pipeline.planner.lora import frozen_params, trained_params
-from pipeline.planner.memory import matrix_params, model_memory
-from pipeline.planner.work import training_flops
+from pipeline.planner.memory import Layout, matrix_params, model_memory
+from pipeline.planner.work import frozen_params, trained_params, training_flops
 
 
 def built(cfg):
@@ -369,9 +368,7 @@ def test_zero_shards_states_by_stage():
     model = load(size="1b").model
 
     def states(zero, ranks):
-        m = model_memory(
-            model, dtype="bf16", zero=zero, ranks=ranks, micro_batch=1, loss_chunk=2048
-        )
+        m = model_memory(model, Layout(ranks, zero), "bf16", loss_chunk=2048)
         return m.weights + m.gradients + m.optimizer
 
     total = account.params(model).total
@@ -380,8 +377,5 @@ def test_zero_shards_states_by_stage():
     assert states(2, 8) == pytest.approx((2 + 14 / 8) * total, rel=1e-6)
     assert states(3, 8) == pytest.approx(16 / 8 * total, rel=1e-6)
     block = (count := account.params(model)).attention // 16 + count.ffn // 16 + 2 * 2048 + 2 * 128
-    whole = [
-        model_memory(model, dtype="bf16", zero=z, ranks=8, micro_batch=1, loss_chunk=1).gathered
-        for z in range(4)
-    ]
+    whole = [model_memory(model, Layout(8, zero), "bf16").gathered for zero in range(4)]
     assert whole == [0, 0, 2 * block, 3 * 2 * block]

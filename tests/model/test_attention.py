@@ -86,10 +86,10 @@ def test_attention_equals_its_eager_twin(how, flex):
     for softcap, added, sink in shapes:
         inputs = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
         twins = [t.clone().requires_grad_(not flex) for t in (q, k, v)]
-        out = compiled(*inputs, Scoring(0.3, softcap), mask, added, sink)
-        expected = eager(*twins, Scoring(0.3, softcap), truth, added, sink)
+        out = compiled(*inputs, Scoring(0.3, softcap, mask, added, sink))
+        expected = eager(*twins, Scoring(0.3, softcap, truth, added, sink))
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-        uncompiled = attend(*inputs, Scoring(0.3, softcap), mask, added, sink)
+        uncompiled = attend(*inputs, Scoring(0.3, softcap, mask, added, sink))
         torch.testing.assert_close(uncompiled, expected, atol=1e-5, rtol=1e-5)
         if not flex:
             out.square().sum().backward()
@@ -103,7 +103,7 @@ def test_the_eager_twin_is_the_definition():
     q, k, v = (t.double() for t in tensors())
     bias, sinks = torch.randn(4, 16, 16).double(), torch.randn(4).double()
     mask = make_mask(16, 16, torch.device("cpu"), window=4, documents_BK=DOCUMENTS)
-    out = eager(q, k, v, Scoring(0.3, 2.0), mask, bias, sinks)
+    out = eager(q, k, v, Scoring(0.3, 2.0, mask, bias, sinks))
     row, head, query = 1, 3, 13
     keys = [key for key in range(16) if visible(row, query, key, MASKS["window and documents"])]
     dots = [float(q[row, head, query] @ k[row, head // 2, key]) for key in keys]

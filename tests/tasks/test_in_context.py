@@ -131,8 +131,8 @@ def test_the_block_mask_of_a_gpu_is_the_dense_mask():
     dense, block = (make_mask(16, 16, q.device, **how, flex=flex) for flex in (False, True))
     reported = []
     scoring = Scoring(0.3, softcap=4.0)
-    found = Watched(reported.append).attend(q, k, v, scoring, block, None, None)
-    torch.testing.assert_close(found, eager(q, k, v, scoring, dense))
+    found = Watched(reported.append).attend(q, k, v, scoring._replace(mask=block))
+    torch.testing.assert_close(found, eager(q, k, v, scoring._replace(mask=dense)))
     assert (reported[0][:, :, 10, :6] == 0).all()
 
 

@@ -1,7 +1,6 @@
 """Other trainers of a model of the same shape, to compare our step with."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import transformers
@@ -21,14 +20,6 @@ from pipeline.planner.count import params
 from pipeline.planner.rates import adamw_peak
 
 
-class Peer(Protocol):
-    name: str
-    about: str
-
-    def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
-        """Train on the micro-batches; return the mean loss, on the device."""
-
-
 class Twin:
     """Our own engine without fp8, from the same weights."""
 
@@ -40,6 +31,7 @@ class Twin:
         self._engine = build_engine(config.model_copy(update={"train": plain}), world)
 
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
+        """Train on the micro-batches; return the mean loss, on the device."""
         return self._engine.update(micros, lr).nll
 
 
@@ -101,6 +93,9 @@ class HuggingFace:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return total / len(micros)
+
+
+Peer = Twin | HuggingFace
 
 
 def _arguments(micro: Micro, stack: str) -> dict[str, Tensor | None]:
