@@ -1,8 +1,8 @@
 """Learning rates, batch, decay and warmup as functions of model size, tokens and batch.
 
-AdamW's rules are those of OLMo-core's ladder, and for post-norm models those of the first
-transformer. Muon's were measured on one H200 (docs/RECIPE.md has the table). All are starting
-points for runs of any size and length.
+AdamW's rules are those of OLMo-core's ladder, with Step Law's for short runs, and for post-norm
+models those of the first transformer. Muon's were measured on one H200 (docs/RECIPE.md has the
+table). All are starting points for runs of any size and length.
 """
 
 import math
@@ -34,7 +34,9 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
     match spec.optim.optimizer:
         case AdamWSpec():
             found = _adamw(count.active_non_embedding, steps, batch)
-            found["lr"] = adamw_peak(spec.model, count, steps * batch)
+            seq = spec.model.seq
+            share = (spec.objective.most_targets(seq) or seq) / seq
+            found["lr"] = adamw_peak(spec.model, count, steps * batch, share * batch)
             if spec.model.placement == "post":
                 rule = "4000, at most a quarter of the run: arXiv 1706.03762"
                 found["schedule.warmup_steps"] = Setting(max(1, min(4000, steps // 4)), rule)
@@ -69,13 +71,23 @@ def adamw_batch(n: float) -> float:
     return float(min(_MOST_BATCH, 2048 * 160 * (n / _N0) ** (2 / 3)))
 
 
-def adamw_lr(n: float, tokens_per_param: float) -> float:
-    """Return the peak rate. Beyond 20 tokens per parameter it is divided by √(multiple of 20)."""
-    multiple = max(1.0, tokens_per_param / 20)
-    return _digits(0.5 * 0.0047 * (n / _N0) ** (-1 / 3) / multiple**0.5)
+def adamw_lr(n: float, tokens_per_param: float, predicted: float | None = None) -> float:
+    """Return the peak rate for a batch that predicts this many tokens, or the rule's batch.
+
+    The ladder was tuned at 20 tokens per parameter, and shorter runs need lower rates: Step Law's
+    best rate grows with tokens^0.307 (arXiv 2503.04715). Gradients of smaller batches are noisier,
+    so the rate falls with the root of the batch (arXiv 2205.10287), below two thirds of the rule's:
+    rounding to whole rows changes nothing. Below 2M parameters the rate does not grow further, as
+    measured with `tiny` (docs/RECIPE.md)."""
+    multiple = tokens_per_param / 20
+    length = multiple**0.307 if multiple < 1 else multiple**-0.5
+    share = 1.0 if predicted is None else min(1.0, 1.5 * predicted / adamw_batch(n))
+    return _digits(0.5 * 0.0047 * (max(n, 2e6) / _N0) ** (-1 / 3) * length * share**0.5)
 
 
-def adamw_peak(model: Model, count: Params, tokens: float) -> Setting:
+def adamw_peak(
+    model: Model, count: Params, tokens: float, predicted: float | None = None
+) -> Setting:
     """Return the peak rate of a model.
 
     Norms after the residual sums need a lower rate and a longer warmup than norms before them. A
@@ -85,8 +97,11 @@ def adamw_peak(model: Model, count: Params, tokens: float) -> Setting:
     if model.placement == "post":
         lr = _digits((4000 * model.width) ** -0.5)
         return Setting(lr, "(4000·width)^(−1/2): arXiv 1706.03762")
-    lr = adamw_lr(count.active_non_embedding, tokens / count.scaling)
-    rule = "½·0.0047·(N/108M)^(−1/3), /√(tokens per parameter/20) above 20: OLMo-core's ladder"
+    lr = adamw_lr(count.active_non_embedding, tokens / count.scaling, predicted)
+    rule = (
+        "½·0.0047·(N/108M)^(−1/3), N ≥ 2M: OLMo-core's ladder; at x tokens per parameter "
+        "·(x/20)^0.307 below 20, /√(x/20) above; ·√(1.5·predicted tokens/rule's batch), at most 1"
+    )
     return Setting(lr, rule)
 
 

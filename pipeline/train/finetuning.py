@@ -195,5 +195,6 @@ def _peak_rate(before: RunConfig) -> float:
     if isinstance(before.optim.optimizer, AdamW):
         # The rate of a run that was itself fine-tuned is already a quarter.
         return before.optim.lr / (RATE_SHARE if before.objective.examples else 1)
-    tokens = before.train.steps * before.train.batch_tokens
+    # The rate is that of a whole run, even if this one was short.
+    tokens = max(before.train.steps * before.train.batch_tokens, 20 * count.scaling)
     return adamw_peak(before.model, count, tokens).value

@@ -34,12 +34,27 @@ def test_rate_and_batch_follow_the_published_ladder():
     assert config.optim.optimizer.beta2 == 0.99  # below 524,288 tokens
 
 
-def test_longer_runs_take_a_smaller_rate():
-    for recipe, ratio in (("adamw", 0.5), ("muon", 0.25**0.15)):
-        lengths = [f"train.tokens_per_param={t}" for t in (20, 80)]
-        specs = [load(size="1b", sets=[f"recipe={recipe}", length]) for length in lengths]
-        rates = [resolve(spec, ranks=8, gpu=True).optim.lr for spec in specs]
-        assert rates[1] / rates[0] == pytest.approx(ratio, rel=1e-2)
+def rate(*sets, size="1b", arch="dense"):
+    return resolve(load(size=size, arch=arch, sets=sets), ranks=8, gpu=True).optim.lr
+
+
+def test_the_rate_follows_the_length_of_the_run_and_the_predicted_tokens_of_a_batch():
+    for recipe, tokens, ratio in (
+        ("adamw", 80, 0.5),
+        ("adamw", 5, 0.25**0.307),
+        ("muon", 80, 0.25**0.15),
+    ):
+        usual, other = (
+            rate(f"recipe={recipe}", f"train.tokens_per_param={each}") for each in (20, tokens)
+        )
+        assert other / usual == pytest.approx(ratio, rel=1e-2)
+    few = ["train.tokens_per_param=20", "objective.rate=0.15"]
+    half = ["train.tokens_per_param=20", "objective.rate=0.6"]
+    ratio = rate(*few, arch="modernbert") / rate(*half, arch="modernbert")
+    assert ratio == pytest.approx(0.5, rel=0.1)  # √(0.15 / 0.6), up to the rounding of the batch
+    small = ["recipe=adamw", "train.tokens=1e8", "train.batch_tokens=65536"]
+    whole = [*small[:2], "train.batch_tokens=262144"]
+    assert rate(*small) / rate(*whole) == pytest.approx(0.5, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +67,9 @@ def test_post_norm_models_take_a_published_rate_and_a_long_warmup(arch, width, p
     assert optim.lr == pytest.approx(published, rel=0.25)
     assert optim.schedule.warmup_steps == 2000
     before = resolve(load(size="125m", arch="modernbert", sets=sets[1:]), ranks=8, gpu=True).optim
-    assert before.lr > 2e-3 and before.schedule.warmup_steps < 800  # norms before the blocks
+    assert (
+        before.lr > 2 * optim.lr and before.schedule.warmup_steps < 800
+    )  # norms before the blocks
 
 
 def test_the_decay_of_a_few_steps_does_not_turn_weights_around():
