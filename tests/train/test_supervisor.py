@@ -219,7 +219,7 @@ def test_a_run_whose_processes_were_killed_is_not_shown_as_running(corpus, tmp_p
         rank.send_signal(number)
     assert process.wait(60) == -signal.SIGKILL
     # A process that ends has no command line before the kernel releases its locks.
-    until(lambda: statuses([out])[0].state == "FAILED")
+    until(lambda: statuses([out])[0].state == "FAILED", 60, "still shown as running")
     assert "--resume" in statuses([out])[0].note
     shown = Directories(tmp_path)
     assert [shown.read(key).row(key, time.time())["status"] for key in shown.scan()] == ["failed"]
