@@ -34,22 +34,17 @@ _FAILED = "ISOFLOP_FAILED_MICRO_BATCH"
 # Name and value. They are generated and printed one by one, because a measurement takes minutes.
 Figures = Iterable[tuple[str, Any]]
 Tenfold = Annotated[bool, Option("--tenfold", help="Also use ten times the text; takes minutes.")]
-Profile = Annotated[
-    bool, Option("--profile", help="Print the kernels of one step and a GPU's idle gaps.")
-]
-CompareTrain = Annotated[
-    str | None,
-    Option(
-        help="hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
-        "weights, like ours; bf16: our own model without fp8 (fp32 on a CPU)."
-    ),
-]
-AutoBatch = Annotated[
-    bool, Option("--auto-batch", help="Find the largest micro-batch that fits, by trial.")
-]
-Overheads = Annotated[
-    bool, Option("--overheads", help="Measure guard, log, hashes and checkpoints separately.")
-]
+_PROFILE = "Print the kernels of one step and a GPU's idle gaps."
+Profile = Annotated[bool, Option("--profile", help=_PROFILE)]
+_COMPARE_TRAIN = (
+    "hf: Hugging Face's model of the same shape; hf-mixed: the same with fp32 master "
+    "weights, like ours; bf16: our own model without fp8 (fp32 on a CPU)."
+)
+CompareTrain = Annotated[str | None, Option(help=_COMPARE_TRAIN)]
+_AUTO_BATCH = "Find the largest micro-batch that fits, by trial."
+AutoBatch = Annotated[bool, Option("--auto-batch", help=_AUTO_BATCH)]
+_OVERHEADS = "Measure guard, log, hashes and checkpoints separately."
+Overheads = Annotated[bool, Option("--overheads", help=_OVERHEADS)]
 
 app = typer.Typer(
     help="Measure speed, and learning in context, relative to others.", no_args_is_help=True

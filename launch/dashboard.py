@@ -54,10 +54,8 @@ def dashboard(
     if law not in NAMES:
         raise ConfigError(f"law={law!r} is unknown; choose one of {', '.join(NAMES)}")
     if curves and law == "envelope":
-        raise ConfigError(
-            "--curves corrects losses before the decay, and --law envelope uses them as they are; "
-            "choose one of the two"
-        )
+        text = "--curves corrects losses before the decay, and --law envelope uses them as they are"
+        raise ConfigError(f"{text}; choose one of the two")
     watcher = Watcher(open_source(runs, experiment), law, curves=curves)
     if static is not None:
         write(watcher, static, as_json)

@@ -44,24 +44,19 @@ VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (def
 GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Ray workers (default: all CPUs).")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Sampling seed (default: 0).")]
-ValidShare = Annotated[
-    float | None, typer.Option(min=0, max=0.5, help="Share to hold out (default: 0.01).")
-]
-MalformedShare = Annotated[
-    float, typer.Option(min=0, max=1, help="Stop if a larger share of documents is malformed.")
-]
-RecipeSettings = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE of the recipe, such as seed=1.")
-]
+_VALID_SHARE = "Share to hold out (default: 0.01)."
+ValidShare = Annotated[float | None, typer.Option(min=0, max=0.5, help=_VALID_SHARE)]
+_MALFORMED_SHARE = "Stop if a larger share of documents is malformed."
+MalformedShare = Annotated[float, typer.Option(min=0, max=1, help=_MALFORMED_SHARE)]
+_RECIPE_SETTINGS = "KEY=VALUE of the recipe, such as seed=1."
+RecipeSettings = Annotated[list[str] | None, typer.Option("--set", help=_RECIPE_SETTINGS)]
 # Options of tokenizer.
 Kind = Annotated[str, typer.Option(help="bpe or unigram; unigram encodes several times slower.")]
-Specials = Annotated[
-    list[str] | None, typer.Option(help="A control piece; repeatable (default: <pad> <mask>).")
-]
+_SPECIALS = "A control piece; repeatable (default: <pad> <mask>)."
+Specials = Annotated[list[str] | None, typer.Option(help=_SPECIALS)]
 Weights = Annotated[list[str] | None, typer.Option(help="SOURCE=WEIGHT (default: by size).")]
-SampleBytes = Annotated[
-    int | None, typer.Option(min=1, help="Bytes to train on (default: by vocabulary).")
-]
+_SAMPLE_BYTES = "Bytes to train on (default: by vocabulary)."
+SampleBytes = Annotated[int | None, typer.Option(min=1, help=_SAMPLE_BYTES)]
 PREPARE_EXAMPLES = examples(
     "launch data prepare --source python --out data/python",
     "launch data prepare --source 'web/*.jsonl.zst' --source books.parquet --vocab-size 32768 "

@@ -28,43 +28,29 @@ if TYPE_CHECKING:
 RESAMPLES = 200  # for the intervals of N* and D*; `launch fit` uses more
 
 TargetSize = Annotated[str | None, Option(help="Model size, such as 1b.")]
-Tokens = Annotated[
-    float | None,
-    Option(help="Tokens; default with --size: the ladder's own number per parameter, or 20."),
-]
+_TOKENS = "Tokens; default with --size: the ladder's own number per parameter, or 20."
+Tokens = Annotated[float | None, Option(help=_TOKENS)]
 Params = Annotated[float | None, Option(help="N, counted as in the fitted points; needs --tokens.")]
-Flops = Annotated[
-    float | None,
-    Option(help="Compute budget; forecasts the best run for it, inference included."),
-]
-TargetLoss = Annotated[
-    float | None, Option(help="Loss to reach; finds the cheapest run that does.")
-]
-InferenceTokens = Annotated[
-    float | None,
-    Option(
-        help="Tokens to serve after training; with --target-loss or --flops, finds the best N and "
-        "D for training and inference together."
-    ),
-]
-InferenceMfu = Annotated[
-    float | None,
-    Option(
-        help="MFU of inference: a FLOP of inference costs 0.4/MFU of one of training (default: "
-        "0.4, the same).",
-        min=0.001,
-        max=1,
-    ),
-]
+_FLOPS = "Compute budget; forecasts the best run for it, inference included."
+Flops = Annotated[float | None, Option(help=_FLOPS)]
+_TARGET_LOSS = "Loss to reach; finds the cheapest run that does."
+TargetLoss = Annotated[float | None, Option(help=_TARGET_LOSS)]
+_INFERENCE_TOKENS = (
+    "Tokens to serve after training; with --target-loss or --flops, finds the best N and "
+    "D for training and inference together."
+)
+InferenceTokens = Annotated[float | None, Option(help=_INFERENCE_TOKENS)]
+_INFERENCE_MFU = (
+    "MFU of inference: a FLOP of inference costs 0.4/MFU of one of training (default: "
+    "0.4, the same)."
+)
+InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
 Unique = Annotated[float | None, Option(help="Distinct tokens available; all others are repeats.")]
-Targets = Annotated[
-    Path | None, Option(help="CSV with columns N, D (optional: C, run, experts, unique).")
-]
+_TARGETS = "CSV with columns N, D (optional: C, run, experts, unique)."
+Targets = Annotated[Path | None, Option(help=_TARGETS)]
 Gpus = Annotated[int, Option(help="Number of GPUs, to compute the hours.", min=1)]
-Register = Annotated[
-    bool,
-    Option("--register", help="Save the forecast for `launch score`; it cannot be changed later."),
-]
+_REGISTER = "Save the forecast for `launch score`; it cannot be changed later."
+Register = Annotated[bool, Option("--register", help=_REGISTER)]
 
 
 def forecast(
@@ -216,10 +202,8 @@ def _demand(
     from pipeline.scaling.decide import MFU, Demand
 
     if inference_tokens is not None and not buys:
-        raise ConfigError(
-            "--inference-tokens needs a loss to reach or compute to spend; give --target-loss L or "
-            "--flops C"
-        )
+        text = "--inference-tokens needs a loss to reach or compute to spend"
+        raise ConfigError(f"{text}; give --target-loss L or --flops C")
     if inference_mfu is not None and inference_tokens is None:
         raise ConfigError("--inference-mfu is the price of --inference-tokens; give both")
     if unique is not None and targets is not None:

@@ -26,13 +26,11 @@ _FROM = "Language of the sources, if the run has more than two."
 From = Annotated[str | None, Option("--from", help=_FROM)]
 _SHOTS = "File with examples, which is put before every prompt."
 Shots = Annotated[Path | None, Option(help=_SHOTS)]
-Temperature = Annotated[
-    float, Option(help="Sampling temperature; 0 chooses the likeliest token.", min=0)
-]
+_TEMPERATURE = "Sampling temperature; 0 chooses the likeliest token."
+Temperature = Annotated[float, Option(help=_TEMPERATURE, min=0)]
 TopK = Annotated[int | None, Option(help="Sample from the k likeliest tokens.", min=1)]
-TopP = Annotated[
-    float, Option(help="Sample from the likeliest tokens up to this share.", min=0, max=1)
-]
+_TOP_P = "Sample from the likeliest tokens up to this share."
+TopP = Annotated[float, Option(help=_TOP_P, min=0, max=1)]
 Beam = Annotated[int | None, Option(help="Beam search of this width.", min=1, max=1000)]
 Stream = Annotated[bool, Option("--stream", help="Print tokens as they come; one prompt only.")]
 AT_ONCE = 32  # prompts that are generated together

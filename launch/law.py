@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from pipeline.scaling.record import Score
 
 Resamples = Annotated[int, Option(help="Resamples for the standard errors; 0 for none.", min=0)]
-FullGrid = Annotated[
-    bool, Option("--full-grid", help="Use all 4,500 starts of Hoffmann et al.; slow.")
-]
-ForecastsDir = Annotated[
-    Path | None,
-    Option("--forecasts", help="Directory of registered forecasts (default: beside the runs)."),
-]
+_FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
+FullGrid = Annotated[bool, Option("--full-grid", help=_FULL_GRID)]
+_FORECASTS_DIR = "Directory of registered forecasts (default: beside the runs)."
+ForecastsDir = Annotated[Path | None, Option("--forecasts", help=_FORECASTS_DIR)]
 SPLIT = {"N*": "a", "D*": "b"}
 LEFT_OUT_SHOWN = 12  # reasons printed for points that were left out
 

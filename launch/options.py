@@ -1,6 +1,7 @@
 """Options that several commands share, each defined once as an annotated type.
 
-A command writes `as_json: AsJson = False`; the default stays with the command.
+A command writes `as_json: AsJson = False`; the default stays with the command. In all commands, a
+help text has a variable if its option would not fit on one line.
 """
 
 import contextlib
@@ -17,54 +18,33 @@ Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
 
 # What to train or to measure.
 Size = Annotated[str, Option(help="Model size; `launch show --sizes` lists all of them.")]
-Arch = Annotated[
-    str | None,
-    Option(help="Architecture, a name in configs/arch (default: dense, or the size's own)."),
-]
-Recipe = Annotated[
-    str | None,
-    Option(
-        help="Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
-    ),
-]
+_ARCH = "Architecture, a name in configs/arch (default: dense, or the size's own)."
+Arch = Annotated[str | None, Option(help=_ARCH)]
+_RECIPE = "Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
+Recipe = Annotated[str | None, Option(help=_RECIPE)]
 Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
 ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
-Settings = Annotated[
-    list[str] | None, Option("--set", help="KEY=VALUE; overrides every other source. Repeatable.")
-]
+_SETTINGS = "KEY=VALUE; overrides every other source. Repeatable."
+Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
 
 # A trained run.
 RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
-TokenizerFile = Annotated[
-    Path | None, Option("--tokenizer", help="SentencePiece model, if the run's data is elsewhere.")
-]
+_TOKENIZER_FILE = "SentencePiece model, if the run's data is elsewhere."
+TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FILE)]
 
 # Where runs or points are read from, and the law fitted to them.
 RunsDir = Annotated[Path | None, Option("--runs", help="Directory of runs, such as runs/demo.")]
-Experiment = Annotated[
-    str | None, Option(help="Experiment name: runs/NAME if it exists, otherwise the MLflow store.")
-]
-PointsFile = Annotated[
-    Path | None,
-    Option(
-        "--points",
-        help="CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention).",
-    ),
-]
-Law = Annotated[
-    str,
-    Option(
-        help="auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
-        "data-constrained, compute or power."
-    ),
-]
-Curves = Annotated[
-    bool,
-    Option(
-        "--curves",
-        help="Also use held-out losses before the decay, lowered by the gain of the decay.",
-    ),
-]
+_EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
+Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
+_POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
+PointsFile = Annotated[Path | None, Option("--points", help=_POINTS_FILE)]
+_LAW = (
+    "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
+    "data-constrained, compute or power."
+)
+Law = Annotated[str, Option(help=_LAW)]
+_CURVES = "Also use held-out losses before the decay, lowered by the gain of the decay."
+Curves = Annotated[bool, Option("--curves", help=_CURVES)]
 DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
 
 
@@ -85,10 +65,8 @@ def parse_output(text: str) -> Path:
         with contextlib.suppress(OSError):  # a name that is too long is reported when it is used
             if link.is_symlink() and not link.exists():
                 target = printable(link.readlink())
-                raise ConfigError(
-                    f"{printable(link)} is a link to {target}, which does not exist; "
-                    "create that directory or give another path"
-                )
+                problem = f"{printable(link)} is a link to {target}, which does not exist"
+                raise ConfigError(f"{problem}; create that directory or give another path")
     return path
 
 

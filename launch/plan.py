@@ -20,34 +20,21 @@ if TYPE_CHECKING:
 SHIPPED = "Sweep file, or a shipped sweep: cpu, gpu, ladder, isoflop or synthetic."
 File = Annotated[str, Argument(help=SHIPPED)]
 PlanFile = Annotated[str | None, Argument(help=f"{SHIPPED} (default with --target-size: ladder)")]
-Budget = Annotated[
-    float | None, Option(help="FLOPs for all runs together, instead of the file's budgets.")
-]
+_BUDGET = "FLOPs for all runs together, instead of the file's budgets."
+Budget = Annotated[float | None, Option(help=_BUDGET)]
 Hours = Annotated[float | None, Option(help="The same in hours on the sweep's GPUs.")]
-Earlier = Annotated[
-    Path | None, Option("--points", help="CSV of earlier runs; their law centers the grid.")
-]
-Data = Annotated[
-    Path | None,
-    Option(help="Prepared data, instead of the sweep's `data`; sets the vocabulary."),
-]
-Mfu = Annotated[
-    float | None,
-    Option(help="MFU from which to compute times, instead of the planner's.", min=0.001, max=1),
-]
-TargetSize = Annotated[
-    str | None,
-    Option(help="Size to forecast; simulates how wide the forecast's interval will be."),
-]
-WantedWidth = Annotated[
-    str | None,
-    Option(
-        "--width", help="Half width of that interval, such as 3%; proposes the cheapest ladder."
-    ),
-]
-Noise = Annotated[
-    str | None, Option(help="Simulated scatter of runs around a law (default: 0.3%).")
-]
+_EARLIER = "CSV of earlier runs; their law centers the grid."
+Earlier = Annotated[Path | None, Option("--points", help=_EARLIER)]
+_DATA = "Prepared data, instead of the sweep's `data`; sets the vocabulary."
+Data = Annotated[Path | None, Option(help=_DATA)]
+_MFU = "MFU from which to compute times, instead of the planner's."
+Mfu = Annotated[float | None, Option(help=_MFU, min=0.001, max=1)]
+_TARGET_SIZE = "Size to forecast; simulates how wide the forecast's interval will be."
+TargetSize = Annotated[str | None, Option(help=_TARGET_SIZE)]
+_WANTED_WIDTH = "Half width of that interval, such as 3%; proposes the cheapest ladder."
+WantedWidth = Annotated[str | None, Option("--width", help=_WANTED_WIDTH)]
+_NOISE = "Simulated scatter of runs around a law (default: 0.3%)."
+Noise = Annotated[str | None, Option(help=_NOISE)]
 Save = Annotated[Path | None, Option(help="Write the proposed ladder to this sweep file.")]
 
 
@@ -183,10 +170,8 @@ def _known_best(points: Path) -> Callable[[float], float]:
         # A law of compute alone fits the losses and has no N*.
         found = done.optimum(np.array([C]))
         if found is None:
-            raise ConfigError(
-                f"points={points} do not determine N*(C); plan without them, around 20 tokens per "
-                f"parameter"
-            )
+            text = f"points={points} do not determine N*(C)"
+            raise ConfigError(f"{text}; plan without them, around 20 tokens per parameter")
         return float(found.N[0])
 
     best(1.0)  # refuse before planning

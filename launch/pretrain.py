@@ -35,7 +35,6 @@ _PRINT_S = 5.0  # for the last lines of a command that was asked to stop
 # The options of this command; those that others share are in launch/options.py.
 Option = typer.Option
 Size = Annotated[str | None, Option(help="Model size; `launch show --sizes` lists all of them.")]
-# A help text gets a variable if its option would not fit on one line.
 _SHARDS = "Shards made by `launch data prepare`."
 Data = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_SHARDS)]
 _OUT = "Run directory (default: a folder SIZE in runs/EXPERIMENT)."
@@ -45,9 +44,8 @@ Nproc = Annotated[int | None, Option(help=_NPROC, min=1, max=100_000)]
 # With the rates of a cluster, the planner chooses the layout (pipeline/planner/check.py).
 _LAYOUT = "(default: the fastest layout if --cluster has rates, else {})"
 Zero = Annotated[int | None, Option(help=f"ZeRO stage 0 to 3 {_LAYOUT.format(1)}.")]
-Ep = Annotated[
-    int | None, Option(help=f"Ranks to distribute the experts over {_LAYOUT.format(1)}.")
-]
+_EP = f"Ranks to distribute the experts over {_LAYOUT.format(1)}."
+Ep = Annotated[int | None, Option(help=_EP)]
 Sp = Annotated[int | None, Option(help="Ranks that share each (long) sequence (default: 1).")]
 Engine = Annotated[str | None, Option(help="deepspeed, or accelerate, a second engine for tests.")]
 Steps = Annotated[int | None, Option(help="Length in optimizer steps.")]

@@ -15,20 +15,13 @@ if TYPE_CHECKING:
     from pipeline.scaling.predict import Forecast
     from pipeline.scaling.study import Study
 
-TaskName = Annotated[
-    str | None,
-    typer.Option(
-        "--task",
-        help="Forecast the accuracy on this task instead of the loss; the runs have to log it "
-        "(eval.tasks), or the CSV file to have columns TASK/accuracy and TASK/bpb.",
-    ),
-]
-Chance = Annotated[
-    float | None,
-    typer.Option(
-        help="Accuracy of guessing on the task (default: from its file of questions, or fitted)."
-    ),
-]
+_TASK_NAME = (
+    "Forecast the accuracy on this task instead of the loss; the runs have to log it "
+    "(eval.tasks), or the CSV file to have columns TASK/accuracy and TASK/bpb."
+)
+TaskName = Annotated[str | None, typer.Option("--task", help=_TASK_NAME)]
+_CHANCE = "Accuracy of guessing on the task (default: from its file of questions, or fitted)."
+Chance = Annotated[float | None, typer.Option(help=_CHANCE)]
 # Their points are the minima of valleys or curves, which are no runs and have no score.
 NO_RUNS = ("isoflop", "parabola", "envelope")
 
@@ -46,10 +39,8 @@ def check(task: str | None, law: str, chance: float | None, **of_the_loss: float
                 f"held-out loss; give --size, --params with --tokens, --flops or --targets"
             )
     if law in NO_RUNS:
-        raise ConfigError(
-            f"law={law} does not describe single runs, and --task needs their scores; choose "
-            f"--law auto"
-        )
+        text = f"law={law} does not describe single runs, and --task needs their scores"
+        raise ConfigError(f"{text}; choose --law auto")
     if chance is not None and not 0 <= chance < 1:
         raise ConfigError(f"chance={chance} must be at least 0 and below 1, such as 0.25")
 

@@ -36,13 +36,10 @@ _OUT = "Directory of the runs (default: runs/EXPERIMENT)."
 Out = Annotated[Path | None, Option(parser=parse_output, metavar="PATH", help=_OUT)]
 Track = Annotated[bool, Option("--track/--no-track", help="Send runs to MLflow too.")]
 Slurm = Annotated[bool, Option("--slurm", help="Submit a job array, --jobs runs at a time.")]
-GpusPerNode = Annotated[
-    int | None,
-    Option(help="GPUs of a run (default: one per process, 0 without a cluster).", min=0),
-]
-After = Annotated[
-    str | None, Option(help="SLURM job that must succeed first, such as that of the data.")
-]
+_GPUS_PER_NODE = "GPUs of a run (default: one per process, 0 without a cluster)."
+GpusPerNode = Annotated[int | None, Option(help=_GPUS_PER_NODE, min=0)]
+_AFTER = "SLURM job that must succeed first, such as that of the data."
+After = Annotated[str | None, Option(help=_AFTER)]
 ThenFit = Annotated[bool, Option("--fit", help="Afterwards fit the law, in another job.")]
 Cpu = Annotated[
     bool, Option("--cpu", help="Allow a sweep for GPUs with none here; otherwise no effect.")
@@ -146,10 +143,8 @@ def _report(
         # Raised only now, with the results written; main() turns it into exit code 130.
         raise KeyboardInterrupt
     if done.failed:
-        raise RunError(
-            f"{len(done.failed)} of {len(every)} runs failed: {', '.join(done.failed)}; fix that "
-            f"and run the same command again"
-        )
+        text = f"{len(done.failed)} of {len(every)} runs failed: {', '.join(done.failed)}"
+        raise RunError(f"{text}; fix that and run the same command again")
 
 
 def _submit(

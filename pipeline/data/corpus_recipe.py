@@ -185,10 +185,8 @@ def load_recipe(
         raise ConfigError("tokenizer is not a setting of a recipe; give --tokenizer FILE.model")
     for text, layer in chosen.items():
         if settings.get("tokenizer") and layer.keys() & {"train", "vocab_size"}:
-            raise ConfigError(
-                f"--set {text} configures the training of a tokenizer, but one is given; "
-                "remove it or --tokenizer"
-            )
+            problem = f"--set {text} configures the training of a tokenizer, but one is given"
+            raise ConfigError(f"{problem}; remove it or --tokenizer")
     given = {key: value for key, value in settings.items() if value is not None}
     for layer in (given, *chosen.values()):
         table = merge(table, layer)

@@ -37,10 +37,8 @@ class Index:
             index_stat = path.stat()
             data_stat = self.data.stat()
         except OSError as error:
-            raise DataError(
-                f"{error.filename}: cannot be read ({error.strerror}); "
-                "a Megatron corpus is a .bin and an .idx file"
-            ) from error
+            text = f"{error.filename}: cannot be read ({error.strerror})"
+            raise DataError(f"{text}; a Megatron corpus is a .bin and an .idx file") from error
         self.size = data_stat.st_size  # bytes
         # Changes when either file does. Part of the fingerprint of a corpus.
         self.stamp = index_stat.st_mtime_ns + data_stat.st_mtime_ns + self.size
@@ -50,10 +48,8 @@ class Index:
             raise DataError(f"{path}: {len(raw):,} bytes are too few for an index; copy it again")
         _, version, code, self.sequences, boundaries = HEADER.unpack(raw)
         if version != 1 or code not in _DTYPES:
-            raise DataError(
-                f"{path}: version={version}, dtype code={code}; "
-                "supported: version 1 with integer ids"
-            )
+            text = f"{path}: version={version}, dtype code={code}"
+            raise DataError(f"{text}; supported: version 1 with integer ids")
         # One i32 length and one i64 offset per sequence, one i64 end per document.
         if index_stat.st_size < HEADER.size + 12 * self.sequences + 8 * boundaries:
             raise DataError(
@@ -96,10 +92,8 @@ class Index:
         np.equal(np.diff(offsets), sizes[:-1], out=contiguous[1:])
         contiguous[starts] = True  # only within a document
         if not contiguous.all():
-            raise DataError(
-                f"{self.path}: the sequences of a document are not contiguous: damaged; "
-                "copy it again"
-            )
+            text = f"{self.path}: the sequences of a document are not contiguous: damaged"
+            raise DataError(f"{text}; copy it again")
         tokens = np.concatenate(([0], np.cumsum(lengths)))[ends - first]
         begins = np.full(len(has_sequences), -1)  # stays for documents without sequences
         begins[has_sequences] = offsets[starts]

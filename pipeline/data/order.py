@@ -90,10 +90,8 @@ def mixed(sources: Sequence[SourceShare], mixture: "Mixture | None") -> tuple[So
     check_mixture(mixture, [source.name for source in sources])
     for source in sources:
         if source.tokens == 0:
-            raise ConfigError(
-                f"mixture.weights: source={source.name!r} has no tokens left; "
-                "remove it or its filters"
-            )
+            text = f"mixture.weights: source={source.name!r} has no tokens left"
+            raise ConfigError(f"{text}; remove it or its filters")
     weights = np.array([mixture.weights[source.name] for source in sources])
     weights /= weights.sum()
     if mixture.tokens is not None and mixture.most_epochs is not None:
@@ -116,10 +114,8 @@ def check_mixture(mixture: "Mixture | None", names: Sequence[str]) -> None:
         return
     unmatched = set(mixture.weights) ^ set(names)
     if unmatched:
-        raise ConfigError(
-            f"mixture.weights: {', '.join(sorted(unmatched))} is only a weight or only a source; "
-            "give one weight per source"
-        )
+        text = f"mixture.weights: {', '.join(sorted(unmatched))} is only a weight or only a source"
+        raise ConfigError(f"{text}; give one weight per source")
     if mixture.most_epochs is not None and mixture.tokens is None:
         raise ConfigError(f"mixture.most_epochs={mixture.most_epochs} needs mixture.tokens")
     least = sum(mixture.weights.values()) / BLOCK

@@ -137,20 +137,14 @@ class Manifest(Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "file"
-            raise DataError(
-                f"{path}: not a manifest of version {VERSION} ({key}: {first['msg']}); "
-                "prepare the data again"
-            ) from None
+            text = f"{path}: not a manifest of version {VERSION} ({key}: {first['msg']})"
+            raise DataError(f"{text}; prepare the data again") from None
         if manifest.version != VERSION:
-            raise DataError(
-                f"{path}: version={manifest.version}, this program reads version {VERSION}; "
-                "prepare the data again"
-            )
+            text = f"{path}: version={manifest.version}, this program reads version {VERSION}"
+            raise DataError(f"{text}; prepare the data again")
         if manifest.hash != _content_hash(json.loads(raw)):
-            raise DataError(
-                f"{path}: hash={manifest.hash} does not match the content: edited or damaged; "
-                "prepare the data again"
-            )
+            text = f"{path}: hash={manifest.hash} does not match the content: edited or damaged"
+            raise DataError(f"{text}; prepare the data again")
         return manifest
 
 

@@ -59,10 +59,8 @@ def plan(
         for path in paths:
             real = os.path.realpath(path)
             if real in owner:
-                raise DataError(
-                    f"{path}: source={owner[real]!r} and source={source!r} both contain it; "
-                    "name it once"
-                )
+                text = f"{path}: source={owner[real]!r} and source={source!r} both contain it"
+                raise DataError(f"{text}; name it once")
             owner[real] = source
     total = sum(piece.bytes for found in pieces.values() for piece in found)
     task_bytes = max(SMALLEST_TASK_BYTES, min(LARGEST_TASK_BYTES, total // TASKS)) // MB * MB

@@ -73,10 +73,8 @@ class Tokenizer:
             raise DataError(f"{name}: eos_id=-1; train the model with an eos piece")
         for control in self.controls:
             if self._text_reaches(control):
-                raise DataError(
-                    f"{name}: text that contains {control!r} would become that control piece; "
-                    "give another model"
-                )
+                text = f"{name}: text that contains {control!r} would become that control piece"
+                raise DataError(f"{text}; give another model")
 
     @classmethod
     def open(cls, path: Path) -> "Tokenizer":
@@ -294,10 +292,8 @@ def make_tokenizer(recipe: Recipe, out: Path) -> Tokenizer:
         tasks = plan(recipe.sources, limit_bytes=recipe.limit_bytes, seed=recipe.seed)
         made = Tokenizer(train_on(tasks, recipe), str(out))
         if out.exists() and out.read_bytes() != made.model:
-            raise DataError(
-                f"out={out}: exists and is another tokenizer, which shards may depend on; "
-                "choose another name"
-            )
+            text = f"out={out}: exists and is another tokenizer, which shards may depend on"
+            raise DataError(f"{text}; choose another name")
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise write_error(error, out) from error
@@ -336,10 +332,8 @@ def _sample(tasks: Sequence[Task], recipe: Recipe) -> Iterator[str]:
                 if left <= 0:
                     break
     if malformed and not found_text:
-        raise DataError(
-            f"sources={', '.join(shares)}: no text to train a tokenizer on; the first document is "
-            f"{malformed.where}"
-        )
+        problem = f"sources={', '.join(shares)}: no text to train a tokenizer on"
+        raise DataError(f"{problem}; the first document is {malformed.where}")
 
 
 def _sample_shares(tasks: Sequence[Task], weights: Mapping[str, float] | None) -> dict[str, float]:

@@ -187,10 +187,8 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | Non
         for text in _PROBES:
             ids = converted.encode(text, add_special_tokens=False).ids
             if ids != tokenizer.encode(text).tolist():
-                raise DataError(
-                    f"{tokenizer.name}: tokenizer.json would give other ids for {text[:20]!r}; "
-                    "nothing was written"
-                )
+                problem = f"{tokenizer.name}: tokenizer.json would give other ids for {text[:20]!r}"
+                raise DataError(f"{problem}; nothing was written")
         if labels is not None and labels.reads == "last":
             end = about["eos_token"]
             # Each text and its end, as in training (objective/noise.py).

@@ -160,10 +160,8 @@ def _regular_file(directory: Path, name: str) -> Path:
     except (OSError, RuntimeError, ValueError):  # a loop of links, a name with a null byte
         inside = False
     if not inside:
-        raise DataError(
-            f"{directory / name} is missing, or not a regular file of that directory; "
-            "copy all files of the model into one directory"
-        )
+        text = f"{directory / name} is missing, or not a regular file of that directory"
+        raise DataError(f"{text}; copy all files of the model into one directory")
     return real
 
 

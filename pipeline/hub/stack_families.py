@@ -94,10 +94,8 @@ def _read_lengths(theirs: Mapping[str, Any]) -> Table:
     for key in ("ffn_dim", "attention_heads"):
         sides = theirs[f"encoder_{key}"], theirs[f"decoder_{key}"]
         if sides[0] != sides[1]:
-            raise ConfigError(
-                f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json differ; "
-                "here both sides have the same"
-            )
+            text = f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json differ"
+            raise ConfigError(f"{text}; here both sides have the same")
     longest = theirs["max_position_embeddings"]
     return {"seq": longest, "source_seq": longest}
 

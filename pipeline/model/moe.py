@@ -5,7 +5,7 @@ B batch · S sequence · T = B·S tokens · W width · E experts · K experts pe
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,21 +37,13 @@ class Choice(NamedTuple):
 
 # Rows sorted by expert, rows per expert → rows.
 RunExperts = Callable[[Tensor, Tensor], Tensor]
+# Computes a term that needs no routed expert, while rows travel; it is added to the result.
+Beside = Callable[[], Tensor] | None
+# Sends every token to its experts, runs them, and sums their weighted results.
+Dispatch = Callable[[Tensor, Choice, RunExperts, Beside], Tensor]
 
 
-class Dispatch(Protocol):
-    """Send every token to its experts, run them, and sum their weighted results.
-
-    `beside` computes a term that needs no routed expert, while rows travel; it is added too."""
-
-    def __call__(
-        self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
-    ) -> Tensor: ...
-
-
-def local_dispatch(
-    x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
-) -> Tensor:
+def local_dispatch(x_TW: Tensor, choice: Choice, run: RunExperts, beside: Beside) -> Tensor:
     extra_TW = None if beside is None else beside()
     order_N, home_N = sort_by_expert(choice.experts_TK)
     rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])

@@ -13,34 +13,29 @@ from pipeline.config.parts import Norm
 from pipeline.config.shape import Model
 
 
-class RMSNorm(nn.Module):
+class _Norm(nn.Module):
     def __init__(self, width: int, cfg: Norm) -> None:
         super().__init__()
         self.gain = nn.Parameter(ones(width)) if cfg.gain else None
         self.eps = cfg.eps
 
+
+class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.gain, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     def __init__(self, width: int, cfg: Norm) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(ones(width)) if cfg.gain else None
+        super().__init__(width, cfg)
         self.bias = nn.Parameter(zeros(width)) if cfg.bias else None
-        self.eps = cfg.eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.gain, self.bias, self.eps)
 
 
-class StreamNorm(nn.Module):
+class StreamNorm(_Norm):
     """RMSNorm of the residual stream plus the pending term; returns the sum and its norm."""
-
-    def __init__(self, width: int, cfg: Norm) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(ones(width)) if cfg.gain else None
-        self.eps = cfg.eps
 
     def forward(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         if x.is_cuda and x.shape[-2] > 1:  # for one token, kernels of torch start faster

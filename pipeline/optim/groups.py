@@ -22,16 +22,8 @@ def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
             groups = parameter_groups(model, cfg.decay, config.model)
             optimizer = AdamW(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
         case settings.Muon():
-            optimizer = Muon(
-                muon_groups(model, cfg, lr, config.model),
-                matrices_of(model, config.model),
-                lr=lr,
-                betas=(cfg.beta1, cfg.beta2),
-                eps=cfg.eps,
-                momentum=cfg.momentum,
-                normalize=cfg.normalize,
-                cautious=cfg.cautious,
-            )
+            groups = muon_groups(model, cfg, lr, config.model)
+            optimizer = Muon(groups, matrices_of(model, config.model), cfg, lr)
         case _:
             assert_never(cfg)
     set_learning_rate(optimizer, lr)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipeline.config import optimizer as settings
 from pipeline.optim.matrices import MatrixLayout
 
 MOMENTUM = "momentum_buffer"  # as in torch.optim.Muon
@@ -126,19 +127,12 @@ class Muon(AdamW):
         self,
         groups: list[dict[str, Any]],
         matrices: dict[str, MatrixLayout],
-        *,
+        cfg: settings.Muon,
         lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float,
-        normalize: bool,
-        cautious: bool = False,
     ) -> None:
-        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        super().__init__(groups, lr=lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
         self.matrices = matrices
-        self.normalize = normalize
-        self._momentum = momentum
-        self._cautious = cautious
+        self.cfg = cfg
         self.buckets: list[Bucket] = []
 
     def bind(self, buckets: list[Bucket]) -> None:
@@ -146,7 +140,7 @@ class Muon(AdamW):
         self.buckets = buckets
         self._bucket_of = {id(master): b for b in buckets for master in b.masters}
         for owned in self.owned():
-            if self.normalize and owned.variance is None:
+            if self.cfg.normalize and owned.variance is None:
                 device = buckets[0].masters[0].device
                 owned.variance = torch.zeros(owned.layout.rows, device=device)
 
@@ -193,10 +187,10 @@ class Muon(AdamW):
             if apply is not None:
                 # In a skipped step gradients may be NaN. The momentum as gradient changes nothing.
                 gradient = torch.where(apply, gradient, momentum)
-            momentum.lerp_(gradient, 1 - self._momentum)
+            momentum.lerp_(gradient, 1 - self.cfg.momentum)
             _distribute(momentum, momenta)
             # Nesterov's momentum.
-            update = gradient.lerp(momentum, self._momentum).to(updates.dtype)
+            update = gradient.lerp(momentum, self.cfg.momentum).to(updates.dtype)
             _distribute(update, [segment.among(updates) for segment in segments])
         bucket.to_owners(updates)
         self._orthogonalize(bucket.owned, updates, apply)
@@ -214,7 +208,7 @@ class Muon(AdamW):
 
     def _kept(self, weights: Tensor, update: Tensor, decay: float) -> Tensor | float:
         """Return the share of each weight that the decay leaves."""
-        if not self._cautious:
+        if not self.cfg.cautious:
             return 1 - decay
         # Decay only weights that the update shrinks too.
         return 1 - decay * (weights * update >= 0)

@@ -12,24 +12,13 @@ from pipeline.config.schema import RunConfig
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
-from pipeline.parallel.engine import (
-    Accept,
-    Clock,
-    Engine,
-    LocalTensors,
-    Micro,
-    Passed,
-    Update,
-    accept_always,
-    balance,
-    untimed,
-)
+from pipeline.parallel import engine
 from pipeline.parallel.fragments import Piece
 from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
 
 
-class DDPEngine(Engine):
+class DDPEngine(engine.Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         # `cpu` is explicit: otherwise, on a node without GPUs, Accelerate counts every process but
         # does not wrap the model, and each rank trains alone without an error.
@@ -41,7 +30,7 @@ class DDPEngine(Engine):
         assert ranks == world.size, "Accelerate did not join the process group"
         self._clip = config.optim.clip
         self.world = world
-        self.clock: Clock = untimed
+        self.clock: engine.Clock = engine.untimed
         optimizer = build_optimizer(model.to(world.device), config)
         self.wrapped, self._optimizer = self._accelerator.prepare(model, optimizer)
         wrapped = isinstance(self.wrapped, DistributedDataParallel)
@@ -58,7 +47,7 @@ class DDPEngine(Engine):
         inner: nn.Module = self._accelerator.unwrap_model(self.wrapped)
         return inner
 
-    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
+    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passed:
         self.wrapped.train()
         nlls = []
         routings = []
@@ -71,9 +60,11 @@ class DDPEngine(Engine):
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        return Passed(torch.stack(nlls).mean(), routings)
+        return engine.Passed(torch.stack(nlls).mean(), routings)
 
-    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+    def step(
+        self, passed: engine.Passed, lr: float, accept: engine.Accept = engine.accept_always
+    ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
         # DDP has averaged the gradients: every rank computes the same norm without a collective.
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
@@ -82,18 +73,18 @@ class DDPEngine(Engine):
         torch.nn.utils.clip_grads_with_norm_(self.wrapped.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        routing = balance(
+        routing = engine.balance(
             self._accelerator.unwrap_model(self.wrapped), passed.routings, self.world, apply
         )
-        return Update(passed.nll, norm, routing)
+        return engine.Update(passed.nll, norm, routing)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None)
 
-    def local_tensors(self) -> LocalTensors:
+    def local_tensors(self) -> engine.LocalTensors:
         parameters = list(self.wrapped.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return LocalTensors([*self.wrapped.buffers(), *parameters], [], gradients)
+        return engine.LocalTensors([*self.wrapped.buffers(), *parameters], [], gradients)
 
     def pieces(self) -> list[Piece]:
         # Every rank has a copy of everything, so each saves an equal share.

@@ -18,6 +18,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from pipeline.model.moe import (
+    Beside,
     Choice,
     MixtureOfExperts,
     RunExperts,
@@ -44,9 +45,7 @@ class AllToAll:
 
     # One graph break around the layer's exchange, instead of one at every host read.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(
-        self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def __call__(self, x_TW: Tensor, choice: Choice, run: RunExperts, beside: Beside) -> Tensor:
         if choice.capacity is not None and choice.slots_TK is not None:
             slots_N = choice.slots_TK.flatten()
             return self._padded(x_TW, choice.weights_TK, slots_N, choice.capacity, run, beside)
@@ -81,7 +80,7 @@ class AllToAll:
         slots_N: Tensor,
         capacity: int,
         run: RunExperts,
-        beside: Callable[[], Tensor] | None,
+        beside: Beside,
     ) -> Tensor:
         """Exchange slots, not rows: each expert has `capacity` of them per rank, some empty."""
         tokens, top_k = weights_TK.shape

@@ -16,19 +16,7 @@ from pipeline.model.block import Block
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
-from pipeline.parallel import fragments
-from pipeline.parallel.engine import (
-    Accept,
-    Clock,
-    Engine,
-    LocalTensors,
-    Micro,
-    Passed,
-    Update,
-    accept_always,
-    balance,
-    untimed,
-)
+from pipeline.parallel import engine, fragments
 from pipeline.parallel.fragments import Piece, on_disk
 from pipeline.parallel.muon_shards import bind
 from pipeline.parallel.world import TIMEOUT, World
@@ -55,7 +43,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402
 compiler.compile = _compile
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(engine.Engine):
     def __init__(self, config: RunConfig, model: Decoder, world: World) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if world.device.type == "cpu":
@@ -74,7 +62,7 @@ class ZeroEngine(Engine):
         self._zero = config.parallel.zero
         self._ep = config.parallel.ep
         self._clip = config.optim.clip
-        self.clock: Clock = untimed
+        self.clock: engine.Clock = engine.untimed
         # The device that Adam runs on.
         self._adam_device = world.device
         if config.parallel.offload.optimizer:
@@ -113,7 +101,7 @@ class ZeroEngine(Engine):
 
     # --- the step
 
-    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
+    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passed:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
@@ -128,9 +116,11 @@ class ZeroEngine(Engine):
                 self._engine.backward(losses.total)
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        return Passed(torch.stack(nlls).mean(), routings)
+        return engine.Passed(torch.stack(nlls).mean(), routings)
 
-    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+    def step(
+        self, passed: engine.Passed, lr: float, accept: engine.Accept = engine.accept_always
+    ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
         self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passed.nll, norm)
         if self._zero == 0:
@@ -140,8 +130,8 @@ class ZeroEngine(Engine):
                 self._clip_gradients(self._engine.module.parameters())
         with self.clock("optimizer"):
             self._engine.step()
-        routing = balance(self._engine.module, passed.routings, self.world, self._apply)
-        return Update(passed.nll, self._grad_norm, routing)
+        routing = engine.balance(self._engine.module, passed.routings, self.world, self._apply)
+        return engine.Update(passed.nll, self._grad_norm, routing)
 
     def _judge(self, norm: Tensor) -> Tensor:
         """Call `accept` with the gradient norm, and gate the optimizer's step with the result."""
@@ -203,20 +193,20 @@ class ZeroEngine(Engine):
         for name, p in self._engine.module.named_parameters():
             yield name, p.grad if self._zero == 0 else safe_get_full_grad(p)
 
-    def local_tensors(self) -> LocalTensors:
+    def local_tensors(self) -> engine.LocalTensors:
         module = self._engine.module
         wrapper = self._optimizer
         buffers = list(module.buffers())
         if self._zero == 3:  # no rank has a copy of another's weights
             flats = [flat for flat in wrapper.fp16_partitioned_groups_flat if flat is not None]
-            return LocalTensors(buffers, flats, [])
+            return engine.LocalTensors(buffers, flats, [])
         weights: list[Tensor] = []
         experts: list[Tensor] = []
         if self._zero:
             param_groups = wrapper.optimizer.param_groups
             for flat, group in zip(wrapper.bit16_groups_flat, param_groups, strict=True):
                 (experts if wrapper.is_moe_group(group) else weights).append(flat)
-            return LocalTensors([*buffers, *weights], [], [], experts)
+            return engine.LocalTensors([*buffers, *weights], [], [], experts)
         for p in module.parameters():
             (experts if _is_expert(p) else weights).append(p)
         gradients = [p.grad for p in weights if p.grad is not None]
@@ -224,7 +214,9 @@ class ZeroEngine(Engine):
         masters = []
         if not self._unwrapped:
             masters = [master for group in wrapper.fp32_groups for master in group]
-        return LocalTensors([*buffers, *weights], masters, gradients, experts, expert_gradients)
+        return engine.LocalTensors(
+            [*buffers, *weights], masters, gradients, experts, expert_gradients
+        )
 
     def pieces(self) -> Iterator[Piece]:
         """DeepSpeed 0.19.8 has four ways to keep the masters, by stage and dtype."""

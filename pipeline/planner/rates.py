@@ -7,7 +7,7 @@ table). All are starting points for runs of any size and length.
 
 import math
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 from pipeline.config.optimizer import AdamWSpec, MuonSpec
 from pipeline.config.schema import RunSpec
@@ -156,15 +156,3 @@ def _muon(lr: float, width: int, steps: int) -> Settings:
 def _digits(value: float) -> float:
     # Three digits: these are rules of thumb.
     return float(f"{value:.3g}")
-
-
-def nested(settings: Settings) -> dict[str, Any]:
-    """Return the numbers as a nested table of the config."""
-    table: dict[str, Any] = {}
-    for key, setting in settings.items():
-        *above, last = key.split(".")
-        inner = table
-        for name in above:
-            inner = inner.setdefault(name, {})
-        inner[last] = setting.value
-    return table

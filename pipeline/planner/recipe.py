@@ -4,10 +4,11 @@ The rules of the optimizer are in rates.py, and `launch show` prints each with i
 """
 
 import math
+from functools import reduce
 from typing import Any
 
 from pipeline.config.dump import flat
-from pipeline.config.layers import merge, recipe_layer, validate
+from pipeline.config.layers import merge, nested, recipe_layer, validate
 from pipeline.config.parts import Dtype, MoE
 from pipeline.config.schema import RunConfig, RunSpec
 from pipeline.errors import ConfigError
@@ -29,6 +30,7 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
     rows = batch // spec.model.seq // readers
     steps = _steps(spec, batch)
     dtype = choose_dtype(spec, gpu=gpu)
+    optim = rates.optim_settings(spec, count, steps, batch)
     numbers: dict[str, Any] = {
         "train": {
             "steps": steps,
@@ -42,7 +44,7 @@ def fill(spec: RunSpec, ranks: int, *, gpu: bool) -> RunConfig:
             "eval_every": max(25, steps // 20),
             "save_every": max(50, steps // 10),
         },
-        "optim": rates.nested(rates.optim_settings(spec, count, steps, batch)),
+        "optim": reduce(merge, (nested(key, setting.value) for key, setting in optim.items())),
         "parallel": {"zero": choose_zero(spec), "ep": 1},
     }
     given = spec.model_dump()
@@ -153,10 +155,8 @@ def _steps(spec: RunSpec, batch: int) -> int:
     tokens = spec.train.steps * float(batch) if spec.train.steps else _tokens(spec)
     assert tokens is not None
     if not tokens < _MOST_TOKENS:
-        raise ConfigError(
-            f"a run of {tokens:.3g} tokens never ends; "
-            "lower --steps, --tokens, --flops or train.tokens_per_param"
-        )
+        text = f"a run of {tokens:.3g} tokens never ends"
+        raise ConfigError(f"{text}; lower --steps, --tokens, --flops or train.tokens_per_param")
     return spec.train.steps or max(1, round(tokens / batch))
 
 

@@ -103,10 +103,8 @@ class RunDir:
             first = list(fixed.items())[:3]
             what = ", ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in first)
             more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
-            raise RunError(
-                f"--resume {self.path} with another config: {what}{more}; "
-                "use the old values or give a new --out"
-            )
+            text = f"--resume {self.path} with another config: {what}{more}"
+            raise RunError(f"{text}; use the old values or give a new --out")
         if changed:  # otherwise keep the file as it is, with its time
             replace(self.config, to_toml(config).encode())
 
@@ -148,10 +146,8 @@ class RunDir:
         except OSError as error:
             raise self._not_writable(error) from None
         if held is None:
-            raise RunError(
-                f"run {self.path} is being written by another process; "
-                "wait for it or give another --out"
-            )
+            text = f"run {self.path} is being written by another process"
+            raise RunError(f"{text}; wait for it or give another --out")
         _HELD.append(held)
         return held
 

@@ -125,10 +125,8 @@ def read_record(path: Path) -> Record:
     record = read_json(file)
     version = record.get("version")
     if version != VERSION:
-        raise RunError(
-            f"{printable(file)}: version={version!r}, this release reads {VERSION}; "
-            "use the release that wrote it"
-        )
+        text = f"{printable(file)}: version={version!r}, this release reads {VERSION}"
+        raise RunError(f"{text}; use the release that wrote it")
     params = record.get("params")
     valid = {"params.scaling": isinstance(params, dict) and _positive(params.get("scaling"))}
     for key in ("name", "convention", "tokenizer"):
@@ -139,10 +137,8 @@ def read_record(path: Path) -> Record:
         valid[key] = record.get(key) is None or _positive(record[key])
     for key, is_valid in valid.items():
         if not is_valid:
-            raise RunError(
-                f"{printable(file)}: {key} is missing or invalid; "
-                "restore the file or train the run again"
-            )
+            text = f"{printable(file)}: {key} is missing or invalid"
+            raise RunError(f"{text}; restore the file or train the run again")
     return record
 
 

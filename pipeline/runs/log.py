@@ -196,10 +196,8 @@ def _lines(path: Path, *, log: bool) -> Iterator[tuple[bytes, Record]]:
                 record = decode(line)
                 yield line, checked(record) if log else record
             except ValueError as error:
-                raise RunError(
-                    f"log={printable(path)} line {number} is not a record ({error}); "
-                    "restore the file or cut that line"
-                ) from None
+                text = f"log={printable(path)} line {number} is not a record ({error})"
+                raise RunError(f"{text}; restore the file or cut that line") from None
 
 
 def encode(record: Mapping[str, object]) -> bytes:

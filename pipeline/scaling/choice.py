@@ -56,10 +56,8 @@ def check_law(points: Points, law: Law) -> None:
     for key in ("N", "D") if law.name not in ("compute", "power") else ():
         values = np.unique(getattr(points, key))
         if len(values) < 2:
-            raise DataError(
-                f"law={law.name}: all runs have {key} = {count(values[0])}; train "
-                f"{runs_across(points)}"
-            )
+            text = f"law={law.name}: all runs have {key} = {count(values[0])}"
+            raise DataError(f"{text}; train {runs_across(points)}")
     if law.name == "moe" and (points.experts is None or len(np.unique(points.experts)) < 2):
         raise DataError("law=moe needs a column `experts` with two or more values (1 for dense)")
     if law.name == "data-constrained" and not repeats(points):

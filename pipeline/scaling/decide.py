@@ -90,14 +90,16 @@ def _best_split(fit: Fit, product: float, demand: Demand) -> tuple[float, float]
 
 
 def loss_of(fit: Fit, places: Points, unique: float | None) -> Array:
-    return fit.predict(places if unique is None else worth(fit, places, unique))
+    return fit.predict(worth(fit, places, unique))
 
 
-def worth(fit: Fit, places: Points, unique: float) -> Points:
+def worth(fit: Fit, places: Points, unique: float | None) -> Points:
     """Return the places with N and D reduced to their worth if only `unique` tokens are distinct.
 
     Repeated tokens count less, and so do parameters that are too many for the data.
     """
+    if unique is None:
+        return places
     if isinstance(fit.law, DataConstrained):  # the law itself models repetition
         return replace(places, unique=np.full(len(places), unique))
     terms = fit.law.terms(fit.values, 1.0)
@@ -114,11 +116,6 @@ def _worth(used: Array, distinct: float, half: float) -> Array:
     """Equations 5 and 6 of arXiv 2305.16264."""
     repeats = np.maximum(used / distinct - 1, 0)
     return np.minimum(used, distinct) + distinct * half * -np.expm1(-repeats / half)
-
-
-def interval(study: Study, places: Points, unique: float | None) -> tuple[Array, Array, Array]:
-    """Return the law's loss and its 95% interval, taking repetition into account."""
-    return study.interval(places if unique is None else worth(study.fit, places, unique))
 
 
 def least_cost(study: Study, target: float, demand: Demand) -> float:
@@ -141,10 +138,8 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
             f"{floor:.4g}; choose a higher loss"
         )
     if target > loss(low):
-        raise ConfigError(
-            f"target_loss={target:g} is above every loss that the law describes; the largest "
-            f"measured is {study.fit.points.loss.max():.4g}"
-        )
+        text = f"target_loss={target:g} is above every loss that the law describes"
+        raise ConfigError(f"{text}; the largest measured is {study.fit.points.loss.max():.4g}")
     return math.exp(optimize.brentq(lambda log_c: loss(log_c) - target, low, high))
 
 
@@ -156,7 +151,8 @@ def cost_range(
     C = total * np.geomspace(1e-4, 1e4, 161)
     if demand.served:
         C = C[flops_per_parameter_token(study.fit.points) * demand.served < C]
-    _, low, high = interval(study, best(study, C, demand), demand.unique)
+    places = worth(study.fit, best(study, C, demand), demand.unique)
+    _, low, high = study.interval(places)
     reached = [np.flatnonzero(edge <= target) for edge in (low, high)]
     first, last = (float(C[found[0]]) if len(found) else None for found in reached)
     return first, last

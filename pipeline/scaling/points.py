@@ -226,10 +226,8 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
         raise DataError(f"points={path} is not a CSV text file") from None
     missing = [key for key in required if key not in names]
     if missing:
-        raise DataError(
-            f"{path}: columns {missing} are missing (found {names}); it needs "
-            f"{', '.join(required)}, separated by commas"
-        )
+        problem = f"{path}: columns {missing} are missing (found {names})"
+        raise DataError(f"{problem}; it needs {', '.join(required)}, separated by commas")
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: column {', '.join(twice)} occurs twice; keep one of them")
@@ -269,10 +267,8 @@ def read_columns(
         empty = [line for line, row in enumerate(rows, 2) if not row.get(key)]
         # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
         if empty:
-            raise DataError(
-                f"{path}:{empty[0]}: {key}= is empty here and filled in other rows; fill all "
-                f"{len(empty)} empty cells, or remove the column"
-            )
+            text = f"{path}:{empty[0]}: {key}= is empty here and filled in other rows"
+            raise DataError(f"{text}; fill all {len(empty)} empty cells, or remove the column")
     return {key: _column(path, rows, key) for key in (*required, *present)}
 
 

@@ -91,7 +91,7 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
     # The draws are for dense runs, so mixtures of experts get no interval.
     span = (study.optimum_range(targets.C) or {}) if targets.experts is None else {}
     _refuse_off_frontier(study, targets)
-    loss, low, high = decide.interval(study, targets, unique)
+    loss, low, high = study.interval(decide.worth(study.fit, targets, unique))
     largest = float(study.fit.points.C.max())
     made = []
     for i, name in enumerate(targets.run):

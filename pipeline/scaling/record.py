@@ -34,10 +34,8 @@ def register(
             )
         if not (math.isfinite(one.low) and math.isfinite(one.high)):
             value = one.accuracy if isinstance(one, TaskForecast) else one.loss
-            raise RunError(
-                f"forecast {value:.4g} has no interval to score: too few runs; add a size and "
-                f"fit again"
-            )
+            problem = f"forecast {value:.4g} has no interval to score: too few runs"
+            raise RunError(f"{problem}; add a size and fit again")
         # The name is the target: a second forecast of the same run meets the first one's file.
         # A task's name may come from a column of a file, so that it may have any character.
         task = re.sub(r"[^\w.]", "-", f"-{one.task}") if isinstance(one, TaskForecast) else ""

@@ -155,16 +155,12 @@ class Submission:
         noise = r"(sbatch|error|allocation failure|Batch job submission failed): "
         reason = re.sub(noise, "", lines[-1]) if lines else f"exit code {done.returncode}"
         if re.search(NO_CONTROLLER, reason):
-            raise ConfigError(
-                f"sbatch is installed, but reaches no SLURM controller ({reason}); use a login "
-                "node, or check SLURM_CONF and slurmctld"
-            )
+            text = f"sbatch is installed, but reaches no SLURM controller ({reason})"
+            raise ConfigError(f"{text}; use a login node, or check SLURM_CONF and slurmctld")
         wanted = re.compile(r"--(partition|account|qos|constraint|time|nodes|gpus-per-node)=")
         asked = " ".join(word for word in command if wanted.match(word)) or "the job"
-        raise RunError(
-            f"sbatch refuses {asked}: {reason}; `sinfo` lists the site's nodes and partitions; "
-            "change the cluster file (--cluster) or the options"
-        )
+        text = f"sbatch refuses {asked}: {reason}; `sinfo` lists the site's nodes and partitions"
+        raise RunError(f"{text}; change the cluster file (--cluster) or the options")
 
 
 def pattern(path: Path) -> str:

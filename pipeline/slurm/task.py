@@ -42,10 +42,8 @@ def stage(config: RunConfig, scratch: Path, env: Mapping[str, str]) -> Path:
             partial.rename(copy)
         except OSError as error:
             if not copy.exists():  # otherwise another job on this node was faster
-                raise RunError(
-                    f"cluster.slurm.scratch={scratch}: {str(error)[-200:]}; free some space there, "
-                    "or leave it out"
-                ) from None
+                text = f"cluster.slurm.scratch={scratch}: {str(error)[-200:]}"
+                raise RunError(f"{text}; free some space there, or leave it out") from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     while not copy.exists():

@@ -180,10 +180,8 @@ def cheapest(
     """Find the cheapest ladder whose simulated interval at the target is as narrow as wanted."""
     options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))
     if not options:
-        raise ConfigError(
-            f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes; choose a "
-            f"larger target"
-        )
+        text = f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes"
+        raise ConfigError(f"{text}; choose a larger target")
     factor = 1.0  # simulated width over rough width, updated by every simulation
     narrowest: Width | None = None
     for _ in range(TRIED):

@@ -105,10 +105,8 @@ def claimed(root: Path, sweep: Sweep) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         held = lock(root / ".sweep")
         if held is None:
-            raise RunError(
-                f"--out {root}: another `launch sweep run` is running there; wait for it, or give "
-                f"another --out"
-            )
+            problem = f"--out {root}: another `launch sweep run` is running there"
+            raise RunError(f"{problem}; wait for it, or give another --out")
         text = sweep.model_dump_json(indent=1, exclude_none=True)
         replace(root / SWEEP_FILE, text.encode() + b"\n")
     except OSError as error:

@@ -98,10 +98,8 @@ def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> li
         runs = _ladder(sweep, configs, mfu)
     else:
         if len(sweep.budgets) < 3:
-            raise ConfigError(
-                f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets; add "
-                f"larger ones"
-            )
+            text = f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets"
+            raise ConfigError(f"{text}; add larger ones")
         runs = [run for C in sweep.budgets for run in _valley(sweep, configs, C, best, mfu)]
     return branched(sweep, configs, runs)
 
@@ -284,7 +282,5 @@ def within(
         least += f" and {time:.2g} hours)" if time else ")"
     given = {"budget": flops, "hours": hours}
     asked = " and ".join(f"{key}={value:.3g}" for key, value in given.items() if value)
-    raise ConfigError(
-        f"{asked} is not enough for four budgets of these sizes{least or refused}; raise it, or "
-        f"name other sizes"
-    )
+    text = f"{asked} is not enough for four budgets of these sizes{least or refused}"
+    raise ConfigError(f"{text}; raise it, or name other sizes")

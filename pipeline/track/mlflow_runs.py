@@ -226,18 +226,14 @@ def read_experiment(experiment: str) -> list[Run]:
     """Read every run of an experiment from the configured store, or the local database."""
     uri = configured()
     if uri is None:
-        raise RunError(
-            f"experiment={experiment}: no runs/{experiment} here and no MLflow store; "
-            "set MLFLOW_TRACKING_URI"
-        )
+        text = f"experiment={experiment}: no runs/{experiment} here and no MLflow store"
+        raise RunError(f"{text}; set MLFLOW_TRACKING_URI")
     with connect(uri, experiment) as client:
         found = [read(client, run) for _, run in search(client, uri, experiment)]
     runs = [run for run in found if run is not None]
     if not runs:
-        raise RunError(
-            f"experiment={experiment} holds no run of ours in {public(uri)}; "
-            "train one with `launch pretrain`"
-        )
+        text = f"experiment={experiment} holds no run of ours in {public(uri)}"
+        raise RunError(f"{text}; train one with `launch pretrain`")
     return sorted(runs, key=lambda run: (run.N, run.name))
 
 

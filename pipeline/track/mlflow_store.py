@@ -132,10 +132,8 @@ class Store:
                 return False
             raise
         if run.info.lifecycle_stage == "deleted":
-            raise UnusableError(
-                f"run_id={run_id} was deleted in MLflow; "
-                "restore it, or remove mlflow.json for a new run"
-            )
+            text = f"run_id={run_id} was deleted in MLflow"
+            raise UnusableError(f"{text}; restore it, or remove mlflow.json for a new run")
         return True
 
     def open(

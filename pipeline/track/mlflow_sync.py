@@ -255,10 +255,8 @@ def sync(run_dir: Path, wait_s: float = WAIT_S) -> Feeder:
         feeder = Feeder(run_dir)
         fault = follow(feeder, lambda: True, wait_s, lambda: False)
     if fault:
-        raise RunError(
-            f"MLflow at {public(feeder.uri)} does not have all of {run_dir} ({fault}); "
-            "fix that and sync again"
-        )
+        text = f"MLflow at {public(feeder.uri)} does not have all of {run_dir} ({fault})"
+        raise RunError(f"{text}; fix that and sync again")
     return feeder
 
 

@@ -53,10 +53,8 @@ def branch_step(config: RunConfig, trunk: RunDir) -> int:
     if step > last:
         raise RunError(f"{flag} decays from step {last}, this run from {step}; use a longer trunk")
     if not checkpoint_path(trunk.checkpoints, step).is_dir():
-        raise RunError(
-            f"{flag} has no checkpoint of step {step}, where this run's decay begins; train it "
-            f"with --set train.keep_at=[{step}]"
-        )
+        text = f"{flag} has no checkpoint of step {step}, where this run's decay begins"
+        raise RunError(f"{text}; train it with --set train.keep_at=[{step}]")
     return step
 
 

@@ -88,10 +88,8 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
     if death and not stop.signal:
         record_death(run, death)
     if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:
-        raise RunError(
-            f"disk full at {run.path}: not even the error could be written; the last checkpoint is "
-            "intact; free some space and --resume"
-        )
+        text = f"disk full at {run.path}: not even the error could be written"
+        raise RunError(f"{text}; the last checkpoint is intact; free some space and --resume")
     rank = group.first_failed(failed)
     run.note_fault(failed.get(rank, 0), group.last_line(rank), nproc)
     return False

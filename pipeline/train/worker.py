@@ -96,16 +96,12 @@ def _resume(
         load(worker, found, world)
         return found.step, notes
     if rollback is not None:
-        raise RunError(
-            f"{rollback}, and there is no checkpoint to go back to; lower optim.lr or "
-            "train.save_every"
-        )
+        text = f"{rollback}, and there is no checkpoint to go back to"
+        raise RunError(f"{text}; lower optim.lr or train.save_every")
     saved = [r["saved"] for r in read(directory.log) if r.get("event") == "save"]
     if saved:
-        raise RunError(
-            f"{directory.checkpoints} is empty but step {saved[-1]} was saved there; restore it, "
-            "or start again with another --out"
-        )
+        text = f"{directory.checkpoints} is empty but step {saved[-1]} was saved there"
+        raise RunError(f"{text}; restore it, or start again with another --out")
     if init is not None:
         load_initial_weights(worker, Path(init))
     return 0, notes

@@ -121,10 +121,8 @@ def describe(config: RunConfig) -> tuple[str, dict[str, object]]:
     """Return the class of the same shape and its config.json; raise ConfigError without one."""
     # transformers would build the model without the heads, and its step would look faster.
     if config.model.mtp:
-        raise ConfigError(
-            f"model.mtp={config.model.mtp}: transformers does not train such heads; "
-            "--set model.mtp=0"
-        )
+        text = f"model.mtp={config.model.mtp}: transformers does not train such heads"
+        raise ConfigError(f"{text}; --set model.mtp=0")
     if config.objective.kind not in ("causal", "masked", "spans", "denoise"):
         raise ConfigError(
             f"objective.kind={config.objective.kind!r}: the comparison with transformers covers "
