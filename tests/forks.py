@@ -33,6 +33,7 @@ PRELOADED = [
     "tests.worlds",
     "pipeline.parallel.ddp",
     "pipeline.parallel.zero",
+    "mlflow.store.tracking.sqlalchemy_store",
     *(f"launch.{path.stem}" for path in (ROOT / "launch").glob("[a-z]*.py")),
 ]
 EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]

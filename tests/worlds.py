@@ -75,19 +75,10 @@ def train(out: str, nproc: int, over: dict[str, Any], **rest: Any) -> None:
     path = Path(out)
     resume = path.exists()
     size, arch = None if resume else "27k", rest.get("arch", "dense")
-    request = Request(
-        size,
-        arch,
-        Path(rest["data"]),
-        path,
-        nproc,
-        sets=rest.get("sets", ()),
-        over=over,
-        resume=resume,
-    )
-    fork(
-        1, lambda _: plan_run(request, Devices(0, 2**36, "CPU")).commit()
-    )  # it holds the directory while it lives
+    given = {"sets": rest.get("sets", ()), "over": over, "resume": resume}
+    request = Request(size, arch, Path(rest["data"]), path, nproc, **given)
+    plan = lambda _: plan_run(request, Devices(0, 2**36, "CPU")).commit()  # noqa: E731
+    fork(1, plan)  # it holds the directory while it lives
     fork(nproc, lambda world: run(path, world, StopRequest(), quiet=True))
 
 

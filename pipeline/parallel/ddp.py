@@ -1,11 +1,12 @@
 """The reference engine: the same training through Accelerate and torch's own DDP."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.config.schema import RunConfig
@@ -42,9 +43,9 @@ class DDPEngine(engine.Engine):
         inner: torch.optim.Optimizer = self._optimizer.optimizer
         return inner
 
-    @property
-    def module(self) -> nn.Module:
-        inner: nn.Module = self._accelerator.unwrap_model(self.wrapped)
+    @cached_property  # Accelerate reads the metadata of installed packages in every call
+    def module(self) -> Decoder:
+        inner: Decoder = self._accelerator.unwrap_model(self.wrapped)
         return inner
 
     def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passed:
@@ -73,9 +74,7 @@ class DDPEngine(engine.Engine):
         torch.nn.utils.clip_grads_with_norm_(self.wrapped.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        routing = engine.balance(
-            self._accelerator.unwrap_model(self.wrapped), passed.routings, self.world, apply
-        )
+        routing = engine.balance(self.module, passed.routings, self.world, apply)
         return engine.Update(passed.nll, norm, routing)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -55,6 +55,7 @@ HOVER = """async (id) => {
   return chart.querySelector(".hoverlayer").textContent;
 }"""
 FORECASTS = "document.getElementById('chart').data.filter(t => t.name === 'forecast').map(t => t.marker.symbol)"
+LOADS = "document.getElementById('moe').data[0].z.map(row => row.at(-1))"
 LAW_LINES = """() => document.getElementById("chart").data.filter((t) => t.name.startsWith("law"))
   .map((t) => [t.name, t.y])"""
 FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('javascript')) a.click(); })"
@@ -298,22 +299,9 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     def train(to: int) -> None:
         nonlocal last
         for step in range(last + 1, to + 1):
-            at = {
-                "step": step,
-                "tokens": step * 15000,
-                "flops": step * 3e10,
-                "loss": 3.0 + 5 * (step == 300),
-                "lr": 1e-3,
-            }
-            tracker.record(
-                {
-                    "kind": "step",
-                    **at,
-                    "grad_norm": 0.4,
-                    "tokens_per_s": 2e4,
-                    "hash": f"{step:016x}",
-                }
-            )
+            at = {"kind": "step", "step": step, "tokens": step * 15000, "flops": step * 3e10}
+            at |= {"lr": 1e-3, "grad_norm": 0.4, "tokens_per_s": 2e4, "hash": f"{step:016x}"}
+            tracker.record({**at, "loss": 3.0 + 5 * (step == 300)})
             if step % 10 == 0:
                 shares = [[0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
                 tracker.record({"kind": "moe", "step": step, "tokens": 0, "load": shares})
@@ -349,20 +337,12 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     )  # kept its focus
     page.keyboard.press("Enter")
     page.wait_for_selector("#moe .heatmaplayer image", state="attached")
-    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [
-        1.6,
-        1,
-    ]
+    assert page.evaluate(LOADS) == [1.6, 1]
     assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(
         page, "#run-events"
     )
     page.select_option("#layer", "0")
-    assert page.evaluate("document.getElementById('moe').data[0].z.map(row => row.at(-1))") == [
-        0.4,
-        0.8,
-        1.2,
-        1.6,
-    ]
+    assert page.evaluate(LOADS) == [0.4, 0.8, 1.2, 1.6]
     train(330)  # the run's own page follows too
     until(
         lambda: page.evaluate(
