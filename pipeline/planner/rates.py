@@ -35,8 +35,10 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
         case AdamWSpec():
             found = _adamw(count.active_non_embedding, steps, batch)
             seq = spec.model.seq
-            share = (spec.objective.most_targets(seq) or seq) / seq
-            found["lr"] = adamw_peak(spec.model, count, steps * batch, share * batch)
+            predicted = (spec.objective.most_targets(seq) or seq) / seq * batch
+            # Tokens of an encoder beside the decoder train its parameters too.
+            read = steps * batch * (seq + spec.model.source_length) / seq
+            found["lr"] = adamw_peak(spec.model, count, read, predicted)
             if spec.model.placement == "post":
                 rule = "4000, at most a quarter of the run: arXiv 1706.03762"
                 found["schedule.warmup_steps"] = Setting(max(1, min(4000, steps // 4)), rule)

@@ -52,6 +52,12 @@ def test_the_rate_follows_the_length_of_the_run_and_the_predicted_tokens_of_a_ba
     half = ["train.tokens_per_param=20", "objective.rate=0.6"]
     ratio = rate(*few, arch="modernbert") / rate(*half, arch="modernbert")
     assert ratio == pytest.approx(0.5, rel=0.1)  # √(0.15 / 0.6), up to the rounding of the batch
+    # A T5 of 568 tokens reads 512 of them for 114 that it predicts.
+    spec = load(size="125m", arch="t5", sets=["train.tokens_per_param=1"])
+    t5 = resolve(spec, ranks=8, gpu=True)
+    n = params(t5.model).active_non_embedding
+    short = 0.5 * 0.0047 * (n / 108e6) ** (-1 / 3) * ((512 + 114) / 114 / 20) ** 0.307
+    assert t5.optim.lr == pytest.approx(short, rel=1e-2)
     small = ["recipe=adamw", "train.tokens=1e8", "train.batch_tokens=65536"]
     whole = [*small[:2], "train.batch_tokens=262144"]
     assert rate(*small) / rate(*whole) == pytest.approx(0.5, rel=1e-2)
