@@ -203,7 +203,7 @@ def generate(
     "in-context",
     epilog=examples(
         "launch bench in-context",
-        "launch bench in-context --d 5 --examples 40 --size 1m --steps 50000 --json",
+        "launch bench in-context --d 5 --examples 40 --size 1m --rows 1024 --steps 12000",
     ),
 )
 def in_context(

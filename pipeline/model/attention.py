@@ -56,15 +56,22 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
     added = mask if isinstance(mask, Tensor) else None  # SDPA accepts booleans
     if bias_HQK is not None:
         added = cast(Tensor, _additive_mask(q_BHQD, k_BGKD, mask, bias_HQK))
-    return F.scaled_dot_product_attention(
+    heads, queries = q_BHQD.shape[1:3]
+    groups = k_BGKD.shape[1]
+    if queries == 1 and bias_HQK is None:
+        # The heads of a group are like several queries of one head. Kernels that take a mask would
+        # otherwise copy the keys for each head.
+        q_BHQD = q_BHQD.reshape(-1, groups, heads // groups, q_BHQD.shape[3])
+    y_BHQE = F.scaled_dot_product_attention(
         q_BHQD,
         k_BGKD,
         v_BGKE,
         attn_mask=added,
-        is_causal=causal,
+        is_causal=causal and queries > 1,
         scale=scoring.scale,
-        enable_gqa=q_BHQD.shape[1] != k_BGKD.shape[1],
+        enable_gqa=q_BHQD.shape[1] != groups,
     )
+    return y_BHQE.reshape(-1, heads, queries, v_BGKE.shape[3])
 
 
 def eager(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:

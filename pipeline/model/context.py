@@ -21,6 +21,7 @@ def make_mask(
     keys: int,
     device: torch.device,
     *,
+    past: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     documents_BK: Tensor | None = None,
@@ -28,7 +29,8 @@ def make_mask(
     prefix_B: Tensor | None = None,
     flex: bool = False,
 ) -> Mask:
-    """Return which query attends to which key. The last query is at the position of the last key.
+    """Return which query attends to which key. The last query is at the position of the last key,
+    unless `past` has the number of keys before the first query.
 
     A query always attends to itself, and to every key of the prefix, even later ones."""
     # A window as long as the sequence hides nothing, and plain causal attention is faster.
@@ -36,24 +38,24 @@ def make_mask(
         window = None
     per_row = [row for row in (documents_BK, padding_B, prefix_B) if row is not None]
     # SDPA has its own causal mask, and a single query at the end attends to every key.
-    if not flex and window is None and not per_row and queries in (keys, 1):
+    if not flex and window is None and not per_row and past is None and queries in (keys, 1):
         return None if causal else "all"
-    past = keys - queries  # tokens in the cache
+    before = keys - queries if past is None else past  # tokens in the cache
 
     # FlexAttention traces this function; it must not branch on the values of tensors.
     def sees(b: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = k <= q + past if causal else k >= 0
+        seen = k <= q + before if causal else k >= 0
         if prefix_B is not None:
             seen = seen | (k < prefix_B[b])
         if window is not None:
-            seen = seen & (q + past - k < window)
+            seen = seen & (q + before - k < window)
             if not causal:
-                seen = seen & (k - q - past < window)
+                seen = seen & (k - q - before < window)
         if documents_BK is not None:
-            seen = seen & (documents_BK[b, q + past] == documents_BK[b, k])
+            seen = seen & (documents_BK[b, q + before] == documents_BK[b, k])
         if padding_B is not None:
             # Padding attends to itself, because a softmax over no keys would be NaN.
-            seen = seen & ((k >= padding_B[b]) | (k == q + past))
+            seen = seen & ((k >= padding_B[b]) | (k == q + before))
         return seen
 
     rows = len(per_row[0]) if per_row else 1
@@ -113,15 +115,22 @@ class LayerCache:
     """Tensors of past tokens that one layer keeps, (B, S, …): keys and values, or MLA's latent."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self.length = 0
+        self.place: Tensor | None = None  # of the next token, if `Cache.fix` was called
         self.kept: list[Tensor] = []
         self.source: tuple[Tensor, ...] = ()  # keys and values of cross-attention
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the new tokens' tensors and return those of all tokens so far."""
-        if not self.kept:  # memory for all tokens at once, so that a step copies only new ones
-            self.kept = [t.new_empty(t.shape[0], self._capacity, *t.shape[2:]) for t in new]
+        if not self.kept:
+            # Memory for all tokens at once, so that a step copies only new ones. A masked value
+            # has the weight 0, and must not be a NaN.
+            self.kept = [t.new_zeros(t.shape[0], self.capacity, *t.shape[2:]) for t in new]
+        if self.place is not None:
+            for kept, tensor in zip(self.kept, new, strict=True):
+                kept.index_copy_(1, self.place, tensor)
+            return tuple(self.kept)
         end = self.length + new[0].shape[1]
         for kept, tensor in zip(self.kept, new, strict=True):
             kept[:, self.length : end] = tensor
@@ -139,6 +148,31 @@ class Cache:
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].capacity
+
+    @property
+    def place(self) -> Tensor | None:
+        return self.layers[0].place
+
+    def fix(self, place: Tensor | None) -> None:
+        """Read the place of the next token from a tensor, so that a CUDA graph can repeat a pass.
+
+        From now on, each pass is for one token per row and attends to the whole capacity, where a
+        mask hides what is not yet written. The caller advances the place. None ends this."""
+        for layer in self.layers:
+            layer.place = place
+        if self.last_B1 is not None:
+            self.last_B1 = self.last_B1.clone()
+
+    def remember(self, last_B1: Tensor) -> None:
+        """Keep the last token for the next pass."""
+        if self.place is not None and self.last_B1 is not None:
+            self.last_B1.copy_(last_B1)  # a CUDA graph always reads the same memory
+        else:
+            self.last_B1 = last_B1
 
     @property
     def bytes_per_token(self) -> int:

@@ -3,7 +3,7 @@
 B prompts or beams · S sequence · V vocabulary
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -53,20 +53,65 @@ def stream(
     # Padding may be any token, because the mask hides it.
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     tokens_BS = torch.tensor(rows, device=device)
-    # Allocated once for the prompt and every new token, so it never grows.
-    cache = Cache(model.cfg.layers, longest + most, padding_B if padding_B.any() else None)
+    # Allocated once for the prompt and every new token, so it never grows. Masks of attention need
+    # rows of eight.
+    capacity = -(-(longest + most) // 8) * 8
+    cache = Cache(model.cfg.layers, capacity, padding_B if padding_B.any() else None)
     seeds = [sampling.row_seed(row) for row in range(len(prompts))]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(prompts)
-    for _ in range(most):
-        next_B = pick(last_logits(model, tokens_BS, cache, **fields), sampling, generators)
-        fields = {}  # the cache has the source's keys and values
+    logits_BV = last_logits(model, tokens_BS, cache, **fields)
+    pass_on = single_pass(model, cache, tokens_BS[:, -1:], most)
+    for done in range(1, most + 1):
+        next_B = pick(logits_BV, sampling, generators)
         new = next_B.tolist()
         yield [None if over else token for token, over in zip(new, ended, strict=True)]
         ended = [over or token == end for token, over in zip(new, ended, strict=True)]
-        if all(ended):
+        if all(ended) or done == most:
             return
-        tokens_BS = next_B[:, None].to(device)
+        logits_BV = pass_on(next_B[:, None].to(device))
+
+
+class RecordedPass:
+    """The pass for one new token per row, recorded as a CUDA graph and repeated for each token.
+
+    Starting the hundreds of kernels of a small pass takes the host several times as long as the GPU
+    needs to run them. A graph starts them all at once."""
+
+    def __init__(self, model: Decoder, cache: Cache, tokens_B1: Tensor) -> None:
+        device = tokens_B1.device
+        self._cache = cache  # the graph reads and writes its memory
+        self._tokens_B1 = tokens_B1.clone()
+        place = torch.tensor([cache.length], device=device)
+        cache.fix(place)
+        with torch.cuda.device(device):
+            # A pass that compiles and allocates, on another stream, as torch's documentation asks.
+            # The next token will overwrite what it adds to the cache.
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                last_logits(model, self._tokens_B1, cache)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._logits_BV = last_logits(model, self._tokens_B1, cache)
+                place.add_(1)
+
+    def __call__(self, tokens_B1: Tensor) -> Tensor:
+        self._tokens_B1.copy_(tokens_B1)
+        self._graph.replay()
+        return self._logits_BV
+
+
+def single_pass(
+    model: Decoder, cache: Cache, tokens_B1: Tensor, most: int
+) -> Callable[[Tensor], Tensor]:
+    """Return the pass for one more token per row; on a GPU, a recorded one if that is possible."""
+    # Recording takes as long as several passes. Routed experts read their counts on the host, which
+    # a graph cannot do.
+    if tokens_B1.is_cuda and most > 8 and not model.routers():
+        return RecordedPass(model, cache, tokens_B1)
+    return lambda tokens_B1: last_logits(model, tokens_B1, cache)
 
 
 def generate(

@@ -88,11 +88,13 @@ def places_in(documents_BS: Tensor) -> Tensor:
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
-def distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the distance of each key before each query, (Q, K); both end at the same position."""
+def distances(queries: int, keys: int, device: torch.device, past: Tensor | None = None) -> Tensor:
+    """Return the distance of each key before each query, (Q, K). Both end at the same position,
+    unless `past` has the number of keys before the first query."""
     # Later keys have a negative distance. A causal mask hides them.
-    here = torch.arange(keys - queries, keys, device=device)[:, None]
-    return here - torch.arange(keys, device=device)
+    before = keys - queries if past is None else past
+    here = torch.arange(queries, device=device) + before
+    return here[:, None] - torch.arange(keys, device=device)
 
 
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:
@@ -101,10 +103,12 @@ def alibi(distance_QK: Tensor, heads: int) -> Tensor:
     If the number of heads is not a power of two, the remaining heads use every second slope of the
     next power, as in the authors' code."""
     power = 2 ** math.floor(math.log2(heads))
+    # Made on the device, because a CUDA graph cannot copy from the host.
+    head = torch.arange(heads, device=distance_QK.device)
     # For eight heads 1/2, 1/4, …, 1/256.
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return -torch.tensor(slopes, device=distance_QK.device)[:, None, None] * distance_QK
+    step = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
+    slopes_H = torch.exp2(-4 * step / power)
+    return -slopes_H[:, None, None] * distance_QK
 
 
 class DistanceBias(nn.Module):

@@ -117,9 +117,12 @@ class Side(nn.Module):
         documents_BS, prefix_B = seen
         device = tokens_BS.device
         queries = tokens_BS.shape[1]
+        # With a fixed cache, the position is a tensor, and every key may be seen.
+        fixed = None if cache is None else cache.place
         past = 0 if cache is None else cache.length
+        keys = past + queries if cache is None or fixed is None else cache.capacity
         padding_B = None if cache is None else cache.padding_B
-        places = torch.arange(past, past + queries, device=device)
+        places = torch.arange(past, past + queries, device=device) if fixed is None else fixed
         if padding_B is not None:
             # The first real token of a row has position 0, as in training.
             places = (places - padding_B[:, None]).clamp(min=0)
@@ -134,8 +137,9 @@ class Side(nn.Module):
             special = hides or prefix_B is not None or a.softcap is not None or a.sinks
             return make_mask(
                 queries,
-                past + queries,
+                keys,
                 device,
+                past=fixed,
                 causal=self.causal,
                 window=window,
                 documents_BK=documents_BS,
@@ -150,17 +154,19 @@ class Side(nn.Module):
             table = near_table = rotary(places, a.rotary_dim, position)
             if position.window_theta is not None:
                 near_table = rotary(places, a.rotary_dim, position, windowed=True)
-        bias_HQK = self._bias(queries, past + queries, device)
+        bias_HQK = self._bias(queries, keys, device, fixed)
         far = mask(None)
         near = far if a.window is None else mask(a.window)
         return places, Context(table, bias_HQK, near, far, near_table)
 
-    def _bias(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    def _bias(
+        self, queries: int, keys: int, device: torch.device, past: Tensor | None
+    ) -> Tensor | None:
         """Return the term that positions add to the scores."""
         position = self.cfg.position
         if not isinstance(position, ALiBi | RelativeBias):
             return None
-        distance_QK = distances(queries, keys, device)
+        distance_QK = distances(queries, keys, device, past)
         if isinstance(position, ALiBi):
             # Only the distance counts, also to later keys, if the mask allows them.
             return alibi(distance_QK.abs(), self.cfg.attention.heads)

@@ -312,8 +312,9 @@ class Decoder(Side):
         before_B1 = tokens_BS[:, :1]  # any token: it is ignored before the first of a row
         if cache is not None:
             before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
-            cache.last_B1 = tokens_BS[:, -1:]
         row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))
+        if cache is not None:
+            cache.remember(tokens_BS[:, -1:])
         # Positions restart with each document, so the token at position 0 follows no other.
         smeared_BSR: Tensor = self.smear(self._look_up(row_BS), places > 0)
         return smeared_BSR

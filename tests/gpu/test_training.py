@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.config.shape import Model
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
+from pipeline.model.decode import RecordedPass, generate, single_pass
 from pipeline.model.fp8 import convert_to_fp8
 from pipeline.model.stack import Decoder
 from pipeline.optim.groups import AdamW, gate_step, parameter_groups, set_learning_rate
@@ -123,6 +124,33 @@ def test_decoding_with_a_cache_equals_the_whole_forward_pass(name):
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens)[:, 11:], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "moe"])
+@torch.no_grad()
+def test_a_recorded_pass_generates_what_single_passes_do(name):
+    """Two prompts of different lengths, and two generations in a row."""
+    model = make(name).eval()
+    prompts = [batch()[0][0, :12].tolist(), batch()[0][1, :7].tolist()]
+    expected = []
+    for prompt in prompts:
+        row = list(prompt)
+        for _ in range(16):
+            row.append(int(model(torch.tensor([row], device=DEVICE))[0, -1].argmax()))
+        expected.append(row[len(prompt) :])
+    assert generate(model, prompts, 16) == expected
+    assert generate(model, prompts, 16) == expected
+
+
+@torch.no_grad()
+def test_routed_experts_are_not_recorded():
+    tokens = batch()[0][:1, :12]
+    for name, recorded in {"dense": True, "moe": False}.items():
+        model = make(name).eval()
+        cache = Cache(2, 32)
+        model(tokens, cache=cache)
+        found = single_pass(model, cache, tokens[:, -1:], 16)
+        assert isinstance(found, RecordedPass) == recorded
+
+
 def train(model: Decoder, optimizer: AdamW, steps: range) -> None:
     for step in steps:
         set_learning_rate(optimizer, 1e-3)
@@ -155,7 +183,7 @@ def test_training_resumes_bit_for_bit():
 # ── Engines ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_config(dtype: str):
+def run_config(dtype: str, recipe: str):
     for package in ("deepspeed", "accelerate", "filelock", "psutil", "tomli_w", "xxhash"):
         pytest.importorskip(package)
     from pipeline.config.layers import load
@@ -163,7 +191,7 @@ def run_config(dtype: str):
 
     sets = ["model.seq=64", "model.vocab=512", "train.batch_tokens=512", "train.micro_batch=2",
             f"train.dtype={dtype}", "train.steps=100", "optim.lr=0.001", "optim.clip=0.3",
-            "optim.optimizer.eps=0.001"]  # fmt: skip
+            "optim.optimizer.eps=0.001", f"recipe={recipe}"]  # fmt: skip
     compiled = "true" if dtype == "bf16" else "false"
     loaded = load(size="tiny", arch="dense", sets=[*sets, f"train.compile={compiled}"])
     return resolve(loaded, ranks=1, gpu=True)
@@ -203,17 +231,18 @@ def _save_and_resume(_rank: int, config, root: Path) -> None:
 
 
 def test_an_engine_resumes_bit_for_bit_from_its_checkpoint(tmp_path):
-    config = run_config("bf16")
+    config = run_config("bf16", "muon")
     torch.multiprocessing.spawn(_save_and_resume, (config, tmp_path), nprocs=1)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_launch_verify_passes_on_the_device(dtype, tmp_path):
-    config = run_config(dtype)
+# Muon rounds its updates to bf16: in fp32 its layouts agree only at the low rate of `launch verify`.
+@pytest.mark.parametrize(("dtype", "recipe"), [("fp32", "adamw"), ("bf16", "muon")])
+def test_launch_verify_passes_on_the_device(dtype, recipe, tmp_path):
+    config = run_config(dtype, recipe)
     from pipeline.bench.equivalence import compare_layouts, list_layouts
 
     config = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     layouts = list_layouts(config, 1)
     outcomes = list(compare_layouts(config, layouts, 1, tmp_path / "output"))
     assert len(outcomes) == len(layouts)
-    assert [each.layout for each in outcomes if not each.passed] == []
+    assert [each for each in outcomes if not each.passed] == []

@@ -7,11 +7,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.config.layers import load
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
-from pipeline.model.decode import Sampling, beam_search, generate, pick
+from pipeline.model.decode import Sampling, beam_search, generate, pick, source_fields
 from pipeline.planner import count as account
 
 MLA = {
@@ -82,6 +83,33 @@ def prompts(*lengths, seed=0):
     return [torch.randint(1, 50, (n,), generator=g).tolist() for n in lengths]
 
 
+def decode(model, cache, tokens, start, *, fixed, **source):
+    """The logits from the end of a prompt of `start` tokens, then one token at a time."""
+    parts = [model(tokens[:, :start], cache=cache, **source)]
+    if fixed:
+        cache.fix(torch.tensor([start]))
+    for i in range(start, tokens.shape[1]):
+        parts.append(model(tokens[:, i : i + 1], cache=cache))
+        if fixed:
+            cache.place.add_(1)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("arch", ["isoflop", "t5", "bart", "transformer"])
+@torch.no_grad()
+def test_a_fixed_cache_decodes_the_same(arch):
+    """As for a CUDA graph, with smeared tokens, relative biases and cross-attention."""
+    cfg = load(size="tiny", arch=arch, sets=["model.vocab=512", "model.seq=64"]).model
+    model = build_model(cfg.model_copy(update={"init_out": "same"})).eval()
+    init_weights(model, model.cfg, 1)
+    tokens = torch.tensor(prompts(12, 12))
+    source = {} if arch == "isoflop" else source_fields(model, prompts(9, 5))
+    grown, fixed = (
+        decode(model, Cache(4, 16), tokens, 5, fixed=fixed, **source) for fixed in (False, True)
+    )
+    torch.testing.assert_close(fixed, grown, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_cached_step_equals_the_whole_forward_pass(kind):
@@ -96,11 +124,9 @@ def test_a_cached_step_equals_the_whole_forward_pass(kind):
         model = made(kind, position, scores)
         whole = model(tokens)
         alone = model(tokens[1:, 3:])
-        for padding in (None, torch.tensor([0, 3])):
-            cache = Cache(2, 12, padding)
-            first = model(tokens[:, :7], cache=cache)
-            steps = [model(tokens[:, i : i + 1], cache=cache) for i in range(7, 12)]
-            got = torch.cat([first, *steps], 1)
+        for padding, fixed in itertools.product((None, torch.tensor([0, 3])), (False, True)):
+            cache = Cache(2, 16 if fixed else 12, padding)
+            got = decode(model, cache, tokens, 7, fixed=fixed)
             torch.testing.assert_close(
                 got[0], whole[0, 6:], atol=1e-4, rtol=1e-4, msg=f"{position}, {scores}"
             )

@@ -118,6 +118,21 @@ def test_the_forecast_is_the_printed_law(law: str, tmp_path: Path, launch) -> No
         assert one["loss"] > p["E"] >= printed["parameters"]["E"]["low"]
 
 
+def test_a_ladder_of_one_gpu_forecasts_a_run_with_five_times_the_compute(
+    tmp_path: Path, launch
+) -> None:
+    """The ladder `gpu` as it was trained on an H200, and a run of `30m` that followed."""
+    target = tmp_path / "target.csv"
+    target.write_text("N,D,C\n33730304,174981120,4.641e16\n")
+    source = f"--points {Path(__file__).with_name('h200.csv')}"
+    [made] = json.loads(launch("forecast --json", source, "--targets", target))["forecasts"]
+    measured = 1.1705
+    assert made["extrapolation"] > 5
+    assert made["loss"] == pytest.approx(measured, rel=0.015)
+    assert made["low"] < measured < made["high"]
+    assert made["high"] / made["loss"] < 1.04
+
+
 def test_an_error_is_quoted_only_where_there_were_runs_to_test_it() -> None:
     points = drawn(0.003, 0, budgets=3).take(np.arange(0, 18, 2))
     done = study(points)
