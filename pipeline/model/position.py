@@ -134,4 +134,5 @@ class DistanceBias(nn.Module):
         bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
         # Keys in the future get bucket 0; the mask hides them, unless they are in a prefix.
         bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
-        return self.weight[bucket + after_QK].permute(2, 0, 1)
+        # SDPA's fast kernels need keys next to each other; with others, it stores every score.
+        return self.weight[bucket + after_QK].permute(2, 0, 1).contiguous()
