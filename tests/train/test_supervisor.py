@@ -47,7 +47,7 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def test_hostile_surroundings(corpus, tmp_path):
+def test_hostile_surroundings(corpus, tmp_path, request):
     """Python files in the working directory, an attacker at every port, a terminal that nobody
     reads, a supervisor that is suspended: the run goes on, and SIGTERM still saves and stops it."""
     out = tmp_path / "run"
@@ -61,6 +61,7 @@ def test_hostile_surroundings(corpus, tmp_path):
     process = subprocess.Popen(
         launcher, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
     )
+    request.addfinalizer(process.kill)  # also if the test fails; its ranks end with it
     fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # about 50 steps
     until(lambda: steps(out) > 100 or process.poll() is not None, 300, "the ranks do not train")
     assert process.poll() is None and not restarts(out)
