@@ -35,6 +35,15 @@ Positive = Annotated[float, Field(gt=0)]
 Best = Callable[[float], float]  # N*(C) of an earlier fit
 
 
+class SizesError(ConfigError):
+    """A budget whose minimum cannot be found: too few sizes lie on one side of N*."""
+
+    def __init__(self, text: str, side: str, remedy: str) -> None:
+        super().__init__(f"{text}; {remedy}")
+        self.text = text
+        self.side = side  # "below" or "above"
+
+
 class Sweep(Frozen):
     """A sweep file."""
 
@@ -88,7 +97,14 @@ def read(name: str | Path) -> Sweep:
                 f"sweep={str(name)!r} is neither a file nor a shipped sweep"
                 f"{nearest(str(name), shipped)}"
             )
-    return validate(Sweep, read_toml(path), where=str(path))
+    sweep = validate(Sweep, read_toml(path), where=str(path))
+    # A proposed ladder is saved with tokens = []. The default of tokens_per_param does not count.
+    if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
+        raise ConfigError(
+            f"tokens={list(sweep.tokens)} in {path}: tokens_per_param="
+            f"{list(sweep.tokens_per_param)} also sets the lengths of the runs; remove one of them"
+        )
+    return sweep
 
 
 def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> list[Planned]:
@@ -179,10 +195,11 @@ def _valley(
     above = sum(sizes[name] > center for name in chosen)
     for side, found, remedy in (("below", below, "raise"), ("above", above, "lower")):
         if found < SIDE:
-            raise ConfigError(
+            raise SizesError(
                 f"budget {power(C)}: {found} of the sizes lie {side} N* ≈ {count(center)}, but "
-                f"{SIDE} are needed to find the minimum; {remedy} the budget, name "
-                f"more sizes, or set wide above {sweep.wide:g}"
+                f"{SIDE} are needed to find the minimum",
+                side,
+                f"{remedy} the budget, name more sizes, or set wide above {sweep.wide:g}",
             )
     label = f"{C:.1e}".replace("+", "")
     runs = []
@@ -262,7 +279,7 @@ def within(
                 "hours needs the GPUs' speed; set cluster = 'h100' (configs/cluster) in the sweep"
             )
         most = min(most, hours * 3600 * sweep.nproc * cluster.peak_flops)
-    refused = ""
+    refused: list[ConfigError] = []
     least = ""
     for step in range(60):
         # From the largest downward; 60 steps of 1.2 go down by a factor of about 50,000.
@@ -272,15 +289,38 @@ def within(
         try:
             runs = plan(tried, best, mfu)
         except ConfigError as error:  # no size is near enough; a smaller budget may work
-            refused = refused or f" ({error})"
+            refused.append(error)
             continue
         cost = sum(run.cost for run in runs)
         time = sum(run.hours or 0 for run in runs)
         if cost <= most and time <= (hours or math.inf):
             return tried
-        least = f" (the least takes {power(cost)} FLOPs"
-        least += f" and {time:.2g} hours)" if time else ")"
+        least = f"the least takes {power(cost)} FLOPs"
+        least += f" and {time:.2g} hours" if time else ""
     given = {"budget": flops, "hours": hours}
     asked = " and ".join(f"{key}={value:.3g}" for key, value in given.items() if value)
-    text = f"{asked} is not enough for four budgets of these sizes{least or refused}"
-    raise ConfigError(f"{text}; raise it, or name other sizes")
+    if least:
+        text = f"{asked} is not enough for four budgets of these sizes ({least})"
+        raise ConfigError(f"{text}; raise it, or name other sizes")
+    raise _no_grid(asked, refused, sweep.wide)
+
+
+def _no_grid(asked: str, refused: list[ConfigError], wide: float) -> ConfigError:
+    """Explain why every grid within the limits was refused; `refused` begins with the largest."""
+    sized = [error for error in refused if isinstance(error, SizesError)]
+    if len(sized) < len(refused):  # another error, which other limits would not change
+        return next(error for error in refused if error not in sized)
+    sides = {error.side for error in sized}
+    if sides == {"above"}:
+        fault = "is too much for"
+        reason = sized[-1].text  # the budget nearest to the sizes
+        remedy = "lower it, or name larger sizes"
+    elif sides == {"below"}:
+        fault = "is not enough for"
+        reason = sized[0].text
+        remedy = "raise it, or name smaller sizes"
+    else:
+        fault = "leaves no"
+        reason = "large budgets have too few sizes above N*, small ones too few below"
+        remedy = f"name more sizes, or set wide above {wide:g}"
+    return ConfigError(f"{asked} {fault} four budgets of these sizes ({reason}); {remedy}")

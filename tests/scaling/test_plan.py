@@ -56,8 +56,13 @@ def test_a_total_is_kept() -> None:
     assert short[0].mfu is not None and short[0].mfu < 0.05 < 0.3 < (
         runs[-1].mfu or 0
     )  # small models starve a GPU
-    with pytest.raises(ConfigError, match="is not enough"):
+    with pytest.raises(ConfigError, match=r"is not enough.*lie below.*; raise it.* smaller sizes$"):
         within(sweep, 1e9)
+    with pytest.raises(ConfigError, match=r"is too much.*lie above.*; lower it.* larger sizes$"):
+        within(sweep, None, hours=1e9)
+    few = sweep.model_copy(update={"sizes": ("tiny", "500k", "1m", "3m", "6m")})
+    with pytest.raises(ConfigError, match=r"leaves no.*name more sizes, or set wide above 8$"):
+        within(few, 1e19)
     for limits in ((float("nan"), None), (0.0, None), (None, -1.0)):
         with pytest.raises(ConfigError, match="must be a number above zero"):
             within(sweep, *limits)
@@ -92,6 +97,17 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('kind = "isoflop"\nexperiment = "x"\nbugdets = [1e18]\n')
     with pytest.raises(ConfigError, match="bugdets"):
+        read(file)
+
+
+def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    text = 'kind = "ladder"\nexperiment = "x"\nsizes = ["tiny"]\ntokens_per_param = [5, 20]\n'
+    file.write_text(f"{text}tokens = []\n")  # as `--save` writes it
+    assert read(file).tokens_per_param == (5, 20)
+    file.write_text(f"{text}tokens = [1e6]\n")
+    words = r"tokens=\[1000000\.0\] in .*tokens_per_param=\[5\.0, 20\.0\].*; remove one"
+    with pytest.raises(ConfigError, match=words):
         read(file)
 
 
