@@ -31,6 +31,8 @@ _MFU = "MFU from which to compute times, instead of the planner's."
 Mfu = Annotated[float | None, Option(help=_MFU, min=0.001, max=1)]
 _TARGET_SIZE = "Size to forecast; simulates how wide the forecast's interval will be."
 TargetSize = Annotated[str | None, Option(help=_TARGET_SIZE)]
+_TARGET_TOKENS = "Tokens of that run (default: 20 per parameter)."
+TargetTokens = Annotated[float | None, Option(help=_TARGET_TOKENS)]
 _WANTED_WIDTH = "Half width of that interval, such as 3%; proposes the cheapest ladder."
 WantedWidth = Annotated[str | None, Option("--width", help=_WANTED_WIDTH)]
 _NOISE = "Simulated scatter of runs around a law (default: 0.3%)."
@@ -46,6 +48,7 @@ def plan(
     data: Data = None,
     mfu: Mfu = None,
     target_size: TargetSize = None,
+    target_tokens: TargetTokens = None,
     width: WantedWidth = None,
     noise: Noise = None,
     save: Save = None,
@@ -60,6 +63,11 @@ def plan(
 
     if file is None and target_size is None:
         raise ConfigError("give a sweep FILE, such as ladder, or --target-size to plan one for it")
+    if target_size is None and target_tokens is not None:
+        raise ConfigError(
+            f"target_tokens={target_tokens:g} is the length of the run to forecast; "
+            f"give --target-size too"
+        )
     if target_size is None and (width or noise or save):
         raise ConfigError("--width, --noise and --save need a run to forecast; give --target-size")
     if save is not None and width is None:
@@ -67,7 +75,7 @@ def plan(
     wanted = _share("width", width) if width else None
     scatter = _share("noise", noise) if noise else design.NOISE
     sweep, runs = lay_out(file or "ladder", budget, hours, points, data, mfu)
-    target = design.target_of(sweep, target_size) if target_size else None
+    target = design.target_of(sweep, target_size, target_tokens) if target_size else None
     found = None
     if target is not None:
         with progress(quiet=as_json) as show:

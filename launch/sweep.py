@@ -26,7 +26,7 @@ app.command(
         "launch sweep plan isoflop",
         "launch sweep plan configs/scaling/ladder.toml --json",
         "launch sweep plan isoflop --budget 1e19 --points runs.csv",
-        "launch sweep plan gpu --target-size 60m",
+        "launch sweep plan gpu --target-size 30m --target-tokens 4e8",
         "launch sweep plan --target-size 1b --width 3% --save ladder-1b.toml",
     )
 )(plan)

@@ -4,6 +4,7 @@ Laws are drawn from a prior, losses are drawn from each law with the noise of ru
 simulated sweep is fitted by the code that will fit the real one (`study`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -102,11 +103,13 @@ class PriorLaw:
 MIDDLE = PriorLaw(E=1.8, a=0.8, alpha=0.35, b=0.8, beta=0.35, D0=2e9)
 
 
-def target_of(sweep: Sweep, size: str) -> Target:
-    """A size trained for its usual length on the sweep's data."""
+def target_of(sweep: Sweep, size: str, tokens: float | None = None) -> Target:
+    """A size trained on this many tokens of the sweep's data, or for its usual length."""
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise ConfigError(f"target_tokens={tokens:g} must be a number above zero, such as 4e8")
     spec = configs_of(sweep.model_copy(update={"sizes": (size,)}))[size]
     N = float(account.params(spec.model).scaling)
-    D = spec.train.tokens_per_param * N
+    D = tokens or spec.train.tokens_per_param * N
     return Target(size, N, D, D * training_flops(spec).model)
 
 
@@ -180,7 +183,8 @@ def cheapest(
     """Find the cheapest ladder whose simulated interval at the target is as narrow as wanted."""
     options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))
     if not options:
-        text = f"target_size={target.name} leaves no ladder of {FEWEST_SIZES} smaller sizes"
+        text = f"target_size={target.name} on {count(target.D)} tokens leaves no ladder"
+        text += f" of {FEWEST_SIZES} smaller sizes with at most a third of its compute"
         raise ConfigError(f"{text}; choose a larger target")
     factor = 1.0  # simulated width over rough width, updated by every simulation
     narrowest: Width | None = None

@@ -67,7 +67,7 @@ def test_the_cheapest_ladder_is_proposed(
 ) -> None:
     """The search itself, with the rough width in the place of the slow simulation."""
 
-    def rough(runs, target, noise, *_):
+    def rough(runs, target, noise, *_, show=None):
         half = 1.2 * design.rough_width(runs, target, noise)
         return design.Width(half, half, half / 3, 1, 1, target.C / max(run.C for run in runs))
 
@@ -83,7 +83,17 @@ def test_the_cheapest_ladder_is_proposed(
         assert {run["name"] for run in found["runs"]} == {run.name for run in plan(read(file))}
     assert found["width"]["median"] <= 0.03 and costs[0] < costs[1]
     assert "interval ±" in launch("sweep plan --target-size 1b --width 6%")
+    # The target has 20 tokens per parameter, or the tokens that the user gives.
+    for options, tokens in {"": 9.68e8, "--target-tokens 4e8": 4e8}.items():
+        found = json.loads(launch("sweep plan gpu --json --target-size 30m", options))
+        assert found["target"]["D"] == pytest.approx(tokens, rel=1e-3)
+        assert found["width"]["beyond"] == pytest.approx(23.1 * tokens / 9.68e8, rel=1e-2)
     for wrong, words in {
+        "gpu --target-tokens 4e8": "target_tokens=4e.*give --target-size",
+        "gpu --target-size 30m --target-tokens nan": "target_tokens=nan must be",
+        "gpu --target-size 30m --target-tokens inf": "target_tokens=inf must be",
+        "gpu --target-size 30m --target-tokens 0": "target_tokens=0 must be",
+        "--target-size 1b --target-tokens 1e3 --width 3%": "1b on 1k tokens leaves no ladder",
         "--target-size 1b --width 0.01%": "width=",
         "--target-size 1b --width much": "width=much",
         "--width 3%": "target-size",
