@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +91,7 @@ def forecast(
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
     recipe = None
     if size is not None and params is None and targets is None and not buys:
-        _check_units(rows, points, "size")
+        _check_size(rows, points, tokens)
         recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
         place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
@@ -215,13 +216,15 @@ def _demand(
     )
 
 
-def _check_units(rows: "Points", points: Path | None, key: str) -> None:
+def _check_size(rows: "Points", points: Path | None, tokens: float | None) -> None:
     """Refuse to combine a size, whose parameters we count, with points in other units."""
     from pipeline.scaling.quality import unit_warnings
 
     wrong_units = unit_warnings(rows) if points is not None else []
     if wrong_units:
-        raise ConfigError(f"points={points} cannot be combined with --{key}: {wrong_units[0]}")
+        raise ConfigError(f"points={points} cannot be combined with --size: {wrong_units[0]}")
+    if tokens is not None:
+        _above_zero("tokens", tokens)
 
 
 def _place(
@@ -247,7 +250,7 @@ def _place(
             C = np.array([_above_zero("flops", flops)])
             return lambda study: decide.best(study, C, demand)  # N and D depend on the law
         case None, None, None, float(), None if tokens is None:
-            loss = _above_zero("target_loss", target_loss)
+            loss = _above_zero("target_loss", target_loss, "2.5")
             return lambda study: decide.best(
                 study, np.array([decide.least_cost(study, loss, demand)]), demand
             )
@@ -259,10 +262,10 @@ def _place(
     )
 
 
-def _above_zero(key: str, value: float) -> float:
+def _above_zero(key: str, value: float, example: str = "1e9") -> float:
     # NaN is refused too, because every comparison with it is false.
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{key}={value} must be a number above zero, such as 1e9")
+        raise ConfigError(f"{key}={value} must be a number above zero, such as {example}")
     return value
 
 
@@ -272,17 +275,18 @@ def _print_table(console: "Console", data: dict[str, Any], made: "list[Forecast]
     columns = ("run", "N", "D", "FLOPs", "beyond", "loss", "95% interval", "best N*", "best D*")
     rows = []
     for one in made:
-        # A law of compute alone has no best split into N and D.
+        # A law of compute alone has no best split into N and D, and may have neither.
         best = [count(one.optimum[key]) if one.optimum else "–" for key in ("N", "D")]
+        split = ["–" if isnan(value) else count(value) for value in (one.N, one.D)]
         # The fifth column is the compute over that of the largest fitted run.
-        place = [one.name, count(one.N), count(one.D), power(one.C), f"{one.extrapolation:.3g}×"]
+        place = [one.name, *split, power(one.C), f"{one.extrapolation:.3g}×"]
         rows.append([*place, f"{one.loss:.4f}", f"{one.low:.4f} … {one.high:.4f}", *best])
     console.print(table(f"forecast by {data['law']}", columns, rows))
-    split = made[0].optimum or {}
-    if len(made) == 1 and "N_low" in split:
+    optimum = made[0].optimum or {}
+    if len(made) == 1 and "N_low" in optimum:
         texts = [
-            f"{key}* {count(split[key])} ({count(split[f'{key}_low'])} … "
-            f"{count(split[f'{key}_high'])})"
+            f"{key}* {count(optimum[key])} ({count(optimum[f'{key}_low'])} … "
+            f"{count(optimum[f'{key}_high'])})"
             for key in "ND"
         ]
         console.print(f"Best split with 95% intervals: {', '.join(texts)}")
@@ -322,8 +326,11 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             "an unknown number" if found[key] is None else power(found[key])
             for key in ("flops_low", "flops_high")
         )
+        # The interval is of the total cost, inference included.
+        total = found.get("total_cost_flops", run.C)
+        what = "training and inference" if "total_cost_flops" in found else "training"
         console.print(
-            f"Loss {found['target_loss']:g} takes at least {power(run.C)} FLOPs of training; the "
+            f"Loss {found['target_loss']:g} takes at least {power(total)} FLOPs of {what}; the "
             f"95% interval is {low} to {high}."
         )
     if "inference_flops" in found:

@@ -62,7 +62,9 @@ def read_points(
             "--task, and not --law envelope, which uses these losses as they are"
         )
     if points is not None:
-        return read_csv(points, task), Ladder(), []  # a CSV file does not contain the recipe
+        given = read_csv(points, task)
+        # A CSV file does not contain the recipe.
+        return given, Ladder(vocab=given.vocab, arch=given.arch), []
     found = read(runs, experiment)
     scored = found if task is None else scored_runs(found, task)
     # Only the envelope (Hoffmann's first approach) uses curves as they are.

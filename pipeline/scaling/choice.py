@@ -39,8 +39,8 @@ def check(points: Points) -> None:
     late = points.loss[order[-third:]].min()
     if late >= early:
         raise DataError(
-            f"loss rises with compute (best {early:.4g} at the smallest budgets, {late:.4g} at the "
-            f"largest): no law describes that; look for runs that diverged or stopped early, and "
+            f"loss does not fall with compute (best {early:.4g} at the smallest budgets, "
+            f"{late:.4g} at the largest): look for runs that diverged or stopped early, and "
             f"train {points.run[order[-1]]} again at a lower learning rate"
         )
 

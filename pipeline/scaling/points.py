@@ -34,6 +34,7 @@ LONG_KINDS = 80  # characters; a convention is a sentence, and a tokenizer a dig
 # Because of attention and the head, C / (N·D) of a small model may be several times that of a large
 # one, but not ten times.
 MIXED_COUNTS = 10.0
+LOSSES = (1e-6, 1e6)  # anything else is not a loss, and would overflow the fit
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Points:
     # Of a task; the loss is then the bits per byte of its right answers (scaling/accuracy.py).
     accuracy: Array | None = None
     vocab: int | None = None  # a loss above its logarithm is worse than guessing
+    arch: str | None = None
     dropped: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
 
@@ -104,6 +106,10 @@ def clean(points: Points) -> Points:
         ]
         if wrong:
             dropped.append(f"{name}: {wrong[0]} is not a number above zero")
+        elif not LOSSES[0] < row["loss"] < LOSSES[1]:
+            dropped.append(f"{name}: loss={row['loss']:g} is not a loss in nats per token")
+        elif row.get("experts", 1.0) % 1:
+            dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:
             dropped.append(f"{name}: accuracy={accuracy:g} is not a share between 0 and 1")
         # A repeated row adds no information, but would make the intervals too narrow.
@@ -142,8 +148,11 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
-    if vocab.isdecimal() and 1 < int(vocab) < 10_000_000:
+    if vocab.lstrip("-").isdecimal() and int(vocab) < 10_000_000:
+        if int(vocab) < 2:
+            raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
         found["vocab"] = int(vocab)
+    found["arch"] = rows[0].get("arch") or None
     convention = rows[0].get("convention")
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
@@ -152,9 +161,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
         found["accuracy"] = found.pop("task_accuracy")
     # Numbered like the lines of the file, where line 1 is the header.
     run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
-    points = clean(
-        Points(run=run, convention=convention, warnings=_unread_columns(rows[0]), **found)
-    )
+    points = clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
     each = points.C / (points.N * points.D)
     if len(points) and each.max() > MIXED_COUNTS * each.min():
         low = f"{each.min():.3g} ({points.run[int(each.argmin())]})"
@@ -212,7 +219,7 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
     return found
 
 
-def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
+def read_table(path: Path, required: Sequence[str], key: str = "points") -> list[dict[str, str]]:
     """Return the rows of a CSV file as text; its columns are checked, its cells are not."""
     try:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
@@ -221,9 +228,9 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
             cells = [row for row in csv.reader(file) if row]
     except OSError as error:
         why = error.strerror
-        raise DataError(f"points={path} cannot be read ({why}); give a CSV file") from None
+        raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
     except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"points={path} is not a CSV text file") from None
+        raise DataError(f"{key}={path} is not a CSV text file") from None
     missing = [key for key in required if key not in names]
     if missing:
         problem = f"{path}: columns {missing} are missing (found {names})"
@@ -243,19 +250,37 @@ def read_table(path: Path, required: Sequence[str]) -> list[dict[str, str]]:
     return [dict(zip(names, map(str.strip, row), strict=False)) for row in cells]
 
 
-def _unread_columns(names: Iterable[str]) -> tuple[str, ...]:
-    """Warn about columns that are not read but have a name like one that is."""
+def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
+    """Warn about columns that are not read but have a name like one that is, or divide the rows."""
     known = {key.lower(): key for key in (*OPTIONAL, *ONE_KIND, "run")}
     known |= {"flops": "C", "compute": "C", "expert": "experts", "unique_tokens": "unique"}
     unread = [
         (name, known[name.lower()])
-        for name in names
+        for name in rows[0]
         if name.lower() in known and name not in known.values()
     ]
-    return tuple(
+    warnings = [
         f"The column `{name}` is not read; rename it to `{key}` if that is what it holds."
         for name, key in unread
-    )
+    ]
+    for name in rows[0].keys() - known.values() - set(FIGURES):
+        kinds = {row[name] for row in rows}
+        # Words that several rows share name groups of runs; numbers may be settings of each run.
+        words = not any(_is_number(kind) for kind in kinds)
+        if words and 1 < len(kinds) < len(rows):
+            warnings.append(
+                f"The rows differ in `{name}` ({_listed(sorted(kinds))}), which is not read: one "
+                f"law for all of them mixes unlike runs. Fit each group separately."
+            )
+    return tuple(warnings)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read_columns(
@@ -331,6 +356,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             run=tuple(run.name for run, _ in used),
             convention=str(records[0]["convention"]),
             vocab=int(vocab) if vocab and not scored else None,
+            arch=records[0].get("arch"),
             accuracy=figures("task_accuracy") if scored else None,
             dropped=tuple(dropped),
             warnings=_roughly_comparable(records),

@@ -23,11 +23,12 @@ from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.frontier import at, flops_per_parameter_token
-from pipeline.scaling.points import Points, read_columns, read_table
+from pipeline.scaling.points import MIXED_COUNTS, Points, read_columns, read_table
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
 
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
+NO_FLOOR = ("kaplan", "power")
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
@@ -59,7 +60,7 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 
 def read_targets(path: Path) -> dict[str, Any]:
     """Read columns N, D and, if present, C, run, experts, unique."""
-    rows = read_table(path, ("N", "D"))
+    rows = read_table(path, ("N", "D"), "targets")
     found = read_columns(path, rows, ("N", "D"))
     for key, values in found.items():
         wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
@@ -131,6 +132,9 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
             f"{far:.3g}× beyond the largest run: laws have held over 300× at most, for a ladder "
             f"that was designed for it."
         )
+    if study.name in NO_FLOOR and far > 1:
+        found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
+    found += _misfits(study, targets)
     if study.name == "data-constrained" and targets.unique is None:
         found.append(
             "Every token counts as new; if some repeat, give --targets with a column `unique`."
@@ -150,6 +154,29 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
     return found
 
 
+def _misfits(study: Study, targets: Points) -> list[str]:
+    """Return warnings about targets in other units than the points, or columns without effect."""
+    points = study.fit.points
+    found = []
+    below = float(points.C.min() / targets.C.min())
+    if below > PROVEN_REACH:
+        found.append(
+            f"{below:.3g}× below the smallest run: no law of these runs holds there. Is N in "
+            f"parameters, D in tokens and C in FLOPs?"
+        )
+    # A law of compute alone has targets without N and D, for which no comparison is true.
+    each = targets.C / (targets.N * targets.D) / flops_per_parameter_token(points)
+    if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
+        found.append("C / (N·D) of the targets is not that of the points: is their C right?")
+    used = {"experts": "moe", "unique": "data-constrained"}
+    for key, law in used.items():
+        if getattr(targets, key) is not None and study.name != law:
+            found.append(
+                f"law={study.name} ignores the column `{key}` of the targets; --law {law} uses it."
+            )
+    return found
+
+
 # --- the recipe --------------------------------------------------------------------------------
 
 
@@ -161,6 +188,7 @@ class Ladder:
     vocab: int | None = None
     data: str | None = None
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
+    arch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +215,7 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
         settings: dict[str, Any] = {"recipe": recipe}
         if record.get("seq"):
             settings["model.seq"] = int(record["seq"])
-        return Ladder(settings, vocab, recipe=recipe)
+        return Ladder(settings, vocab, recipe=recipe, arch=record.get("arch"))
     first, *others = [_own_recipe(config) for config in configs]
     # Settings that vary between the runs, such as a rate by size, are left to the rules.
     shared = {
@@ -203,7 +231,7 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
     # Without a common directory, the command gets the placeholder DATA.
     places = {config.data.dir for config in configs}
     data = places.pop() if len(places) == 1 else None
-    return Ladder(shared, vocab, data, configs[0].recipe)
+    return Ladder(shared, vocab, data, configs[0].recipe, configs[0].model.arch)
 
 
 def _own_recipe(config: RunConfig) -> dict[str, Any]:
@@ -236,13 +264,18 @@ def recipe_of(
     size: str, arch: str | None, tokens: float | None, ladder: Ladder, sets: Sequence[str]
 ) -> Recipe:
     """Return the recipe of a size trained like the ladder, with exact N and FLOPs and a command."""
+    if arch is not None and ladder.arch not in (None, arch):
+        raise ConfigError(
+            f"arch={arch}: the law is one of {ladder.arch}, and describes one architecture; fit "
+            f"runs of {arch}, or leave out --arch"
+        )
     # A `kind` comes first: setting it later would reset the settings of its table.
     # `recipe` may come anywhere.
     ordered = sorted(ladder.settings.items(), key=lambda item: not item[0].endswith("kind"))
     given = [f"{key}={_text(value)}" for key, value in ordered]
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
     layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
-    loaded = load(size=size, arch=arch, data=layer, sets=[*given, *sets], over=over)
+    loaded = load(size=size, arch=arch or ladder.arch, data=layer, sets=[*given, *sets], over=over)
     # For a GPU, even if the ladder ran on CPUs, because a forecast is for a larger run.
     config = resolve(loaded, ranks=1, gpu=True)
     train = config.train

@@ -21,8 +21,9 @@ FEWEST_PARAMETERS = 2000.0  # the smallest shipped size has 15,000
 # Tokens per parameter. Published runs have 0.3 to 60,000 (Qwen3-0.6B); a wrong unit is 1000× off.
 TOKENS_PER_PARAMETER = (0.02, 2e5)
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
-# C / (N·D) is 6 without attention. Small models with a large head or a long context have more.
-FLOPS_PER_PARAMETER_TOKEN = (1.5, 100.0)
+# C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
+# 2 is a forward pass alone.
+FLOPS_PER_PARAMETER_TOKEN = (3.0, 100.0)
 WORSE = 0.03  # relative; noise between seeds is a tenth of it
 SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
 NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% around a law

@@ -82,7 +82,7 @@ def registered(folder: Path) -> list[dict[str, Any]]:
         try:
             content = json.loads(read_regular(path))
             claimed = content.pop("sha256")
-        except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RunError(
                 f"{path} is not a registered forecast; move it out of {folder}"
             ) from None
@@ -124,9 +124,10 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
         for run in runs:
             if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
                 continue
-            if run.evals[-1].get(key) is None:  # this run was not scored on the task
+            found = run.evals[-1].get(key)
+            if found is None or not math.isfinite(found):  # not scored on the task, or diverged
                 continue
-            measured = float(run.evals[-1][key])
+            measured = float(found)
             # Only a forecast that is older than its run counts.
             # A run without events has an unknown start, so its forecast does not count either.
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)

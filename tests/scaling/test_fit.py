@@ -142,7 +142,7 @@ def test_runs_that_do_not_vary() -> None:
     [
         ([3.0], [1e12], "points=1"),
         ([3.0, 2.9], [1e12, 1.1e12], "spans only"),
-        ([2.5, 2.7, 2.9], [1e12, 1e13, 1e14], "rises with compute"),
+        ([2.5, 2.7, 2.9], [1e12, 1e13, 1e14], "does not fall with compute"),
     ],
 )
 def test_points_without_a_law_are_refused(loss: list[float], C: list[float], words: str) -> None:

@@ -14,6 +14,7 @@ from pipeline.config.layers import load
 from pipeline.dashboard.law_view import line, size_lines
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
+from pipeline.planner.count import params
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
@@ -131,6 +132,40 @@ def test_a_ladder_of_one_gpu_forecasts_a_run_with_five_times_the_compute(
     assert made["loss"] == pytest.approx(measured, rel=0.015)
     assert made["low"] < measured < made["high"]
     assert made["high"] / made["loss"] < 1.04
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ("N,D\n7000,140000\n", "below the smallest run"),
+        ("N,D,C\n1e12,2e13,1e23\n", "C / (N·D) of the targets"),
+        ("N,D,unique\n1e12,2e13,1e9\n", "ignores the column `unique`"),
+        ("N,D,experts\n1e12,2e13,64\n", "ignores the column `experts`"),
+    ],
+)
+def test_targets_that_the_law_does_not_describe_are_named(
+    targets: str, words: str, tmp_path: Path, launch
+) -> None:
+    places = tmp_path / "places.csv"
+    places.write_text(targets)
+    source = f"--points {write(tmp_path / 'points.csv', drawn(0.002, 0))} --law chinchilla"
+    warnings = json.loads(launch("forecast --json --targets", places, source))["warnings"]
+    assert sum(words in warning for warning in warnings) == 1
+
+
+def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path, launch) -> None:
+    made = drawn(0.002, 0)
+    rows = zip(made.N, made.D, made.loss, strict=True)
+    lines = [f"{N},{D},{loss},isoflop,4096\n" for N, D, loss in rows]
+    points = tmp_path / "points.csv"
+    points.write_text("N,D,loss,arch,vocab\n" + "".join(lines))
+    found = json.loads(launch("forecast --size 30m --json --points", points))
+    assert "--arch isoflop" in found["recipe"]["command"]
+    config = load(size="30m", arch="isoflop", over={"model": {"vocab": 4096}})
+    assert found["N"] == params(resolve(config, ranks=1, gpu=False).model).scaling
+    for wrong in ("--arch dense", "--tokens nan"):
+        with pytest.raises(ConfigError, match=wrong.split()[0].removeprefix("--")):
+            launch("forecast --size 30m --points", points, wrong)
 
 
 def test_an_error_is_quoted_only_where_there_were_runs_to_test_it() -> None:
@@ -307,6 +342,9 @@ def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
     with pytest.raises(RunError, match=taken.name):
         launch(*call, "--targets", targets)
     assert list(folder.iterdir()) == [taken]
+    taken.write_text("[]")
+    with pytest.raises(RunError, match=taken.name):
+        launch("score --runs", ladder)
     taken.unlink()
     launch(*call, "--targets", targets)
     assert len(list(folder.iterdir())) == 3

@@ -145,6 +145,13 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "all alike", text_of({**table(), "loss": ["3.0"] * 15})
     yield "above ln(vocab)", text_of({**table(), "vocab": ["16"] * 15})
     compute = [6 * float(n) * float(d) for n, d in zip(table()["N"], table()["D"], strict=True)]
+    yield "C of a forward pass", text_of({**table(), "C": [f"{c / 3:g}" for c in compute]})
+    yield "tiny losses", text_of(column("loss", lambda x: 1e-300 * x, every))
+    yield "half an expert", text_of({**table(), "experts": ["1.5"] * 15})
+    for vocab in ("0", "-5", "1"):
+        yield f"vocab {vocab}", text_of({**table(), "vocab": [vocab] * 15})
+    for key in ("model", "dataset"):
+        yield f"two kinds of {key}", text_of({**table(), key: ["a", "b", "b"] * 5})
     for factor in (1e-18, 1e-3, 1e3, 8.64e-20):
         yield f"C × {factor:g}", text_of({**table(), "C": [f"{c * factor:g}" for c in compute]})
         mixed = [f"{c * (factor if i % 4 == 0 else 1):g}" for i, c in enumerate(compute)]
