@@ -302,7 +302,7 @@ def submit(
     if dry_run:
         # The script is a fixed template; its srun command depends on the nodes it gets.
         inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
-        print(f"{job.shown()}\n# what it starts, on {nodes} nodes\n{shlex.join(inner)}\n")
+        print(f"{job.shown()}\n# what it starts, on nodes: {nodes}\n{shlex.join(inner)}\n")
         try:
             print(f"# {job.test()}")
         except ConfigError as error:

@@ -32,6 +32,8 @@ def check(task: str | None, law: str, chance: float | None, **of_the_loss: float
         if chance is not None:
             raise ConfigError("--chance is the accuracy of guessing on a task; give --task too")
         return
+    if not task:
+        raise ConfigError("--task is empty; give the name of a file of questions without .jsonl")
     for name, value in of_the_loss.items():
         if value is not None:
             raise ConfigError(

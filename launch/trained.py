@@ -187,7 +187,8 @@ def _refuse_options(
     for name in names:
         # The name of a task of lm-eval has neither of the two.
         if "/" in name or name.endswith((".jsonl", ".gz")):
-            raise ConfigError(f"--tasks {name}: no such file; check the path")
+            problem = "not a regular file" if Path(name).exists() else "no such file"
+            raise ConfigError(f"--tasks {name}: {problem}; check the path")
         if not name or Path(name).is_dir():
             raise ConfigError(
                 f"--tasks {name!r} is no file of questions; give one, or a task's name"

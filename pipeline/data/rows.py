@@ -103,7 +103,7 @@ def label_names(
         if row.label not in classes:
             raise DataError(
                 f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
-                "training examples; remove the line, or add such examples"
+                "training examples; add such examples, or give held-out ones with --valid"
             )
     return tuple(map(str, classes))
 

@@ -111,7 +111,8 @@ def clean(points: Points) -> Points:
         elif row.get("experts", 1.0) % 1:
             dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:
-            dropped.append(f"{name}: accuracy={accuracy:g} is not a share between 0 and 1")
+            # Percentages are the usual mistake.
+            dropped.append(f"{name}: accuracy={accuracy:g} is not a share; divide percent by 100")
         # A repeated row adds no information, but would make the intervals too narrow.
         elif tuple(row.values()) in seen:
             dropped.append(f"{name}: repeats an earlier row")
@@ -324,7 +325,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             steps = run.record.get("steps", "?")
             dropped.append(f"{run.name}: not finished (step {run.last['step']} of {steps})")
         elif not run.evals:
-            dropped.append(f"{run.name}: finished without a held-out loss")
+            dropped.append(f"{run.name}: finished without a held-out loss, or without the task")
         else:
             used.append((run, run.evals[-1]))  # after the learning rate has decayed
     if not used:

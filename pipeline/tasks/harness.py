@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from pipeline.tasks.answering import Reader
 
 MAX_NEW = 256  # tokens that a task generates by default, as in lm-eval
-INSTALL = "lm-eval is not installed; run `pip install 'isoflop[tasks]'`"
+INSTALL = (
+    "lm-eval is not installed; run `pip install 'isoflop[tasks]'`, or `pip install -e '.[tasks]'` "
+    "in a checkout"
+)
 
 
 def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:

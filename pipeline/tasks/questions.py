@@ -88,7 +88,11 @@ def read_task(path: Path) -> Task:
 
 def _question(line: Line, name: str) -> Question:
     part = line.text("task") if "task" in line.fields else name
+    forms = [key for key in ("good", "choices", "continuation") if key in line.fields]
+    if len(forms) > 1:
+        raise line.error(f"{forms[0]} and {forms[1]} are of two forms")
     if "good" in line.fields or "bad" in line.fields:
+        # BLiMP has a pair of equal texts. As in lm-eval, a tie is right.
         return Question(part, "", (line.text("good"), line.text("bad")), 0)
     prompt = line.text("prompt", empty=True)
     if "continuation" in line.fields:

@@ -61,7 +61,9 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     """Write the corpus of a run into its directory; refuse an unsuitable file or run."""
     corpus = out / ROWS
     if RunDir(out).exists:
-        remedy = f"continue it with `launch finetune --resume --out {out}`, or give another --out"
+        remedy = "give another --out"
+        if corpus.exists():  # otherwise it is a run of `launch pretrain`
+            remedy = f"continue it with `launch finetune --resume --out {out}`, or {remedy}"
         raise RunError(f"--out {out} already contains a run; {remedy}")
     # Never deleted here: it may be the user's own, or belong to a process that is starting a run.
     if os.path.lexists(corpus):

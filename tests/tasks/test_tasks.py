@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -237,6 +238,7 @@ def test_an_answer_has_a_token_even_if_it_merges_with_the_context(run, corpus):
         ('{"choices": ["b", "c"], "answer": 0}', "prompt=None"),
         ('{"prompt": "a", "continuation": ""}', "continuation=''"),
         (r'{"prompt": "a", "continuation": "\ud800"}', "continuation=.*surrogate"),
+        ('{"good": "a", "bad": "b", "prompt": "c", "continuation": "d"}', "two forms"),
         ("", "no lines"),
     ],
 )
@@ -273,7 +275,10 @@ def test_only_a_newline_ends_a_line(tmp_path):
 def test_bad_requests_are_one_line(run, tmp_path, inside):
     broken = tmp_path / "t.jsonl.gz"
     broken.write_bytes(gzip.compress(b"{}")[:-9])
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
     for task, words in {
+        str(pipe): "not a regular file",
         "no/such.jsonl": "no such file",
         str(broken): "cannot be read",
         "no_such_task": "neither a file nor a task",
