@@ -59,7 +59,7 @@ def at_sizes(study: Study, N: float, D: float) -> Points:
 
 
 def read_targets(path: Path) -> dict[str, Any]:
-    """Read columns N, D and, if present, C, run, experts, unique."""
+    """Read columns N, D and, if present, C, run, experts, unique, arch."""
     rows = read_table(path, ("N", "D"), "targets")
     found = read_columns(path, rows, ("N", "D"))
     for key, values in found.items():
@@ -70,7 +70,9 @@ def read_targets(path: Path) -> dict[str, Any]:
                 f"targets={path}:{wrong[0] + 2}: {key}={cell} must be a number above zero, such "
                 f"as 1e9"
             )
-    return {**found, "run": tuple(row.get("run") or "" for row in rows)}
+    kinds = sorted({row["arch"] for row in rows if row.get("arch")})
+    arch = {"arch": ", ".join(kinds)} if kinds else {}
+    return {**found, **arch, "run": tuple(row.get("run") or "" for row in rows)}
 
 
 def at_targets(study: Study, targets: dict[str, Any]) -> Points:
@@ -168,6 +170,11 @@ def _misfits(study: Study, targets: Points) -> list[str]:
     each = targets.C / (targets.N * targets.D) / flops_per_parameter_token(points)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets is not that of the points: is their C right?")
+    if None not in (points.arch, targets.arch) and targets.arch != points.arch:
+        found.append(
+            f"The targets are of arch={targets.arch} and the law of arch={points.arch}: a law "
+            f"describes one architecture."
+        )
     used = {"experts": "moe", "unique": "data-constrained"}
     for key, law in used.items():
         if getattr(targets, key) is not None and study.name != law:

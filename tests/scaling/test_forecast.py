@@ -163,6 +163,10 @@ def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path
     assert "--arch isoflop" in found["recipe"]["command"]
     config = load(size="30m", arch="isoflop", over={"model": {"vocab": 4096}})
     assert found["N"] == params(resolve(config, ranks=1, gpu=False).model).scaling
+    targets = tmp_path / "targets.csv"
+    targets.write_text("N,D,arch\n1e12,2e13,bert\n")
+    warnings = json.loads(launch("forecast --json --points", points, "--targets", targets))
+    assert any("arch=bert" in warning for warning in warnings["warnings"])
     for wrong in ("--arch dense", "--tokens nan"):
         with pytest.raises(ConfigError, match=wrong.split()[0].removeprefix("--")):
             launch("forecast --size 30m --points", points, wrong)
