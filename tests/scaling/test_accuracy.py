@@ -161,7 +161,7 @@ def test_points_of_a_file(tmp_path: Path, launch) -> None:
     rising = [f"{1e6 * 2**i},{2e7 * 2**i},3,{1 + i},0.5" for i in range(6)]
     file.write_text("\n".join([bad[0], *rising]))
     with pytest.raises(
-        DataError, match="task=quiz, with its bits per byte as the loss: loss rises"
+        DataError, match="task=quiz, with its bits per byte as the loss: loss does not"
     ):
         launch(*call, "--task quiz")
     file.write_text("N,D,quiz/accuracy\n1e6,2e7,0.5\n")
