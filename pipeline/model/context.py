@@ -157,11 +157,11 @@ class Cache:
     def place(self) -> Tensor | None:
         return self.layers[0].place
 
-    def fix(self, place: Tensor | None) -> None:
+    def fix(self, place: Tensor) -> None:
         """Read the place of the next token from a tensor, so that a CUDA graph can repeat a pass.
 
         From now on, each pass is for one token per row and attends to the whole capacity, where a
-        mask hides what is not yet written. The caller advances the place. None ends this."""
+        mask hides what is not yet written. The caller advances the place."""
         for layer in self.layers:
             layer.place = place
         if self.last_B1 is not None:
