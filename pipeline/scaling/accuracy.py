@@ -1,4 +1,4 @@
-"""Forecast the accuracy of a task, in two steps and directly; backtests choose between the two.
+"""Forecast the accuracy of a task, in two steps and directly; backtests weigh the two.
 
     two-step   N, D → bits per byte of the right answers (the law of `study`) → accuracy
     direct     compute → accuracy
@@ -7,6 +7,10 @@ In both, accuracy is a logistic curve between chance and a ceiling: of the bits 
 arXiv 2412.04403, or of log compute. A few runs do not determine its parameters, so there is a weak
 prior. Every resample of the bootstrap draws the center of that prior, so that the interval is as
 wide as the prior where the runs give no information.
+
+A backtest of a few runs seldom tells which method is better. A method with at most twice the error
+of the other is therefore used too: the forecast is the mean of the two, weighted by the inverse
+squares of their errors, and its interval contains both intervals.
 """
 
 import json
@@ -44,6 +48,7 @@ TYPICAL_CUTS = 4  # the typical error counts as much as this many cuts of the ba
 PER_DECADE = 3.0
 NORMAL_95 = float(special.ndtri(0.975))
 ABOVE_CHANCE = 2.5  # standard deviations
+CLOSE = 2.0  # the ratio of backtest errors up to which both methods are used
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class TaskForecast:
     low: float
     high: float
     extrapolation: float  # compute over the largest fitted
-    method: str  # the method that was used
+    method: str  # the method that was used, or "combined"
     bits_per_byte: dict[str, float]
     methods: dict[str, dict[str, Any]]  # the figures of both methods
 
@@ -254,10 +259,7 @@ def forecast(
             f"{len(study.fit.points)}; train {runs_across(study.fit.points)}"
         )
     methods = fit_methods(study, chance)
-    # By the errors over their growth, later cuts more, as laws are chosen. Without a backtest the
-    # first one is used.
-    scores = {name: one.test.score if one.test else 0.0 for name, one in methods.items()}
-    used = min(scores, key=lambda name: scores[name])
+    weights = _weights(methods)
     # The possible x of new runs for each method. The bits per byte are uncertain themselves.
     bits = np.array([one.loss for one in made])
     spread = np.log([one.high / one.loss for one in made]) / NORMAL_95
@@ -270,17 +272,33 @@ def forecast(
     }
     found = []
     for i, one in enumerate(made):
-        best = figures[used][i]
+        used = {name: figures[name][i] for name in weights}
         found.append(
             TaskForecast(
                 *(one.name, one.N, one.D, one.C, task),
-                *(best["accuracy"], best["low"], best["high"], one.extrapolation),
-                method=used,
+                accuracy=sum(weights[name] * used[name]["accuracy"] for name in used),
+                low=min(figure["low"] for figure in used.values()),
+                high=max(figure["high"] for figure in used.values()),
+                extrapolation=one.extrapolation,
+                method=next(iter(weights)) if len(weights) == 1 else "combined",
                 bits_per_byte={"value": one.loss, "low": one.low, "high": one.high},
                 methods={name: rows[i] for name, rows in figures.items()},
             )
         )
-    return found, _warnings(task, methods[used], study.fit.points, fitted=chance is None)
+    best = methods[max(weights, key=lambda name: weights[name])]
+    return found, _warnings(task, best, study.fit.points, fitted=chance is None)
+
+
+def _weights(methods: dict[str, Method]) -> dict[str, float]:
+    """Return the weights of the methods that are used, which add up to 1."""
+    # By the errors over their growth, later cuts more, as laws are chosen.
+    scores = {name: one.test.score for name, one in methods.items() if one.test}
+    if not scores:
+        return {"two-step": 1.0}
+    least = max(min(scores.values()), SMALLEST_SIGMA)
+    inverse = {name: max(score, least) ** -2.0 for name, score in scores.items()}
+    close = {name: one for name, one in inverse.items() if scores[name] <= CLOSE * least}
+    return {name: one / sum(close.values()) for name, one in close.items()}
 
 
 def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dict[str, Any]]:

@@ -89,18 +89,31 @@ def test_the_interval_covers_larger_runs(monkeypatch) -> None:
     print(f"{inside} of 40, median width {np.median(widths):.3f}, {np.mean(off):.3f} off")
 
 
-def test_both_methods_are_tested_and_the_better_is_used() -> None:
-    done = study(drawn(np.random.default_rng(0), 2000, CURVE), "compute", tested=True)
-    found, _ = at(done, 9e7)
-    scores = {name: each["backtest_score"] for name, each in found.methods.items()}
-    assert found.method == min(scores, key=lambda name: scores[name])
-    best = found.methods[found.method]
-    assert (found.accuracy, found.low, found.high) == (best["accuracy"], best["low"], best["high"])
+def test_methods_with_similar_errors_are_combined_and_a_worse_one_is_left_out() -> None:
+    points = drawn(np.random.default_rng(0), 2000, CURVE)
+    found, _ = at(study(points, "compute", tested=True), 9e7)
+    step, direct = found.methods["two-step"], found.methods["direct"]
+    assert found.method == "combined"
+    odds = (direct["backtest_score"] / step["backtest_score"]) ** 2
+    mean = (odds * step["accuracy"] + direct["accuracy"]) / (odds + 1)
+    assert found.accuracy == pytest.approx(mean)
+    assert found.low == min(step["low"], direct["low"])
+    assert found.high == max(step["high"], direct["high"])
     for each in found.methods.values():
         assert each["backtest_errors"] >= 8
         for kind in ("bootstrap", "backtest"):
             low, high = each[f"{kind}_low"], each[f"{kind}_high"]
             assert each["low"] <= low < each["accuracy"] < high <= each["high"]
+    # Runs of one compute with different accuracies: the direct method cannot tell them apart.
+    N = np.geomspace(1e6, 1e8, 24)
+    D = np.where(np.arange(24) % 2, 5, 320) * N
+    bits = 0.5 + (N / 1e5) ** -0.3 + (D / 1e6) ** -0.3
+    right = true_accuracy(bits, CURVE | {"slope": 8.0})
+    split = Points(N, D, 6 * N * D, bits, tuple(map(str, N)), "6ND", accuracy=right)
+    found, _ = at(study(split, "chinchilla", tested=True), 4e8)
+    best = found.methods["two-step"]
+    assert found.method == "two-step", {n: m["backtest_score"] for n, m in found.methods.items()}
+    assert (found.accuracy, found.low, found.high) == (best["accuracy"], best["low"], best["high"])
 
 
 def test_at_chance_the_interval_is_wide_and_says_so() -> None:
