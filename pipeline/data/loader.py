@@ -6,6 +6,7 @@
 3. A batch is `rows` consecutive samples, cut across ranks, with a hash of its tokens.
 """
 
+import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -30,6 +31,7 @@ from pipeline.objective.example import IGNORE, Example, Noise, Text
 
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
 AHEAD = 2  # batches that are prepared while one is trained on
+SWITCH_SECONDS = 1e-4  # after which a thread lets another one run
 HELD_OUT = 2**63  # seed of the noise of held-out text; no run has such a seed
 
 
@@ -366,6 +368,9 @@ def prefetch(
         return batch.pinned() if pin else batch
 
     ahead: deque[Future[Batch]] = deque()
+    # Whenever the training thread has waited for the GPU, it waits for the interpreter too, by
+    # default up to 5 ms: with objectives that make noise, a quarter of a step.
+    sys.setswitchinterval(SWITCH_SECONDS)
     thread = ThreadPoolExecutor(1, "prefetch")
     try:
         for step in range(start, stop + AHEAD):

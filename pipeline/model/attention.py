@@ -3,7 +3,8 @@
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
-Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. Any other mask (windows,
+Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. A trained bias has its own
+kernel for the backward (bias_kernel.py). Any other mask (windows,
 documents, padding) or modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and
 a dense mask otherwise. The choice is made when the mask is made; only compiled blocks can use
 FlexAttention.
@@ -50,6 +51,12 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
     mask = _dense(scoring.mask, q_BHQD.device)
     bias_HQK = scoring.bias_HQK
+    if mask == "all" and bias_HQK is not None and bias_HQK.requires_grad and q_BHQD.is_cuda:
+        # Triton exists only where torch was built for a GPU.
+        from pipeline.model import bias_kernel
+
+        if bias_kernel.supports(q_BHQD, k_BGKD, v_BGKE):
+            return bias_kernel.attend_with_bias(q_BHQD, k_BGKD, v_BGKE, bias_HQK, scoring.scale)
     # A single query at the end of the cache attends to every key, so it needs no mask. SDPA's
     # `is_causal` would let it attend to the first key only.
     causal = mask is None and bias_HQK is None and q_BHQD.shape[2] == k_BGKD.shape[2]

@@ -8,6 +8,7 @@ import math
 from typing import assert_never
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config.parts import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
@@ -122,17 +123,36 @@ class DistanceBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(cfg.buckets, heads))
 
     def forward(self, distance_QK: Tensor) -> Tensor:
+        """Return the bias of each head, (H, Q, K)."""
+        # Distances are equal along each diagonal, so each is looked up once. Looking up every pair
+        # would add Q·K gradients to a few buckets, one after the other.
+        diagonals = torch.cat((distance_QK[1:, 0].flip(0), distance_QK[0]))
+        bias_HL = self.weight[self._bucket(diagonals)].T
+        return _along_diagonals(bias_HL, *distance_QK.shape)
+
+    def _bucket(self, distance: Tensor) -> Tensor:
         buckets = self.cfg.buckets
-        after_QK = torch.zeros_like(distance_QK)
+        after = torch.zeros_like(distance)
         if not self.causal:
             buckets //= 2
-            after_QK = buckets * (distance_QK < 0)
-            distance_QK = distance_QK.abs()
+            after = buckets * (distance < 0)
+            distance = distance.abs()
         near = buckets // 2
-        far = torch.log(distance_QK.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
+        far = torch.log(distance.clamp(min=1) / near) / math.log(self.cfg.max_distance / near)
         # The last bucket holds everything beyond max_distance.
         bucket = (near + (far * (buckets - near)).long()).clamp(max=buckets - 1)
         # Keys in the future get bucket 0; the mask hides them, unless they are in a prefix.
-        bucket = torch.where(distance_QK < near, distance_QK.clamp(min=0), bucket)
-        # SDPA's fast kernels need keys next to each other; with others, it stores every score.
-        return self.weight[bucket + after_QK].permute(2, 0, 1).contiguous()
+        bucket = torch.where(distance < near, distance.clamp(min=0), bucket)
+        return bucket + after
+
+
+def _along_diagonals(values_HL: Tensor, queries: int, keys: int) -> Tensor:
+    """Spread values over the diagonals of a matrix, from the lower left to the upper right.
+
+    Rows that are one element too long, laid one after another, are shifted by one from row to row
+    when cut to the right length. Neither this nor its backward needs an index."""
+    length = queries + keys - 1
+    padded_HQL = F.pad(values_HL, (0, 1)).unsqueeze(1).expand(-1, queries, -1)
+    shifted_HQL = padded_HQL.flatten(1)[:, : queries * length].view(-1, queries, length)
+    # SDPA's fast kernels need keys next to each other; with others, it stores every score.
+    return shifted_HQL[:, :, queries - 1 :].contiguous()

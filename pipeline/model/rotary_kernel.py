@@ -175,7 +175,9 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(x if norm else None, q_gain, k_gain, cos, sin)
         ctx.eps = eps
         groups = (x.shape[2] - heads) // 2
-        y: Tensor = _rotate(x, q_gain, k_gain, cos, sin, heads, norm, eps)
+        y = x  # without norm and rotation, only the backward saves a pass
+        if norm or cos is not None:
+            y = _rotate(x, q_gain, k_gain, cos, sin, heads, norm, eps)
         if not norm:
             return torch.split(y, [heads, groups, groups], dim=2)
         return y[:, :, :heads], y[:, :, heads:], x[:, :, heads + groups :]

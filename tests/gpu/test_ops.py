@@ -154,6 +154,17 @@ def test_flex_attention(how, shaped):
     compare(fast, plain, q, k, v)
 
 
+def test_attention_with_a_trained_bias():
+    bias = randn(4, SEQ, SEQ, dtype=torch.bfloat16)
+    q, k, v = (randn(2, SEQ, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in "qkv")
+    compiled = torch.compile(attend)
+    fast, plain = (
+        lambda q, k, v, b, f=f: [f(q, k, v, Scoring(1.0, mask="all", bias_HQK=b))]
+        for f in (compiled, eager)
+    )
+    compare(fast, plain, q, k, v, bias)
+
+
 def test_fp8_is_near_bf16():
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8 matmuls")

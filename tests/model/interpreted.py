@@ -11,7 +11,8 @@ from torch.nn.functional import rms_norm
 library.wrap_triton = lambda kernel: kernel  # straight to the interpreter
 
 from pipeline.config.parts import Norm  # noqa: E402
-from pipeline.model import kernels, rotary_kernel  # noqa: E402
+from pipeline.model import bias_kernel, kernels, rotary_kernel  # noqa: E402
+from pipeline.model.attention import Scoring, eager  # noqa: E402
 from pipeline.model.ffn import activate  # noqa: E402
 from pipeline.model.norm import StreamNorm  # noqa: E402
 from pipeline.model.position import rotate  # noqa: E402
@@ -80,6 +81,23 @@ def turns(H: int, G: int, table, scales):
     return kernel, plain
 
 
+def bias_gradient(dtype: torch.dtype) -> None:
+    """cuDNN, which computes the other gradients, exists on a GPU only. The interpreter multiplies
+    matrices of fp16, but not of bf16."""
+    dtype = torch.float16 if dtype == BF16 else dtype
+    B, H, Q, K, D = 3, 2, 128, 256, 32
+    q, k, v, g = (torch.randn(B, size, H, D).to(dtype).transpose(1, 2) for size in (Q, K, K, Q))
+    bias = torch.randn(H, Q, K).to(dtype).requires_grad_()
+    y = eager(q, k, v, Scoring(0.3, mask="all", bias_HQK=bias))
+    y.backward(g)
+    delta = (g.float() * y.float()).sum(-1)
+    scores = 0.3 * (q.float() @ k.float().mT) + bias.float()
+    lse = scores.logsumexp(-1)
+    found = bias_kernel._bias_gradient(q, k, v, g, bias, lse.detach(), delta.detach(), 0.3)
+    atol = (1e-4 if dtype == FP32 else 0.02) * bias.grad.abs().max().item()
+    torch.testing.assert_close(found, bias.grad, rtol=0, atol=atol)
+
+
 def add_norm(dtype: torch.dtype) -> None:
     kernels._PROGRAMS = 4  # so that each program has several rows
 
@@ -130,7 +148,7 @@ def cross_entropy(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for check in (swiglu, norm_and_rotate, add_norm, cross_entropy):
+    for check in (swiglu, norm_and_rotate, bias_gradient, add_norm, cross_entropy):
         for dtype in (FP32, BF16):
             check(dtype)
             print(f"{check.__name__} {dtype}", flush=True)
