@@ -275,14 +275,10 @@ class Loader:
         )
 
     def _made_batch(self, step: int, rows: range, noise: Noise) -> Batch:
-        examples = []
-        digest = 0
-        for number in rows:
-            sample = step * self.rows + number
-            stream, window = self._place(sample)
-            example = self._example(self._streams[stream], window, sample, noise)
-            examples.append(example)
-            digest += xxhash.xxh3_64_intdigest(example.raw, number)
+        samples = range(step * self.rows + rows.start, step * self.rows + rows.stop)
+        examples = self._examples(samples, noise)
+        numbered = zip(rows, examples, strict=True)
+        digest = sum(xxhash.xxh3_64_intdigest(example.raw, number) for number, example in numbered)
         if self._uneven:
             targets = self._mean_targets(step, noise)
             examples = [example._replace(counts=targets) for example in examples]
@@ -293,26 +289,33 @@ class Loader:
         the rows, which are short."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
-            stream, window = self._place(sample)
+            _, window = self._place(sample)
             known = None
             if self._row_targets is not None:
                 known = self._row_targets(window if self._held_out else sample)
             if known is not None:
                 total += known
                 continue
-            example = self._example(self._streams[stream], window, sample, noise)
+            (example,) = self._examples(range(sample, sample + 1), noise)
             total += int((example.targets != IGNORE).sum())
         return np.array([total / self.rows], np.float32)
 
-    def _example(
-        self, stream: Stream | PackedStream | PairStream, window: int, sample: int, noise: Noise
-    ) -> Example:
-        if isinstance(stream, PairStream):
-            return stream.read(window)
-        # Held-out text has the same noise in every evaluation of every run, training text another
-        # one each time it is read.
-        draws = Draws(HELD_OUT, window) if self._held_out else Draws(self.seed, sample)
-        return noise(self._text(stream, window), draws)
+    def _examples(self, samples: range, noise: Noise) -> list[Example]:
+        texts = []
+        draws = []
+        read = []  # examples that need no noise
+        for sample in samples:
+            number, window = self._place(sample)
+            stream = self._streams[number]
+            if isinstance(stream, PairStream):
+                read.append(stream.read(window))
+                continue
+            texts.append(self._text(stream, window))
+            # Held-out text has the same noise in every evaluation of every run, training text
+            # another one each time it is read.
+            key = (HELD_OUT, window) if self._held_out else (self.seed, sample)
+            draws.append(Draws(*key))
+        return read or noise(texts, draws)
 
     def _text(self, stream: Stream | PackedStream, window: int) -> Text:
         def another(draws: Draws) -> I64:

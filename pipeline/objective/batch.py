@@ -81,8 +81,8 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
         found: I64 = texts[int(draws.below(len(texts), 1)[0])].numpy()
         return found
 
-    whole = [Text(text, None, len(text), another) for text in texts.numpy()]
-    examples = [noise(whole[row], Draws(seed, row)) for row in rows]
+    whole = [Text(texts[row].numpy(), None, texts.shape[1], another) for row in rows]
+    examples = noise(whole, [Draws(seed, row) for row in rows])
     counts = [config.objective.row_targets(row, config.text_length) for row in range(config.rows)]
     uneven = [count for count in counts if count is not None]
     if uneven:

@@ -1,5 +1,7 @@
 """Random numbers as a pure function of a key: no state to save, the same on any number of ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,12 +37,21 @@ class Draws:
     def __init__(self, seed: int, number: int) -> None:
         self.number = number
         first = mix_one((seed + GOLDEN) & _WORD)
-        self._base = np.uint64(mix_one((first + number) & _WORD))
-        self._drawn = 0
+        self._base: np.uint64 | U64 = np.uint64(mix_one((first + number) & _WORD))
+        self.drawn = 0
+
+    @classmethod
+    def together(cls, rows: "Sequence[Draws]") -> "Draws":
+        """Return the draws of several rows, each of which has drawn equally many numbers so far.
+        All results have one more dimension, the rows, and are those that each row would draw."""
+        made = cls(0, rows[0].number)
+        made._base = np.array([row._base for row in rows])[:, None]
+        made.drawn = rows[0].drawn
+        return made
 
     def bits(self, count: int) -> U64:
-        first = self._drawn + 1
-        self._drawn += count
+        first = self.drawn + 1
+        self.drawn += count
         numbers = np.arange(first, first + count, dtype=np.uint64)
         return mix(self._base + numbers * np.uint64(GOLDEN))
 
@@ -55,6 +66,8 @@ class Draws:
 
     def choice(self, among: I64, count: int) -> I64:
         """Choose distinct elements, in no particular order."""
-        if count >= len(among):
-            return among
-        return among[np.argpartition(self.bits(len(among)), count)[:count]]
+        size = among.shape[-1]
+        if count >= size:
+            return np.broadcast_to(among, (*np.shape(self._base)[:-1], size))
+        chosen = np.argpartition(self.bits(size), count)[..., :count]
+        return among[chosen] if among.ndim == 1 else np.take_along_axis(among, chosen, -1)

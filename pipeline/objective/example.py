@@ -1,6 +1,7 @@
 """A row of a batch, the text that it is made of, and rows that are one example of a file."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,11 @@ class Example(NamedTuple):
         """The bytes that the hash of a batch covers: everything that the model reads."""
         return np.concatenate([part for part in self if part is not None]).data
 
+    def rows(self) -> "list[Example]":
+        """The rows of an example whose parts have one more dimension."""
+        parts = (itertools.repeat(part) if part is None else part for part in self)
+        return [Example(*row) for row in zip(*parts, strict=False)]
+
 
 class Text(NamedTuple):
     """The text of a row."""
@@ -46,7 +52,8 @@ class Vocabulary(NamedTuple):
     eod: int  # ends every document, and is the first input of an encoder–decoder's decoder
 
 
-Noise = Callable[[Text, Draws], Example]
+# Turns the texts of a batch into its rows, each with its draws.
+Noise = Callable[[Sequence[Text], Sequence[Draws]], list[Example]]
 
 
 # Examples of a file (data/rows.py). The text of a row is one example. Each of its parts ends with
@@ -81,7 +88,7 @@ def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
     seq = len(text) - LABEL_DIGITS
     first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
     encoder = objective.reads == "first"
-    framed = encoder and objective.special >= 3  # as the pretraining of pairs (mask_pair)
+    framed = encoder and objective.special >= 3  # as the pretraining of pairs (noise.join_halves)
     start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []
     end = [vocabulary.pieces + 2 if framed else vocabulary.eod]
     after = end if len(second) else []

@@ -1,12 +1,17 @@
-"""Turn a text into the inputs and targets of a model, row by row.
+"""Turn texts into the inputs and targets of a model.
 
 The random draws of a row are a pure function of its key, so that they do not depend on the number
 of ranks and a resumed run sees the same rows. Every row predicts the same number of tokens, or
 fewer if it has padding, because losses are means of means over micro-batches and ranks. Where rows
 differ (answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
+
+Masks and spans are made for many rows at once, because a thread that makes them one by one takes
+the interpreter from the thread that trains. Their functions accept one row (S) or several (R, S).
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -43,22 +48,35 @@ def make_noise(
     match objective:
         case Causal():
             return None
-        case Prefix():
-            return lambda text, draws: continue_prefix(objective, text, draws)
-        case Masked() if objective.pairs != "none":
-            return lambda text, draws: mask_pair(objective, vocabulary, text, draws)
+        case Masked() if objective.pairs == "none":
+            return partial(mask_rows, mask_tokens, objective, vocabulary)
         case Masked():
-            return lambda text, draws: mask_tokens(objective, vocabulary, text, draws)
+            return partial(mask_pairs, objective, vocabulary)
         case Replaced() if objective.trained:
             # ELECTRA's code masks 85% of the predicted tokens and leaves the others as they are.
             masks = Masked(rate=objective.rate, mask=0.85, random=0.0)
-            return lambda text, draws: mask_with_draws(masks, vocabulary, text, draws)
+            return partial(mask_rows, mask_with_draws, masks, vocabulary)
+        case Spans():
+            return partial(cut_rows, objective, vocabulary)
+    make = _row_noise(objective, vocabulary, source_seq)
+    return lambda texts, draws: list(map(make, texts, draws))
+
+
+def _row_noise(
+    objective: Prefix | Replaced | Mixture | Denoise | Pairs | Answers | Labels,
+    vocabulary: Vocabulary,
+    source_seq: int | None,
+) -> Callable[[Text, Draws], Example]:
+    """Return the function that makes one row."""
+    match objective:
+        case Prefix():
+            return lambda text, draws: continue_prefix(objective, text, draws)
         case Replaced():
             return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
-        case Spans():
-            return lambda text, draws: cut_spans(objective, vocabulary, text, draws)
         case Mixture():
-            return lambda text, draws: mix_denoisers(objective, vocabulary, source_seq, text, draws)
+            # Once for all rows, because it is a search.
+            lengths = objective.lengths(source_seq, source_seq) if source_seq else None
+            return lambda text, draws: mix_denoisers(objective, vocabulary, lengths, text, draws)
         case Denoise():
             return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
         case Pairs():
@@ -84,19 +102,54 @@ def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
     return Example(text.tokens[:-1], targets, prefix=prefix)
 
 
+def is_word(
+    tokens: I64, length: int | npt.NDArray[np.integer], vocabulary: Vocabulary
+) -> npt.NDArray[np.bool_]:
+    """Where a text has tokens that may be predicted: not at document ends, not in its padding."""
+    found: npt.NDArray[np.bool_] = tokens != vocabulary.eod
+    found &= tokens < vocabulary.pieces
+    found &= np.arange(tokens.shape[-1]) < length
+    return found
+
+
+def mask_rows(
+    mask: Callable[[Masked, Vocabulary, Text, Draws], Example],
+    objective: Masked,
+    vocabulary: Vocabulary,
+    texts: Sequence[Text],
+    draws: Sequence[Draws],
+) -> list[Example]:
+    """Mask the rows that have equally many tokens and words in one call."""
+    tokens_RS = np.stack([text.tokens for text in texts])
+    lengths_R = np.array([text.length for text in texts])
+    words_R = is_word(tokens_RS, lengths_R[:, None], vocabulary).sum(axis=1)
+    drawn_R = [row.drawn for row in draws]
+    groups = defaultdict[tuple[int, ...], list[int]](list)
+    for number, key in enumerate(zip(lengths_R.tolist(), words_R.tolist(), drawn_R, strict=True)):
+        groups[key].append(number)
+    made: dict[int, Example] = {}
+    for (length, *_), numbers in groups.items():
+        given = [texts[number].documents for number in numbers]
+        documents = [each for each in given if each is not None]
+        text = Text(tokens_RS[numbers], np.stack(documents) if documents else None, length)
+        rows = mask(objective, vocabulary, text, Draws.together([draws[n] for n in numbers]))
+        made |= dict(zip(numbers, rows.rows(), strict=True))
+    return [made[number] for number in range(len(texts))]
+
+
 def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Predict some tokens, most of which are masked. Document ends are never predicted."""
-    is_word = (text.tokens != vocabulary.eod) & (text.tokens < vocabulary.pieces)
-    words = np.flatnonzero(is_word[: text.length])
-    wanted = max(1, round(objective.rate * text.length))
-    chosen = draws.choice(words, wanted)
-    targets = np.full(len(text.tokens), IGNORE)
-    targets[chosen] = text.tokens[chosen]
-    share = draws.shares(len(chosen))
-    random = draws.below(vocabulary.pieces, len(chosen))
+    """Predict some tokens, most of which are masked. All rows have the same number of words."""
     tokens = text.tokens.copy()
-    hidden = np.where(share < objective.mask + objective.random, random, tokens[chosen])
-    tokens[chosen] = np.where(share < objective.mask, vocabulary.pieces, hidden)
+    words = np.nonzero(is_word(tokens, text.length, vocabulary))[-1].reshape(*tokens.shape[:-1], -1)
+    chosen = draws.choice(words, max(1, round(objective.rate * text.length)))
+    originals = np.take_along_axis(tokens, chosen, -1)
+    targets = np.full(tokens.shape, IGNORE)
+    np.put_along_axis(targets, chosen, originals, -1)
+    share = draws.shares(chosen.shape[-1])
+    random = draws.below(vocabulary.pieces, chosen.shape[-1])
+    hidden = np.where(share < objective.mask + objective.random, random, originals)
+    hidden = np.where(share < objective.mask, vocabulary.pieces, hidden)
+    np.put_along_axis(tokens, chosen, hidden, -1)
     return Example(tokens, targets, text.documents)
 
 
@@ -117,12 +170,25 @@ def replace_tokens(
 def mask_with_draws(masks: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
     """Mask some tokens, each with the random key by which a generator samples another one."""
     row = mask_tokens(masks, vocabulary, text, draws)
-    return row._replace(draws=draws.below(2**32, len(text.tokens)))
+    return row._replace(draws=draws.below(2**32, text.tokens.shape[-1]))
 
 
-def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Divide a text in two and mask some tokens. In half of the rows the second part is that of
-    another text, or comes first."""
+def mask_pairs(
+    objective: Masked, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
+) -> list[Example]:
+    """Divide each text in two and mask some tokens."""
+    made = [join_halves(objective, vocabulary, *row) for row in zip(texts, draws, strict=True)]
+    joined = [Text(row.tokens, None, len(row.tokens)) for row in made]
+    masked = mask_rows(mask_tokens, objective, vocabulary, joined, draws)
+    return [
+        row._replace(segments=pair.segments, labels=pair.labels)
+        for row, pair in zip(masked, made, strict=True)
+    ]
+
+
+def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+    """Divide a text in two. In half of the rows the second part is that of another text, or comes
+    first."""
     half = len(text.tokens) // 2
     # Both parts have at least a quarter of the text.
     border = half // 2 + int(draws.below(half, 1)[0])
@@ -137,18 +203,24 @@ def mask_pair(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draw
     start = [vocabulary.pieces + 1]
     end = [vocabulary.pieces + 2]
     tokens = np.concatenate((start, first, end, second, end))
-    row = mask_tokens(objective, vocabulary, Text(tokens, None, len(tokens)), draws)
     segments = np.repeat([0, 1], [len(first) + 2, len(second) + 1])
-    return row._replace(segments=segments, labels=label)
+    return Example(tokens, tokens, segments=segments, labels=label)
 
 
-def cut_spans(objective: Spans, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
+def cut_rows(
+    objective: Spans, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
+) -> list[Example]:
+    tokens_RS = np.stack([text.tokens for text in texts])
+    return cut_spans(objective, vocabulary, tokens_RS, Draws.together(draws)).rows()
+
+
+def cut_spans(objective: Spans, vocabulary: Vocabulary, text: I64, draws: Draws) -> Example:
     """Replace each span by a sentinel; predict the sentinels, each followed by its span.
 
     As in T5's random_spans_noise_mask, text and noise are each divided into as many random parts as
     there are spans, and the parts alternate, beginning with text."""
-    source, targets = cut_out(text.tokens, *objective.noise(len(text.tokens)), vocabulary, draws)
-    tokens = np.concatenate(([vocabulary.eod], targets[:-1]))
+    source, targets = cut_out(text, *objective.noise(text.shape[-1]), vocabulary, draws)
+    tokens = np.roll(targets, 1, axis=-1)  # the end of the targets is the decoder's first input
     return Example(tokens, targets, source=source)
 
 
@@ -156,20 +228,32 @@ def cut_out(
     text: I64, cut: int, spans: int, vocabulary: Vocabulary, draws: Draws
 ) -> tuple[I64, I64]:
     """Return the rest and the spans of a text, each with its sentinels and its end."""
-    parts = np.empty(2 * spans, np.int64)
-    parts[0::2] = random_parts(len(text) - cut, spans, draws)
-    parts[1::2] = random_parts(cut, spans, draws)
-    sentinels = vocabulary.pieces + np.arange(spans)
-    is_noise = np.repeat(np.arange(2 * spans) % 2 == 1, parts)
+    stay = random_parts(text.shape[-1] - cut, spans, draws)
+    noise = random_parts(cut, spans, draws)
+    parts = np.stack((stay, noise), axis=-1)
+    is_noise = np.repeat(np.arange(parts.size) % 2 == 1, parts.ravel()).reshape(text.shape)
     # A sentinel is at the place of its span: after the tokens that stay before it.
-    source = np.insert(text[~is_noise], np.cumsum(parts[0::2]), sentinels)
-    starts = np.cumsum(parts[1::2]) - parts[1::2]
-    targets = np.insert(text[is_noise], starts, sentinels)
-    return np.append(source, vocabulary.eod), np.append(targets, vocabulary.eod)
+    source = _insert(text[~is_noise], np.cumsum(stay, axis=-1), vocabulary)
+    return source, _insert(text[is_noise], np.cumsum(noise, axis=-1) - noise, vocabulary)
+
+
+def _insert(tokens: I64, places: I64, vocabulary: Vocabulary) -> I64:
+    """Insert the sentinels at their places, and the end. The rows of `tokens` are concatenated."""
+    *rows, spans = places.shape
+    sentinels = vocabulary.pieces + np.arange(spans)
+    per_row = tokens.size * spans // places.size
+    starts = np.arange(0, tokens.size, per_row).reshape(*rows, 1)
+    whole = np.insert(tokens, (places + starts).ravel(), np.tile(sentinels, len(starts.ravel())))
+    end = np.full((*rows, 1), vocabulary.eod)
+    return np.concatenate((whole.reshape(*rows, -1), end), axis=-1)
 
 
 def mix_denoisers(
-    objective: Mixture, vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws
+    objective: Mixture,
+    vocabulary: Vocabulary,
+    lengths: tuple[int, int | None] | None,
+    text: Text,
+    draws: Draws,
 ) -> Example:
     """Cut spans out as the denoiser of this row does. Both sides are padded to the longest row.
 
@@ -179,13 +263,12 @@ def mix_denoisers(
     rest, predicted = cut_out(text.tokens, cut, spans, vocabulary, draws)
     mode = vocabulary.pieces + objective.sentinels + MODES.index(denoiser.mode)
     source = np.concatenate(([mode], rest))
-    reads = source_seq or len(source)
-    seq, _ = objective.lengths(reads, reads)
+    seq, reads = lengths or objective.lengths(len(source), len(source))
     tokens = np.full(seq, vocabulary.eod)
     tokens[1 : len(predicted)] = predicted[:-1]
     targets = np.full(seq, IGNORE)
     targets[: len(predicted)] = predicted
-    return pad_source(Example(tokens, targets, source=source), reads, vocabulary.eod)
+    return pad_source(Example(tokens, targets, source=source), reads or seq, vocabulary.eod)
 
 
 def corrupt(
@@ -281,4 +364,4 @@ def permute_sentences(tokens: I64, stops: tuple[int, ...], draws: Draws) -> I64:
 def random_parts(total: int, parts: int, draws: Draws) -> I64:
     """Return lengths of at least one that add up to a total; every such list is equally likely."""
     borders = np.sort(draws.choice(np.arange(1, total), parts - 1))
-    return np.diff(np.concatenate(([0], borders, [total])))
+    return np.diff(borders, prepend=0, append=total)
