@@ -103,6 +103,10 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     note = f"{len(train):,} examples to train on, {len(valid):,} held out, rows of {seq} tokens"
     if isinstance(objective, Labels):
         note += f", {len(objective.names)} classes" if objective.names else ", labels are numbers"
+    trained = before.model.seq
+    if seq > trained and not asked.scratch:
+        note += f"\nwarning: --seq {asked.seq} makes rows of {seq:,} tokens, and the run was trained "
+        note += f"on {trained:,} at a time; lower it to {trained} unless your texts need more"
     if cut:
         note += f"\nwarning: {cut:,} examples are longer than a row and were cut"
     known = {(row.first, row.second) for row in train}

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -354,3 +355,8 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
     assert "1 examples are longer" in prepared.note
     assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0, "generator": None}
     Corpus.open(prepared.rows, verify=True).check_rows(32 + LABEL_DIGITS)
+    # The base was trained on 64 tokens at a time, and the longest text has more.
+    longer = prepare(replace(asked, seq=100_000), tmp_path / "longer")
+    assert longer.defaults["model"]["seq"] > 64
+    assert "warning: --seq 100000" in longer.note and "lower it to 64" in longer.note
+    assert "--seq" not in prepare(replace(asked, seq=100, scratch=True), tmp_path / "new").note
