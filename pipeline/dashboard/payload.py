@@ -32,7 +32,7 @@ MAX_LOADS = 64  # columns of the heat map of expert loads
 MAX_HASHES = 512
 MAX_CHARACTERS = 200  # of any text: a name of a megabyte would stop the browser
 RECENT_STEPS = 20  # the current speed is the median of this many records
-ROUTINE_EVENTS = {"start", "save", "finish"}  # not worth a mark in the charts
+ROUTINE_EVENTS = {"start", "save", "finish", "warning"}  # not worth a mark in the charts
 
 
 def number(value: object) -> float:

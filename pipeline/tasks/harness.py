@@ -1,10 +1,15 @@
 """EleutherAI's lm-eval on our checkpoints, without an export. It is an optional extra."""
 
+import os
 import re
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from pipeline.errors import ConfigError, DataError, first_line
 
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
     from pipeline.tasks.answering import Reader
 
 MAX_NEW = 256  # tokens that a task generates by default, as in lm-eval
+OFFLINE = "HF_HUB_OFFLINE"  # Hugging Face's libraries read it when they are imported
+CONNECT_S = 5.0
 INSTALL = (
     "lm-eval is not installed; run `pip install 'isoflop[tasks]'`, or `pip install -e '.[tasks]'` "
     "in a checkout"
@@ -28,21 +35,37 @@ def refuse_unknown(names: Sequence[str], folder: Path | None) -> None:
     if names and spec is None:
         raise ConfigError(f"--tasks {', '.join(names)}: {INSTALL}")
     unknown = {name for name in names if not set(name) & set("*?[")}  # patterns are lm-eval's
-    roots = list(spec.submodule_search_locations or ()) if spec else []
-    for root in (folder, *(Path(root, "tasks") for root in roots)):
-        for path in root.rglob("*.yaml") if root and unknown else ():
-            text = path.read_bytes() if path.is_file() else b""
-            unknown = {name for name in unknown if not _mentions(text, name)}
-            if not unknown:
-                return
+    own = folder.rglob("*.yaml") if folder else ()
+    for path in chain(own, _shipped()) if unknown else ():
+        text = path.read_bytes() if path.is_file() else b""
+        unknown = {name for name in unknown if not _mentions(text, name)}
+        if not unknown:
+            return
     if unknown:
         raise _no_task(sorted(unknown))
+
+
+def _shipped() -> Iterator[Path]:
+    """Yield the files of lm-eval's own tasks."""
+    spec = find_spec("lm_eval")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
+        yield from Path(root, "tasks").rglob("*.yaml")
 
 
 def _mentions(text: bytes, name: str) -> bool:
     word = name.encode()
     # The first test is fast; there are 14,000 files.
     return word in text and bool(re.search(rb"(?<![\w-])%b(?![\w-])" % re.escape(word), text))
+
+
+def _directories(names: Sequence[str]) -> list[Path]:
+    """Return the directories of lm-eval's files that define these tasks."""
+    found: set[Path] = set()
+    for path in _shipped():
+        text = path.read_bytes()
+        if any(re.search(rb"^task: *%b\s*$" % re.escape(n.encode()), text, re.M) for n in names):
+            found.add(path.parent)
+    return sorted(found)
 
 
 def _no_task(names: Sequence[str]) -> ConfigError:
@@ -62,14 +85,16 @@ def evaluate(
     shots: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Return lm-eval's figures for each task, by metric. `folder` has more tasks as YAML files."""
+    stay_offline()
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    path = None if folder is None else str(folder)
-    manager = TaskManager(include_path=path, include_defaults=path is None)
-    # Reading lm-eval's own tasks takes 14 s. A group in the folder may use them.
-    if path is not None and not set(names) <= set(manager.all_subtasks):
-        manager = TaskManager(include_path=path)
+    # Reading lm-eval's own tasks takes 14 s, and few tasks need more than their own directory. A
+    # group may use all of them.
+    few = [folder] if folder else _directories(names)
+    manager = TaskManager(include_path=few, include_defaults=False)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=folder)
     unknown = [name for name in names if not manager.match_tasks([name])]
     if unknown:
         raise _no_task(unknown)
@@ -96,6 +121,22 @@ def evaluate(
         }
         for task, figures in found["results"].items()
     }
+
+
+def stay_offline() -> None:
+    """Without a connection to the hub, use its local copies at once instead of trying for a minute.
+
+    A proxy resolves names itself, so with one only the libraries can tell."""
+    if OFFLINE in os.environ or getproxies():
+        return
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((hub.hostname or "", port), CONNECT_S).close()
+    except OSError:
+        os.environ[OFFLINE] = "1"
+    except ValueError:  # not an address; the libraries report it
+        return
 
 
 def _adapter(reader: "Reader", tokenizer: "Tokenizer") -> Any:

@@ -1,6 +1,7 @@
 """Tasks that a run is scored on while it trains."""
 
 import math
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -24,6 +25,10 @@ class Monitor:
 
     def __init__(self, config: RunConfig, corpus: Corpus, world: World) -> None:
         self._world = world
+        self._eval = config.eval
+        self._began_s = time.perf_counter()
+        self._took_s: list[float] = []  # of each evaluation
+        self._complained = False
         self._compiled = config.train.compile
         self._tasks: list[Task] = []
         self._batches: list[list[likelihood.Batch]] = []  # by task
@@ -42,12 +47,30 @@ class Monitor:
     def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
         figures: dict[str, float] = {}
+        began_s = time.perf_counter()
         for task, batches in zip(self._tasks, self._batches, strict=True):
             found = self._likelihoods(logits, batches)
             score = mean(likelihood.score_parts(task, found).values())
             figures[f"{task.name}/accuracy"] = score.accuracy
             figures[f"{task.name}/bpb"] = score.bits_per_byte
+        if self._tasks:
+            # The likelihoods are on the host, so the device has finished.
+            self._took_s.append(time.perf_counter() - began_s)
+            figures["tasks_s"] = self._took_s[-1]
         return figures
+
+    def complaint(self, *, last: bool) -> str:
+        """Return a line, once, if the tasks take more than `eval.share` of the time of the run.
+
+        The first evaluation is the slowest, so it decides only if it is also the last."""
+        share = sum(self._took_s) / (time.perf_counter() - self._began_s)
+        early = len(self._took_s) < 2 and not last
+        if self._complained or early or share <= self._eval.share:
+            return ""
+        self._complained = True
+        fewer = ", or lower eval.questions" if self._eval.questions else ""
+        limit = f"more than eval.share={self._eval.share:g}"
+        return f"eval.tasks took {share:.1%} of the time, {limit}; raise train.eval_every{fewer}"
 
     def _likelihoods(
         self, logits: Callable[[Tensor], Tensor], batches: list[likelihood.Batch]
@@ -72,8 +95,9 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     """Return how many questions of a task the run can afford with its part of `eval.share`."""
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
-    # A forward pass is a third of a training step.
-    tokens = 3 * config.eval.share * train.steps * train.batch_tokens
+    # By FLOPs, a forward pass is a third of a training step. With padding, whole logits and no
+    # compiler it takes up to half of the time.
+    tokens = 2 * config.eval.share * train.steps * train.batch_tokens
     each = tokens / evaluations / len(config.eval.tasks)
     seq = config.model.seq
     asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)

@@ -105,8 +105,8 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
         note += f", {len(objective.names)} classes" if objective.names else ", labels are numbers"
     trained = before.model.seq
     if seq > trained and not asked.scratch:
-        note += f"\nwarning: --seq {asked.seq} makes rows of {seq:,} tokens, and the run was trained "
-        note += f"on {trained:,} at a time; lower it to {trained} unless your texts need more"
+        note += f"\nwarning: --seq {asked.seq} makes rows of {seq:,} tokens, and the run was "
+        note += f"trained on {trained:,}; lower it to {trained} unless your texts need more"
     if cut:
         note += f"\nwarning: {cut:,} examples are longer than a row and were cut"
     known = {(row.first, row.second) for row in train}

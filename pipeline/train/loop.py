@@ -88,6 +88,9 @@ class Loop:
                     figures = evaluator(self.engine.evaluate) | tasks(self.engine.logits)
                     figures |= in_context(self.engine)
                     self._record("eval", done, **figures)
+                    too_slow = tasks.complaint(last=last)
+                    if too_slow:
+                        self._record("event", done, event="warning", reason=too_slow)
                 if save or self.stopping:
                     self.watch.enter("save", done)
                     self.save(done)

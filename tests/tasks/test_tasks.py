@@ -177,12 +177,17 @@ def test_a_run_is_scored_while_it_trains(run, corpus, tmp_path, inside):
     for nproc, zero in ((1, 1), (2, 3)):
         out = tmp_path / f"{nproc}"
         tasks = ("--set", f'eval.tasks=["{data}"]', "--set", f"parallel.zero={zero}")
+        tasks += ("--set", f"eval.share={nproc - 1}")
         said = launch("pretrain", *TINY, "--data", corpus, "--out", out, "--nproc", nproc, *tasks)
         assert "quiz/accuracy" in said.stdout
+        # One process has no share of the time for its tasks, and two have all of it.
+        wanted = "% of the time, more than eval.share=0; raise train.eval_every"
+        assert said.stdout.count(wanted) == (nproc == 1)
         evals = [r for r in map(json.loads, (out / "log.jsonl").open()) if r["kind"] == "eval"]
         logged.append(evals[-1])
     after = json.loads(launch("evaluate", "--run", out, "--tasks", data, "--json").stdout)
     for record in logged:
+        assert 0 < record["tasks_s"] < 60
         assert record["quiz/accuracy"] == after["tasks"]["quiz"]["accuracy"]
         bits = after["tasks"]["quiz"]["bits_per_byte"]
         assert record["quiz/bpb"] == pytest.approx(bits, rel=1e-4)
@@ -286,6 +291,13 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
     assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
+
+
+def test_without_a_connection_an_error_comes_at_once(run, tmp_path):
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    refused = launch("evaluate", "--run", run, "--tasks", "hellaswag", code=2, **nowhere).stderr
+    assert "--tasks hellaswag: the questions cannot be loaded" in refused
+    assert "OfflineModeIsEnabled" in refused and "Retrying" not in refused
 
 
 def test_an_error_in_a_worker_process_is_reported_as_such(run, tmp_path):
