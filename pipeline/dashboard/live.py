@@ -173,7 +173,9 @@ class Watcher:
         views = [view.run for view in members.values()]
         runs = sorted(views, key=lambda run: (run.N, run.name))
         try:
-            scores = score(self.source.forecasts(members), runs)
+            # As `launch score`, among all runs: a forecast run may be of another experiment.
+            every = [view.run for _, view in self._views.values()]
+            scores = score(self.source.forecasts(members), every)
         except Exception as error:  # one damaged forecast must not cost the law
             notes.append(f"{name}: no forecasts: {_reason(error)}")
             scores = []

@@ -322,7 +322,7 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     page.evaluate("window.mark = 1")
     page.wait_for_selector("#chart .trace")
     assert page.evaluate(FORECASTS) == ["diamond-open"]
-    make_run(root, "landed", 5e7, 1e9, size="huge")
+    make_run(root, "landed", 5e7, 1e9, size="huge", experiment="isoflop")  # the default name
     until(lambda: page.evaluate(FORECASTS) == ["diamond"], 90)  # the run has finished
     page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
     tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
@@ -404,11 +404,11 @@ def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_
     page.select_option("#task", "pairs/accuracy")
     drawn = "document.getElementById('task-chart').data"
     assert page.evaluate(f"{drawn}.length") == 5  # four runs and the forecast
-    last = page.evaluate(
-        f"(({{ x, y, error_y }}) => [x[0], y[0], error_y.array[0], error_y.arrayminus[0]])({drawn}.at(-1))"
+    first = page.evaluate(
+        f"(({{ x, y, error_y }}) => [x[0], y[0], error_y.array[0], error_y.arrayminus[0]])({drawn}[0])"
     )
     up, down = made["high"] - made["accuracy"], made["accuracy"] - made["low"]
-    assert last == pytest.approx([made["C"], made["accuracy"], up, down])
+    assert first == pytest.approx([made["C"], made["accuracy"], up, down])
     assert page.evaluate(FORECASTS) == []  # it is no forecast of the loss
     page.select_option("#task", "pairs/bpb")
     assert page.evaluate(f"{drawn}.length") == 4

@@ -1,8 +1,8 @@
 // Scores during the runs: of tasks against compute, and of in-context learning against tokens. One
-// line per run, colored by its size.
+// line per run, colored by its size, with a larger marker at its end.
 (() => {
   "use strict";
-  const { $, el, fill, escapeHtml, sizeColor, power, short, plot } = iso;
+  const { $, el, fill, escapeHtml, sizeColor, power, short, plot, theme } = iso;
   const IN_CONTEXT = "in_context/";
 
   const members = () => [...iso.runs.values()].filter(({ row }) => !iso.hidden.has(row.size));
@@ -22,10 +22,15 @@
         mode: "lines+markers",
         name: row.name,
         line: { color: sizeColor(row.size), width: 2 },
-        marker: { size: 5, color: sizeColor(row.size) },
+        marker: {
+          size: tasks[axis].map((_, i) => (i === tasks[axis].length - 1 ? 10 : 5)),
+          color: sizeColor(row.size),
+          line: { color: theme("--card"), width: 1 },
+        },
         hovertemplate: `<b>${escapeHtml(row.name)}</b><br>%{y:.4~g}<br>%{customdata}<extra></extra>`,
       }));
-    plot(id, [...traces, ...more], {
+    // The runs are drawn over the forecasts, which hide nothing that was measured.
+    plot(id, [...more, ...traces], {
       key,
       xaxis: { type: "log", title: { text: AXES[axis].title }, nticks: 6 },
       yaxis: { title: { text: title } },
