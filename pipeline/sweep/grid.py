@@ -104,6 +104,11 @@ def read(name: str | Path) -> Sweep:
             f"tokens={list(sweep.tokens)} in {path}: tokens_per_param="
             f"{list(sweep.tokens_per_param)} also sets the lengths of the runs; remove one of them"
         )
+    if sweep.tokens and sweep.kind == "isoflop":
+        raise ConfigError(
+            f"tokens={list(sweep.tokens)} in {path}: the budgets of an isoFLOP grid set the "
+            f"lengths of its runs; remove it, or set kind = 'ladder'"
+        )
     return sweep
 
 

@@ -109,6 +109,9 @@ def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
     words = r"tokens=\[1000000\.0\] in .*tokens_per_param=\[5\.0, 20\.0\].*; remove one"
     with pytest.raises(ConfigError, match=words):
         read(file)
+    file.write_text(text.replace("ladder", "isoflop").replace("tokens_per_param", "tokens"))
+    with pytest.raises(ConfigError, match=r"tokens=.*the budgets of an isoFLOP grid"):
+        read(file)
 
 
 def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
