@@ -202,7 +202,8 @@ def cheapest(
             narrowest = found
         factor = max(factor * 1.05, found.median / rough_width(runs, target, noise))
         options = left[1:]
-    reached = narrowest.median if narrowest else min(rough_width(o[1], target) for o in options)
+    rough = [rough_width(runs, target, noise) for _, runs in options]
+    reached = narrowest.median if narrowest else min(rough)
     raise ConfigError(
         f"width={wanted:.3g}: no ladder below {target.name} ({power(target.C)} FLOPs) is that "
         f"precise; the narrowest tried is ± {reached:.1%}. Give a larger --width or a smaller "

@@ -95,6 +95,8 @@ def test_the_cheapest_ladder_is_proposed(
         "gpu --target-size 30m --target-tokens 0": "target_tokens=0 must be",
         "--target-size 1b --target-tokens 1e3 --width 3%": "1b on 1k tokens leaves no ladder",
         "--target-size 1b --width 0.01%": "width=",
+        # The message has the width for the noise that the user gives, not for the default.
+        "--target-size 1b --width 1% --noise 20%": "narrowest .* ± [1-9][0-9]",
         "--target-size 1b --width much": "width=much",
         "--width 3%": "target-size",
         "": "FILE",
