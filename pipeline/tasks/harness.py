@@ -4,9 +4,11 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -53,19 +55,16 @@ def _shipped() -> Iterator[Path]:
 
 
 def _mentions(text: bytes, name: str) -> bool:
-    word = name.encode()
+    word = os.fsencode(name)  # a shell passes any bytes
     # The first test is fast; there are 14,000 files.
     return word in text and bool(re.search(rb"(?<![\w-])%b(?![\w-])" % re.escape(word), text))
 
 
 def _directories(names: Sequence[str]) -> list[Path]:
     """Return the directories of lm-eval's files that define these tasks."""
-    found: set[Path] = set()
-    for path in _shipped():
-        text = path.read_bytes()
-        if any(re.search(rb"^task: *%b\s*$" % re.escape(n.encode()), text, re.M) for n in names):
-            found.add(path.parent)
-    return sorted(found)
+    defined = b"|".join(re.escape(os.fsencode(name)) for name in names)
+    line = re.compile(rb"^task: *(%b)\s*$" % defined, re.MULTILINE)
+    return sorted({path.parent for path in _shipped() if line.search(path.read_bytes())})
 
 
 def _no_task(names: Sequence[str]) -> ConfigError:
@@ -101,7 +100,7 @@ def evaluate(
     try:
         found = lm_eval.simple_evaluate(
             _adapter(reader, tokenizer),
-            tasks=list(names),
+            tasks=manager.match_tasks(list(names)),  # a name may be a pattern
             num_fewshot=shots,
             limit=questions,
             task_manager=manager,
@@ -112,6 +111,13 @@ def evaluate(
         reason = first_line(error)
         text = f"--tasks {', '.join(names)}: the questions cannot be loaded ({reason})"
         raise DataError(f"{text}; load them once with network access, or check the file") from None
+    except Exception as error:
+        # A task of the user fails inside of lm-eval; our own mistakes have a frame of the adapter.
+        frames = extract_tb(error.__traceback__)[1:]
+        if folder is None or any(frame.filename == __file__ for frame in frames):
+            raise
+        text = f"--tasks {', '.join(names)}: {type(error).__name__}: {first_line(error)}"
+        raise DataError(f"{text}; correct the YAML file in {folder}") from None
     return {
         task: {
             # lm-eval appends the name of the filter; "none" is no filter.
@@ -124,19 +130,17 @@ def evaluate(
 
 
 def stay_offline() -> None:
-    """Without a connection to the hub, use its local copies at once instead of trying for a minute.
-
-    A proxy resolves names itself, so with one only the libraries can tell."""
+    """Without a connection to the hub, use its local copies instead of retrying for a minute."""
+    # Behind a proxy only the libraries can tell.
     if OFFLINE in os.environ or getproxies():
         return
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        port = hub.port or {"http": 80}.get(hub.scheme, 443)
-        socket.create_connection((hub.hostname or "", port), CONNECT_S).close()
-    except OSError:
-        os.environ[OFFLINE] = "1"
-    except ValueError:  # not an address; the libraries report it
-        return
+    with suppress(ValueError):  # not an address; the libraries report it
+        try:
+            port = hub.port or {"http": 80}.get(hub.scheme, 443)
+            socket.create_connection((hub.hostname or "", port), CONNECT_S).close()
+        except OSError:
+            os.environ[OFFLINE] = "1"
 
 
 def _adapter(reader: "Reader", tokenizer: "Tokenizer") -> Any:

@@ -12,7 +12,8 @@ import torch
 
 from launch.generate import _texts
 from pipeline.data.rows import read_examples
-from pipeline.errors import DataError, RunError
+from pipeline.errors import ConfigError, DataError, RunError
+from pipeline.tasks.harness import refuse_unknown
 from pipeline.tasks.likelihood import Likelihood, Pair, encode_pair, score_parts, scorer
 from pipeline.tasks.questions import Question, Task, read_task
 from tests.conftest import launch
@@ -85,6 +86,10 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     (tmp_path / "gone.yaml").write_text(gone)
     refused = launch("evaluate", "--run", run, "--tasks", "gone", "--task-dir", tmp_path, code=2)
     assert "--tasks gone" in refused.stderr
+    wrong = YAML.format(name="wrong", data=data, kind="multiple_choice", more=CHOICE)
+    (tmp_path / "wrong.yaml").write_text(wrong.replace("{{prompt}}", "{{absent}}"))
+    refused = launch("evaluate", "--run", run, "--tasks", "wro*", "--task-dir", tmp_path, code=2)
+    assert "wro*: UndefinedError: 'absent' is undefined; correct the YAML" in refused.stderr
     choice, rolling, until = (truth["results"][name] for name in names)
     assert found["our_multiple_choice"]["acc"] == choice["acc,none"]
     assert found["questions"]["accuracy"] == choice["acc,none"]
@@ -289,6 +294,8 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         "no_such_task": "neither a file nor a task",
     }.items():
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
+    with pytest.raises(ConfigError, match="neither a file nor a task"):
+        refuse_unknown(["\udcff"], None)  # a byte of the shell that is not UTF-8
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
     assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
 
