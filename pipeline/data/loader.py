@@ -31,14 +31,14 @@ from pipeline.objective.example import IGNORE, Example, Noise, Text
 
 OPEN_SHARDS = 256  # mapped at once; each has a file handle, and the usual limit is 1024
 AHEAD = 2  # batches that are prepared while one is trained on
-SWITCH_SECONDS = 1e-4  # after which a thread lets another one run
-HELD_OUT = 2**63  # seed of the noise of held-out text; no run has such a seed
+SWITCH_SECONDS = 1e-4  # how long a thread may keep the interpreter's lock while another waits
+HELD_OUT_SEED = 2**63  # for the noise of held-out text; no run has such a seed
 
 
 class Row(NamedTuple):
     tokens: npt.NDArray[np.integer]
     targets: npt.NDArray[np.integer]
-    documents: I64 | None  # of each token, if the stream keeps documents apart
+    documents: I64 | None  # document of each token, if the stream keeps documents apart
     raw: memoryview  # the bytes that the hash of a batch covers
 
 
@@ -52,7 +52,7 @@ class Stream:
         self._map = lru_cache(OPEN_SHARDS)(lambda index: corpus.tokens(shards[index]))
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Return the windows that the epoch draws at these positions."""
+        """Return the windows at these positions of the epoch's order."""
         return Permutation(self.windows, seed, epoch)(index)
 
     def read(self, number: int) -> Row:
@@ -82,7 +82,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         else:
             space = spaces[at]
             number = open_bins[space].pop()
-            if not open_bins[space]:  # its last bin
+            if not open_bins[space]:  # no other bin has as much free space
                 del open_bins[space], spaces[at]
         bins[number].append(index)
         left = space - sizes[index]
@@ -104,7 +104,7 @@ def count_bins(counts: I64, capacity: int) -> int:
         while items:
             at = bisect_left(spaces, size)
             space = spaces[at]
-            # A bin that has received an item is the fullest with space for the next.
+            # After it receives an item, a bin is the fullest one with space for the next.
             each = min(items, space // size)
             bins = int(min(items // each, free[space]))
             items -= bins * each
@@ -163,7 +163,7 @@ class PackedStream:
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 
     def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Return the rows that the epoch draws at these positions."""
+        """Return the rows at these positions of the epoch's order."""
         return order_by_shards(self._rows, index, seed, epoch)
 
     def read(self, window: int) -> Row:
@@ -218,7 +218,7 @@ class Loader:
         pairs: PairRows | None = None,
     ) -> None:
         self.seq = seq  # tokens of text per row
-        self.rows = rows  # of a batch, over all ranks
+        self.rows = rows  # rows of a batch, over all ranks
         self.seed = seed
         self._eod = corpus.manifest.tokenizer.eod
         self._packed = packing == "best-fit"
@@ -252,7 +252,7 @@ class Loader:
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
         if self._noise is not None:
-            return self._made_batch(step, rows, self._noise)
+            return self._noisy_batch(step, rows, self._noise)
         # Tokens, targets and documents are separate and contiguous; each row is read once.
         tokens_BS, targets_BS, documents_BS = np.zeros((3, len(rows), self.seq), np.int64)
         digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
@@ -274,7 +274,7 @@ class Loader:
             documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
         )
 
-    def _made_batch(self, step: int, rows: range, noise: Noise) -> Batch:
+    def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
         samples = range(step * self.rows + rows.start, step * self.rows + rows.stop)
         examples = self._examples(samples, noise)
         numbered = zip(rows, examples, strict=True)
@@ -285,8 +285,8 @@ class Loader:
         return Batch.stack(examples, digest % 2**64)
 
     def _mean_targets(self, step: int, noise: Noise) -> F32:
-        """Targets per row of a batch. If their number depends on the text, every rank reads all of
-        the rows, which are short."""
+        """Return the mean number of targets per row of the global batch. If it depends on the text,
+        every rank reads all rows, which are short."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
             _, window = self._place(sample)
@@ -303,19 +303,19 @@ class Loader:
     def _examples(self, samples: range, noise: Noise) -> list[Example]:
         texts = []
         draws = []
-        read = []  # examples that need no noise
+        pairs = []  # a PairStream returns complete rows, without noise
         for sample in samples:
             number, window = self._place(sample)
             stream = self._streams[number]
             if isinstance(stream, PairStream):
-                read.append(stream.read(window))
+                pairs.append(stream.read(window))
                 continue
             texts.append(self._text(stream, window))
-            # Held-out text has the same noise in every evaluation of every run, training text
-            # another one each time it is read.
-            key = (HELD_OUT, window) if self._held_out else (self.seed, sample)
+            # Held-out text has the same noise in every evaluation of every run. Training text has
+            # new noise each time it is read.
+            key = (HELD_OUT_SEED, window) if self._held_out else (self.seed, sample)
             draws.append(Draws(*key))
-        return read or noise(texts, draws)
+        return pairs or noise(texts, draws)
 
     def _text(self, stream: Stream | PackedStream, window: int) -> Text:
         def another(draws: Draws) -> I64:
@@ -330,7 +330,7 @@ class Loader:
         return Text(tokens, documents, int((row.targets != IGNORE).sum()), another)
 
     def _place(self, sample: int) -> tuple[int, int]:
-        """Return the stream and the window that a sample number draws."""
+        """Return the stream and the window of a sample."""
         block, offset = divmod(sample, BLOCK)
         streams, numbers = self._cached_block(block)
         stream = streams[offset]
@@ -362,7 +362,7 @@ def prefetch(
 ) -> Generator[tuple[int, Batch], None, None]:
     """Yield the batches of steps start to stop - 1, which a thread prepares ahead of time.
 
-    With `pin`, they are in page-locked memory, from which a GPU copies asynchronously. An error of
+    With `pin`, they are in page-locked memory, from which a GPU copies asynchronously. An error in
     the thread is raised here. Closing the generator ends the thread.
     """
 
@@ -371,8 +371,8 @@ def prefetch(
         return batch.pinned() if pin else batch
 
     ahead: deque[Future[Batch]] = deque()
-    # Whenever the training thread has waited for the GPU, it waits for the interpreter too, by
-    # default up to 5 ms: with objectives that make noise, a quarter of a step.
+    # After each wait for the GPU, the training thread also waits for the interpreter's lock. With
+    # Python's default of 5 ms, that was a quarter of a step with objectives that make noise.
     sys.setswitchinterval(SWITCH_SECONDS)
     thread = ThreadPoolExecutor(1, "prefetch")
     try:

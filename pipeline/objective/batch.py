@@ -1,6 +1,6 @@
 """The batches that the data stage passes to training.
 
-B rows of this rank · S tokens per row · E tokens per row of an encoder beside a decoder
+B rows of this rank · S tokens per row · E tokens per row of an encoder–decoder's encoder
 """
 
 from collections.abc import Sequence
@@ -24,27 +24,27 @@ class Batch:
     tokens_BS: Tensor  # int64 inputs
     targets_BS: Tensor  # int64, the token to predict at each position; -100 for none
     hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
-    documents_BS: Tensor | None = None  # int64, a token's document in its row, if asked for
-    # For objectives that need them, all int64.
+    documents_BS: Tensor | None = None  # int64, each token's document, if documents are kept apart
+    # For objectives that need them; int64 unless noted.
     source_BE: Tensor | None = None  # inputs of the encoder
     source_documents_BE: Tensor | None = None  # cross-attention stays within each document
     segments_BS: Tensor | None = None  # which of two texts a token belongs to
     prefix_B: Tensor | None = None  # length of the prefix, to which all tokens of a row attend
-    labels_B: Tensor | None = None  # label of the whole row; -100 for none, and NaN of numbers
-    last_B: Tensor | None = None  # place of the last token before the padding
-    # Targets per row, as a mean over the batch of all ranks, where rows have different numbers.
+    labels_B: Tensor | None = None  # class of the row, or -100; or its number (float), or NaN
+    last_B: Tensor | None = None  # position of the last token before the padding
+    # Mean number of targets per row in the batch of all ranks (float), if rows have different ones.
     counts_B: Tensor | None = None
     draws_BS: Tensor | None = None  # int64 of 32 bits: keys by which a generator samples tokens
 
     @classmethod
     def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":
-        found = {}
+        tensors = {}
         for name, column in zip(TENSORS, zip(*rows, strict=True), strict=True):
             if column[0] is not None:
                 stacked_BS = torch.from_numpy(np.stack(column))
                 # One number per row is a vector, not a matrix of one column.
-                found[name] = stacked_BS.squeeze(1) if name.endswith("_B") else stacked_BS
-        return cls(hash=hash, **found)
+                tensors[name] = stacked_BS.squeeze(1) if name.endswith("_B") else stacked_BS
+        return cls(hash=hash, **tensors)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -10,9 +10,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, as in SplitMix64
-
-
-_WORD = 2**64 - 1  # the last 64 bits of Python's integers, which may be negative or longer
+_WORD = 2**64 - 1  # reduces Python's integers, which may be negative or longer, to 64 bits
 
 
 def mix(x: U64) -> U64:
@@ -23,31 +21,32 @@ def mix(x: U64) -> U64:
 
 
 def mix_one(x: int) -> int:
-    """The same for one number. An array of one takes ten times as long."""
+    """Like `mix`, for a Python integer. An array with one element would take ten times as long."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
     return x ^ (x >> 31)
 
 
 class Draws:
-    """Random numbers of a key: SplitMix64 from a state that depends on seed and number.
+    """The random numbers of one row: SplitMix64, started by the seed and the row's number.
 
-    Creating a numpy generator takes longer than a row, and its numbers may change with versions."""
+    Creating a numpy generator takes longer than making a row, and its numbers may change between
+    versions."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.number = number
         first = mix_one((seed + GOLDEN) & _WORD)
         self._base: np.uint64 | U64 = np.uint64(mix_one((first + number) & _WORD))
-        self.drawn = 0
+        self.drawn = 0  # numbers drawn so far
 
     @classmethod
     def together(cls, rows: "Sequence[Draws]") -> "Draws":
-        """Return the draws of several rows, each of which has drawn equally many numbers so far.
-        All results have one more dimension, the rows, and are those that each row would draw."""
-        made = cls(0, rows[0].number)
-        made._base = np.array([row._base for row in rows])[:, None]
-        made.drawn = rows[0].drawn
-        return made
+        """Return the draws of several rows that have all drawn the same number of times. Results
+        have one more dimension, the rows, and are those that each row would draw by itself."""
+        joint = cls(0, rows[0].number)
+        joint._base = np.array([row._base for row in rows])[:, None]
+        joint.drawn = rows[0].drawn
+        return joint
 
     def bits(self, count: int) -> U64:
         first = self.drawn + 1
@@ -56,16 +55,16 @@ class Draws:
         return mix(self._base + numbers * np.uint64(GOLDEN))
 
     def shares(self, count: int) -> F64:
-        """Uniform in [0, 1)."""
+        """Draw uniform numbers in [0, 1)."""
         high_bits = (self.bits(count) >> np.uint64(11)).astype(np.float64)
         return high_bits * 2.0**-53
 
     def below(self, limit: int, count: int) -> I64:
-        # The remainder's bias is below limit / 2^64.
+        """Draw uniform integers in [0, limit). The remainder's bias is below limit / 2^64."""
         return (self.bits(count) % np.uint64(limit)).astype(np.int64)
 
     def choice(self, among: I64, count: int) -> I64:
-        """Choose distinct elements, in no particular order."""
+        """Choose distinct elements, in no particular order; all of them if there are too few."""
         size = among.shape[-1]
         if count >= size:
             return np.broadcast_to(among, (*np.shape(self._base)[:-1], size))

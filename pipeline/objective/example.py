@@ -1,4 +1,4 @@
-"""A row of a batch, the text that it is made of, and rows that are one example of a file."""
+"""A row of a batch, the text that it is made from, and rows that hold one fine-tuning example."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Example(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The text of a row."""
+    """The text from which a row is made."""
 
     tokens: I64
     documents: I64 | None  # document of each token, if documents are kept apart
@@ -52,16 +52,16 @@ class Vocabulary(NamedTuple):
     eod: int  # ends every document, and is the first input of an encoder–decoder's decoder
 
 
-# Turns the texts of a batch into its rows, each with its draws.
+# Turns the texts of a batch, and the draws of each, into rows.
 Noise = Callable[[Sequence[Text], Sequence[Draws]], list[Example]]
 
 
-# Examples of a file (data/rows.py). The text of a row is one example. Each of its parts ends with
-# the end of a document, which also fills the rest of the row; no text contains this token.
+# Fine-tuning examples (data/rows.py). A text is one example: two parts, of which the second may be
+# empty. The end-of-document token ends each part and pads the text; no part contains it.
 
 
 def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
-    """Predict the answer after the prompt, and its end unless the answer was cut."""
+    """Predict the answer after the prompt, and the end of the answer unless it was cut off."""
     eod = vocabulary.eod
     seq = len(text) - 2
     prompt, answer, ended = _two_parts(text, eod)
@@ -81,18 +81,18 @@ def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
 def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
     """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
 
-    A decoder reads each text and its end, and predicts the label at the last end, like GPT's tokens
-    for delimiting and extracting. An encoder reads BERT's [CLS] text [SEP] text [SEP], or the same
-    with the end of a document in place of both special tokens."""
+    A decoder reads each text and its end, and predicts the label at the last end: in GPT's terms,
+    the ends are the delimiter and extract tokens. An encoder reads BERT's [CLS] text [SEP] text
+    [SEP], or the same with the end of a document in place of both special tokens."""
     bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
     seq = len(text) - LABEL_DIGITS
     first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
     encoder = objective.reads == "first"
-    framed = encoder and objective.special >= 3  # as the pretraining of pairs (noise.join_halves)
+    framed = encoder and objective.special >= 3  # has the ids that noise.join_halves uses
     start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []
     end = [vocabulary.pieces + 2 if framed else vocabulary.eod]
-    after = end if len(second) else []
-    whole = np.concatenate((start, first, end, second, after)).astype(np.int64)[:seq]
+    second_end = end if len(second) else []
+    whole = np.concatenate((start, first, end, second, second_end)).astype(np.int64)[:seq]
     length = len(whole)
     tokens = np.full(seq, vocabulary.eod)
     tokens[:length] = whole
@@ -110,7 +110,7 @@ def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
     return Example(tokens, targets, documents, segments=segments, labels=label)
 
 
-NO_LABEL = 2**32 - 1  # of a row that fills a batch up; as a float, it is a NaN
+NO_LABEL = 2**32 - 1  # the label's bits in a row that only fills up a batch; as a float, a NaN
 
 
 def _label(bits: int, objective: Labels) -> I64 | F32:
@@ -120,7 +120,7 @@ def _label(bits: int, objective: Labels) -> I64 | F32:
 
 
 def _two_parts(text: I64, eod: int) -> tuple[I64, I64, bool]:
-    """The tokens before the first end and those between it and the second, if there is one."""
+    """Return the parts before the first and the second end, and whether there is a second end."""
     ends = np.flatnonzero(text == eod)[:2]
     first = int(ends[0]) if len(ends) else len(text)
     second = int(ends[1]) if len(ends) > 1 else len(text)

@@ -5,8 +5,8 @@ of ranks and a resumed run sees the same rows. Every row predicts the same numbe
 fewer if it has padding, because losses are means of means over micro-batches and ranks. Where rows
 differ (answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
 
-Masks and spans are made for many rows at once, because a thread that makes them one by one takes
-the interpreter from the thread that trains. Their functions accept one row (S) or several (R, S).
+Masks and spans are made for many rows at once: row by row, the loader's thread would hold the
+interpreter's lock while training waits. Their functions accept one row, (S), or several, (R, S).
 """
 
 from collections import defaultdict
@@ -43,8 +43,8 @@ from pipeline.objective.example import (
 def make_noise(
     objective: Objective, vocabulary: Vocabulary, source_seq: int | None = None
 ) -> Noise | None:
-    """Return the function that turns texts into rows; None if rows are unchanged texts. Sources are
-    padded to `source_seq`."""
+    """Return the function that turns texts into rows, or None if rows are unchanged texts. Inputs
+    of an encoder–decoder's encoder are padded to `source_seq`."""
     match objective:
         case Causal():
             return None
@@ -74,13 +74,13 @@ def _row_noise(
         case Replaced():
             return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
         case Mixture():
-            # Once for all rows, because it is a search.
+            # Computed once for all rows, because it is a search.
             lengths = objective.lengths(source_seq, source_seq) if source_seq else None
             return lambda text, draws: mix_denoisers(objective, vocabulary, lengths, text, draws)
         case Denoise():
             return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
         case Pairs():
-            # Rows of data are read as pairs (data/pairs.py); these are of random text.
+            # Real pairs come from data/pairs.py; this makes pairs from random text.
             return lambda text, draws: cut_pairs(vocabulary, source_seq, text, draws)
         case Answers():
             return lambda text, _draws: read_answer(text.tokens, vocabulary)
@@ -105,11 +105,11 @@ def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:
 def is_word(
     tokens: I64, length: int | npt.NDArray[np.integer], vocabulary: Vocabulary
 ) -> npt.NDArray[np.bool_]:
-    """Where a text has tokens that may be predicted: not at document ends, not in its padding."""
-    found: npt.NDArray[np.bool_] = tokens != vocabulary.eod
-    found &= tokens < vocabulary.pieces
-    found &= np.arange(tokens.shape[-1]) < length
-    return found
+    """Return which tokens may be predicted: not document ends, special ids or padding."""
+    allowed: npt.NDArray[np.bool_] = tokens != vocabulary.eod
+    allowed &= tokens < vocabulary.pieces
+    allowed &= np.arange(tokens.shape[-1]) < length
+    return allowed
 
 
 def mask_rows(
@@ -119,7 +119,7 @@ def mask_rows(
     texts: Sequence[Text],
     draws: Sequence[Draws],
 ) -> list[Example]:
-    """Mask the rows that have equally many tokens and words in one call."""
+    """Mask texts. Those with the same numbers of tokens, words and draws share one call."""
     tokens_RS = np.stack([text.tokens for text in texts])
     lengths_R = np.array([text.length for text in texts])
     words_R = is_word(tokens_RS, lengths_R[:, None], vocabulary).sum(axis=1)
@@ -127,18 +127,18 @@ def mask_rows(
     groups = defaultdict[tuple[int, ...], list[int]](list)
     for number, key in enumerate(zip(lengths_R.tolist(), words_R.tolist(), drawn_R, strict=True)):
         groups[key].append(number)
-    made: dict[int, Example] = {}
+    examples: dict[int, Example] = {}
     for (length, *_), numbers in groups.items():
-        given = [texts[number].documents for number in numbers]
-        documents = [each for each in given if each is not None]
+        # Either every text has documents or none has.
+        documents = [d for d in (texts[number].documents for number in numbers) if d is not None]
         text = Text(tokens_RS[numbers], np.stack(documents) if documents else None, length)
-        rows = mask(objective, vocabulary, text, Draws.together([draws[n] for n in numbers]))
-        made |= dict(zip(numbers, rows.rows(), strict=True))
-    return [made[number] for number in range(len(texts))]
+        masked = mask(objective, vocabulary, text, Draws.together([draws[n] for n in numbers]))
+        examples |= dict(zip(numbers, masked.rows(), strict=True))
+    return [examples[number] for number in range(len(texts))]
 
 
 def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Predict some tokens, most of which are masked. All rows have the same number of words."""
+    """Predict some tokens, most of them masked. All rows must have the same number of words."""
     tokens = text.tokens.copy()
     words = np.nonzero(is_word(tokens, text.length, vocabulary))[-1].reshape(*tokens.shape[:-1], -1)
     chosen = draws.choice(words, max(1, round(objective.rate * text.length)))
@@ -147,9 +147,10 @@ def mask_tokens(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Dr
     np.put_along_axis(targets, chosen, originals, -1)
     share = draws.shares(chosen.shape[-1])
     random = draws.below(vocabulary.pieces, chosen.shape[-1])
-    hidden = np.where(share < objective.mask + objective.random, random, originals)
-    hidden = np.where(share < objective.mask, vocabulary.pieces, hidden)
-    np.put_along_axis(tokens, chosen, hidden, -1)
+    # Below `mask`: the mask's id. Below `mask + random`: another token. Above: the original.
+    inputs = np.where(share < objective.mask + objective.random, random, originals)
+    inputs = np.where(share < objective.mask, vocabulary.pieces, inputs)
+    np.put_along_axis(tokens, chosen, inputs, -1)
     return Example(tokens, targets, text.documents)
 
 
@@ -168,7 +169,7 @@ def replace_tokens(
 
 
 def mask_with_draws(masks: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Mask some tokens, each with the random key by which a generator samples another one."""
+    """Mask some tokens, and add the random keys with which a generator samples replacements."""
     row = mask_tokens(masks, vocabulary, text, draws)
     return row._replace(draws=draws.below(2**32, text.tokens.shape[-1]))
 
@@ -177,18 +178,18 @@ def mask_pairs(
     objective: Masked, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
 ) -> list[Example]:
     """Divide each text in two and mask some tokens."""
-    made = [join_halves(objective, vocabulary, *row) for row in zip(texts, draws, strict=True)]
-    joined = [Text(row.tokens, None, len(row.tokens)) for row in made]
+    pairs = [join_halves(objective, vocabulary, *row) for row in zip(texts, draws, strict=True)]
+    joined = [Text(pair.tokens, None, len(pair.tokens)) for pair in pairs]
     masked = mask_rows(mask_tokens, objective, vocabulary, joined, draws)
     return [
         row._replace(segments=pair.segments, labels=pair.labels)
-        for row, pair in zip(masked, made, strict=True)
+        for row, pair in zip(masked, pairs, strict=True)
     ]
 
 
 def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Draws) -> Example:
-    """Divide a text in two. In half of the rows the second part is that of another text, or comes
-    first."""
+    """Divide a text in two. In half of the rows (label 1), the second part comes from another text
+    (BERT), or the parts are swapped (ALBERT)."""
     half = len(text.tokens) // 2
     # Both parts have at least a quarter of the text.
     border = half // 2 + int(draws.below(half, 1)[0])
@@ -227,18 +228,18 @@ def cut_spans(objective: Spans, vocabulary: Vocabulary, text: I64, draws: Draws)
 def cut_out(
     text: I64, cut: int, spans: int, vocabulary: Vocabulary, draws: Draws
 ) -> tuple[I64, I64]:
-    """Return the rest and the spans of a text, each with its sentinels and its end."""
-    stay = random_parts(text.shape[-1] - cut, spans, draws)
+    """Cut `spans` spans with `cut` tokens in total out of a text. Return the rest, with a sentinel
+    for each span, and the spans, each after its sentinel. Both end with the end of a document."""
+    kept = random_parts(text.shape[-1] - cut, spans, draws)
     noise = random_parts(cut, spans, draws)
-    parts = np.stack((stay, noise), axis=-1)
+    parts = np.stack((kept, noise), axis=-1)
     is_noise = np.repeat(np.arange(parts.size) % 2 == 1, parts.ravel()).reshape(text.shape)
-    # A sentinel is at the place of its span: after the tokens that stay before it.
-    source = _insert(text[~is_noise], np.cumsum(stay, axis=-1), vocabulary)
-    return source, _insert(text[is_noise], np.cumsum(noise, axis=-1) - noise, vocabulary)
+    rest = _insert(text[~is_noise], np.cumsum(kept, axis=-1), vocabulary)
+    return rest, _insert(text[is_noise], np.cumsum(noise, axis=-1) - noise, vocabulary)
 
 
 def _insert(tokens: I64, places: I64, vocabulary: Vocabulary) -> I64:
-    """Insert the sentinels at their places, and the end. The rows of `tokens` are concatenated."""
+    """Insert sentinels at `places` and append the end. The rows of `tokens` are concatenated."""
     *rows, spans = places.shape
     sentinels = vocabulary.pieces + np.arange(spans)
     per_row = tokens.size * spans // places.size
@@ -255,7 +256,7 @@ def mix_denoisers(
     text: Text,
     draws: Draws,
 ) -> Example:
-    """Cut spans out as the denoiser of this row does. Both sides are padded to the longest row.
+    """Cut out spans by the rule of this row's denoiser. Both sides are padded to the longest row.
 
     The parts alternate, beginning with text, so a single span is the end of the text."""
     denoiser = objective.denoiser(draws.number)
@@ -263,12 +264,12 @@ def mix_denoisers(
     rest, predicted = cut_out(text.tokens, cut, spans, vocabulary, draws)
     mode = vocabulary.pieces + objective.sentinels + MODES.index(denoiser.mode)
     source = np.concatenate(([mode], rest))
-    seq, reads = lengths or objective.lengths(len(source), len(source))
+    seq, source_seq = lengths or objective.lengths(len(source), len(source))
     tokens = np.full(seq, vocabulary.eod)
     tokens[1 : len(predicted)] = predicted[:-1]
     targets = np.full(seq, IGNORE)
     targets[: len(predicted)] = predicted
-    return pad_source(Example(tokens, targets, source=source), reads or seq, vocabulary.eod)
+    return pad_source(Example(tokens, targets, source=source), source_seq or seq, vocabulary.eod)
 
 
 def corrupt(
@@ -281,21 +282,22 @@ def corrupt(
     """
     length = len(text.tokens)
     cut, spans = objective.noise(length)
-    given = text.tokens
+    shuffled = text.tokens
     if objective.permute:
-        given = permute_sentences(given, (vocabulary.eod, *objective.stops), draws)
-    spans_lengths = np.bincount(draws.below(spans, cut), minlength=spans)
-    # Each span is before a different one of the tokens that stay, or at the end.
+        shuffled = permute_sentences(shuffled, (vocabulary.eod, *objective.stops), draws)
+    span_lengths = np.bincount(draws.below(spans, cut), minlength=spans)
+    # Each span lies before a different one of the remaining tokens, or at the end.
     before = np.sort(draws.choice(np.arange(length - cut + 1), spans))
-    starts = before + np.cumsum(spans_lengths) - spans_lengths
-    stays = np.ones(length, bool)
-    offsets = np.arange(cut) - np.repeat(np.cumsum(spans_lengths) - spans_lengths, spans_lengths)
-    stays[np.repeat(starts, spans_lengths) + offsets] = False
-    source = np.insert(given[stays], before, vocabulary.pieces)
+    starts = before + np.cumsum(span_lengths) - span_lengths
+    kept = np.ones(length, bool)
+    offsets = np.arange(cut) - np.repeat(np.cumsum(span_lengths) - span_lengths, span_lengths)
+    kept[np.repeat(starts, span_lengths) + offsets] = False
+    source = np.insert(shuffled[kept], before, vocabulary.pieces)
     tokens = np.concatenate(([vocabulary.eod], text.tokens[:-1]))
     row = Example(tokens, text.tokens, source=source)
-    reads = source_seq or len(source)
-    return row if reads == len(source) else pad_source(row, reads, vocabulary.eod)
+    if source_seq is None or source_seq == len(source):
+        return row
+    return pad_source(row, source_seq, vocabulary.eod)
 
 
 def pad_source(row: Example, length: int, eod: int) -> Example:
@@ -342,9 +344,7 @@ def join_pairs(pairs: Sequence[Pair], seq: int, source_seq: int, eod: int) -> Ex
 
 def cut_pairs(vocabulary: Vocabulary, source_seq: int | None, text: Text, draws: Draws) -> Example:
     """Return a row filled by two pairs, for checks and benchmarks without data."""
-    reads = source_seq or len(text.tokens) // 2
-    source = text.tokens[:reads]
-    target = text.tokens[reads:]
+    source, target = np.split(text.tokens, [source_seq or len(text.tokens) // 2])
     borders = [1 + int(draws.below(len(side) - 1, 1)[0]) for side in (source, target)]
     pairs = [
         Pair(source[: borders[0]], vocabulary.eod, target[: borders[1]]),

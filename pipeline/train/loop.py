@@ -64,23 +64,23 @@ class Loop:
         in_context: InContext,
         start: int,
     ) -> bool:
-        """Train from step `start`; return whether the last step was reached, not a stop request."""
+        """Train from step `start`. Return True after the last step, False after a stop request."""
         train = self.config.train
         share, shares = self.world.reader(self.config.parallel.sp)
         pin = self.world.device.type == "cuda"
         fetched = prefetch(loader, start, self.steps, share, shares, pin=pin)
         self.replicas.remember()
         self.meter.restart()
-        self.watch.enter("first step", start + 1)  # which may compile
+        self.watch.enter("first step", start + 1)  # it may compile, so it has a longer limit
         with closing(fetched) as batches, self._settle_on_error():
-            asked_s = time.perf_counter()
+            asked_at_s = time.perf_counter()
             for step, batch in batches:
-                self.step(step, batch, time.perf_counter() - asked_s)
+                self.step(step, batch, time.perf_counter() - asked_at_s)
                 done = step + 1
                 last = done == self.steps
                 evaluate = last or done % train.eval_every == 0
                 save = last or done % train.save_every == 0 or done in train.keep_at
-                # Read the pending step before the device does anything but train.
+                # Log the pending step before the device starts work other than training.
                 if evaluate or save or self.stopping:
                     self.settle()
                 if evaluate:
@@ -88,13 +88,13 @@ class Loop:
                     figures = evaluator(self.engine.evaluate) | tasks(self.engine.logits)
                     figures |= in_context(self.engine)
                     self._record("eval", done, **figures)
-                    too_slow = tasks.complaint(last=last)
+                    too_slow = tasks.complaint(last=last)  # the tasks take too much of the run
                     if too_slow:
                         self._record("event", done, event="warning", reason=too_slow)
                 if save or self.stopping:
                     self.watch.enter("save", done)
                     self.save(done)
-                self.saved(self.saver.wait() if last or self.stopping else self.saver.finished())
+                self.log_save(self.saver.wait() if last or self.stopping else self.saver.finished())
                 if evaluate or save:
                     self.meter.restart()
                 if self.stopping and not last:
@@ -104,12 +104,12 @@ class Loop:
                 # Until the first step is settled, the device may still be compiling it.
                 if done > start + 1 or self._pending is None:
                     self.watch.enter("step", done + 1)
-                asked_s = time.perf_counter()
+                asked_at_s = time.perf_counter()
         self._record_end(self.steps, event="finish")
         return True
 
     def step(self, step: int, batch: Batch, wait_s: float) -> None:
-        """Launch one update, and settle the one before while the device works."""
+        """Launch one update. While the device works, settle the update before it."""
         done = step + 1
         if self.guard.is_excluded(done):
             self.settle()
@@ -178,14 +178,14 @@ class Loop:
             self._record("moe", pending.step, **result.routing)
 
     def save(self, done: int) -> None:
-        """Begin a checkpoint, of weights on which all ranks agree."""
+        """Check that all ranks have the same weights, then begin a checkpoint of them."""
         comparison = self.replicas.compare()
         if self.world.sum([], first=comparison.flags).any():
             raise self.replicas.blame(comparison, done)
-        self.saved(self.saver.save(done))
+        self.log_save(self.saver.save(done))
 
-    def saved(self, saved: Saved | None) -> None:
-        """Log a save after its commit, under its own step, so that a rollback keeps it."""
+    def log_save(self, saved: Saved | None) -> None:
+        """Log a committed save, if any, under its own step, so that a rollback keeps the record."""
         if saved is None:
             return
         times = {"seconds": saved.seconds, "blocked_s": saved.blocked_s}
@@ -196,7 +196,7 @@ class Loop:
 
     @contextmanager
     def _settle_on_error(self) -> Iterator[None]:
-        """If a step fails, log the step before it, which is complete, and raise the first error.
+        """If a step fails, log the step before it, which is complete, and raise the error again.
 
         A divergence is not reported here: naming the rank needs a collective of all ranks.
         """
@@ -212,8 +212,8 @@ class Loop:
         return done % every == 0 or done == self.steps
 
     def _record_end(self, done: int, **values: Any) -> None:
-        lost = goodput(read(self.run.log)) if self.world.first else {}
-        self._record("event", done, **values, **lost)
+        times = goodput(read(self.run.log)) if self.world.first else {}
+        self._record("event", done, **values, **times)
 
     def _record(self, kind: str, done: int, **values: Any) -> None:
         tokens = done * self.batch_tokens

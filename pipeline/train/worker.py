@@ -1,8 +1,8 @@
 """One training process, and the file to read first: it assembles a run from its config.
 
 `python -P -m pipeline.train.worker RUN_DIR [--quiet] [--data COPY]`, started by the supervisor
-or by a SLURM task, which set RANK, WORLD_SIZE and how the ranks find each other. With `--preload`,
-it imports everything and forks ranks (preload.py).
+or by a SLURM task. They set RANK, WORLD_SIZE and the address at which the ranks meet. With
+`--preload`, the process imports everything and then forks the ranks (preload.py).
 """
 
 import gc
@@ -60,40 +60,40 @@ def run(
     corpus.check_same(config.data)
     batches = loader(config, corpus, "train")
     with closing(Watchdog(directory, world, config.train.hang_s, config.train.first_s)) as watch:
-        worker = build_engine(config, world)
-        cast(Decoder, worker.module).teacher = load_teacher(config, world.device)
+        engine = build_engine(config, world)
+        cast(Decoder, engine.module).teacher = load_teacher(config, world.device)
         evaluator = Evaluator(config, corpus, world)
         tasks = Monitor(config, corpus, world)
         in_context = InContext(config, corpus, world, evaluator.micros)
-        saver = Saver(worker, config, directory.checkpoints, world)
+        saver = Saver(engine, config, directory.checkpoints, world)
         rollback: RollbackError | None = None
         while True:  # once, and again after each rollback
-            start, notes = _resume(worker, directory, world, config.init, rollback)
-            tracker = _tracker(directory, config, world, start, notes, rollback, quiet=quiet)
+            start, notes = _resume(engine, directory, world, config.init, rollback)
+            tracker = _start_log(directory, config, world, start, notes, rollback, quiet=quiet)
             # The guard decides from the log, which rank 0 alone reads.
             guard = Guard(world.broadcast(relevant(read(directory.log)) if world.first else []))
-            loop = Loop(config, directory, worker, world, tracker, stop, watch, guard, saver)
+            loop = Loop(config, directory, engine, world, tracker, stop, watch, guard, saver)
             try:
                 return loop.train(batches, evaluator, tasks, in_context, start)
             except RollbackError as error:
                 watch.enter("rollback", error.last)
-                loop.saved(saver.wait())
+                loop.log_save(saver.wait())
                 rollback = error
             finally:
                 tracker.close()
 
 
 def _resume(
-    worker: Engine,
+    engine: Engine,
     directory: RunDir,
     world: World,
     init: str | None,
     rollback: RollbackError | None,
 ) -> tuple[int, list[str]]:
-    """Load the newest intact checkpoint; return its step and what was wrong with newer ones."""
+    """Load the newest intact checkpoint; return its step and notes about damaged newer ones."""
     found, notes = find(directory.checkpoints, world)
     if found is not None:
-        load(worker, found, world)
+        load(engine, found, world)
         return found.step, notes
     if rollback is not None:
         text = f"{rollback}, and there is no checkpoint to go back to"
@@ -103,11 +103,11 @@ def _resume(
         text = f"{directory.checkpoints} is empty but step {saved[-1]} was saved there"
         raise RunError(f"{text}; restore it, or start again with another --out")
     if init is not None:
-        load_initial_weights(worker, Path(init))
+        load_initial_weights(engine, Path(init))
     return 0, notes
 
 
-def _tracker(
+def _start_log(
     directory: RunDir,
     config: RunConfig,
     world: World,
@@ -117,18 +117,18 @@ def _tracker(
     *,
     quiet: bool,
 ) -> Tracker:
-    """Cut the log back to the step of the checkpoint, and record how the run starts there."""
+    """Truncate the log after the step of the checkpoint, and log how the run starts there."""
     if not world.first:
         return Tracker()
     before = list(read(directory.log))
     logged_until = before[-1]["time"] if before else 0.0
     faults = directory.past_faults()
-    # The last fault, if nothing was logged after it.
+    # The fault that this start recovers from: the last one, if nothing was logged after it.
     fault = faults[-1] if faults and faults[-1]["time"] > logged_until else None
     log = Log(directory.log)
     log.truncate_after(start)  # later steps are trained and logged again
     tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
-    if NOT_FORKED in os.environ:  # once: a rollback comes here again
+    if NOT_FORKED in os.environ:  # removed, so that a rollback does not log it again
         notes = [*notes, f"the preloader was not used: {os.environ.pop(NOT_FORKED)}"]
     reason = ""
     if rollback:
@@ -176,7 +176,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _import_all(path: Path) -> None:
-    """Import what a rank otherwise imports when it is needed."""
+    """Import the modules that a rank otherwise imports only when it needs them."""
     import pipeline.parallel.zero  # noqa: F401
 
     if reload(RunDir(path).config).train.compile:
