@@ -3,11 +3,10 @@
 B batch · S sequence · W width · H query heads · G key/value heads · D head or score width
 Q queries · K keys · E value width · R latent rank · A = H + 2G heads of a fused projection
 
-Plain attention, causal or not, goes to SDPA, which picks cuDNN or Flash. A trained bias has its own
-kernel for the backward (bias_kernel.py). Any other mask (windows,
-documents, padding) or modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and
-a dense mask otherwise. The choice is made when the mask is made; only compiled blocks can use
-FlexAttention.
+Plain attention, causal or not, uses SDPA, which picks cuDNN or Flash. A trained bias has its own
+kernel for the backward pass (bias_kernel.py). Other masks (windows, documents, padding) and
+modified scores (soft-cap, sinks) use FlexAttention for training on a GPU and a dense mask
+otherwise. `make_mask` makes this choice; only compiled blocks can use FlexAttention.
 """
 
 from collections.abc import Callable
@@ -43,11 +42,12 @@ class Scoring(NamedTuple):
 
 def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
     """Softmax attention, (B, H, Q, E), with the fastest kernel that supports the mask."""
-    # Without a compiler FlexAttention is slow, and warns.
+    # Without the compiler, FlexAttention is slow and prints a warning.
     if isinstance(scoring.mask, BlockMask) and torch.compiler.is_compiling():
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, scoring.mask)
     if scoring.softcap is not None or scoring.sinks_H is not None:
-        # SDPA has neither. This is for CPUs and decoding; training on a GPU uses FlexAttention.
+        # SDPA supports neither. Only CPUs and decoding come here; training on a GPU uses
+        # FlexAttention.
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
     mask = _dense(scoring.mask, q_BHQD.device)
     bias_HQK = scoring.bias_HQK
@@ -66,8 +66,8 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
     heads, queries = q_BHQD.shape[1:3]
     groups = k_BGKD.shape[1]
     if queries == 1 and bias_HQK is None:
-        # The heads of a group are like several queries of one head. Kernels that take a mask would
-        # otherwise copy the keys for each head.
+        # Present the heads of a group as several queries of one head: kernels that accept a mask
+        # would otherwise copy the keys for each head.
         q_BHQD = q_BHQD.reshape(-1, groups, heads // groups, q_BHQD.shape[3])
     y_BHQE = F.scaled_dot_product_attention(
         q_BHQD,
@@ -83,13 +83,13 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
 
 def eager(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
     """The definition of attention, in fp32, with every score in memory."""
-    weights_BHQK = weigh(q_BHQD, k_BGKD, scoring)
+    weights_BHQK = attention_weights(q_BHQD, k_BGKD, scoring)
     v_BHKE = v_BGKE.repeat_interleave(q_BHQD.shape[1] // v_BGKE.shape[1], 1)
     return (weights_BHQK @ v_BHKE.float()).type_as(q_BHQD)
 
 
-def weigh(q_BHQD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
-    """How much each query attends to each key, (B, H, Q, K), in fp32."""
+def attention_weights(q_BHQD: Tensor, k_BGKD: Tensor, scoring: Scoring) -> Tensor:
+    """Return how much each query attends to each key, (B, H, Q, K), in fp32."""
     k_BHKD = k_BGKD.repeat_interleave(q_BHQD.shape[1] // k_BGKD.shape[1], 1)
     scores_BHQK = (q_BHQD.float() @ k_BHKD.float().mT) * scoring.scale
     if scoring.softcap is not None:
@@ -115,12 +115,12 @@ def _additive_mask(
     if mask is None:
         ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
         mask = ones.tril(keys - queries)[None, None]
-    # Constants as numbers: a tensor of one would be copied to the device in every layer.
+    # A constant tensor would be copied to the device in every layer; a number is not.
     return torch.where(mask, bias, float("-inf"))
 
 
 def _dense(mask: Mask, device: torch.device) -> Tensor | Literal["all"] | None:
-    """Return the same mask with an entry for each query and key."""
+    """Return a BlockMask as a tensor with an entry for each query and key; others unchanged."""
     if not isinstance(mask, BlockMask):
         return mask
     rows, heads, queries, keys = mask.shape
@@ -134,17 +134,17 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) ->
     bias_HQK = scoring.bias_HQK
     sinks_H = scoring.sinks_H
 
-    def shape(score: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def modify(score: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         return score if bias_HQK is None else score + bias_HQK[h, i, j]
 
-    shaped = None if cap is None and bias_HQK is None else shape
+    score_mod = None if cap is None and bias_HQK is None else modify
     grouped = q.shape[1] != k.shape[1]
     # A bias is loaded in fp32 tiles. With the usual three stages they exceed a Hopper GPU's shared
     # memory, and the kernel does not compile.
     options: FlexKernelOptions | None = None if bias_HQK is None else {"num_stages": 1}
-    inputs = (q, k, v, shaped, mask, scoring.scale, grouped)
+    inputs = (q, k, v, score_mod, mask, scoring.scale, grouped)
     if sinks_H is None:
         return flex_attention(*inputs, kernel_options=options)
     out, aux = flex_attention(*inputs, kernel_options=options, return_aux=AuxRequest(lse=True))
@@ -156,8 +156,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: BlockMask) ->
 class Sequence:
     """Which tokens of a row this process works on: here, all of them.
 
-    parallel/sequence.py has a version for a part. The decoder gets whole rows and cuts them here,
-    so that positions, masks, targets and counts are those of the whole row."""
+    With sequence parallelism, parallel/sequence.py replaces it. The model always gets whole rows
+    and cuts them here, so positions, masks, targets and counts are those of the whole row."""
 
     rank = 0
     parts = 1
@@ -167,8 +167,8 @@ class Sequence:
         return x.chunk(self.parts, dim)[self.rank]
 
     def cut_after(self, tokens_BS: Tensor) -> Tensor:
-        """Return this process's part of a row and the token before it. The row begins with one
-        extra token."""
+        """Return this process's part of a row, and the token before that part. `tokens_BS` has one
+        extra token at the start, which is the one before the first part."""
         size = (tokens_BS.shape[1] - 1) // self.parts
         return tokens_BS[:, self.rank * size : (self.rank + 1) * size + 1]
 
@@ -177,7 +177,7 @@ class Sequence:
         return count.new_zeros(()), count
 
     def attend(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of this process's tokens; bias and mask are those of the whole row."""
+        """Compute attention for this process's tokens; bias and mask are those of the whole row."""
         scale, softcap, mask, bias_HQK, sinks_H = scoring
         bias = None if bias_HQK is None else self.cut(bias_HQK, 0)
         sinks = None if sinks_H is None else self.cut(sinks_H, 0)
@@ -195,20 +195,21 @@ class Sequence:
         return y_BHQE
 
 
-class Watched(Sequence):
-    """Computes attention by its definition and reports the attention weights. It replaces
-    `Sequence` for measurements only."""
+class ReportingSequence(Sequence):
+    """Replaces `Sequence` in measurements: passes the attention weights to a function."""
 
     def __init__(self, report: Callable[[Tensor], None]) -> None:
         self._report = report
 
     def attend(self, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> Tensor:
-        self._report(weigh(q_BHQD, k_BGKD, scoring))
+        self._report(attention_weights(q_BHQD, k_BGKD, scoring))
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention over one fused projection: queries, then keys, then values."""
+    """Grouped-query attention over one fused projection: queries, then keys, then values.
+
+    `placed` layers use positions and biases; `valued` layers add value embeddings."""
 
     def __init__(
         self, model: Model, cfg: GQA, *, windowed: bool, placed: bool, valued: bool
@@ -235,7 +236,7 @@ class GroupedAttention(nn.Module):
         qkv_BSAD = self.qkv(x_BSW).unflatten(-1, (-1, self.cfg.head_dim))
         q_BSHD, k_BSGD, v_BSGD = self._norm_and_rotate(qkv_BSAD, table)
         if self.value_gate is not None and context.values_BSGD is not None:
-            # 0 to 3 per head, and 1.5 at the start: nanochat's range.
+            # The gate is 0 to 3 per head, and 1.5 initially, as in nanochat.
             gate_BSG = 3 * torch.sigmoid(self.value_gate(x_BSW[..., : self.value_gate.in_features]))
             v_BSGD = v_BSGD + gate_BSG.unsqueeze(-1) * context.values_BSGD
         if cache is not None:
@@ -264,15 +265,15 @@ class GroupedAttention(nn.Module):
                 gains = (q_norm.gain, k_norm.gain)
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
         q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSAD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
-        # Rotated together, because decoding on a CPU spends its time on starting operations.
+        # Rotate both in one operation: decoding on a CPU spends most of its time on overhead.
         qk_BSAD = rotate(torch.cat((q_norm(q_BSHD), k_norm(k_BSGD)), dim=2), table)
         return qk_BSAD[:, :, : c.heads], qk_BSAD[:, :, c.heads :], v_BSGD
 
 
 class LatentAttention(nn.Module):
-    """MLA (arXiv 2405.04434): keys and values come from a latent of rank R, and all heads share one
-    rotated part of the key. Decoding caches only these two. It applies the projections to keys and
-    values to the queries and the output instead."""
+    """MLA (arXiv 2405.04434): keys and values are projected from a latent of rank R, and all heads
+    share one rotated part of the key. Decoding caches only these two. It never computes the keys
+    and values: it multiplies the queries and the output by those projections instead."""
 
     def __init__(self, model: Model, cfg: MLA, *, windowed: bool, placed: bool) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
 """Attention with a trained bias on its scores, as in T5. tests/gpu compares it with plain torch.
 
-SDPA's only kernel that returns the gradient of a bias is slow, because it adds the gradients of all
-rows in memory. Here cuDNN computes everything else, and a Triton kernel computes that gradient.
-Each program keeps one tile of it in registers and loops over the rows of the batch.
+SDPA has one kernel that returns the gradient of a bias, and it is slow, because it adds the
+gradients of all rows in memory. Here a Triton kernel computes that gradient, and cuDNN everything
+else. Each Triton program keeps one tile of the gradient in registers and loops over the batch.
 
 B batch · H heads · Q queries · K keys · D head width
+g gradient of the output · lse log of the softmax's denominator · delta Σ g·y over D, per query
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ _aten = torch.ops.aten
 
 
 def supports(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> bool:
-    """Whether `attend_with_bias` can compute this. Tiles are whole, so that none needs a mask."""
+    """Return whether `attend_with_bias` supports these tensors. Partial tiles have no mask."""
     return (
         q_BHQD.is_cuda
         and q_BHQD.dtype in (torch.bfloat16, torch.float16)
@@ -39,13 +40,14 @@ def _bias_gradient_kernel(q, k, v, g, bias, lse, delta, out, B, H, Q, K,
                           qb, qh, qs, kb, kh, ks, vb, vh, vs, gb, gh, gs,
                           SCALE: tl.constexpr, D: tl.constexpr,
                           TQ: tl.constexpr, TK: tl.constexpr):  # fmt: skip
+    # qb, qh and qs are the strides of q over batch, heads and positions; likewise for k, v and g.
     head = tl.program_id(0)
     i = tl.program_id(1) * TQ + tl.arange(0, TQ)
     j = tl.program_id(2) * TK + tl.arange(0, TK)
     d = tl.arange(0, D)
     tile = (head * Q + i)[:, None] * K + j[None, :]
     bias_ij = tl.load(bias + tile).to(tl.float32)
-    # Keys and values are read transposed. The pointers advance from row to row of the batch.
+    # Keys and values are read transposed. The loop advances the pointers through the batch.
     q += head * qh + i[:, None] * qs + d[None, :]
     g += head * gh + i[:, None] * gs + d[None, :]
     k += head * kh + j[None, :] * ks + d[:, None]
@@ -57,7 +59,7 @@ def _bias_gradient_kernel(q, k, v, g, bias, lse, delta, out, B, H, Q, K,
         scores = tl.dot(tl.load(q), tl.load(k)) * SCALE + bias_ij
         weights = tl.exp(scores - tl.load(lse)[:, None])
         d_weights = tl.dot(tl.load(g), tl.load(v))
-        # The backward of a softmax.
+        # The backward pass of the softmax.
         total += weights * (d_weights - tl.load(delta)[:, None])
         q += qb
         g += gb
@@ -94,11 +96,11 @@ class _AttendWithBias(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias_HQK: Tensor, scale: float
     ) -> Tensor:
-        y, lse, _, _, most_q, most_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+        y, lse, _, _, max_q, max_k, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, bias_HQK[None], True, scale=scale
         )
         ctx.save_for_backward(q, k, v, bias_HQK, y, lse, seed, offset)
-        ctx.lengths = (most_q, most_k)
+        ctx.lengths = (max_q, max_k)
         ctx.scale = scale
         out: Tensor = y
         return out
@@ -122,6 +124,6 @@ def attend_with_bias(
     q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, bias_HQK: Tensor, scale: float
 ) -> Tensor:
     """Attention without a mask, (B, H, Q, D), with a bias that all rows share."""
-    bias_HQK = bias_HQK.type_as(q_BHQD).contiguous()
-    y: Tensor = _AttendWithBias.apply(q_BHQD, k_BHKD, v_BHKD, bias_HQK, scale)  # type: ignore[no-untyped-call]
+    bias = bias_HQK.type_as(q_BHQD).contiguous()
+    y: Tensor = _AttendWithBias.apply(q_BHQD, k_BHKD, v_BHKD, bias, scale)  # type: ignore
     return y

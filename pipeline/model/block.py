@@ -34,7 +34,8 @@ class Block(nn.Module):
     """x = x + attention(norm(x)), then x = x + ffn(norm(x)); between them, in the decoder of an
     encoder–decoder, x = x + cross(norm(x)), which attends to the encoder's output.
 
-    The last sum stays pending for the next block. `recompute` applies to the feed-forward layer."""
+    The last addition is left to the next block, whose norm computes it in the same kernel.
+    `recompute` applies to the feed-forward layer."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Block(nn.Module):
         context: Context,
         cache: LayerCache | None = None,
     ) -> Stream:
-        # Attention is never recomputed here: its kernels keep little and are expensive to repeat.
+        # Attention is never recomputed: its kernels keep little memory and are slow to repeat.
         on = self.recompute and self.training
         if self.scales is not None and context.first_BSW is not None:
             x_BSW = self.scales(x_BSW, pending, context.first_BSW)
@@ -97,7 +98,8 @@ class Block(nn.Module):
 
 
 class Ahead(nn.Module):
-    """Predicts one more token from hidden state and next token (arXiv 2412.19437, §2.2)."""
+    """Multi-token prediction: from the hidden state and the next token, predict the token after it
+    (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
-    """Return cosines and sines. Computing them in every forward pass costs little.
+    """Return cosines and sines, computed in every forward pass, which costs little.
 
-    As a buffer they would be cast to bf16 with the weights, too coarse for positions above 256."""
+    A buffer would be cast to bf16 with the weights, too coarse for positions above 256."""
     if windowed and cfg.window_theta is not None:
         cfg = RoPE(theta=cfg.window_theta)  # a window is short, so it needs no scaling
     frequencies, factor = _frequencies(dim, cfg, positions.device)
@@ -37,7 +37,7 @@ def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
 
 
 def _frequencies(dim: int, cfg: RoPE, device: torch.device) -> tuple[Tensor, float]:
-    """Return the radians per position of each pair, and the factor of the table."""
+    """Return the radians per position of each pair, and the factor of the cosines and sines."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     frequencies = cfg.theta**-exponents
     scaling = cfg.scaling
@@ -72,7 +72,8 @@ def _yarn_pair(turns: float, dim: int, theta: float, scaling: YaRN) -> float:
 
 
 def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor:
-    """Sines in even channels, cosines in odd ones (arXiv 1706.03762), or one half each."""
+    """Return sines in even and cosines in odd channels (arXiv 1706.03762). With `halves`, the first
+    half of the channels has the sines and the second the cosines."""
     exponents = -torch.arange(0, width, 2, device=positions.device) / width
     angle = positions.float()[..., None] * 10000**exponents
     if halves:
@@ -83,16 +84,15 @@ def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor
 def places_in(documents_BS: Tensor) -> Tensor:
     """Return the position of each token in its document, counted from 0."""
     places = torch.arange(documents_BS.shape[1], device=documents_BS.device)
-    # A position counts from the last start of a document at or before it.
+    # A token's position counts from the last start of a document at or before the token.
     starts = torch.ones_like(documents_BS, dtype=torch.bool)
     starts[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
     return places - torch.where(starts, places, 0).cummax(dim=1).values
 
 
 def distances(queries: int, keys: int, device: torch.device, past: Tensor | None = None) -> Tensor:
-    """Return the distance of each key before each query, (Q, K). Both end at the same position,
-    unless `past` has the number of keys before the first query."""
-    # Later keys have a negative distance. A causal mask hides them.
+    """Return how far each key is before each query, (Q, K); negative for keys after the query. Both
+    end at the same position, unless `past` has the number of keys before the first query."""
     before = keys - queries if past is None else past
     here = torch.arange(queries, device=device) + before
     return here[:, None] - torch.arange(keys, device=device)
@@ -101,8 +101,8 @@ def distances(queries: int, keys: int, device: torch.device, past: Tensor | None
 def alibi(distance_QK: Tensor, heads: int) -> Tensor:
     """Return a penalty per head that grows with distance (arXiv 2108.12409).
 
-    If the number of heads is not a power of two, the remaining heads use every second slope of the
-    next power, as in the authors' code."""
+    If the number of heads is not a power of two, the heads beyond the largest power use every
+    second slope of the next power, as in the authors' code."""
     power = 2 ** math.floor(math.log2(heads))
     # Made on the device, because a CUDA graph cannot copy from the host.
     head = torch.arange(heads, device=distance_QK.device)
@@ -149,10 +149,11 @@ class DistanceBias(nn.Module):
 def _along_diagonals(values_HL: Tensor, queries: int, keys: int) -> Tensor:
     """Spread values over the diagonals of a matrix, from the lower left to the upper right.
 
-    Rows that are one element too long, laid one after another, are shifted by one from row to row
-    when cut to the right length. Neither this nor its backward needs an index."""
+    Copies of the values, padded by one element, are concatenated and cut again into rows without
+    the padding: each row is then shifted by one from the row before. This needs no index, and
+    neither does its backward pass."""
     length = queries + keys - 1
     padded_HQL = F.pad(values_HL, (0, 1)).unsqueeze(1).expand(-1, queries, -1)
     shifted_HQL = padded_HQL.flatten(1)[:, : queries * length].view(-1, queries, length)
-    # SDPA's fast kernels need keys next to each other; with others, it stores every score.
+    # SDPA's fast kernels need contiguous keys; for other layouts SDPA stores every score.
     return shifted_HQL[:, :, queries - 1 :].contiguous()

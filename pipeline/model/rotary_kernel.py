@@ -1,6 +1,7 @@
-"""Triton kernel that norms and rotates queries and keys. tests/model compares it with plain torch.
+"""Triton kernels that norm and rotate queries and keys. tests/model compares them with plain torch.
 
 B batch · S sequence · H query heads · G key/value heads · D head width · A = H + 2G heads
+The kernels count B·S tokens. HEADS heads, of one part and of neighboring tokens, share a program.
 """
 
 from typing import Any
@@ -14,32 +15,33 @@ from pipeline.model.kernels import pointer
 
 
 @triton.jit
-def _heads(rows, H, G, ROWS: tl.constexpr):
-    """Part (queries, keys, values), positions and heads of a program.
+def _heads(tokens, H, G, HEADS: tl.constexpr):
+    """Return what a program works on: its part (0 queries, 1 keys, 2 values), the token and head of
+    each of its heads, and the part's first head in a token.
 
-    The heads of a position lie side by side, so that its few cosines and sines serve all of them
+    The heads of a token are next to each other, so that all of them read its few cosines and sines
     from the cache."""
     block = tl.program_id(0)
     part, first, heads = 0, 0, H
-    if block >= tl.cdiv(rows * H, ROWS):
-        block -= tl.cdiv(rows * H, ROWS)
+    if block >= tl.cdiv(tokens * H, HEADS):
+        block -= tl.cdiv(tokens * H, HEADS)
         part, first, heads = 1, H, G
-        if block >= tl.cdiv(rows * G, ROWS):
-            block -= tl.cdiv(rows * G, ROWS)
+        if block >= tl.cdiv(tokens * G, HEADS):
+            block -= tl.cdiv(tokens * G, HEADS)
             part, first = 2, H + G
-    at = block * ROWS + tl.arange(0, ROWS)
+    at = block * HEADS + tl.arange(0, HEADS)
     return part, at // heads, at % heads, first
 
 
 @triton.jit
-def _rotate_kernel(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,
-                   HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+def _rotate_kernel(x, y, q_gain, k_gain, cos, sin, tokens, table_rows, H, G,
+                   HALF: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
                    GAIN: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr):  # fmt: skip
-    part, row, head, first = _heads(rows, H, G, ROWS)
+    part, token, head, first = _heads(tokens, H, G, HEADS)
     pair = tl.arange(0, HALF)[None, :]
-    inside = (row < rows)[:, None] & (pair >= 0)
-    at = (row.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
-    # The two channels of a pair lie half a head apart.
+    inside = (token < tokens)[:, None] & (pair >= 0)
+    at = (token.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
+    # The two channels of a pair are half a head apart.
     a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
     if part < 2:
@@ -52,28 +54,29 @@ def _rotate_kernel(x, y, q_gain, k_gain, cos, sin, rows, places, H, G,
                 a = a * tl.load(gain + pair).to(tl.float32)
                 b = b * tl.load(gain + HALF + pair).to(tl.float32)
         if ROPE:
-            place = (row % places)[:, None] * HALF + pair
+            place = (token % table_rows)[:, None] * HALF + pair
             c = tl.load(cos + place, mask=inside, other=0.0)
             s = tl.load(sin + place, mask=inside, other=0.0)
             a, b = a * c - b * s, b * c + a * s
-    if NORM:  # y has no values
-        at = (row.to(tl.int64) * (H + G) + first + head)[:, None] * (2 * HALF) + pair
+    if NORM:  # y has queries and keys only
+        at = (token.to(tl.int64) * (H + G) + first + head)[:, None] * (2 * HALF) + pair
     tl.store(y + at, a, mask=inside)
     tl.store(y + at + HALF, b, mask=inside)
 
 
 @triton.jit
 def _rotate_backward_kernel(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin,
-                            rows, seq, places, H, G, qb, qs, qh, kb, ks, kh, vb, vs, vh,
-                            HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+                            tokens, seq, table_rows, H, G, qb, qs, qh, kb, ks, kh, vb, vs, vh,
+                            HALF: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
                             GAIN: tl.constexpr, ROPE: tl.constexpr,
                             EPS: tl.constexpr):  # fmt: skip
-    part, row, head, first = _heads(rows, H, G, ROWS)
+    part, token, head, first = _heads(tokens, H, G, HEADS)
     pair = tl.arange(0, HALF)[None, :]
-    inside = (row < rows)[:, None] & (pair >= 0)
-    batch = (row // seq).to(tl.int64)
-    place = row % seq
-    # Attention returns gradients with heads before positions: read them by their strides.
+    inside = (token < tokens)[:, None] & (pair >= 0)
+    batch = (token // seq).to(tl.int64)
+    place = token % seq
+    # Attention returns gradients with heads before tokens: read them by their strides, such as qb,
+    # qs and qh over batch, sequence and heads.
     if part == 0:
         g = dq + (batch * qb + place * qs + head * qh)[:, None]
     elif part == 1:
@@ -82,13 +85,13 @@ def _rotate_backward_kernel(x, dq, dk, dv, dx, q_gain, k_gain, d_gain, cos, sin,
         g = dv + (batch * vb + place * vs + head * vh)[:, None]
     da = tl.load(g + pair, mask=inside, other=0.0).to(tl.float32)
     db = tl.load(g + HALF + pair, mask=inside, other=0.0).to(tl.float32)
-    at = (row.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
+    at = (token.to(tl.int64) * (H + 2 * G) + first + head)[:, None] * (2 * HALF) + pair
     if part < 2:
         if ROPE:
-            angle = (row % places)[:, None] * HALF + pair
+            angle = (token % table_rows)[:, None] * HALF + pair
             c = tl.load(cos + angle, mask=inside, other=0.0)
             s = tl.load(sin + angle, mask=inside, other=0.0)
-            # The backward of a rotation is the rotation by the negative angle.
+            # The backward pass of a rotation is the rotation by the negative angle.
             da, db = da * c + db * s, db * c - da * s
         if NORM:
             gain = q_gain if part == 0 else k_gain
@@ -115,16 +118,17 @@ def _rotate(
     x: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, heads: int, norm: bool, eps: float,
 ) -> Tensor:  # fmt: skip
-    """With norm, queries and keys only: the backward of the norm keeps x, which has the values."""
+    """Return all heads or, with norm, only queries and keys: the values are still in x, which the
+    backward pass of the norm keeps anyway."""
     B, S, A, D = x.shape
     groups = (A - heads) // 2
     y = x.new_empty(B, S, heads + groups if norm else A, D)
     blocks, sizes = _rotate_sizes(y, heads, groups, norm, q_gain, cos, eps)
     tensors = [pointer(x, tensor) for tensor in (q_gain, k_gain, cos, sin)]
-    places = 1 if cos is None else cos.numel() // cos.shape[-1]  # S, or B·S with documents
+    table_rows = 1 if cos is None else cos.numel() // cos.shape[-1]  # S, or B·S with documents
     grid = (sum(blocks) - (blocks[2] if norm else 0),)
     kernel = library.wrap_triton(_rotate_kernel)
-    kernel[grid](x, y, *tensors, B * S, places, heads, groups, **sizes)
+    kernel[grid](x, y, *tensors, B * S, table_rows, heads, groups, **sizes)
     return y
 
 
@@ -142,11 +146,12 @@ def _rotate_backward(
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
     gains = (pointer(dx, q_gain), pointer(dx, k_gain))
     table = (pointer(dx, cos), pointer(dx, sin))
-    places = 1 if cos is None else cos.numel() // cos.shape[-1]
+    table_rows = 1 if cos is None else cos.numel() // cos.shape[-1]
     strides = (step for t in (dq, dk, dv) for step in t.stride()[:3])
     kernel = library.wrap_triton(_rotate_backward_kernel)
     kernel[(sum(blocks),)](
-        *(pointer(dx, x), dq, dk, dv, dx, *gains, d_gain, *table, B * S, S, places, H, G, *strides),
+        *(pointer(dx, x), dq, dk, dv, dx, *gains, d_gain, *table),
+        *(B * S, S, table_rows, H, G, *strides),
         **sizes,
     )
     return dx, d_gain[: blocks[0]].sum(0), d_gain[blocks[0] :].sum(0)
@@ -155,13 +160,13 @@ def _rotate_backward(
 def _rotate_sizes(
     x: Tensor, H: int, G: int, norm: bool, gain: Tensor | None, cos: Tensor | None, eps: float
 ) -> tuple[tuple[int, int, int], dict[str, float]]:
-    """Programs for queries, keys and values, and the constants of the kernels."""
+    """Return the numbers of programs for queries, keys and values, and the kernels' constants."""
     D = x.shape[-1]
-    rows = 64  # heads per program, side by side (docs/LOG.md)
-    sizes = {"HALF": D // 2, "EPS": eps, "ROWS": rows, "num_warps": max(1, D // 32)}
+    per_program = 64  # heads per program, side by side (docs/LOG.md)
+    sizes = {"HALF": D // 2, "EPS": eps, "HEADS": per_program, "num_warps": max(1, D // 32)}
     sizes |= {"NORM": norm, "GAIN": gain is not None, "ROPE": cos is not None}
-    queries = triton.cdiv(x.shape[0] * x.shape[1] * H, rows)
-    keys = triton.cdiv(x.shape[0] * x.shape[1] * G, rows)
+    queries = triton.cdiv(x.shape[0] * x.shape[1] * H, per_program)
+    keys = triton.cdiv(x.shape[0] * x.shape[1] * G, per_program)
     return (queries, keys, keys), sizes
 
 
@@ -171,11 +176,11 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, x: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
         cos: Tensor | None, sin: Tensor | None, heads: int, norm: bool, eps: float,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        # A rotation is undone without its input; the backward of a norm needs it.
+        # The backward pass of a rotation does not need the input; that of a norm does.
         ctx.save_for_backward(x if norm else None, q_gain, k_gain, cos, sin)
         ctx.eps = eps
         groups = (x.shape[2] - heads) // 2
-        y = x  # without norm and rotation, only the backward saves a pass
+        y = x  # without norm and rotation, only the backward pass needs a kernel
         if norm or cos is not None:
             y = _rotate(x, q_gain, k_gain, cos, sin, heads, norm, eps)
         if not norm:
@@ -198,10 +203,11 @@ def norm_and_rotate(
     eps: float,
     table: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys normed and rotated, values unchanged, in one pass; and one in the backward.
+    """Return normed and rotated queries and keys, and unchanged values.
 
-    Without a norm `gains` is None; those of a norm without gain are None each.
-    The compiler makes four passes, and a fifth that lays the three gradients side by side."""
+    This reads the memory once, and once in the backward pass. Compiled torch code does so four
+    times, and a fifth time to join the three gradients.
+    Without a norm, `gains` is None; for a norm without gains it is (None, None)."""
     given = (*(gains or (None, None)), *(table or (None, None)))
     x = qkv_BSAD.contiguous()
     norm = gains is not None

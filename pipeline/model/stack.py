@@ -25,11 +25,11 @@ from pipeline.model.teacher import Taught, Teacher
 
 
 class States(NamedTuple):
-    """The result of all layers, and what further predictions need."""
+    """The result of all layers, and the inputs of multi-token prediction."""
 
     x_BSW: Tensor  # the stream after the last layer
     h_BSW: Tensor  # the stream, normalized
-    places: Tensor
+    places: Tensor  # position of each token
     context: Context
     routings: list[Routing | None]
 
@@ -41,7 +41,7 @@ class Decoder(Side):
     def __init__(
         self,
         cfg: Model,
-        block: Callable[[int, bool], Block],  # from layer, and whether for multi-token prediction
+        block: Callable[[int, bool], Block],  # makes the block of a layer; True: for mtp
         encoder: Encoder | None = None,
         generator: "Decoder | None" = None,
         *,
@@ -49,8 +49,8 @@ class Decoder(Side):
         smoothing: float = 0.0,
         loss_chunk: int = 2048,
         recompute: bool = False,
-        token_weight: float | None = None,  # of the tokens' loss, if that of the row comes first
-        most_targets: int | None = None,  # of a row; None: the head reads every token
+        token_weight: float | None = None,  # weight of the tokens' loss in fine-tuning on labels
+        most_targets: int | None = None,  # per row: the head reads only these; None: every token
     ) -> None:
         super().__init__(cfg, causal=cfg.causal, recompute=recompute)
         self.z_loss = z_loss
@@ -61,8 +61,8 @@ class Decoder(Side):
         self.embedding = nn.Embedding(cfg.vocab, cfg.input_width)
         self.add_inputs()
         self.smear = Smear(cfg) if cfg.smear else None
-        # Looked up here and not in the blocks: the compiled backward pass of a lookup adds rows in
-        # no fixed order.
+        # The blocks do not look these up, because the compiled backward pass of a lookup adds rows
+        # in no fixed order.
         self.value_embeddings = nn.ModuleDict(_value_embeddings(cfg))
         self.encoder = encoder
         layers = 1 if cfg.shares("decoder") else cfg.layers
@@ -82,7 +82,8 @@ class Decoder(Side):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head the embedding, if configured; call it again after replacing parameters."""
+        """Share weights between the embedding and the head, if configured, and with the generator.
+        Call it again after replacing parameters."""
         if self.cfg.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
         if self.generator is not None:
@@ -93,7 +94,7 @@ class Decoder(Side):
             self.generator.tie()
 
     def drop_generator(self) -> None:
-        """Keep what is used after pretraining: the model that finds replaced tokens."""
+        """Remove the generator, which only pretraining uses."""
         self.generator = None
         self.cfg = self.cfg.model_copy(update={"generator": None})
 
@@ -113,7 +114,7 @@ class Decoder(Side):
         counts_B: Tensor | None = None,
         draws_BS: Tensor | None = None,
     ) -> Tensor | Losses:
-        """Return logits or, with targets, losses; all logits together then never exist in memory.
+        """Return logits or, with targets, losses, without all logits in memory at once.
 
         With documents, a token attends within its own document, and positions restart in each.
         With a cache, the tokens continue the cached ones, and only the logits of the last token are
@@ -237,8 +238,8 @@ class Decoder(Side):
         last_B: Tensor | None,
         taught: Taught | None,
     ) -> Tensor | Losses:
-        """The logits, or the losses of tokens and rows: either the row's is added to that of the
-        tokens (BERT), or the tokens' to that of the row (GPT's fine-tuning)."""
+        """Return the logits, or the losses of tokens and rows. The logged loss is that of the
+        tokens (BERT) or, if there is a `token_weight`, that of the rows (GPT's fine-tuning)."""
         if targets_BS is None or self.row_head is None or labels_B is None:
             return self.predict(h_BSW, targets_BS, taught)
         row_loss, rows_BC = self.row_head(h_BSW, labels_B, last_B)
@@ -246,8 +247,8 @@ class Decoder(Side):
             out = cast(Losses, self.predict(h_BSW, targets_BS, taught))
             return Losses(out.total + row_loss, out.nll, rows_BC=rows_BC)
         if self.token_weight == 0:
-            # One token that predicts nothing: the head gets a gradient of zero, which every engine
-            # expects of a parameter, and costs nothing.
+            # One token that predicts nothing costs nothing, and gives the head a gradient of zero:
+            # every engine expects a gradient for each parameter.
             h_BSW = h_BSW[:1, :1]
             targets_BS = torch.full_like(targets_BS[:1, :1], IGNORED)
         tokens = cast(Losses, self.predict(h_BSW, targets_BS))
@@ -260,7 +261,7 @@ class Decoder(Side):
         """Return the logits or, with targets, the losses of tokens."""
         whole_BSW = h_BSW
         places_BK = None
-        # Ranks that share a row have different numbers of its targets.
+        # Not with sequence parallelism: ranks that share a row have different numbers of targets.
         if targets_BS is not None and self.most_targets and self.sequence.parts == 1:
             h_BSW, targets_BS, places_BK = at_targets(h_BSW, targets_BS, self.most_targets)
         read_BSW = h_BSW if self.transform is None else self.transform(h_BSW)
@@ -305,11 +306,11 @@ class Decoder(Side):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def _smeared(self, tokens_BS: Tensor, places: Tensor, cache: Cache | None) -> Tensor:
-        """Embed the tokens. The token before this process's part is looked up too, because it may
-        belong to another process or be in the cache."""
+        """Embed the tokens and, with `smear`, mix each with the token before it. That token may
+        belong to another process or to the cache."""
         if self.smear is None:
             return self._look_up(self.sequence.cut(tokens_BS, 1))
-        before_B1 = tokens_BS[:, :1]  # any token: it is ignored before the first of a row
+        before_B1 = tokens_BS[:, :1]  # any token: nothing is mixed into the first one of a row
         if cache is not None:
             before_B1 = before_B1 if cache.last_B1 is None else cache.last_B1
         row_BS = self.sequence.cut_after(torch.cat((before_B1, tokens_BS), dim=1))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
 from pipeline.data.corpus import Corpus
-from pipeline.model.attention import Sequence, Watched
+from pipeline.model.attention import ReportingSequence, Sequence
 from pipeline.model.head import IGNORED
 from pipeline.model.position import places_in
 from pipeline.model.stack import Decoder
@@ -154,7 +154,7 @@ def _watched(model: Decoder, report: Callable[[Tensor], None]) -> Iterator[None]
     layers = [cast(nn.Module, block.attention) for block in model.blocks]
     before = [cast(Sequence, layer.sequence) for layer in layers]
     for layer in layers:
-        layer.sequence = Watched(report)  # type: ignore[assignment]
+        layer.sequence = ReportingSequence(report)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipeline.bench.regression import Problem, build, configure, measure, predict, ridge, train
 from pipeline.checkpoint.restore import load_model
 from pipeline.data.corpus import Corpus
-from pipeline.model.attention import Scoring, Watched, eager
+from pipeline.model.attention import ReportingSequence, Scoring, eager
 from pipeline.model.context import make_mask
 from pipeline.parallel.engine import Micro
 from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching
@@ -131,7 +131,7 @@ def test_the_block_mask_of_a_gpu_is_the_dense_mask():
     dense, block = (make_mask(16, 16, q.device, **how, flex=flex) for flex in (False, True))
     reported = []
     scoring = Scoring(0.3, softcap=4.0)
-    found = Watched(reported.append).attend(q, k, v, scoring._replace(mask=block))
+    found = ReportingSequence(reported.append).attend(q, k, v, scoring._replace(mask=block))
     torch.testing.assert_close(found, eager(q, k, v, scoring._replace(mask=dense)))
     assert (reported[0][:, :, 10, :6] == 0).all()
 
