@@ -27,9 +27,11 @@ def sets(text):
 )  # fmt: skip
 def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc, layouts):
     options = ["--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json"]
-    # A scaled embedding has a learning rate of its own.
-    shape = "model.layers=1 model.ffn.dense_layers=0" if optimizer == "muon" else "model.layers=2"
-    few = sets(f"{shape} model.ffn.experts=8 model.scaled_embedding=true")
+    # A scaled embedding has a learning rate of its own. AdamW accumulates two micro-batches.
+    shape = f"model.layers=2 train.batch_tokens={nproc * 64}"
+    if optimizer == "muon":
+        shape = "model.layers=1 model.ffn.dense_layers=0 train.batch_tokens=128"
+    few = sets(f"{shape} model.seq=16 model.ffn.experts=8 model.scaled_embedding=true")
     few += sets(f"optim.optimizer.kind={optimizer}")
     *real, control = json.loads(launch("verify", *options, *few).stdout)
     # The reference runs, asked for or not.
@@ -47,15 +49,17 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
 @pytest.mark.parametrize("arch", ["dense", "moe"])
 def test_the_recipe_muon_trains_the_same(arch):
     """With normalized updates and cautious decay, which torch's Muon does not have."""
-    asked = f"--size 27k --arch {arch} --nproc 2 --json --set recipe=muon --set model.layers=1"
-    *real, control = json.loads(launch("verify", *asked.split(), "--layouts", "zero 1").stdout)
+    few = sets("recipe=muon model.layers=1 model.seq=16 train.batch_tokens=128")
+    few += sets("model.ffn.experts=8" if arch == "moe" else "")
+    asked = ["--size", "27k", "--arch", arch, "--nproc", 2, "--json", *few]
+    *real, control = json.loads(launch("verify", *asked, "--layouts", "zero 1").stdout)
     assert all(row["passed"] for row in real) and control["passed"]
 
 
 def test_bf16_has_its_own_bound():
     # Small, because bf16 is slow on a CPU.
     few = sets("model.ffn.experts=4 model.layers=2 model.seq=16 train.batch_tokens=128")
-    asked = ["--size", "tiny", "--arch", "switch", "--dtype", "bf16"]
+    asked = ["--size", "27k", "--arch", "switch", "--dtype", "bf16"]
     done = launch("verify", *asked, "--layouts", "zero 0,zero 1 ep 2 sp 2", *few)
     _no_reference, _header, *rows = done.stdout.splitlines()
     assert [row.split()[-1] for row in rows] == ["pass", "pass", "caught"]
