@@ -33,6 +33,8 @@ PRELOADED = [
     "tests.worlds",
     "pipeline.parallel.ddp",
     "pipeline.parallel.zero",
+    "pipeline.train.supervisor",
+    "deepspeed.module_inject.auto_ep_layer",  # building an engine imports it
     "mlflow.store.tracking.sqlalchemy_store",
     *(f"launch.{path.stem}" for path in (ROOT / "launch").glob("[a-z]*.py")),
 ]

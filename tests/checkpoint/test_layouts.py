@@ -21,10 +21,8 @@ ACCELERATE = (2, {"parallel": {"engine": "accelerate", "zero": 0, "ep": 1}})
 BF16_ZERO_0 = (2, {"parallel": {"zero": 0, "ep": 1}, **BF16})
 # A low rate: see launch/verify.py. A micro-batch of 1 divides the rows of every rank.
 MUON = [
-    "optim.optimizer.kind=muon",
-    "optim.optimizer.normalize=true",
-    "optim.lr=0.000002",
-    "train.micro_batch=1",
+    *("optim.optimizer.kind=muon", "optim.optimizer.normalize=true"),
+    *("optim.lr=0.000002", "train.micro_batch=1"),
     *(f"optim.optimizer.{part}_rate=500" for part in ("embedding", "head", "vector")),
 ]
 # Processes, ZeRO, expert parallel, sequence parallel, resumed from.
@@ -69,14 +67,11 @@ RESUMED = {
 
 def settings(every: int, steps: int) -> list[str]:
     train = f"steps={steps} batch_tokens=192 save_every={every} keep_last=9 eval_every={steps}"
-    optim = "lr=0.001 clip=0.3 schedule.warmup_steps=1"
     return [
         "name='run'",
-        "recipe=adamw",
-        "model.seq=16",
-        "model.layers=2",
+        *("recipe=adamw", "model.seq=16", "model.layers=2"),
         *(f"train.{key}" for key in f"{train} eval_batches=1".split()),
-        *(f"optim.{key}" for key in optim.split()),
+        *(f"optim.{key}" for key in ("lr=0.001", "clip=0.3", "schedule.warmup_steps=1")),
     ]
 
 

@@ -62,7 +62,8 @@ def test_the_golden_run(base):
 
 
 # A CPU without bf16 units emulates them.
-FEW = ("--steps", 3, "--set", "train.batch_tokens=128", "--set", "train.eval_batches=1")
+FEW = ("--steps", 3, "--set", "train.batch_tokens=128", "--set", "train.eval_batches=1",
+       "--set", "model.layers=1")  # fmt: skip
 LAYOUTS = {  # processes, options
     "one process": (1, ()),
     "accumulating": (2, ("--set", "train.micro_batch=2")),

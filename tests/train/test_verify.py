@@ -28,9 +28,8 @@ def sets(text):
 def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc, layouts):
     options = ["--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json"]
     # A scaled embedding has a learning rate of its own. AdamW accumulates two micro-batches.
-    shape = f"model.layers=2 train.batch_tokens={nproc * 64}"
-    if optimizer == "muon":
-        shape = "model.layers=1 model.ffn.dense_layers=0 train.batch_tokens=128"
+    muon = "model.layers=1 model.ffn.dense_layers=0 train.batch_tokens=128"
+    shape = muon if optimizer == "muon" else f"model.layers=2 train.batch_tokens={nproc * 64}"
     few = sets(f"{shape} model.seq=16 model.ffn.experts=8 model.scaled_embedding=true")
     few += sets(f"optim.optimizer.kind={optimizer}")
     *real, control = json.loads(launch("verify", *options, *few).stdout)
@@ -46,11 +45,10 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
     assert control["gradients"]["experts"] > 5e-3 and control["gradients"]["attention"] < 1e-5
 
 
-@pytest.mark.parametrize("arch", ["dense", "moe"])
-def test_the_recipe_muon_trains_the_same(arch):
+@pytest.mark.parametrize(("arch", "more"), [("dense", ""), ("moe", "model.ffn.experts=8")])
+def test_the_recipe_muon_trains_the_same(arch, more):
     """With normalized updates and cautious decay, which torch's Muon does not have."""
-    few = sets("recipe=muon model.layers=1 model.seq=16 train.batch_tokens=128")
-    few += sets("model.ffn.experts=8" if arch == "moe" else "")
+    few = sets(f"recipe=muon model.layers=1 model.seq=16 train.batch_tokens=128 {more}")
     asked = ["--size", "27k", "--arch", arch, "--nproc", 2, "--json", *few]
     *real, control = json.loads(launch("verify", *asked, "--layouts", "zero 1").stdout)
     assert all(row["passed"] for row in real) and control["passed"]
