@@ -1,6 +1,7 @@
 """A trained model that scores and generates, in this process or in one process per device."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -94,6 +95,7 @@ _model: Callable[[], Model]  # returns the model of a worker process
 def _prepare(run: Path, taken: Any, threads: int) -> None:
     """Choose the device. The model is loaded with the first work, which can return an error."""
     global _model
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of each process
     with taken.get_lock():
         number = taken.value
         taken.value += 1

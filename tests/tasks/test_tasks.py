@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -317,3 +318,5 @@ def test_an_error_in_a_worker_process_is_reported_as_such(run, tmp_path):
             file.write_bytes(b"")
         with pytest.raises(RunError, match="no intact checkpoint"):
             pool.score([Pair((1,), (2,))])
+        ends = pool._workers.submit(signal.getsignal, signal.SIGINT).result()
+        assert ends == signal.SIG_DFL  # without a traceback
