@@ -412,3 +412,25 @@ def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_
     assert page.evaluate(FORECASTS) == []  # it is no forecast of the loss
     page.select_option("#task", "pairs/bpb")
     assert page.evaluate(f"{drawn}.length") == 4
+
+
+def test_the_induction_phase_change_is_visible(opened, served, tmp_path):
+    """Both scores of one run against tokens, prefix matching on its whole scale."""
+    log = make_run(tmp_path, "run", 1e5, 2e6) / "log.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    evals = [record for record in records if record["kind"] == "eval"]
+    for number, record in enumerate(evals):
+        late = number >= len(evals) / 2
+        record |= {"in_context/score": -0.5 * late, "in_context/prefix_matching": 0.9 * late}
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    port, _ = served(Directories(tmp_path))
+    page = opened(f"http://127.0.0.1:{port}/")
+    for chart, last in (("in-context-score", -0.5), ("prefix-matching", 0.9)):
+        page.wait_for_selector(f"#{chart} .trace")
+        drawn = page.evaluate(
+            f"(({{ x, y }}) => [x, y])(document.getElementById('{chart}').data[0])"
+        )
+        assert drawn[0] == [record["tokens"] for record in evals]
+        assert (drawn[1][0], drawn[1][-1]) == (0, last)
+    scale = "document.getElementById('prefix-matching').layout.yaxis.range"
+    assert page.evaluate(scale) == [0, 1]

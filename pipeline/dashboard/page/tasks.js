@@ -12,7 +12,7 @@
     tokens: { title: "training tokens", at: (tokens) => `${short(tokens)} tokens` },
   };
 
-  function draw(id, key, axis, title, more = []) {
+  function draw(id, key, axis, title, more = [], yaxis = {}) {
     const traces = members()
       .filter(({ curves }) => curves.tasks[key])
       .map(({ row, curves: { tasks } }) => ({
@@ -33,7 +33,7 @@
     plot(id, [...more, ...traces], {
       key,
       xaxis: { type: "log", title: { text: AXES[axis].title }, nticks: 6 },
-      yaxis: { title: { text: title } },
+      yaxis: { title: { text: title }, ...yaxis },
     });
   }
 
@@ -60,7 +60,9 @@
     $("in-context").hidden = names.length === scores.length;
     if (names.length < scores.length) {
       draw("in-context-score", `${IN_CONTEXT}score`, "tokens", "nats");
-      draw("prefix-matching", `${IN_CONTEXT}prefix_matching`, "tokens", "best head");
+      // The whole scale, on which noise below 0.05 stays flat and an induction head near 1 stands out.
+      const whole = { range: [0, 1] };
+      draw("prefix-matching", `${IN_CONTEXT}prefix_matching`, "tokens", "best head", [], whole);
     }
   };
 
