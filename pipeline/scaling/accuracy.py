@@ -1,15 +1,15 @@
-"""Forecast the accuracy of a task, in two steps and directly; backtests weigh the two.
+"""Forecast the accuracy on a task by two methods, weighted by their errors in backtests.
 
     two-step   N, D → bits per byte of the right answers (the law of `study`) → accuracy
     direct     compute → accuracy
 
-In both, accuracy is a logistic curve between chance and a ceiling: of the bits per byte, as in
-arXiv 2412.04403, or of log compute. A few runs do not determine its parameters, so there is a weak
-prior. Every resample of the bootstrap draws the center of that prior, so that the interval is as
-wide as the prior where the runs give no information.
+In both, accuracy is a logistic curve x → accuracy between chance and a ceiling, where x is the bits
+per byte (as in arXiv 2412.04403) or log compute. A few runs do not determine its parameters, so
+there is a weak prior. Every resample of the bootstrap draws the center of that prior, so that the
+interval is as wide as the prior where the runs give no information.
 
-A backtest of a few runs seldom tells which method is better. A method with at most twice the error
-of the other is therefore used too: the forecast is the mean of the two, weighted by the inverse
+A backtest of a few runs seldom shows which method is better. So the worse one is used too if its
+error is at most twice as large: the forecast is the mean of the two, weighted by the inverse
 squares of their errors, and its interval contains both intervals.
 """
 
@@ -37,17 +37,17 @@ CENTERS = np.array([-1.0, 0.0, 2.5, -1.1])
 SPREADS = np.array([2.0, 1.0, 1.0, 1.0])
 STARTS = np.array([[m, s, 2.5, -1.1] for m in (-3.0, -1.0, 0.0, 1.0) for s in (-0.7, 0.7)])
 HUBER = 1.345  # standard deviations: 95% efficient for normal errors
-FIRST_SIGMA = 0.03  # first guess of the scatter of accuracy: that of 300 questions
+FIRST_SIGMA = 0.03  # first guess of the scatter of accuracies: the sampling noise of 300 questions
 SMALLEST_SIGMA = 0.002
 RESAMPLES = 500
-FEWEST = 3  # runs
-# Systematic error of a forecast next to the largest run, in accuracy, and how it grows with each
-# decade of compute: in a straight line, because accuracy is bounded.
+FEWEST = 3  # runs for a fit
+# Systematic error of a forecast next to the largest run, in accuracy. It grows by PER_DECADE times
+# itself with each decade of compute: linearly, because accuracy is bounded.
 TYPICAL = 0.005
 TYPICAL_CUTS = 4  # the typical error counts as much as this many cuts of the backtest
 PER_DECADE = 3.0
 NORMAL_95 = float(special.ndtri(0.975))
-ABOVE_CHANCE = 2.5  # standard deviations
+ABOVE_CHANCE = 2.5  # standard deviations by which a run is clearly above chance
 CLOSE = 2.0  # the ratio of backtest errors up to which both methods are used
 
 
@@ -73,16 +73,16 @@ class Curves(NamedTuple):
     """Logistic curves of accuracy, one per row of theta, that decrease with x."""
 
     theta: Array  # (R, 3), or (R, 4) if chance is fitted
-    mean: float  # of x
-    spread: float
-    chance: float | None
+    mean: float  # of the runs' x
+    spread: float  # standard deviation of the runs' x
+    chance: float | None  # None: fitted
 
     def at(self, x: Array) -> Array:
-        """(R, n) for x of shape (n) or (R, n)."""
+        """Return the accuracies, (R, n), at x of shape (n) or (R, n)."""
         return _logistic(self.theta, (x - self.mean) / self.spread, self.chance)[0]
 
     def values(self) -> dict[str, float]:
-        """The parameters of the first curve, in the units of x."""
+        """Return the parameters of the first curve, in the units of x."""
         middle, log_slope, top, *floor = map(float, self.theta[0])
         chance = float(special.expit(floor[0])) if self.chance is None else self.chance
         return {
@@ -94,7 +94,7 @@ class Curves(NamedTuple):
 
 
 def _logistic(theta: Array, z: Array, chance: float | None) -> tuple[Array, Array]:
-    """Return the accuracy, (R, n), and its gradient, (P, R, n)."""
+    """Return the accuracy, (R, n), and its gradient by the P parameters, (P, R, n)."""
     middle, log_slope, ceiling = (column[:, None] for column in theta.T[:3])
     floor = np.asarray(special.expit(theta.T[3])[:, None] if chance is None else chance)
     slope = np.exp(log_slope)
@@ -161,11 +161,11 @@ class Method(NamedTuple):
     accuracy: Array
     curve: Curves
     sigma: float  # scatter of an accuracy around the curve
-    freedom: float
+    freedom: float  # degrees of freedom of sigma
     test: Backtest | None  # errors of accuracies: measured minus predicted
 
     def half_width(self, ratio: Array) -> Array:
-        """Half of the 95% interval by the backtest: scatter, and errors that grow with distance."""
+        """Return half of the backtest's 95% interval; `ratio` is compute over the largest run's."""
         total = TYPICAL_CUTS * TYPICAL**2
         edges = np.unique(self.test.cut) if self.test else ()
         for edge in edges:
@@ -195,7 +195,7 @@ class Method(NamedTuple):
 def fit_method(
     points: Points, x: Array, chance: float | None, held_out: "HeldOut | None"
 ) -> Method:
-    """Fit accuracy against x, and again below each cut at which the law was tested."""
+    """Fit accuracy against x to all runs, and to the runs below each cut of the backtest."""
     assert points.accuracy is not None
     count = len(points)
     sigma = FIRST_SIGMA
@@ -203,7 +203,7 @@ def fit_method(
     for _ in range(2):
         curve = fit_curves(x, points.accuracy, np.ones((1, count)), sigma, chance)
         residual = points.accuracy - curve.at(x)[0]
-        # The prior counts too, as in `intervals.scatter`, so that the freedom is never zero.
+        # The prior adds information, as in `intervals.scatter`, so that the freedom is never zero.
         freedom = max(count - curve.theta.shape[1], count / 3)
         sigma = max(float(np.sqrt((residual**2).sum() / freedom)), SMALLEST_SIGMA)
     test = None
@@ -224,27 +224,27 @@ def _growth(ratio: Array) -> Array:
 
 
 class HeldOut(NamedTuple):
-    """The runs above each cut of a backtest: their rows, and x as a forecast would predict it."""
+    """The runs above each cut of a backtest."""
 
     test: Backtest
-    rows: Rows
-    x: Array
+    rows: Rows  # their indices among the points
+    x: Array  # the bits per byte that the law below the cut predicts, or the log compute
 
 
 def fit_methods(study: Study, chance: float | None) -> dict[str, Method]:
     """Fit both methods to forecast the accuracy."""
     points = study.fit.points
     compute = -np.log(points.C)  # negative, because curves decrease with x
-    through = by_compute = None
+    by_bits = by_compute = None
     if study.backtest is not None:
         test = study.backtest
         edges = dict.fromkeys(test.cut.tolist())
         rows = np.concatenate([np.flatnonzero(edge < points.C) for edge in edges])
         if len(rows) == len(test.errors):  # a backtest of very many points uses only some of them
-            through = HeldOut(test, rows, points.loss[rows] * np.exp(-test.errors))
+            by_bits = HeldOut(test, rows, points.loss[rows] * np.exp(-test.errors))
             by_compute = HeldOut(test, rows, compute[rows])
     return {
-        "two-step": fit_method(points, points.loss, chance, through),
+        "two-step": fit_method(points, points.loss, chance, by_bits),
         "direct": fit_method(points, compute, chance, by_compute),
     }
 
@@ -252,7 +252,7 @@ def fit_methods(study: Study, chance: float | None) -> dict[str, Method]:
 def forecast(
     study: Study, task: str, made: Sequence[Forecast], chance: float | None
 ) -> tuple[list[TaskForecast], list[str]]:
-    """Accuracies at the places of `made`, which has their bits per byte, and warnings."""
+    """Return the accuracies of the runs whose bits per byte `made` forecasts, and warnings."""
     if len(study.fit.points) < FEWEST:
         raise DataError(
             f"task={task}: a curve needs {FEWEST} finished runs with a score, and there are "
@@ -260,15 +260,16 @@ def forecast(
         )
     methods = fit_methods(study, chance)
     weights = _weights(methods)
-    # The possible x of new runs for each method. The bits per byte are uncertain themselves.
+    # Sample x for each method: the bits per byte are uncertain, the compute is not.
     bits = np.array([one.loss for one in made])
     spread = np.log([one.high / one.loss for one in made]) / NORMAL_95
     noise = np.random.default_rng(1).normal(size=(RESAMPLES, len(made)))
     compute = -np.log([one.C for one in made])
+    certain = np.broadcast_to(compute, noise.shape)
     ratio = np.array([one.extrapolation for one in made])
     figures = {
         "two-step": _figures(methods["two-step"], bits, bits * np.exp(spread * noise), ratio),
-        "direct": _figures(methods["direct"], compute, compute + 0 * noise, ratio),
+        "direct": _figures(methods["direct"], compute, certain, ratio),
     }
     found = []
     for i, one in enumerate(made):
@@ -291,14 +292,14 @@ def forecast(
 
 def _weights(methods: dict[str, Method]) -> dict[str, float]:
     """Return the weights of the methods that are used, which add up to 1."""
-    # By the errors over their growth, later cuts more, as laws are chosen.
+    # `score` divides errors by their growth and weights later cuts more, as for choosing laws.
     scores = {name: one.test.score for name, one in methods.items() if one.test}
     if not scores:
         return {"two-step": 1.0}
     least = max(min(scores.values()), SMALLEST_SIGMA)
-    inverse = {name: max(score, least) ** -2.0 for name, score in scores.items()}
-    close = {name: one for name, one in inverse.items() if scores[name] <= CLOSE * least}
-    return {name: one / sum(close.values()) for name, one in close.items()}
+    close = {name: max(score, least) for name, score in scores.items() if score <= CLOSE * least}
+    total = sum(score**-2.0 for score in close.values())
+    return {name: score**-2.0 / total for name, score in close.items()}
 
 
 def _figures(method: Method, x: Array, sampled: Array, ratio: Array) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Predict how well a sweep will forecast a target, and find the cheapest sweep for a given width.
+"""Predict how precisely a sweep will forecast a target; find the cheapest ladder for a given width.
 
-Laws are drawn from a prior, losses are drawn from each law with the noise of runs, and every
+Laws are drawn from a prior, the losses of the runs are drawn from each law with noise, and every
 simulated sweep is fitted by the code that will fit the real one (`study`).
 """
 
@@ -26,7 +26,7 @@ from pipeline.units import count, power
 NOISE = 0.003  # relative scatter of runs about a law; ladders of one recipe have 0.2 to 1%
 DRAWS = 8
 SEARCH_DRAWS = 3  # for a ladder that may be rejected
-TRIED = 6  # ladders that are simulated before giving up; each takes seconds
+MOST_TRIED = 6  # ladders that are simulated before giving up; each takes seconds
 # Lengths of a ladder, in tokens per parameter. Fewer than two do not separate N and D, and lengths
 # within a factor of four hardly do.
 LENGTHS = ((5.0, 20.0), (10.0, 40.0), (5.0, 20.0, 80.0), (5.0, 10.0, 20.0, 40.0, 80.0))
@@ -48,7 +48,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Width:
-    """Half the 95% interval at the target, relative, over simulated sweeps."""
+    """Half of the relative 95% interval at the target, over simulated sweeps."""
 
     median: float
     worst: float
@@ -73,8 +73,8 @@ class PriorLaw:
     @classmethod
     def draw(cls, rng: np.random.Generator) -> "PriorLaw":
         """Draw a law like those published for text and code (arXiv 2203.15556, 2305.16264,
-        2404.10102). With 100M parameters and the best number of tokens for them, 1.3 to 2 nats are
-        reducible.
+        2404.10102). At 100M parameters and the best number of tokens, the two terms together
+        are 1.3 to 2 nats.
         """
         alpha, beta = np.clip(rng.normal(0.35, 0.05, 2), 0.2, 0.55)
         reducible = 1.6 * np.exp(rng.normal(0, 0.15))
@@ -104,7 +104,7 @@ MIDDLE = PriorLaw(E=1.8, a=0.8, alpha=0.35, b=0.8, beta=0.35, D0=2e9)
 
 
 def target_of(sweep: Sweep, size: str, tokens: float | None = None) -> Target:
-    """A size trained on this many tokens of the sweep's data, or for its usual length."""
+    """Return a size as the target, trained on this many tokens or for its usual length."""
     if tokens is not None and not 0 < tokens < math.inf:
         raise ConfigError(f"target_tokens={tokens:g} must be a number above zero, such as 4e8")
     spec = configs_of(sweep.model_copy(update={"sizes": (size,)}))[size]
@@ -148,10 +148,10 @@ def width(
 
 
 def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -> float:
-    """Estimate the half width: fast, for choosing the ladders to simulate.
+    """Estimate the half width quickly, to choose the ladders to simulate.
 
-    It is the larger of two widths: by linear error propagation, and of the interval that backtests
-    would give if their errors were the noise of the runs.
+    It is the larger of two half widths: one by linear error propagation, and one of the interval
+    that backtests would give if their errors were only the noise of the runs.
     """
     N, D, C = (np.array([getattr(run, key) for run in runs], float) for key in "NDC")
     slope = MIDDLE.gradient(N, D)
@@ -188,7 +188,7 @@ def cheapest(
         raise ConfigError(f"{text}; choose a larger target")
     factor = 1.0  # simulated width over rough width, updated by every simulation
     narrowest: Width | None = None
-    for _ in range(TRIED):
+    for _ in range(MOST_TRIED):
         left = [o for o in options if factor * rough_width(o[1], target, noise) <= wanted]
         if not left:
             break

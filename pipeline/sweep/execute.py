@@ -29,13 +29,13 @@ COUNTS = ("total", "active", "non_embedding")  # the other ways to count N, in p
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep as a command, the same here and on a cluster."""
+    """One run of a sweep as a command, which is the same on this machine and on a cluster."""
 
     name: str
     argv: tuple[str, ...]  # for `launch`; --resume starts or continues a run, or does nothing
     out: Path
     steps: int
-    after: str | None = None  # the member that must have finished first
+    after: str | None = None  # its trunk: the member that must finish first
 
     @property
     def finished(self) -> bool:
@@ -52,7 +52,7 @@ class Member:
 
 
 def members(sweep: Sweep, runs: Sequence[Planned], root: Path) -> list[Member]:
-    """Return every run as a command with all planned values, so that it is the same anywhere."""
+    """Return every run as a command that contains all planned values."""
     if sweep.data is None:
         raise ConfigError(
             "data is missing in the sweep; give --data DIR, made by `launch data prepare`"
@@ -130,7 +130,7 @@ def run(
     """Run every member, `jobs` at a time.
 
     A member that fails is reported, and the others continue. After Ctrl-C or SIGTERM the running
-    members save, and the same call continues them later. `show` is called at every poll.
+    members save; call `run` again to continue them. `show` is called at every poll.
     """
     state = Progress(list(todo))
     known = {member.name for member in todo}
@@ -196,11 +196,11 @@ def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
 
 
 def _end(state: Progress, member: Member, process: subprocess.Popen[str]) -> None:
-    # The last line that a command prints before it fails is its reason, in one line.
+    # A command that fails prints its reason as its last line.
     printed = [line for line in process.communicate()[1].splitlines() if line.strip()]
     if process.returncode == 0 and member.finished:
         state.finished.append(member.name)
-    elif state.stopping:  # saved as asked; the next call continues it
+    elif state.stopping:  # it has saved; the next call continues it
         state.waiting.insert(0, member)
     else:
         reason = f"exit code {process.returncode} without a reason; see {member.out}/logs"
@@ -226,7 +226,7 @@ def write(root: Path) -> list[Path]:
 
 
 def publish(root: Path, files: Sequence[Path]) -> str | None:
-    """Update the sweep's parent run in MLflow; return a line to print if that failed."""
+    """Update the sweep's parent run in MLflow; return a line to print if that fails."""
     about = read_sweep(root)
     forecasts = sorted((root / FORECASTS).glob("*.json"))
     return keep(str(about["experiment"]), [root / SWEEP_FILE, *files], forecasts, sweep=about)
@@ -243,5 +243,5 @@ def _write_points(path: Path, runs: Sequence[Run]) -> None:
                 record = run.record
                 figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
                 counts = [record["params"].get(key) for key in COUNTS]
-                # `vocab` is the tokenizer: two tokenizers of one size do not compare either.
+                # `vocab` identifies the tokenizer: losses are comparable only with the same one.
                 rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])

@@ -25,12 +25,12 @@ from pipeline.planner.work import training_flops
 from pipeline.units import count, power
 
 SIDE = 2  # sizes needed on each side of N*: Akima's spline uses two, and one may be the edge
-SPACING = 4.0  # ratio of neighboring budgets that are planned from a total
+SPACING = 4.0  # ratio of neighboring budgets, if they are derived from a limit on the total
 LAYER_S = 2e-3  # the least time of a step per layer: launching its kernels (docs/LOG.md)
 TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
 # Largest ratio of learning rates of runs that share a trunk. With 2, neighboring sizes of a grid
-# got rates of 1.7e-3 and 4.3e-3, and the law had to fit that difference as noise.
-RATES = 1.1
+# got rates of 1.7e-3 and 4.3e-3, and the difference became noise in the fit.
+LR_RATIO = 1.1
 Positive = Annotated[float, Field(gt=0)]
 Best = Callable[[float], float]  # N*(C) of an earlier fit
 
@@ -77,8 +77,8 @@ class Planned:
     warmup_steps: int
     batch_tokens: int
     steps: int
-    memory_bytes: int  # per rank, ZeRO 1
-    mfu: float | None  # of the sweep's GPUs
+    memory_bytes: int  # per rank, at ZeRO-1
+    mfu: float | None  # estimated or given, if the cluster's GPUs are known
     hours: float | None
     cost: float  # FLOPs that this run adds: C without the part that its trunk computes
     trunk: str | None = None  # the run that this one branches off
@@ -98,7 +98,7 @@ def read(name: str | Path) -> Sweep:
                 f"{nearest(str(name), shipped)}"
             )
     sweep = validate(Sweep, read_toml(path), where=str(path))
-    # A proposed ladder is saved with tokens = []. The default of tokens_per_param does not count.
+    # Both may be present if one is empty, as in a proposed ladder; a default does not count.
     if sweep.tokens and sweep.tokens_per_param and "tokens_per_param" in sweep.model_fields_set:
         raise ConfigError(
             f"tokens={list(sweep.tokens)} in {path}: tokens_per_param="
@@ -113,7 +113,7 @@ def read(name: str | Path) -> Sweep:
 
 
 def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> list[Planned]:
-    """Return every run of the sweep; `mfu` replaces the estimate of the step time."""
+    """Return every run of the sweep. With `mfu`, the times follow from it, not from an estimate."""
     configs = configs_of(sweep)
     if sweep.kind == "ladder":
         runs = _ladder(sweep, configs, mfu)
@@ -157,12 +157,12 @@ def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> lis
 
 
 def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> list[Planned]:
-    """Let shorter runs of a size branch off its longest, with that one's rate and warmup."""
+    """Let shorter runs of a size branch off its longest run, with that run's rate and warmup."""
     placed = {run.name: run for run in runs}
     for name, config in configs.items():
         schedule = config.optim.schedule
         optimizer = config.optim.optimizer
-        # Muon's rule for the weight decay depends on the length from the first step on.
+        # By Muon's rule, the weight decay depends on the length of the run from its first step.
         if isinstance(optimizer, MuonSpec) and optimizer.decay == "auto":
             continue
         left = sorted((run for run in runs if run.size == name), key=lambda run: -run.steps)
@@ -171,7 +171,7 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
             left = []
             for run in others:
                 begins = decay_start(schedule, run.steps)
-                same = run.batch_tokens == longest.batch_tokens and run.lr <= RATES * longest.lr
+                same = run.batch_tokens == longest.batch_tokens and run.lr <= LR_RATIO * longest.lr
                 if not same or begins < 2 * longest.warmup_steps:
                     left.append(run)  # may branch off another run
                     continue
@@ -192,7 +192,7 @@ def branched(sweep: Sweep, configs: dict[str, RunSpec], runs: list[Planned]) -> 
 def _valley(
     sweep: Sweep, configs: dict[str, RunSpec], C: float, best: Best | None, mfu: float | None
 ) -> list[Planned]:
-    """Choose the sizes around N* at one compute; refuse if too few lie on either side."""
+    """Plan the runs of one budget, with sizes around N*; raise if too few lie on either side."""
     sizes = {name: account.params(config.model).scaling for name, config in configs.items()}
     center = best(C) if best else _guess(configs, C, sweep.tokens_per_param[0])
     chosen = [name for name, N in sizes.items() if 1 / sweep.wide <= N / center <= sweep.wide]
@@ -287,7 +287,7 @@ def within(
     refused: list[ConfigError] = []
     least = ""
     for step in range(60):
-        # From the largest downward; 60 steps of 1.2 go down by a factor of about 50,000.
+        # Try large budgets first; 60 steps of 1.2 go down by a factor of about 50,000.
         top = most / 4 / 1.2**step
         budgets = tuple(top / SPACING**i for i in (3, 2, 1, 0))
         tried = sweep.model_copy(update={"budgets": budgets})
@@ -313,7 +313,7 @@ def within(
 def _no_grid(asked: str, refused: list[ConfigError], wide: float) -> ConfigError:
     """Explain why every grid within the limits was refused; `refused` begins with the largest."""
     sized = [error for error in refused if isinstance(error, SizesError)]
-    if len(sized) < len(refused):  # another error, which other limits would not change
+    if len(sized) < len(refused):  # an error of another kind, which no limit would avoid
         return next(error for error in refused if error not in sized)
     sides = {error.side for error in sized}
     if sides == {"above"}:
