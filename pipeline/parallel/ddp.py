@@ -56,8 +56,8 @@ class DDPEngine(engine.Engine):
             with self.clock("forward"):
                 losses: Losses = self.wrapped(**micro.inputs)
             with self.clock("backward"):
-                # Without no_sync DDP reduces after every micro-batch. That is slow, and correct:
-                # what has been averaged before stays the same on every rank.
+                # Without no_sync, DDP reduces after every micro-batch. That is slow but correct:
+                # the mean of gradients that are equal on all ranks does not change them.
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
@@ -67,7 +67,7 @@ class DDPEngine(engine.Engine):
         self, passed: engine.Passed, lr: float, accept: engine.Accept = engine.accept_always
     ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
-        # DDP has averaged the gradients: every rank computes the same norm without a collective.
+        # DDP has averaged the gradients, so every rank computes the same norm by itself.
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
         apply = accept(passed.nll, norm)
         gate_step(self.optimizer, apply)
@@ -94,4 +94,4 @@ class DDPEngine(engine.Engine):
         ]
 
     def sync_weights(self) -> None:
-        pass  # the weights are their own masters
+        pass  # the weights are fp32 and have no separate masters

@@ -1,7 +1,7 @@
-"""What the training loop needs from an engine.
+"""The interface between the training loop and an engine.
 
-DeepSpeed implements it for every layout. Accelerate's DDP implements it as the reference that
-DeepSpeed is compared with.
+DeepSpeed implements it for every layout. Accelerate's DDP is a second implementation, which the
+tests compare with DeepSpeed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +41,7 @@ class Micro(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The forward and backward passes of one step on this rank."""
+    """The result of the forward and backward passes of one step on this rank."""
 
     nll: Tensor  # mean over the micro-batches, on the device
     routings: list[Routing | None]  # of each micro-batch
@@ -56,7 +56,7 @@ class Update(NamedTuple):
 
 
 class LocalTensors(NamedTuple):
-    """The model's tensors on one rank, as views, by what other ranks can be compared with."""
+    """Views of the model's tensors on one rank, grouped by the ranks that have the same tensors."""
 
     copies: list[Tensor]  # weights and buffers that every rank has
     own: list[Tensor]  # weights that only this rank has: partitions, masters
@@ -67,8 +67,8 @@ class LocalTensors(NamedTuple):
 
 # Measures forward, backward and optimizer in a benchmark; otherwise it does nothing.
 Clock = Callable[[str], AbstractContextManager[None]]
-# This rank's mean loss and the whole model's gradient norm → whether to apply the step. The result
-# stays on the device.
+# From this rank's mean loss and the whole model's gradient norm, decides whether to apply the step.
+# The result stays on the device.
 Accept = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """torch's own optimizer, inside any wrapper: nothing else changes what `state` returns."""
+        """torch's own optimizer, inside any wrapper. It holds all of the optimizer's state."""
 
     @property
     def module(self) -> nn.Module:
@@ -119,31 +119,31 @@ class Engine(Protocol):
 
     @torch.no_grad()
     def evaluate(self, micro: Micro) -> Losses:
-        """Return the losses and what is predicted of rows, without gradients."""
+        """Return the losses and any predictions for whole rows, without gradients."""
         self.wrapped.eval()
         losses: Losses = self.wrapped(**micro.inputs)
         return losses
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """Return the logits of every place, without gradients."""
+        """Return the logits of every position, without gradients."""
         self.wrapped.eval()
         out: Tensor = self.wrapped(tokens_BS)
         return out
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield reduced, whole gradients by name; of shared experts, those of this rank.
+        """Yield names and whole, reduced gradients; with expert parallelism, only local experts'.
 
-        Valid while `accept` runs. Every rank calls it.
+        Every rank must call it, and only while `accept` runs.
         """
 
     def local_tensors(self) -> LocalTensors:
-        """Return tensors to compare between ranks, between updates or while `accept` runs."""
+        """Return tensors to compare with other ranks. Valid between updates and during `accept`."""
 
     def state(self, *, share: bool = False) -> list[Fragment]:
         """Return this rank's masters and moments as views.
 
-        With `share`, only what this rank saves: the ranks' fragments then cover everything once.
+        With `share`, return only what this rank saves: together, the ranks save everything once.
         """
         pieces = list(self.pieces())
         fragments.create_moments(pieces, self.optimizer)
@@ -154,10 +154,10 @@ class Engine(Protocol):
         ]
 
     def pieces(self) -> Iterable[Piece]:
-        """Locate this rank's fp32 masters."""
+        """Return where this rank's fp32 masters are."""
 
     def sync_weights(self) -> None:
-        """Copy the masters to the weights on every rank, after `state`'s views were written."""
+        """Copy the masters to the weights on every rank, after a load has written to `state`."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Expert parallelism: every rank of a group has a share of the experts; rows travel there and back.
+"""Expert parallelism: each rank of a group has some of the experts; rows are sent there and back.
 
 T tokens · W width · E experts · K experts per token · N rows on this rank · M rows that arrived
 P ranks of the group · S slots
@@ -31,11 +31,11 @@ from pipeline.model.moe import (
 
 
 class AllToAll:
-    """The dispatch that crosses ranks; `beside` runs while the rows travel.
+    """Sends rows to the ranks of their experts and back; `beside` runs during the exchange.
 
     Dropless experts accept any number of rows: the counts are exchanged first and read on the
-    host, which is the one wait per layer. Experts with a capacity always get that many rows, and
-    the host never waits.
+    host, which waits for the device once per layer. Experts with a capacity always get that many
+    rows, and the host never waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
@@ -53,7 +53,7 @@ class AllToAll:
         rows_NW = dispatch_rows(x_TW, order_N, home_N, choice.experts_TK.shape[1])
         # Each rank first learns how many rows will arrive for each of its experts.
         load_E = choice.load_E.long()
-        load_PE = torch.empty_like(load_E)  # rows that each rank sends to each expert of ours
+        load_PE = torch.empty_like(load_E)  # rows that each rank sends to each local expert
         dist.all_to_all_single(load_PE, load_E, group=self._group)
         # The one wait: sizes must be known on the host before rows can be exchanged.
         load_PE = load_PE.view(self._ranks, -1)
@@ -109,7 +109,7 @@ class AllToAll:
 def _exchange(
     x: Tensor, arriving: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Start an exchange of rows; return them, and a function to apply before their first use."""
+    """Start an exchange of rows; return them, and a function that waits until they are valid."""
     there = _Exchange(arriving, sent, group)
     home = _Exchange(sent, arriving, group)
     rows: Tensor = _Begin.apply(x, there, home)  # type: ignore[no-untyped-call]
@@ -141,10 +141,10 @@ class _Exchange:
 
 
 class _Begin(torch.autograd.Function):
-    """Starts the exchange of the rows, and in the backward pass ends that of their gradients.
+    """Starts the exchange of the rows; its backward pass waits for the exchange of their gradients.
 
-    The gradients travel in the other direction: their exchange begins where the rows' ends. The
-    work between, `beside` and its gradient, runs during the exchanges.
+    Gradients are sent in the other direction: `_End`'s backward pass starts their exchange. The
+    operations between the two, `beside` and its gradient, run during the exchanges.
     """
 
     @staticmethod
@@ -174,8 +174,8 @@ class _End(torch.autograd.Function):
 class _AnnouncedLayer(MixtureOfExperts, auto_ep_layer.AutoEPMoELayer):  # type: ignore[misc]
     """A routed layer that DeepSpeed recognizes.
 
-    It identifies expert parameters by the class of their layer alone. Those of any other class it
-    reduces over the whole world, without an error.
+    DeepSpeed identifies expert parameters only by the class of their layer. The gradients of other
+    classes are reduced over the whole world, without an error.
     """
 
     def set_deepspeed_parallelism(self, *_args: object, **_kwargs: object) -> None:

@@ -1,8 +1,8 @@
-"""A rank's training state as runs of numbers in global tensors: the same form in every layout.
+"""A rank's training state as fragments of global tensors: the same form in every layout.
 
-The fp32 masters, the optimizer's moments and its step count determine a run; bf16 weights are the
-masters' cast. A global tensor is a parameter, a buffer, or one expert of a stacked parameter, so
-that no key depends on how many experts a rank has.
+A fragment is a contiguous part of a flattened tensor. The fp32 masters, the optimizer's moments and
+its step count determine a run; bf16 weights are cast from the masters. A global tensor is a
+parameter, a buffer, or one expert of a stacked parameter, so no key depends on the rank's experts.
 """
 
 import math
@@ -36,7 +36,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of one parameter's numbers, kept as a slice of an fp32 tensor of the optimizer."""
+    """A contiguous part of one parameter, kept as a slice of an fp32 tensor of the optimizer."""
 
     name: str
     parameter: nn.Parameter
@@ -44,7 +44,7 @@ class Piece:
     start: int  # in the flattened master
     offset: int  # in the flattened parameter
     numel: int
-    replica: tuple[int, int] = (0, 1)  # which of how many copies of the run; each saves its share
+    replica: tuple[int, int] = (0, 1)  # index and number of copies; each rank saves its share
 
 
 def state(
@@ -59,8 +59,8 @@ def state(
         shape = tuple(getattr(piece.parameter, "ds_shape", piece.parameter.shape))
         expert = getattr(piece.parameter, "expert", None)
         for kind, tensor in tensors.items():
-            run = tensor.detach().view(-1)[piece.start + low : piece.start + high]
-            yield from split(f"{kind}/{piece.name}", shape, expert, piece.offset + low, run)
+            part = tensor.detach().view(-1)[piece.start + low : piece.start + high]
+            yield from split(f"{kind}/{piece.name}", shape, expert, piece.offset + low, part)
     for owned in optimizer.owned() if isinstance(optimizer, Muon) else ():
         if owned.variance is not None:
             variance = owned.variance
@@ -74,33 +74,33 @@ def buffers(module: nn.Module, replica: tuple[int, int], *, share: bool) -> Iter
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name not in parameters:
             low, high = _share(tensor.numel(), replica) if share else (0, tensor.numel())
-            run = tensor.detach().view(-1)[low:high]
-            yield from split(f"{WEIGHTS}/{name}", tuple(tensor.shape), None, low, run)
+            part = tensor.detach().view(-1)[low:high]
+            yield from split(f"{WEIGHTS}/{name}", tuple(tensor.shape), None, low, part)
 
 
 def split(
-    key: str, shape: tuple[int, ...], expert: tuple[int, int] | None, offset: int, run: Tensor
+    key: str, shape: tuple[int, ...], expert: tuple[int, int] | None, offset: int, part: Tensor
 ) -> Iterator[Fragment]:
-    """Turn a run of a parameter's numbers into fragments, cut where one expert ends.
+    """Turn a contiguous part of a parameter into fragments, cut where one expert ends.
 
     `expert` is (index of the first local expert, number of experts) if the first dimension counts
     local experts.
     """
     if expert is None:
-        if len(run):
-            yield Fragment(key, shape, offset, run)
+        if len(part):
+            yield Fragment(key, shape, offset, part)
         return
     unit = math.prod(shape[1:])  # numbers of one expert
-    end = offset + len(run)
+    end = offset + len(part)
     for local in range(offset // unit, -(-end // unit)):
         low = max(offset, local * unit)
         high = min(end, (local + 1) * unit)
-        part = run[low - offset : high - offset]
-        yield Fragment(f"{key}.{expert[0] + local}", shape[1:], low - local * unit, part)
+        data = part[low - offset : high - offset]
+        yield Fragment(f"{key}.{expert[0] + local}", shape[1:], low - local * unit, data)
 
 
 def _share(numel: int, replica: tuple[int, int]) -> tuple[int, int]:
-    # Copies of a run divide the saving among them, so that no rank writes more than others.
+    # Ranks with a copy each save an equal share, so that no rank writes more than others.
     index, count = replica
     return numel * index // count, numel * (index + 1) // count
 
@@ -110,7 +110,7 @@ def create_moments(
     optimizer: torch.optim.Optimizer,
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> None:
-    """Create the moments, which torch creates at its first step; loading needs them earlier."""
+    """Create the moments before torch does at its first step, because loading needs them."""
     for piece in pieces:
         if isinstance(optimizer, Muon) and piece.name in optimizer.matrices:
             optimizer.create_state(piece.master)

@@ -1,9 +1,9 @@
-"""Plan and carry out Muon's exchange for any layout: which rank orthogonalizes which matrix.
+"""Plan and run Muon's exchange of updates in any layout: each matrix has one rank, its owner, that
+orthogonalizes it.
 
-Every matrix has one owner. At ZeRO-1 and 2 most matrices are complete on one rank, which owns them,
-and only the few that are cut travel. At ZeRO-3 every rank has a part of each matrix, and without
-ZeRO a copy of it; in both cases the matrices are distributed by their FLOPs. The owner of an expert
-is one of the ranks that have it.
+At ZeRO-1 and 2 most matrices are complete on one rank, which owns them, and only the few that are
+cut are sent. At ZeRO-3 every rank has a part of each matrix, and without ZeRO a copy of it; in both
+cases owners are chosen to balance FLOPs. The owner of an expert is one of the ranks that have it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ class _Held(NamedTuple):
 
 
 def bind(optimizer: torch.optim.Optimizer, pieces: Iterable[Piece], world: World) -> None:
-    """Give Muon its masters; any other optimizer has them already. Every rank calls it."""
+    """Give Muon its masters; other optimizers have them already. Every rank must call it."""
     if not isinstance(optimizer, Muon):
         return
     mine = [piece for piece in pieces if piece.name in optimizer.matrices]
@@ -86,7 +86,7 @@ def _plan(
 def _add_segments(
     segments: list[Segment], piece: Piece, matrices: MatrixLayout, start: int
 ) -> None:
-    """Cut a piece where the rate changes; lengthen the last segment if the piece continues it."""
+    """Cut a piece where the learning rate changes; extend the last segment if it continues it."""
     lengths = matrices.ratios() * len(matrices.keys)
     end = 0
     for length, ratio in lengths:

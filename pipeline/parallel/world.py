@@ -55,7 +55,7 @@ class World:
         return self.rank == 0
 
     def reader(self, sp: int) -> tuple[int, int]:
-        """Which share of a batch's rows this rank reads, of how many.
+        """Return which share of a batch's rows this rank reads, and the number of shares.
 
         Ranks that share sequences read the same rows.
         """
@@ -86,7 +86,7 @@ class World:
         return values
 
     def differ(self, values: Tensor, every: int = 1) -> Tensor:
-        """Return, on every rank, where integers are not the same on all ranks.
+        """Return, on every rank, a mask of the integers that are not the same on all ranks.
 
         With `every`, compare ranks whose numbers are equal modulo `every`.
         """
@@ -143,7 +143,7 @@ def leave() -> None:
 
 
 def _network_store(world: World, address: str, port: int) -> Store:
-    """The store of a job on several nodes; rank 0 serves it, on the job's network only."""
+    """Return the store of a job on several nodes. Rank 0 serves it, on the job's network only."""
     if not world.first:
         return TCPStore(address, port, world.size, is_master=False, timeout=TIMEOUT)
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

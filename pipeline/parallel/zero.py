@@ -124,7 +124,7 @@ class ZeroEngine(engine.Engine):
         set_learning_rate(self._optimizer, lr)
         self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passed.nll, norm)
         if self._zero == 0:
-            # We clip ourselves, because DeepSpeed's norm would count only each rank's own experts.
+            # DeepSpeed does not clip here, because its norm would count only local experts.
             self._judge(self._norm_of_copies())
             if self._unwrapped:
                 self._clip_gradients(self._engine.module.parameters())
@@ -170,7 +170,7 @@ class ZeroEngine(engine.Engine):
             ]
 
     def _norm_of_parts(self, gradients: Sequence[Tensor], _params: Sequence[Tensor]) -> Tensor:
-        """Norm of a parameter group that ranks partition. DeepSpeed's own first copies to fp64."""
+        """Return the norm of a partitioned parameter group. DeepSpeed's own makes fp64 copies."""
         own = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
         none = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norms = torch._foreach_norm(own, 2, dtype=torch.float64) if own else ()
@@ -179,12 +179,12 @@ class ZeroEngine(engine.Engine):
         return squares.sqrt()
 
     def _norm_of_copies(self) -> Tensor:
-        """Norm at ZeRO-0. Shared experts are summed over ranks, and each counts once."""
+        """Return the norm at ZeRO-0. Experts are summed over ranks, and each counts once."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
         squares = _norm([p.grad for p in parameters if not _is_expert(p)]).square()
         if self._ep > 1:
-            shared = _norm([p.grad for p in parameters if _is_expert(p)])
-            squares += self.world.reduce(shared.square()) * self._ep / self.world.size
+            experts = _norm([p.grad for p in parameters if _is_expert(p)])
+            squares += self.world.reduce(experts.square()) * self._ep / self.world.size
         return squares.sqrt()
 
     # --- the tensors of a rank
@@ -219,7 +219,7 @@ class ZeroEngine(engine.Engine):
         )
 
     def pieces(self) -> Iterator[Piece]:
-        """DeepSpeed 0.19.8 has four ways to keep the masters, by stage and dtype."""
+        """Find the masters, which DeepSpeed 0.19.8 keeps in four ways, by stage and dtype."""
         wrapper = self._optimizer
         masters: dict[int, Tensor] = {}
         if self._zero == 0 and not self._unwrapped:
@@ -230,7 +230,7 @@ class ZeroEngine(engine.Engine):
                 yield Piece(name, p, masters.get(id(p), p), 0, 0, p.numel(), self._replica(p))
             elif self._zero < 3:
                 mapping = p._hp_mapping
-                if mapping is None:  # another rank's
+                if mapping is None:  # another rank has this parameter's masters
                     continue
                 master = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
                 place = mapping.hp_fragment_address
@@ -245,7 +245,7 @@ class ZeroEngine(engine.Engine):
                 yield Piece(name, p, master, start, offset, own)
 
     def _replica(self, p: nn.Parameter) -> tuple[int, int]:
-        """Which of how many copies of a parameter this rank has."""
+        """Return the index of this rank's copy of a parameter, and the number of copies."""
         if not _is_expert(p):
             return self.world.rank, self.world.size
         name: str = p.group_name  # type: ignore[attr-defined]
@@ -293,7 +293,7 @@ def _is_expert(p: Tensor) -> bool:
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """Like torch's own gradient norm, but not in bf16."""
+    """Return the norm like torch's get_total_norm, but in fp32 also for bf16 gradients."""
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
