@@ -72,6 +72,9 @@ def newest(path: Path) -> Checkpoint:
         if found:
             path = found[max(found)]
             break
+    else:
+        if (path / "run.json").exists():
+            raise RunError(f"{path} has no checkpoint yet; wait for its first (train.save_every)")
     try:
         checkpoint = read_manifest(path)
         check_files(checkpoint, sorted(checkpoint.manifest.files))

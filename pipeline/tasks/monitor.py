@@ -64,8 +64,7 @@ class Monitor:
 
         The first evaluation is the slowest, so it decides only if it is also the last."""
         share = sum(self._took_s) / (time.perf_counter() - self._began_s)
-        early = len(self._took_s) < 2 and not last
-        if self._complained or early or share <= self._eval.share:
+        if self._complained or share <= self._eval.share or (len(self._took_s) < 2 and not last):
             return ""
         self._complained = True
         fewer = ", or lower eval.questions" if self._eval.questions else ""

@@ -295,6 +295,8 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         "no_such_task": "neither a file nor a task",
     }.items():
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
+    (tmp_path / "run.json").write_text("{}")  # a run that has just started
+    assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
     with pytest.raises(ConfigError, match="neither a file nor a task"):
         refuse_unknown(["\udcff"], None)  # a byte of the shell that is not UTF-8
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)

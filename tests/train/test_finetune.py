@@ -14,6 +14,7 @@ from pipeline.checkpoint.restore import load_model, load_weights, newest, run_co
 from pipeline.config.layers import load
 from pipeline.config.objective import LABEL_DIGITS, Labels
 from pipeline.data.corpus import Corpus
+from pipeline.errors import ConfigError
 from pipeline.hub.exporting import export
 from pipeline.model.adapter import adapt
 from pipeline.model.build import build_model, init_weights
@@ -360,3 +361,5 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
     assert longer.defaults["model"]["seq"] > 64
     assert "warning: --seq 100000" in longer.note and "lower it to 64" in longer.note
     assert "--seq" not in prepare(replace(asked, seq=100, scratch=True), tmp_path / "new").note
+    with pytest.raises(ConfigError, match="--seq 100: the model has 64 learned positions"):
+        prepare(replace(asked, start=runs / "encoder-base", seq=100), tmp_path / "no")
