@@ -46,8 +46,7 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scoring: Scoring) -> 
     if isinstance(scoring.mask, BlockMask) and torch.compiler.is_compiling():
         return _flex(q_BHQD, k_BGKD, v_BGKE, scoring, scoring.mask)
     if scoring.softcap is not None or scoring.sinks_H is not None:
-        # SDPA supports neither. Only CPUs and decoding come here; training on a GPU uses
-        # FlexAttention.
+        # SDPA supports neither. Training on a GPU uses FlexAttention and does not come here.
         return eager(q_BHQD, k_BGKD, v_BGKE, scoring)
     mask = _dense(scoring.mask, q_BHQD.device)
     bias_HQK = scoring.bias_HQK

@@ -34,8 +34,7 @@ class Block(nn.Module):
     """x = x + attention(norm(x)), then x = x + ffn(norm(x)); between them, in the decoder of an
     encoder–decoder, x = x + cross(norm(x)), which attends to the encoder's output.
 
-    The last addition is left to the next block, whose norm computes it in the same kernel.
-    `recompute` applies to the feed-forward layer."""
+    The next block's norm computes the last addition. `recompute` applies to the feed-forward."""
 
     def __init__(
         self,
@@ -98,8 +97,7 @@ class Block(nn.Module):
 
 
 class Ahead(nn.Module):
-    """Multi-token prediction: from the hidden state and the next token, predict the token after it
-    (arXiv 2412.19437, §2.2)."""
+    """Predicts the token after the next from state and next token (arXiv 2412.19437, §2.2)."""
 
     def __init__(self, cfg: Model, block: Block) -> None:
         super().__init__()

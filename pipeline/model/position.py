@@ -72,8 +72,7 @@ def _yarn_pair(turns: float, dim: int, theta: float, scaling: YaRN) -> float:
 
 
 def sinusoidal(positions: Tensor, width: int, *, halves: bool = False) -> Tensor:
-    """Return sines in even and cosines in odd channels (arXiv 1706.03762). With `halves`, the first
-    half of the channels has the sines and the second the cosines."""
+    """Return sines in even and cosines in odd channels (arXiv 1706.03762), or one half each."""
     exponents = -torch.arange(0, width, 2, device=positions.device) / width
     angle = positions.float()[..., None] * 10000**exponents
     if halves:

@@ -16,11 +16,9 @@ from pipeline.model.kernels import pointer
 
 @triton.jit
 def _heads(tokens, H, G, HEADS: tl.constexpr):
-    """Return what a program works on: its part (0 queries, 1 keys, 2 values), the token and head of
-    each of its heads, and the part's first head in a token.
-
-    The heads of a token are next to each other, so that all of them read its few cosines and sines
-    from the cache."""
+    """Return a program's part (0 queries, 1 keys, 2 values), the tokens and heads that it works on,
+    and the part's first head. The heads of a token are next to each other, so that all of them read
+    its few cosines and sines from the cache."""
     block = tl.program_id(0)
     part, first, heads = 0, 0, H
     if block >= tl.cdiv(tokens * H, HEADS):
@@ -205,8 +203,8 @@ def norm_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return normed and rotated queries and keys, and unchanged values.
 
-    This reads the memory once, and once in the backward pass. Compiled torch code does so four
-    times, and a fifth time to join the three gradients.
+    This is one pass over the memory, and one in the backward pass. The compiler would make four
+    passes, and a fifth that joins the three gradients.
     Without a norm, `gains` is None; for a norm without gains it is (None, None)."""
     given = (*(gains or (None, None)), *(table or (None, None)))
     x = qkv_BSAD.contiguous()

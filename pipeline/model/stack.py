@@ -82,8 +82,7 @@ class Decoder(Side):
         self.tie()
 
     def tie(self) -> None:
-        """Share weights between the embedding and the head, if configured, and with the generator.
-        Call it again after replacing parameters."""
+        """Share weights with the head and the generator; call again after replacing parameters."""
         if self.cfg.tied:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
         if self.generator is not None:

@@ -97,11 +97,9 @@ def _add_segments(
         while low < high:
             at = piece.start + low - piece.offset
             last = segments[-1] if segments else None
-            joins = last is not None and last.master is piece.master and last.stop == at
             if (
                 last is not None
-                and joins
-                and last.ratio == ratio
+                and (last.master is piece.master and last.stop == at and last.ratio == ratio)
                 and last.stop - last.start < MAX_ELEMENTS
             ):
                 cut = min(high, low + MAX_ELEMENTS - (last.stop - last.start))

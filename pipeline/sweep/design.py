@@ -174,11 +174,7 @@ def rough_width(runs: Sequence[Planned], target: Target, noise: float = NOISE) -
 
 
 def cheapest(
-    sweep: Sweep,
-    target: Target,
-    wanted: float,
-    noise: float = NOISE,
-    show: Show = silent,
+    sweep: Sweep, target: Target, wanted: float, noise: float = NOISE, show: Show = silent
 ) -> tuple[Sweep, list[Planned], Width]:
     """Find the cheapest ladder whose simulated interval at the target is as narrow as wanted."""
     options = sorted(_candidates(sweep, target), key=lambda option: _price(option[1]))

@@ -136,11 +136,12 @@ def run(
     known = {member.name for member in todo}
     processes: dict[str, subprocess.Popen[str]] = {}
 
+    received: list[int] = []
+
     def stop(number: int, _frame: object) -> None:
+        # The loop forwards the signal, so that a member that is just being started gets it too.
         state.stopping = True
-        for process in processes.values():  # a second signal makes them end at once
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+        received.append(number)
 
     old = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
@@ -153,6 +154,10 @@ def run(
                 state.running[member.name] = member
             show(state)
             time.sleep(poll_s if processes else 0)
+            while received:
+                number = received.pop(0)
+                for process in processes.values():  # a second signal makes them end at once
+                    process.send_signal(number)
             for name, process in list(processes.items()):
                 if process.poll() is not None:
                     _end(state, state.running.pop(name), processes.pop(name))

@@ -229,8 +229,6 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
     asked = config.model_copy(update={"train": train})
     run = resolve(asked, ranks=sweep.nproc, gpu=sweep.cluster is not None)
     train = run.train
-    lr = run.optim.lr
-    warmup = run.optim.schedule.warmup_steps
     D = float(train.steps * train.batch_tokens)
     C = D * training_flops(run).model
     layout = Layout(sweep.nproc, 1, micro_batch=train.micro_batch, recompute=train.recompute)
@@ -249,8 +247,8 @@ def _planned(sweep: Sweep, config: RunSpec, name: str, tokens: float, mfu: float
         N=account.params(run.model).scaling,
         D=D,
         C=C,
-        lr=lr,
-        warmup_steps=warmup,
+        lr=run.optim.lr,
+        warmup_steps=run.optim.schedule.warmup_steps,
         batch_tokens=train.batch_tokens,
         steps=train.steps,
         memory_bytes=memory(run, layout).total,

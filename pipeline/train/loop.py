@@ -117,14 +117,8 @@ class Loop:
             return
         began = DeviceTime(self.world.device)
         lr = learning_rate(self.config.optim.schedule, self.config.optim.lr, step, self.steps)
-        compare = done % self.config.train.check_every == 0
-        check = StepCheck(
-            self.world,
-            self.stop,
-            batch.hash,
-            self.guard.limits(done),
-            self.replicas if compare else None,
-        )
+        compared = self.replicas if done % self.config.train.check_every == 0 else None
+        check = StepCheck(self.world, self.stop, batch.hash, self.guard.limits(done), compared)
 
         # batch: this rank's rows, as micro-batches on its device
         micros = cut(batch, self.config, self.world)

@@ -1,12 +1,15 @@
 """A sweep through the command line: interrupted, continued, branched off its trunk, with a member that cannot run."""
 
 import json
+import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.sweep import execute
 from tests.conftest import environment, launch
 from tests.forks import Launched
 from tests.track.mlflow_server import Server, until
@@ -115,3 +118,20 @@ def _holds_mlflow(uri: str, root: Path) -> None:
     assert there >= {"sweep.json", "points.csv", "fit.json", "dashboard.html"}
     fitted = json.loads(Path(client.download_artifacts(parent.info.run_id, "fit.json")).read_text())
     assert fitted["law"] == "power" and fitted["points"]["used"] == 2
+
+
+def test_a_signal_stops_a_member_that_is_just_starting(corpus: Path, tmp_path: Path) -> None:
+    armed = [True]
+
+    def interrupt(event: str, _arguments: object) -> None:
+        if event == "subprocess.Popen" and armed:
+            armed.clear()  # a hook cannot be removed
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "run"
+    options = f"pretrain --size 7k --data {corpus} --out {out} --nproc 1 --steps 5 --resume"
+    options += " --set model.seq=64 --set train.batch_tokens=1024"
+    member = execute.Member("run", tuple(options.split()), out, 5)
+    sys.addaudithook(interrupt)
+    state = execute.run([member], 1, lambda _state: None, track=False)
+    assert state.stopping and state.waiting == [member] and not state.finished
