@@ -233,8 +233,8 @@
       ...(fit.law && ["flops", "tokens"].includes(axis) ? sizeLawTraces(fit, axis) : []),
       ...runTraces(members, axis, keep),
       ...frontierTraces(members, axis),
-      ...finalTraces(members, axis),
       ...(["flops", "tokens"].includes(axis) ? forecastTraces(fit, axis) : []),
+      ...finalTraces(members, axis), // last, so that a forecast hides no measured loss
     ];
   }
 
