@@ -371,9 +371,11 @@ def prefetch(
         return batch.pinned() if pin else batch
 
     ahead: deque[Future[Batch]] = deque()
-    # After each wait for the GPU, the training thread also waits for the interpreter's lock. With
-    # Python's default of 5 ms, that was a quarter of a step with objectives that make noise.
-    sys.setswitchinterval(SWITCH_SECONDS)
+    if pin:
+        # After each wait for the GPU, the training thread also waits for the interpreter's lock.
+        # With Python's default of 5 ms, that was a quarter of a step with objectives that make
+        # noise. CPUs keep the default: with more threads than cores, each switch takes long.
+        sys.setswitchinterval(SWITCH_SECONDS)
     thread = ThreadPoolExecutor(1, "prefetch")
     try:
         for step in range(start, stop + AHEAD):

@@ -17,6 +17,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
         "pretrain", "--size", "tiny", "--steps", 120, "--data", corpus, "--nproc", 1, "--out", out,
         "--experiment", "outage", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
         "--set", "train.eval_every=30", "--set", "train.eval_batches=1",
+        "--set", "train.hang_s=300",  # a step on a busy machine once took 29 s
     )  # fmt: skip
     process = Launched("launch", arguments, environment(**tracked))
     for line in process.stdout:
