@@ -124,6 +124,6 @@ def attend_with_bias(
     q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, bias_HQK: Tensor, scale: float
 ) -> Tensor:
     """Attention without a mask, (B, H, Q, D), with a bias that all rows share."""
-    bias = bias_HQK.type_as(q_BHQD).contiguous()
-    y: Tensor = _AttendWithBias.apply(q_BHQD, k_BHKD, v_BHKD, bias, scale)  # type: ignore
+    inputs = (q_BHQD, k_BHKD, v_BHKD, bias_HQK.type_as(q_BHQD).contiguous(), scale)
+    y: Tensor = _AttendWithBias.apply(*inputs)  # type: ignore[no-untyped-call]
     return y

@@ -161,7 +161,7 @@ class Cache:
         """Read the place of the next token from a tensor, so that a CUDA graph can repeat a pass.
 
         From now on, each pass is for one token per row and attends to the whole capacity, where a
-        mask hides what is not yet written. The caller advances the place."""
+        mask hides the tokens that are not yet written. The caller increments the place."""
         for layer in self.layers:
             layer.place = place
         if self.last_B1 is not None:

@@ -27,7 +27,7 @@ def sets(text):
 )  # fmt: skip
 def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc, layouts):
     options = ["--size", "tiny", "--arch", arch, "--nproc", nproc, "--layouts", layouts, "--json"]
-    # A scaled embedding has a learning rate of its own. Four rows per rank: gradients accumulate.
+    # A scaled embedding has a separate learning rate. Four rows per rank: gradients accumulate.
     shape = "model.layers=1 model.ffn.dense_layers=0" if optimizer == "muon" else "model.layers=2"
     few = sets(f"{shape} model.seq=16 train.batch_tokens={nproc * 64}")
     few += sets("model.ffn.experts=8 model.scaled_embedding=true")

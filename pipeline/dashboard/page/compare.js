@@ -75,10 +75,12 @@
     const cursor = { type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line };
     // Without the first eighth of each curve, where the loss falls steeply.
     const losses = found.flatMap((side) => side.loss.slice(Math.floor(side.loss.length / 8)));
+    const once = [...iso.runs.values()].some(({ curves }) => curves.held_out.loss.length < 2);
+    const title = once ? "loss (training loss of runs evaluated once)" : "held-out loss (nats per token)";
     plot("compare-chart", traces, {
       key: found.map((side) => side.name).join(),
       xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 },
-      yaxis: lossAxis(padded(losses, 0.05), "held-out loss (nats per token)"),
+      yaxis: lossAxis(padded(losses, 0.05), title),
       shapes: C ? [cursor] : [],
     });
   }
