@@ -394,6 +394,36 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
     assert time.monotonic() - began < 30  # seconds on a busy box; docs/DASHBOARD.md has the figures
 
 
+def test_only_held_out_losses_are_compared(opened, tmp_path):
+    """Runs that were evaluated once make the curve of their size, and no curve of their own."""
+    runs = (
+        ("a1", "tiny", 1e6),
+        ("a2", "tiny", 4e6),
+        ("b1", "mini", 2e6),
+        ("b2", "mini", 8e6),
+        ("c", "small", 4e6),
+    )
+    held_out = {}
+    for name, size, tokens in runs:
+        log = make_run(tmp_path / "once", name, 1e5, tokens, size=size) / "log.jsonl"
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        kept = [r for r in records if r["kind"] != "eval" or r["step"] == 400]
+        log.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        held_out[name] = next(r["loss"] for r in kept if r["kind"] == "eval")
+    page = opened(static(tmp_path / "once", tmp_path / "page.html"))
+    page.locator("#compare").scroll_into_view_if_needed()
+    page.wait_for_selector("#compare-chart .trace")
+    drawn = page.evaluate("document.getElementById('compare-chart').data.map((t) => t.y)")
+    for curve, names in zip(drawn, (("a1", "a2"), ("b1", "b2")), strict=True):
+        assert curve == pytest.approx([held_out[name] for name in names], rel=1e-5)
+    assert text(page, "#compare-words").startswith("small: evaluated once and not compared.")
+    page.locator("#table tbody input").first.check()
+    page.locator("#table tbody input").nth(1).check()
+    page.select_option("#sides", "runs")
+    assert "train.eval_every" in text(page, "#compare-words")
+    assert page.locator("#compare-body").is_hidden()
+
+
 def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_json, tmp_path):
     root = make_ladder(tmp_path / "tasks", 4, questions=2000)
     target = ("--params", 5e7, "--tokens", 1e9, "--task", "pairs", "--chance", 0.5)

@@ -13,6 +13,7 @@
     arch: "All runs here have one architecture. With two, their frontiers are compared.",
     size: "All runs here have one size.",
   };
+  const APART = "Their compute does not overlap, so there is nothing to compare.";
 
   // Interpolate y at x on log axes; null outside the known range.
   const interpolate = (x, xs, ys) => {
@@ -25,16 +26,16 @@
     return ys[i - 1] * (ys[i] / ys[i - 1]) ** share;
   };
 
-  // The held-out curve of a run, or its training curve if it was evaluated less than twice.
-  const curve = ({ curves: { held_out, train } }) => {
-    const c = held_out.loss.length > 1 ? held_out : train;
-    const points = c.flops.map((C, i) => [C, c.loss[i]]).filter(([C, loss]) => C > 0 && loss > 0);
+  // The held-out losses of a run. Losses of training batches are too noisy to be compared.
+  const curve = ({ curves: { held_out: { flops, loss } } }) => {
+    const points = flops.map((C, i) => [C, loss[i]]).filter((p) => p[0] > 0 && p[1] > 0);
     return { C: points.map((p) => p[0]), loss: points.map((p) => p[1]) };
   };
 
-  // The lowest loss that any of these runs has reached at each compute.
+  // The lowest loss that any of these runs has reached at each compute. A run that was evaluated
+  // once adds one point, so that the ends of several runs make a curve.
   function envelope(members) {
-    const lines = members.map(curve).filter((line) => line.C.length > 1);
+    const lines = members.map(curve).filter((line) => line.C.length);
     const C = [...new Set(lines.flatMap((line) => line.C))].sort((a, b) => a - b);
     let best = Infinity;
     const loss = C.map((c) => {
@@ -45,7 +46,7 @@
     return { C, loss };
   }
 
-  // What is compared: a name and a curve each.
+  // Every side of the comparison: its name and its curve, which may be too short to compare.
   function sides() {
     const kind = $("sides").value;
     const runs = [...iso.runs.values()];
@@ -58,15 +59,23 @@
       const members = (name) => runs.filter((run) => run.row[kind] === name);
       found = names.map((name) => ({ name, ...envelope(members(name)) }));
     }
-    const drawable = found.filter((side) => side.C.length > 1);
-    return kind === "runs" ? drawable : drawable.slice(0, MAX_SIDES);
+    return found;
+  }
+
+  // One sentence about the sides that were not evaluated often enough.
+  function leftOut(short) {
+    if (!short.length) return "";
+    const others = short.length > 5 ? ` and ${short.length - 5} others` : "";
+    const names = short.slice(0, 5).map((side) => side.name).join(", ") + others;
+    const often = short.every((side) => side.C.length) ? "once" : "less than twice";
+    return `${names}: evaluated ${often} and not compared. Set train.eval_every to compare curves.`;
   }
 
   function drawChart(found, C) {
     const traces = found.map((side, i) => ({
       x: side.C,
       y: side.loss,
-      mode: "lines",
+      mode: side.C.length > 30 ? "lines" : "lines+markers",
       line: { color: paletteColor(i), width: 2.2, dash: DASHES[Math.floor(i / 8) % DASHES.length] },
       text: side.C.map((c) => power(c)),
       hovertemplate: `<b>${escapeHtml(side.name)}</b><br>%{text} FLOPs: %{y:.4f}<extra></extra>`,
@@ -75,12 +84,10 @@
     const cursor = { type: "line", yref: "paper", y0: 0, y1: 1, x0: C, x1: C, line };
     // Without the first eighth of each curve, where the loss falls steeply.
     const losses = found.flatMap((side) => side.loss.slice(Math.floor(side.loss.length / 8)));
-    const once = [...iso.runs.values()].some(({ curves }) => curves.held_out.loss.length < 2);
-    const title = once ? "loss (training loss of runs evaluated once)" : "held-out loss (nats per token)";
     plot("compare-chart", traces, {
       key: found.map((side) => side.name).join(),
       xaxis: { type: "log", title: { text: "training compute (FLOPs)" }, dtick: 1 },
-      yaxis: lossAxis(padded(losses, 0.05), title),
+      yaxis: lossAxis(padded(losses, 0.05), "held-out loss (nats per token)"),
       shapes: C ? [cursor] : [],
     });
   }
@@ -119,17 +126,21 @@
       const architectures = new Set([...iso.runs.values()].map((run) => run.row.arch));
       $("sides").value = architectures.size > 1 ? "arch" : "size";
     }
-    const found = sides();
+    const kind = $("sides").value;
+    const all = sides();
+    const comparable = all.filter((side) => side.C.length > 1);
+    const found = kind === "runs" ? comparable : comparable.slice(0, MAX_SIDES);
+    const words = leftOut(all.filter((side) => side.C.length < 2));
     $("compare-body").hidden = found.length < 2;
     if (found.length < 2) {
-      setText($("compare-words"), TOO_FEW[$("sides").value]);
+      setText($("compare-words"), all.length < 2 ? TOO_FEW[kind] : words);
       return;
     }
     // Two sides can be compared from where the second one starts to where the last but one ends.
     const from = found.map((side) => side.C[0]).sort((a, b) => a - b)[1];
     const to = found.map((side) => side.C.at(-1)).sort((a, b) => b - a)[1];
     const overlap = to > from;
-    setText($("compare-words"), overlap ? "" : "Their compute does not overlap, so there is nothing to compare.");
+    setText($("compare-words"), overlap ? words : `${APART} ${words}`);
     const C = overlap ? from * (to / from) ** (+$("equal").value / 100) : null;
     setText($("equal-out"), `${power(C)} FLOPs`);
     drawChart(found, C);
