@@ -42,7 +42,7 @@ demo: install  ## corpus, a ladder, a law, a forecast, the larger run and its sc
 	$(LAUNCH) fit --runs $(RUNS)
 	@# The forecast is registered once, before the run it is about: a second `make demo` keeps it.
 	[ -e $(RUNS)/forecast.json ] || { $(LAUNCH) forecast --runs $(RUNS) --size $(LARGER) --tokens 655360 --register --json > $(RUNS)/forecast.part && mv $(RUNS)/forecast.part $(RUNS)/forecast.json; }
-	$(BIN)/$$($(BIN)/python -c 'import json; print(json.load(open("$(RUNS)/forecast.json"))["recipe"]["command"])') --set train.eval_every=100000 --nproc 2 --out $(RUNS)/$(LARGER) --resume
+	$(BIN)/$$($(BIN)/python -c 'import json; print(json.load(open("$(RUNS)/forecast.json"))["recipe"]["command"])') --set train.eval_every=100000 --set train.log_every=32 --nproc 2 --out $(RUNS)/$(LARGER) --resume
 	$(LAUNCH) dashboard --runs $(RUNS) --static $(RUNS)/dashboard.html
 	$(LAUNCH) score --runs $(RUNS)
 

@@ -86,6 +86,17 @@ def test_commands_in_texts(app) -> None:
     assert not (found := [line for line in complaints if line]), "\n".join(found)
 
 
+def test_the_readme_shows_the_commands_of_the_demo() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().replace("\\\n", " ").split())
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\npicture:")[0]
+    for name, value in (("DATA", "data/demo"), ("RUNS", "runs/demo"), ("LARGER", "500k")):
+        recipe = recipe.replace(f"$({name})", value)
+    shown = re.findall(r"\$\(LAUNCH\) (.+?)(?= --json|$)", recipe, re.MULTILINE)
+    added = re.findall(r"\[.command.\]\)'\) (.*)", recipe)
+    assert (len(shown), len(added)) == (6, 1)
+    assert [command for command in (*shown, *added) if command not in readme] == []
+
+
 def commands(command: Any) -> Iterator[Any]:
     yield command
     for each in getattr(command, "commands", {}).values():
