@@ -10,11 +10,11 @@ from pipeline.config.parts import Activation
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
     """Apply the activation. Gated kinds expect gate and up side by side and halve the width."""
-    if kind == "swiglu" and x.is_cuda:
+    if x.is_cuda and kind in ("swiglu", "gelu"):
         # Triton exists only where torch was built for a GPU.
-        from pipeline.model.kernels import swiglu
+        from pipeline.model import kernels
 
-        return swiglu(x)
+        return kernels.swiglu(x) if kind == "swiglu" else kernels.gelu(x)
     # The gate comes first in the fused projection.
     if kind.endswith("glu"):
         gate, x = x.chunk(2, dim=-1)

@@ -71,6 +71,76 @@ def swiglu(x: Tensor) -> Tensor:
     return y
 
 
+# ── GELU ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _normal(x):
+    """The normal distribution's density at x and its integral up to x.
+
+    Both need e^(-x²/2). The integral is formula 7.1.26 of Abramowitz and Stegun, exact to 1.5e-7,
+    which takes a third of the operations of erf."""
+    density = tl.exp(-0.5 * x * x)
+    t = 1 / (1 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
+    series = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
+    tail = 0.5 * series * density
+    return 0.3989422804014327 * density, tl.where(x < 0, tail, 1 - tail)
+
+
+@triton.jit
+def _gelu_kernel(x, y, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < numel).to(tl.float32)
+    _, share = _normal(value)
+    tl.store(y + at, value * share, mask=at < numel)
+
+
+@triton.jit
+def _gelu_backward_kernel(x, g, dx, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < numel).to(tl.float32)
+    grad = tl.load(g + at, mask=at < numel).to(tl.float32)
+    density, share = _normal(value)
+    tl.store(dx + at, grad * (share + value * density), mask=at < numel)
+
+
+@library.triton_op("isoflop::gelu", mutates_args={})
+def _gelu(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    kernel = library.wrap_triton(_gelu_kernel)
+    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, y, x.numel(), BLOCK=_BLOCK)
+    return y
+
+
+@library.triton_op("isoflop::gelu_backward", mutates_args={})
+def _gelu_backward(x: Tensor, g: Tensor) -> Tensor:
+    dx = torch.empty_like(x)
+    kernel = library.wrap_triton(_gelu_backward_kernel)
+    kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, g, dx, x.numel(), BLOCK=_BLOCK)
+    return dx
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y: Tensor = _gelu(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx: Tensor = _gelu_backward(x, grads[0].contiguous())
+        return dx
+
+
+def gelu(x: Tensor) -> Tensor:
+    y: Tensor = _GELU.apply(x.contiguous())  # type: ignore[no-untyped-call]
+    return y
+
+
 # ── Sum and RMSNorm ──────────────────────────────────────────────────────────────────────────────
 
 

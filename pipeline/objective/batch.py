@@ -68,7 +68,8 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
     vocabulary = Vocabulary(config.model.vocab - config.objective.special_ids, eod=0)
     noise = make_noise(config.objective, vocabulary, config.model.source_seq)
     # Without noise, a text has the inputs and one more token, the last target.
-    shape = (config.rows, config.text_length + (noise is None))
+    length = config.text_length
+    shape = (config.rows, length + (noise is None))
     texts = torch.randint(vocabulary.pieces, shape, generator=generator)
     if same:
         texts = texts[:1, :1].repeat(shape)
@@ -83,7 +84,7 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
 
     whole = [Text(texts[row].numpy(), None, texts.shape[1], another) for row in rows]
     examples = noise(whole, [Draws(seed, row) for row in rows])
-    counts = [config.objective.row_targets(row, config.text_length) for row in range(config.rows)]
+    counts = [config.objective.row_targets(row, length) for row in range(config.rows)]
     uneven = [count for count in counts if count is not None]
     if uneven:
         mean = np.array([sum(uneven) / len(uneven)], np.float32)

@@ -97,10 +97,11 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         packing = "concatenate"
     corpus.check_pairs(config.objective)
     tokenizer = corpus.manifest.tokenizer
+    length = config.text_length
     return Loader(
         corpus,
         split,
-        seq=config.text_length,
+        seq=length,
         rows=config.rows,
         seed=config.seed,
         packing=packing,
@@ -110,7 +111,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         ),
         pairs=PairRows.of(config),
         uneven=isinstance(config.objective, Answers | Mixture),
-        row_targets=lambda number: config.objective.row_targets(number, config.text_length),
+        row_targets=lambda number: config.objective.row_targets(number, length),
     )
 
 

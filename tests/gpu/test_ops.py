@@ -57,6 +57,14 @@ def test_swiglu(dtype, shape):
 
 
 @dtypes
+def test_gelu(dtype):
+    from pipeline.model.kernels import gelu
+
+    x = 4 * randn(300, 3072, dtype=dtype)
+    compare(lambda x: [gelu(x)], lambda x: [torch.nn.functional.gelu(x)], x)
+
+
+@dtypes
 @pytest.mark.parametrize("shape", [(3, 5), (2, 37, 96), (4, 512, 2048), (2, 5000)])
 def test_add_norm(dtype, shape):
     from pipeline.model.kernels import add_norm

@@ -51,6 +51,11 @@ def swiglu(dtype: torch.dtype) -> None:
         same(lambda x: [kernels.swiglu(x)], lambda x: [activate(x, "swiglu")], x)
 
 
+def gelu(dtype: torch.dtype) -> None:
+    x = 4 * torch.randn(3, 700).to(dtype)
+    same(lambda x: [kernels.gelu(x)], lambda x: [activate(x, "gelu")], x)
+
+
 def norm_and_rotate(dtype: torch.dtype) -> None:
     """Norms with gains, without gains, and no norm; tables per row, for all rows, and none."""
     for B, S, H, G, D in ((1, 5, 2, 1, 16), (2, 9, 6, 3, 32)):
@@ -148,7 +153,7 @@ def cross_entropy(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for check in (swiglu, norm_and_rotate, bias_gradient, add_norm, cross_entropy):
+    for check in (swiglu, gelu, norm_and_rotate, bias_gradient, add_norm, cross_entropy):
         for dtype in (FP32, BF16):
             check(dtype)
             print(f"{check.__name__} {dtype}", flush=True)

@@ -14,4 +14,4 @@ def test_kernels_equal_plain_torch():
     env = environment(TRITON_INTERPRET="1")
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 10  # five kernels in two dtypes
+    assert len(done.stdout.splitlines()) == 12  # six kernels in two dtypes
