@@ -64,6 +64,26 @@ def test_an_interrupt_is_one_word(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err.strip().endswith("interrupted")
 
 
+def test_an_interrupt_during_an_import_is_not_ignored(tmp_path) -> None:
+    """Python ignores exceptions in destructors, also that of Ctrl-C."""
+    (tmp_path / "heavy.py").write_text(
+        "import os, signal\n"
+        "class Dropped:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        pass\n"
+        "Dropped()\n"
+        "print('went on')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import launch, heavy"],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_closed_pipe_is_silent() -> None:
     reader, writer = os.pipe()
     os.close(reader)
