@@ -158,7 +158,7 @@ class PackedStream:
         self.windows = int(self._starts[-1])
 
     def _count(self, lengths: npt.NDArray[np.int32]) -> int:
-        rests = np.bincount((lengths - 1) % self._seq)
+        rests = np.bincount((lengths - 1) % self._seq, minlength=1)
         rests[0] = 0  # documents that fill whole rows have no rest
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 

@@ -2,14 +2,17 @@
 
 import contextlib
 import csv
+import io
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from pipeline.atomic import lock, replace
 from pipeline.errors import ConfigError, DataError, RunError
@@ -134,7 +137,7 @@ def run(
     """
     state = Progress(list(todo))
     known = {member.name for member in todo}
-    processes: dict[str, subprocess.Popen[str]] = {}
+    processes: dict[str, tuple[subprocess.Popen[bytes], IO[str]]] = {}  # with what they print
 
     received: list[int] = []
 
@@ -156,11 +159,11 @@ def run(
             time.sleep(poll_s if processes else 0)
             while received:
                 number = received.pop(0)
-                for process in processes.values():  # a second signal makes them end at once
+                for process, _ in processes.values():  # a second signal makes them end at once
                     process.send_signal(number)
-            for name, process in list(processes.items()):
+            for name, (process, _) in list(processes.items()):
                 if process.poll() is not None:
-                    _end(state, state.running.pop(name), processes.pop(name))
+                    _end(state, state.running.pop(name), *processes.pop(name))
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -181,28 +184,35 @@ def _next(state: Progress, known: set[str]) -> Member | None:
     return None
 
 
-def _start(member: Member, jobs: int, track: bool) -> subprocess.Popen[str]:
+def _start(member: Member, jobs: int, track: bool) -> tuple[subprocess.Popen[bytes], IO[str]]:
+    """Start a member; return its process and a file of its errors and warnings. A pipe, read at
+    the end only, would stop a member that fills it."""
     nproc = int(member.argv[member.argv.index("--nproc") + 1])
     # Several runs share this machine's cores; by default torch uses all of them in each.
     threads = max(1, (os.cpu_count() or 1) // (jobs * nproc))
     argv = [*member.argv, "--quiet"]
     if not track:
         argv.append("--no-track")
-    return subprocess.Popen(
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by `_end`)
+    process = subprocess.Popen(
         python_module("launch", *argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=errors,
         env={"OMP_NUM_THREADS": str(threads), **os.environ},  # the user's own value has priority
         start_new_session=True,  # Ctrl-C reaches it through `run`, once
         preexec_fn=end_with_parent,
     )
+    return process, errors
 
 
-def _end(state: Progress, member: Member, process: subprocess.Popen[str]) -> None:
-    # A command that fails prints its reason as its last line.
-    printed = [line for line in process.communicate()[1].splitlines() if line.strip()]
+def _end(
+    state: Progress, member: Member, process: subprocess.Popen[bytes], errors: IO[str]
+) -> None:
+    with errors:
+        errors.seek(0)
+        # A command that fails prints its reason as its last line.
+        printed = [line for line in errors if line.strip()]
     if process.returncode == 0 and member.finished:
         state.finished.append(member.name)
     elif state.stopping:  # it has saved; the next call continues it
@@ -210,7 +220,7 @@ def _end(state: Progress, member: Member, process: subprocess.Popen[str]) -> Non
     else:
         reason = f"exit code {process.returncode} without a reason; see {member.out}/logs"
         if printed:
-            reason = printed[-1].removeprefix("error: ")
+            reason = printed[-1].strip().removeprefix("error: ")
         state.failed[member.name] = reason
 
 
@@ -239,14 +249,15 @@ def publish(root: Path, files: Sequence[Path]) -> str | None:
 
 def _write_points(path: Path, runs: Sequence[Run]) -> None:
     """Write a row per finished run, as `launch fit --points` reads it, with other counts of N."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(["run", "N", "D", "C", "loss", *COUNTS, "vocab", "convention"])
-        for run in runs:
-            if run.finished and run.evals:
-                last = run.evals[-1]
-                record = run.record
-                figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
-                counts = [record["params"].get(key) for key in COUNTS]
-                # `vocab` identifies the tokenizer: losses are comparable only with the same one.
-                rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(["run", "N", "D", "C", "loss", *COUNTS, "vocab", "convention"])
+    for run in runs:
+        if run.finished and run.evals:
+            last = run.evals[-1]
+            record = run.record
+            figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
+            counts = [record["params"].get(key) for key in COUNTS]
+            # `vocab` identifies the tokenizer: losses are comparable only with the same one.
+            rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])
+    replace(path, text.getvalue().encode())

@@ -135,3 +135,10 @@ def test_a_signal_stops_a_member_that_is_just_starting(corpus: Path, tmp_path: P
     sys.addaudithook(interrupt)
     state = execute.run([member], 1, lambda _state: None, track=False)
     assert state.stopping and state.waiting == [member] and not state.finished
+
+
+@pytest.mark.timeout(120)
+def test_a_member_may_print_more_than_a_pipe_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONVERBOSE", "1")  # every import is a line of its errors
+    member = execute.Member("run", ("no-such-command", "--nproc", "1"), tmp_path / "run", 5)
+    assert "run" in execute.run([member], 1, lambda state: None, track=False).failed
