@@ -152,7 +152,7 @@ def _print_fit(data: dict[str, Any]) -> None:
     console.print(table(f"{data['law']}: {data['formula']}", columns, rows))
     split = data["exponents"]
     if split:
-        # If the law was fitted for forecasting, N* and D* come from another fit, which is named.
+        # Of --law isoflop, N* and D* are those of the measured valleys.
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
         texts = [f"{name} ∝ C^{split[key]:.4f}{_span(split, key)}" for name, key in SPLIT.items()]
         console.print("   ".join(texts) + source)

@@ -1,7 +1,7 @@
 """Choose a run: the least compute for a loss, with inference or with limited data, and its price.
 
-For a total cost, the law that gives N* and D* chooses N and D, and the printed law gives the loss.
-The least cost for a loss is found by searching over total costs.
+One law gives every loss and chooses N and D, so that no answer contradicts another. The least cost
+for a loss is found by searching over total costs.
 """
 
 import math
@@ -56,7 +56,7 @@ def best(study: Study, C: Array, demand: Demand) -> Points:
         return study.frontier(C)
     needs_terms(study)
     each = flops_per_parameter_token(study.fit.points)
-    split = np.array([_best_split(study.split, c / each, demand) for c in C])
+    split = np.array([_best_split(study.fit, c / each, demand) for c in C])
     N, D = split.T
     return at(study.fit.points, each * N * D, N, D)
 

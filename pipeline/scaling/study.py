@@ -1,10 +1,9 @@
 """From points to a law: choose and fit it, estimate its uncertainty, and collect warnings.
 
-One law is printed, drawn and used for every loss: `Study.fit`. With `auto` it is fitted for
-forecasting: runs near the largest compute have the largest weights (backtest.focus), and a weak
-prior from published laws (laws.prior) helps where a few runs do not determine a parameter. N* and
-D* then come from `Study.split`, Chinchilla's law with other weights. A law that the user names is
-fitted as in its paper, with equal weights, and used for both.
+One law is printed, drawn and used for every loss and for N* and D*: `Study.fit`. With `auto` it is
+fitted for forecasting: runs near the largest compute have the largest weights (backtest.focus),
+and a weak prior from published laws (laws.prior) helps where a few runs do not determine a
+parameter. A law that the user names is fitted as in its paper, with equal weights.
 """
 
 from collections.abc import Sequence
@@ -48,9 +47,8 @@ class Study:
     """A fitted law with its uncertainty, and its warnings in plain words."""
 
     name: str
-    fit: Fit  # the law: printed, drawn, and used for every loss
-    split: Fit  # the law that N* and D* come from; `fit` itself if the user named a law
-    scatter: intervals.Scatter  # of the runs around `fit`
+    fit: Fit  # the law: printed, drawn, and used for every loss, N* and D*
+    scatter: intervals.Scatter  # of the runs around the law
     backtest: Backtest | None  # None if it has too few errors for an average
     scale: float  # of errors beyond the fit (Backtest.scale); NaN without a backtest
     profile: intervals.Profile | None
@@ -58,8 +56,7 @@ class Study:
         frontier.Minima | None
     )  # valleys or curves that give N* and D*, if the user asked for them
     valleys: frontier.Minima | None  # measured valleys, for comparison with the law
-    draws: Array | None  # natural parameters of the bootstrap of `fit`, (R, P)
-    split_draws: Array | None  # the same for `split`
+    draws: Array | None  # natural parameters of the bootstrap, (R, P)
     warnings: tuple[str, ...]
     goodness: quality.Goodness | None  # with equal weights; None without spare points
 
@@ -67,33 +64,29 @@ class Study:
     def optimum(self, C: Array, experts: Array | None = None) -> Points | None:
         """The compute-optimal N and D with the law's loss; None for a law of compute alone."""
         if self.minima is None:
-            best = frontier.optimum(self.split, C, experts)
+            best = frontier.optimum(self.fit, C, experts)
         else:
             N, D = self.minima.path(C)
             best = frontier.at(self.fit.points, C, N, D, experts=experts)
-        # The split or the minima choose N and D, and the printed law gives their loss.
         return None if best is None else replace(best, loss=self.fit.predict(best))
 
     @cached_property
     def sampled(self) -> Array | None:
-        """Natural parameters of `split`, from the bootstrap or else from its scatter."""
-        if self.split_draws is not None:
-            return self.split_draws
-        covariance = intervals.scatter(self.split).covariance
-        if not np.isfinite(covariance).all():
-            return None
+        """Natural parameters of the law, from the bootstrap or else from the scatter."""
+        if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
+            return self.draws
         rng = np.random.default_rng(0)
-        thetas = rng.multivariate_normal(self.split.theta, covariance, 500)
-        return self.split.law.natural(thetas, self.split.inputs)
+        thetas = rng.multivariate_normal(self.fit.theta, self.scatter.covariance, 500)
+        return self.fit.law.natural(thetas, self.fit.inputs)
 
     @quiet
     def optimum_range(self, C: Array) -> dict[str, tuple[Array, Array]] | None:
         """Return 95% intervals of N* and D* at each compute, and of a and b; None if unknown."""
         drawn = None if self.minima is not None else self.sampled
-        terms = None if drawn is None else frontier.terms_of(self.split.law, drawn, np.ones(1))
+        terms = None if drawn is None else frontier.terms_of(self.fit.law, drawn, np.ones(1))
         if drawn is None or terms is None:
             return None
-        a_b = frontier.exponents(self.split.law, drawn)
+        a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
         unit = np.log(C / frontier.flops_per_parameter_token(self.fit.points))
         n = np.array([frontier.best_split(terms, np.full(len(terms), one)) for one in unit]).T
@@ -174,12 +167,11 @@ class Study:
     def _exponents(self) -> dict[str, Any] | None:
         if self.minima is not None:
             return {"a": self.minima.a, "b": self.minima.b, "from": "valleys"}
-        natural = self.split.law.natural(self.split.theta[None], self.split.inputs)
-        a_b = frontier.exponents(self.split.law, natural)
+        natural = self.fit.law.natural(self.fit.theta[None], self.fit.inputs)
+        a_b = frontier.exponents(self.fit.law, natural)
         if a_b is None:
             return None
-        source = "law" if self.split is self.fit else f"{self.split.law.name}, fitted for N*"
-        found = {"a": float(a_b[0, 0]), "b": float(a_b[0, 1]), "from": source}
+        found = {"a": float(a_b[0, 0]), "b": float(a_b[0, 1]), "from": "law"}
         span = self.optimum_range(np.ones(1)) or {}
         for key in ("a", "b") if span else ():
             found |= {f"{key}_low": float(span[key][0][0]), f"{key}_high": float(span[key][1][0])}
@@ -232,7 +224,7 @@ def study(
     estimate = vpnls if law == "vpnls" else partial(fit, law=chosen, full_grid=full_grid, show=show)
     even = estimate(points)
     result = even
-    valleys = split = None
+    valleys = None
     scale = float("nan")
     if law != "auto" and tested:
         test = backtest(points, chosen, focused=False)
@@ -242,23 +234,20 @@ def study(
         scale = TYPICAL if test is None else test.scale
         # If the points lie exactly on a law, a prior would only distort the fit.
         if not exact(even) and chosen.name != "power":
-            result = fit(points, chosen, weights=focus(points, chosen), full_grid=full_grid)
-        split = _split(result)
-        valleys, reasons = _valleys_beside(split)
+            result = _for_forecasts(points, chosen, full_grid=full_grid)
+        valleys, reasons = _valleys_beside(result)
         notes += reasons
     elif test is not None:
         scale = test.scale
-    split = split or result
     # The uncertainty of the result: the range of E, the bootstrap and the scatter.
     wanted = profiled and law != "vpnls" and len(points) <= MOST_RESAMPLED
     of_e = _profile(even, result, free=law == "auto") if wanted else None
     draws = _draws(result, resamples, show)
-    split_draws = draws if split is result else _draws(split, resamples, show)
     spread = intervals.scatter(result)
     notes += intervals.interval_warnings(result, spread, of_e)
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
-    found = (result, split, spread, test, scale, of_e, minima, valleys, draws, split_draws)
+    found = (result, spread, test, scale, of_e, minima, valleys, draws)
     done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), fitted)
     return replace(done, warnings=(*notes, *intervals.exponent_warnings(done.parameters())))
 
@@ -272,21 +261,21 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
     return fitted.law.natural(intervals.bootstrap(fitted, resamples, show=show), fitted.inputs)
 
 
-def _split(result: Fit) -> Fit:
-    """Return the fit that gives N* and D*: Chinchilla's law, with larger weights for larger runs.
+def _for_forecasts(points: Points, law: Law, *, full_grid: bool) -> Fit:
+    """Fit the law for forecasting, with larger weights for larger runs.
 
-    Every budget shows where its valley is, but the optimum bends, and forecasts are for larger
-    compute. Where this makes N* depend on a few runs, all budgets have equal weights (docs/LOG.md,
-    2026-11-17).
+    If a few large runs would then decide N*, every compute gets the same weight instead
+    (docs/LOG.md, 2026-11-18).
     """
-    points = result.points
-    if result.weights is None or result.law.name not in ("chinchilla", "gamma"):
-        return result
-    simple = LAWS["chinchilla"]
-    even = fit(points, simple, weights=near_valley(points, simple))
-    recent = fit(points, simple, weights=focus(points, simple, WIDE_VALLEY))
-    # If an error is NaN, the comparison is false.
-    return recent if _split_error(recent) <= LESS_CERTAIN * _split_error(even) else even
+    weights = focus(points, law)
+    if law.name in ("chinchilla", "gamma"):
+        # Judged by Chinchilla's law: the errors of N* of the γ-law do not show it.
+        simple = LAWS["chinchilla"]
+        even = fit(points, simple, weights=near_valley(points, simple))
+        recent = fit(points, simple, weights=focus(points, simple, WIDE_VALLEY))
+        if _split_error(recent) > LESS_CERTAIN * _split_error(even):
+            weights = near_valley(points, law)
+    return fit(points, law, weights=weights, full_grid=full_grid)
 
 
 def _split_error(fitted: Fit) -> float:

@@ -41,8 +41,8 @@ def law_of(E: float, A: float, alpha: float, B: float, beta: float) -> Study:
     theta[4] = beta
     fit = Fit(LAWS["chinchilla"], theta, x, points, 0.0, 1.0)
     np.testing.assert_allclose(fit.predict(points), loss)
-    nothing = (None, None, None, None, None)
-    return Study("chinchilla", fit, fit, scatter(fit), None, math.nan, *nothing, (), None)
+    nothing = (None, None, None, None)
+    return Study("chinchilla", fit, scatter(fit), None, math.nan, *nothing, (), None)
 
 
 @pytest.fixture(scope="module")
