@@ -179,7 +179,7 @@ def _figures(
     """The forecasts as JSON; a single one is not wrapped in a list."""
     from pipeline.scaling import decide, predict
 
-    warnings = [*done.warnings, *predict.cautions(done, places, made)]
+    warnings = [*done.warnings, *predict.cautions(done, places, made, demand.unique)]
     data: dict[str, Any] = {"law": done.name, "warnings": warnings}
     if not one:
         return data | {"forecasts": [vars(run) for run in made]}
@@ -289,7 +289,7 @@ def _print_table(console: "Console", data: dict[str, Any], made: "list[Forecast]
             f"{count(optimum[f'{key}_high'])})"
             for key in "ND"
         ]
-        console.print(f"Best split with 95% intervals: {', '.join(texts)}")
+        console.print(f"Best split of this training compute, 95% intervals: {', '.join(texts)}")
     _print_decision(console, data.get("decision", {}), made[0])
 
 
@@ -301,20 +301,33 @@ def _print_forecast(
         skill.print_table(console, scored)
     else:
         _print_table(console, data, made)
-    for key in ("recipe", "cost"):
-        figures = {name: value for name, value in data.get(key, {}).items() if name != "command"}
-        texts = [
-            f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}"
-            for name, value in figures.items()
-        ]
-        if texts:
-            console.print(f"{key}: {', '.join(texts)}")
-    command = data.get("recipe", {}).get("command")
+    recipe = data.get("recipe", {})
+    if recipe:
+        batch = f"{recipe['steps']:,} steps of {recipe['batch_tokens']:,} tokens"
+        console.print(f"recipe: learning rate {recipe['lr']:.3g}, {batch}")
+    if "cost" in data:
+        console.print(f"cost: {_cost_text(data['cost'])}")
+    command = recipe.get("command")
     if command:  # on one line, so that it can be copied
         console.print(f"train it with: {command}", markup=False, soft_wrap=True)
     for path in data.get("registered", []):
         console.print(f"registered: {path}", markup=False)
     print_warnings(console, data["warnings"])
+
+
+def _cost_text(cost: dict[str, Any]) -> str:
+    from pipeline.units import span
+
+    seconds = 3600 * cost["hours"]
+    hours = cost["gpu_hours"]
+    mfu = "planned" if cost["mfu_from"] == "planner" else "assumed"
+    time = "less than a second" if seconds < 1 else span(seconds)
+    work = "less than 0.01" if hours < 0.01 else f"{hours:,.2f}"
+    text = f"{time} on {cost['gpus']} × {cost['cluster']}, {work} GPU-hours, {mfu} MFU"
+    text += f" {cost['mfu']:.2g}"
+    if "usd" in cost:
+        text += ", less than $0.01" if cost["usd"] < 0.01 else f", ${cost['usd']:,.2f}"
+    return text
 
 
 def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") -> None:
@@ -323,15 +336,15 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
 
     if "target_loss" in found:
         low, high = (
-            "an unknown number" if found[key] is None else power(found[key])
-            for key in ("flops_low", "flops_high")
+            f"no known {end} limit" if found[key] is None else power(found[key])
+            for key, end in (("flops_low", "lower"), ("flops_high", "upper"))
         )
         # The interval is of the total cost, inference included.
         total = found.get("total_cost_flops", run.C)
         what = "training and inference" if "total_cost_flops" in found else "training"
         console.print(
-            f"Loss {found['target_loss']:g} takes at least {power(total)} FLOPs of {what}; the "
-            f"95% interval is {low} to {high}."
+            f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} with the best N "
+            f"and D; 95% interval: {low} to {high}."
         )
     if "inference_flops" in found:
         usual = found["training_optimum"]
@@ -345,7 +358,7 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         if "worth_tokens" in found:
             value = f", worth {count(found['worth_tokens'])} new tokens"
         console.print(
-            f"{found['epochs']:.3g} epochs{value} (constants of repetition from "
+            f"{count(found['epochs'])} epochs{value} (constants of repetition from "
             f"{found['repeats_from']}); with new data only, the loss would be "
             f"{found['loss_with_new_data']:.4f}."
         )

@@ -10,7 +10,7 @@ from typer import Option
 
 from launch import options
 from launch.tables import new_console, print_json, print_warnings, table
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.runs.history import Run
@@ -95,17 +95,28 @@ def fit(
     """Fit a scaling law to finished runs."""
     from pipeline.scaling.study import study
 
-    rows, _, _ = read_points(runs, experiment, points, law, curves=curves)
+    rows, _, found = read_points(runs, experiment, points, law, curves=curves)
     rows = rows.drop_highest(drop_highest)
     with progress(quiet=as_json) as show:
         done = study(rows, law, resamples=bootstrap, full_grid=full_grid, show=show)
     # The table is printed from the JSON form, so that both show the same figures.
     data = done.to_json()
+    data["targets"] = about_targets(forecasts_beside(runs, experiment, points), found, rows)
     if full_grid and done.fit.law.name != "chinchilla":
         data["warnings"].append(
             f"--full-grid has no effect on law={done.name}: its starts are for --law chinchilla."
         )
     print_json(data) if as_json else _print_fit(data)
+
+
+def about_targets(folder: Path, found: "list[Run]", rows: "Points") -> list[str]:
+    """Say which of the fitted runs have a registered forecast, and what it was made from."""
+    from pipeline.scaling import record
+
+    try:
+        return record.about_targets(record.score(record.registered(folder), found), rows.run)
+    except RunError as error:  # a damaged forecast must not cost the law
+        return [str(error)]
 
 
 def forecasts_beside(runs: Path | None, experiment: str | None, points: Path | None) -> Path:
@@ -159,6 +170,8 @@ def _print_fit(data: dict[str, Any]) -> None:
     used = data["points"]["used"]
     # The bootstrap, or the scatter of the points around the law if --bootstrap is 0.
     errors = data["errors_from"]
+    for text in data["targets"]:
+        console.print(text, markup=False)
     console.print(f"{used} points, objective {data['objective']:.6g}, errors by the {errors}")
     fitted = data["goodness"]
     if fitted:

@@ -15,7 +15,7 @@ from pipeline.scaling import decide
 from pipeline.scaling.annealing import with_curves
 from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token, valley
 from pipeline.scaling.points import Array, Points, points_of
-from pipeline.scaling.record import Score
+from pipeline.scaling.record import Score, about_targets
 from pipeline.scaling.study import Study, study
 from pipeline.units import power
 
@@ -52,7 +52,7 @@ def law_data(
     of_e = done.profile
     return {
         **done.to_json(),
-        "plain": in_words(done, points),
+        "plain": " ".join([in_words(done, points), *about_targets(forecasts, points.run)]),
         "line": line(done, points),
         "size_lines": size_lines(
             done, points, {run.N: text(run.record.get("size")) for run in runs}

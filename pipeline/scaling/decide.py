@@ -31,6 +31,7 @@ R_TOKENS = 15.387756
 R_PARAMETERS = 5.309743
 FORWARD = 1 / 3  # inference FLOPs per token over those of training: no backward pass
 WIDEST = 12.0  # log N above and below the square root of N·D: tokens per parameter within e^±24
+FLAT = 1e-13  # relative difference of losses that are equal
 LARGEST_FLOPS = 1e40
 FARTHEST = 4.0  # times N of a shipped size, beyond which its speed says nothing
 MFU = 0.4  # if the planner has no estimate; 1–7B on H100s reach 41–47% (llm-foundry, Megatron)
@@ -78,13 +79,15 @@ def _best_split(fit: Fit, product: float, demand: Demand) -> tuple[float, float]
     if demand.served:
         high = min(high, math.log(product / demand.served) - 1e-9)  # D stays above zero
         low = min(low, high - WIDEST)
-    # The loss has one valley in log N. Each round narrows it a hundredfold.
+    # The loss has one valley in log N. Each round narrows it a hundredfold, down to a flat bottom,
+    # which is wide where repeated data is worth nothing more: then the middle of it is returned.
     for _ in range(5):
         n = np.linspace(low, high, 201)
         N = np.exp(n)
         D = product / N - demand.served
         loss = loss_of(fit, at(fit.points, N * D, N, D), demand.unique)
-        low, high = n[np.clip(np.nanargmin(loss) + np.array([-1, 1]), 0, 200)]
+        flat = np.flatnonzero(loss <= np.nanmin(loss) * (1 + FLAT))
+        low, high = n[np.clip([flat[0] - 1, flat[-1] + 1], 0, 200)]
     N_best = math.exp((low + high) / 2)
     return N_best, product / N_best - demand.served
 
@@ -146,16 +149,21 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
 def cost_range(
     study: Study, target: float, total: float, demand: Demand
 ) -> tuple[float | None, float | None]:
-    """Return the total costs at which the interval's lower and upper end reach the target."""
-    # The interval widens with the distance, so its upper end may never get there.
+    """Return the total costs at which the interval's lower and upper end reach the target.
+
+    None if an end does not: the interval widens with the distance from the runs.
+    """
     C = total * np.geomspace(1e-4, 1e4, 161)
     if demand.served:
         C = C[flops_per_parameter_token(study.fit.points) * demand.served < C]
     places = worth(study.fit, best(study, C, demand), demand.unique)
     _, low, high = study.interval(places)
-    reached = [np.flatnonzero(edge <= target) for edge in (low, high)]
-    first, last = (float(C[found[0]]) if len(found) else None for found in reached)
-    return first, last
+    too_cheap = C[(total > C) & (low > target)]
+    enough = C[(total <= C) & (high <= target)]
+    return (
+        float(too_cheap[-1]) if len(too_cheap) else None,
+        float(enough[0]) if len(enough) else None,
+    )
 
 
 def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
@@ -167,7 +175,8 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if demand.inference_tokens:
         total = each * N * (D + demand.served)
-        plain = best(study, np.array([least_cost(study, loss, Demand())]), Demand())
+        without = Demand(unique=demand.unique)
+        plain = best(study, np.array([least_cost(study, loss, without)]), without)
         usual = each * float(plain.N[0]) * (float(plain.D[0]) + demand.served)
         found["inference_flops"] = each * N * demand.inference_tokens * FORWARD
         found["total_cost_flops"] = total

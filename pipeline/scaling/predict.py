@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from pipeline.units import count, power
 
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
 NO_FLOOR = ("kaplan", "power")
+FAR = 10.0  # times the largest N or D of the runs, or below the smallest
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
@@ -90,9 +91,14 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
-    best = study.optimum(targets.C, targets.experts)
-    # The draws are for dense runs, so mixtures of experts get no interval.
-    span = (study.optimum_range(targets.C) or {}) if targets.experts is None else {}
+    if unique is None:
+        best = study.optimum(targets.C, targets.experts)
+    else:
+        best = decide.best(study, targets.C, decide.Demand(unique=unique))
+        best = replace(best, loss=decide.loss_of(study.fit, best, unique))
+    # The draws are for dense runs on new data: others get no interval of N* and D*.
+    known = targets.experts is None and unique is None
+    span = (study.optimum_range(targets.C) or {}) if known else {}
     _refuse_off_frontier(study, targets)
     loss, low, high = study.interval(decide.worth(study.fit, targets, unique))
     largest = float(study.fit.points.C.max())
@@ -125,7 +131,9 @@ def _refuse_off_frontier(study: Study, targets: Points) -> None:
         )
 
 
-def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[str]:
+def cautions(
+    study: Study, targets: Points, made: Sequence[Forecast], unique: float | None = None
+) -> list[str]:
     """Return warnings about these forecasts."""
     found = []
     far = max(f.extrapolation for f in made)
@@ -137,9 +145,11 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
     if study.name in NO_FLOOR and far > 1:
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
     found += _misfits(study, targets)
-    if study.name == "data-constrained" and targets.unique is None:
+    found += _outside(study.fit.points, made)
+    if study.name == "data-constrained" and targets.unique is None and unique is None:
         found.append(
-            "Every token counts as new; if some repeat, give --targets with a column `unique`."
+            "Every token counts as new; if some repeat, give --unique, or --targets with a column "
+            "`unique`."
         )
     # A law of compute alone does not predict other splits of the same compute.
     if study.optimum(np.array([1.0])) is None and any(np.isfinite(f.N) for f in made):
@@ -154,6 +164,26 @@ def cautions(study: Study, targets: Points, made: Sequence[Forecast]) -> list[st
                 f"that line."
             )
     return found
+
+
+def _outside(points: Points, made: Sequence[Forecast]) -> list[str]:
+    """Return a warning if a run, or else its best split, is far outside of the fitted runs."""
+    ends = {"N": (points.N.min(), points.N.max()), "D": (points.D.min(), points.D.max())}
+    runs = ", ".join(
+        f"{key} from {count(low)} to {count(high)}" for key, (low, high) in ends.items()
+    )
+    places = [("run", vars(one)) for one in made]
+    places += [("best split of its compute", one.optimum) for one in made if one.optimum]
+    for what, place in places:
+        # False for a law of compute alone, where N and D are NaN.
+        if any(
+            FAR * place[key] < low or place[key] > FAR * high for key, (low, high) in ends.items()
+        ):
+            return [
+                f"The {what} (N = {count(place['N'])}, D = {count(place['D'])}) is far outside of "
+                f"the fitted runs ({runs}): train runs near it before you rely on the law there."
+            ]
+    return []
 
 
 def _misfits(study: Study, targets: Points) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,8 @@ class Score:
     error: float | None = None  # relative for a loss; a difference for an accuracy
     inside: bool | None = None
     counts: bool | None = None  # registered before the run began
+    law: str | None = None  # that the forecast was made with, and the number of its points
+    points: int | None = None
 
 
 def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Score]:
@@ -140,8 +142,21 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
             }
             break  # a repetition of the run is not a second test
         place = (f["N"], f["D"], f["C"])
+        fitted = content.get("fit", {})
+        landed |= {"law": fitted.get("law"), "points": fitted.get("points", {}).get("used")}
         scores.append(Score(*place, value, f["low"], f["high"], task, **landed))
     return scores
+
+
+def about_targets(scores: Sequence[Score], used: Collection[str]) -> list[str]:
+    """Say of each finished run with a forecast whether a law fitted to the `used` runs saw it."""
+    return [
+        f"{one.run} is the run of a registered forecast, which {one.law} made from {one.points} "
+        f"points and which stays as it is. The law here is fitted to {len(used)} points"
+        f"{', and this run is one of them' if one.run in used else ' without this run'}."
+        for one in scores
+        if one.run is not None and one.task is None
+    ]
 
 
 def _same(run: Run, N: float, D: float) -> bool:

@@ -52,9 +52,7 @@ class Study:
     backtest: Backtest | None  # None if it has too few errors for an average
     scale: float  # of errors beyond the fit (Backtest.scale); NaN without a backtest
     profile: intervals.Profile | None
-    minima: (
-        frontier.Minima | None
-    )  # valleys or curves that give N* and D*, if the user asked for them
+    minima: frontier.Minima | None  # valleys or curves that give N* and D*, if a user wants them
     valleys: frontier.Minima | None  # measured valleys, for comparison with the law
     draws: Array | None  # natural parameters of the bootstrap, (R, P)
     warnings: tuple[str, ...]

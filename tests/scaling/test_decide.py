@@ -2,19 +2,22 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.scaling import decide
 from pipeline.scaling.decide import Demand, best, cost, least_cost, loss_of, planned_mfu, priced
 from pipeline.scaling.fitting import Fit
 from pipeline.scaling.frontier import at
 from pipeline.scaling.intervals import scatter
 from pipeline.scaling.laws import LAWS, Inputs
-from pipeline.scaling.points import SIX_ND, Points
-from pipeline.scaling.study import Study
+from pipeline.scaling.points import SIX_ND, Points, read_csv
+from pipeline.scaling.predict import at_sizes, cautions, forecast
+from pipeline.scaling.study import Study, study
 
 # The coefficients that each paper's examples were computed with.
 SARDANA = {"E": 1.69, "A": 406.4, "alpha": 0.336, "B": 410.7, "beta": 0.283}
@@ -161,3 +164,52 @@ def test_on_the_command_line(tmp_path: Path, launch) -> None:
         with pytest.raises(ConfigError, match=words):
             launch(source, wrong)
     assert "Loss 2.1 takes" in launch(source.replace(" --json", ""), "--target-loss 2.1")
+
+
+DEMO = Path(__file__).with_name("demo.csv")  # the runs of `make demo`
+
+
+@pytest.mark.parametrize("unique", [None, 1e6])
+def test_no_answer_contradicts_another(unique: float | None) -> None:
+    """N* and D* of another fit than the loss needed 3 times the compute of the cheapest run."""
+    done = study(read_csv(DEMO), profiled=False)
+    new = Demand(unique=unique)
+    least = least_cost(done, 3.6, new)
+    plain = best(done, np.array([least]), new)
+    for tokens in (1e6, 1e9):
+        demand = Demand(tokens, unique=unique)
+        served = best(done, np.array([least_cost(done, 3.6, demand)]), demand)
+        assert loss_of(done.fit, served, unique)[0] == pytest.approx(3.6) and served.C[0] > least
+        found = decide.decision(done, served, demand)
+        assert found["training_optimum"]["N"] == pytest.approx(plain.N[0], rel=1e-3)
+        assert found["saved"] > 0
+    found = best(done, np.array([1e14]), new)
+    factors = np.array([1, 0.1, 0.5, 0.9, 1.1, 2, 10])
+    others = at(done.fit.points, 1e14 + 0 * factors, found.N * factors, found.D / factors)
+    made = forecast(done, others, unique)
+    assert made[0].loss == pytest.approx(made[0].optimum["loss"], rel=1e-12)
+    assert all(one.loss >= made[0].loss for one in made)
+    assert all(one.optimum == pytest.approx(made[0].optimum) for one in made)
+
+
+def test_a_run_or_optimum_far_outside_of_the_runs_gets_one_warning() -> None:
+    done = study(read_csv(DEMO), "chinchilla")
+    for N, D, words in (
+        (2e4, 7.3e8, "The run (N = 20k, D = 730M) is far outside"),
+        (652640, 2e6, "The best split of its compute (N = "),
+        (59616, 1e5, None),
+    ):
+        place = at_sizes(done, N, D)
+        warnings = cautions(done, place, forecast(done, place))
+        assert [words in text for text in warnings if "far outside" in text] == [True] * bool(words)
+
+
+def test_costs_are_printed_as_people_write_them(launch) -> None:
+    call = f"forecast --points {DEMO} --cluster h100"
+    small = " ".join(launch(call, "--target-loss 3.6").split())
+    assert "cost: less than a second on 8 × h100, less than 0.01 GPU-hours" in small
+    assert "less than $0.01" in small and "to no known upper limit" in small
+    large = " ".join(launch(call, "--flops 1e22").split())
+    assert re.search(
+        r"cost: \d+d\d\d on 8 × h100, [\d,]+\.\d\d GPU-hours, .* \$[\d,]+\.\d\d", large
+    )

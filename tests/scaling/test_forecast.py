@@ -11,14 +11,16 @@ import pytest
 
 from pipeline.config.dump import to_toml
 from pipeline.config.layers import load
-from pipeline.dashboard.law_view import line, size_lines
+from pipeline.dashboard.law_view import law_data, line, size_lines
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
+from pipeline.runs.history import read_runs
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
 from pipeline.scaling.predict import at_sizes
+from pipeline.scaling.record import registered, score
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run, true_loss
 
@@ -304,35 +306,44 @@ def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
 
 def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     call = ("forecast --params 7e6 --tokens 1.4e8 --register --json --runs", ladder)
-    score = ("score --json --runs", ladder)
+    compare = ("score --json --runs", ladder)
     with pytest.raises(ConfigError, match="forecasts="):
-        launch(*score)
+        launch(*compare)
     path = Path(json.loads(launch(*call))["registered"][0])
     assert path.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH) == 0
     with pytest.raises(RunError, match=path.name):
         launch(*call)
-    before = json.loads(launch(*score))["calibration"]
+    before = json.loads(launch(*compare))["calibration"]
     assert before["landed"] == before["counted"] == 0
 
     late = make_run(ladder, "base-20x", 7e6, 1.4e8, size="base")  # its log begins in 1970
-    after = json.loads(launch(*score))
+    after = json.loads(launch(*compare))
     assert after["scores"][0]["run"] == "base-20x"
     assert after["scores"][0]["counts"] is False
 
     log = late / "log.jsonl"  # now as if it had been trained after the forecast
     log.write_text(log.read_text().replace('"time": ', '"time": 1e11, "was": '))
-    after = json.loads(launch(*score))
+    after = json.loads(launch(*compare))
     one = after["scores"][0]
     assert one["counts"] is True
     assert one["inside"] == (one["low"] <= one["measured"] <= one["high"])
     assert one["error"] == pytest.approx(one["measured"] / one["forecast"] - 1)
     assert after["calibration"]["counted"] == 1
     assert "1 of 1 inside" in launch("score --runs", ladder)
+    # The page shows the law of an experiment, and the run may belong to another one.
+    (said,) = json.loads(launch("fit --json --runs", ladder))["targets"]
+    assert "base-20x is the run of a registered forecast, which power made from 3 points" in said
+    assert "fitted to 4 points, and this run is one of them" in said
+    assert "base-20x is the run" in launch("fit --runs", ladder)
+    runs = read_runs(ladder)
+    scores = score(registered(path.parent), runs)
+    shown = law_data([run for run in runs if run.name != "base-20x"], "auto", scores)
+    assert "fitted to 3 points without this run" in shown["plain"]
 
     path.chmod(0o644)
     path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
     with pytest.raises(RunError, match=path.name):
-        launch(*score)
+        launch(*compare)
 
 
 def test_targets_are_registered_all_or_none(ladder: Path, launch) -> None:
