@@ -320,11 +320,10 @@ def _cost_text(cost: dict[str, Any]) -> str:
 
     seconds = 3600 * cost["hours"]
     hours = cost["gpu_hours"]
-    mfu = "planned" if cost["mfu_from"] == "planner" else "assumed"
+    mfu = f"{'planned' if cost['mfu_from'] == 'planner' else 'assumed'} MFU {cost['mfu']:.2g}"
     time = "less than a second" if seconds < 1 else span(seconds)
     work = "less than 0.01" if hours < 0.01 else f"{hours:,.2f}"
-    text = f"{time} on {cost['gpus']} × {cost['cluster']}, {work} GPU-hours, {mfu} MFU"
-    text += f" {cost['mfu']:.2g}"
+    text = f"{time} on {cost['gpus']} × {cost['cluster']}, {work} GPU-hours, {mfu}"
     if "usd" in cost:
         text += ", less than $0.01" if cost["usd"] < 0.01 else f", ${cost['usd']:,.2f}"
     return text

@@ -149,10 +149,8 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
 def cost_range(
     study: Study, target: float, total: float, demand: Demand
 ) -> tuple[float | None, float | None]:
-    """Return the total costs at which the interval's lower and upper end reach the target.
-
-    None if an end does not: the interval widens with the distance from the runs.
-    """
+    """Return the total costs at which the interval's ends reach the target; None where unknown."""
+    # The interval widens with the distance from the runs, so its upper end may never get there.
     C = total * np.geomspace(1e-4, 1e4, 161)
     if demand.served:
         C = C[flops_per_parameter_token(study.fit.points) * demand.served < C]
@@ -160,10 +158,8 @@ def cost_range(
     _, low, high = study.interval(places)
     too_cheap = C[(total > C) & (low > target)]
     enough = C[(total <= C) & (high <= target)]
-    return (
-        float(too_cheap[-1]) if len(too_cheap) else None,
-        float(enough[0]) if len(enough) else None,
-    )
+    first, last = (float(C[0]) if len(C) else None for C in (too_cheap[-1:], enough[:1]))
+    return first, last
 
 
 def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
@@ -184,12 +180,11 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
         found["saved"] = 1 - total / usual
     if demand.unique is not None:
         found["epochs"] = max(1.0, D / demand.unique)
-        found["worth_tokens"] = float(_worth(places.D, demand.unique, R_TOKENS)[0])
         found["loss_with_new_data"] = float(study.fit.predict(places)[0])
         fitted = isinstance(study.fit.law, DataConstrained)
         found["repeats_from"] = "the fit" if fitted else "arXiv 2305.16264"
-        if fitted:
-            del found["worth_tokens"]  # it uses the published constants, and this law does not
+        if not fitted:
+            found["worth_tokens"] = float(_worth(places.D, demand.unique, R_TOKENS)[0])
     return found
 
 

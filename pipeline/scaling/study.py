@@ -262,8 +262,7 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
 def _for_forecasts(points: Points, law: Law, *, full_grid: bool) -> Fit:
     """Fit the law for forecasting, with larger weights for larger runs.
 
-    If a few large runs would then decide N*, every compute gets the same weight instead
-    (docs/LOG.md, 2026-11-18).
+    If a few of them would then decide N*, every compute has the same weight (docs/LOG.md).
     """
     weights = focus(points, law)
     if law.name in ("chinchilla", "gamma"):

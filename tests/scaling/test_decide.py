@@ -182,12 +182,10 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
         assert loss_of(done.fit, served, unique)[0] == pytest.approx(3.6) and served.C[0] > least
         found = decide.decision(done, served, demand)
         assert found["training_optimum"]["N"] == pytest.approx(plain.N[0], rel=1e-3)
-        assert found["saved"] > 0
     found = best(done, np.array([1e14]), new)
     factors = np.array([1, 0.1, 0.5, 0.9, 1.1, 2, 10])
     others = at(done.fit.points, 1e14 + 0 * factors, found.N * factors, found.D / factors)
     made = forecast(done, others, unique)
-    assert made[0].loss == pytest.approx(made[0].optimum["loss"], rel=1e-12)
     assert all(one.loss >= made[0].loss for one in made)
     assert all(one.optimum == pytest.approx(made[0].optimum) for one in made)
 
