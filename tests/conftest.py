@@ -1,5 +1,6 @@
 """Fixtures that several suites share: the command line as a user calls it, and one small corpus."""
 
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer.main
 from filelock import FileLock
 
 from tests import forks
@@ -17,6 +19,8 @@ from tests import forks
 # Before torch is imported: `make test` runs several workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()  # until all is collected: a fifth of each worker's start would be searches for garbage
+# Building all commands takes longer than most of those that tests run in this process.
+typer.main.get_command = functools.cache(typer.main.get_command)
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # These take a minute or more each. They start first, then other slow files, then quick ones, so

@@ -11,6 +11,7 @@ import gc
 import importlib
 import inspect
 import json
+import logging
 import os
 import runpy
 import selectors
@@ -168,8 +169,10 @@ class Fork(subprocess.Popen[str]):
 
     def _execute_child(self, *given: object) -> None:
         asked = inspect.signature(EXECUTE).bind(self, *given).arguments
-        words = asked["args"]
-        if list(words[:3]) != [sys.executable, "-P", "-m"] or words[3] not in FORKED:
+        words = list(asked["args"])
+        start = words.index("-m", 1, 3) + 1 if "-m" in words[1:3] else 0
+        module, *arguments = words[start:]
+        if words[0] != sys.executable or module not in FORKED:
             EXECUTE(self, *given)
             return
         sys.stdout.flush()
@@ -181,7 +184,7 @@ class Fork(subprocess.Popen[str]):
             if asked["preexec_fn"]:
                 asked["preexec_fn"]()
             ends = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
-            become(words[3], words[4:], asked["env"] or dict(os.environ), asked["cwd"], ends)
+            become(module, arguments, asked["env"] or dict(os.environ), asked["cwd"], ends)
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
@@ -193,6 +196,7 @@ def become(
     """Turn this fork into `python -P -m MODULE ARGUMENT…`."""
     code: object = 1
     atexit._clear()  # handlers of the parent
+    logging.root.handlers.clear()  # those of pytest
     try:
         for number, end in enumerate(ends):  # of standard input, output and error; -1 is inherited
             if end not in (-1, number):
@@ -254,6 +258,7 @@ def serve(requests: socket.socket) -> None:
                 status = socket.socket(fileno=descriptors[0])
                 pid = os.fork()
                 if pid == 0:
+                    os.setsid()
                     subprocess.Popen = Fork  # type: ignore[misc, assignment]
                     asked = json.loads(message)
                     become(**asked, ends=(-1, *descriptors[1:]))

@@ -15,7 +15,7 @@ from tests.track.mlflow_server import Server, until
 
 SMALL = ("--set", "model.seq=64", "--set", "train.batch_tokens=256", "--set", "train.eval_every=15",
          "--set", "train.eval_batches=1", "--set", "train.log_every=1", "--nproc", 1,
-         "--experiment", "live")  # fmt: skip
+         "--set", "model.layers=1", "--experiment", "live")  # fmt: skip
 SAYS = "([id, words]) => document.getElementById(id).textContent.includes(words)"
 STEPS = "[...iso.runs.values()].map(r => r.row.step)"
 

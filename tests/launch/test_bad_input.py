@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
     out = small_disk / "run"
     filler = small_disk / "filler"
     # The ranks are stopped on purpose and woken: that is no hang. No spare ranks start either.
-    sets = ("train.save_every=10", "train.hang_s=100", "train.max_restarts=0")
+    sets = ("model.layers=1", "train.save_every=10", "train.hang_s=100", "train.max_restarts=0")
     often = [part for each in sets for part in ("--set", each)]
     asked = (*TINY, "--steps", 40, "--data", corpus, "--out", out, *often)
     alone = ("--nproc", 1, "--resume")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import typer.main
 
 from launch import __main__ as command_line
 from tests.conftest import command, environment
@@ -26,7 +27,8 @@ def run(monkeypatch: pytest.MonkeyPatch, error: BaseException, **env: str) -> in
 
 
 @pytest.fixture(autouse=True)
-def no_extra_commands():
+def no_extra_commands(monkeypatch):
+    monkeypatch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)
     before = list(command_line.app.registered_commands)
     yield
     command_line.app.registered_commands[:] = before

@@ -1,5 +1,7 @@
 """Ranks that share sequences compute the same losses and gradients as one process with whole sequences."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.parallel.sequence import share_sequences
 from pipeline.planner.check import resolve
+from tests import forks
+from tests.conftest import environment
 
 SMALL = "seq=32 vocab=64 width=32 layers=2 attention.heads=4"
 HEADS = "attention.head_dim=8 ffn.hidden=48"
@@ -92,17 +96,16 @@ def compare(rank, store):
     dist.destroy_process_group()
 
 
-def fork_ranks(_, store):
-    """Start four ranks after one import."""
-    torch.set_num_threads(1)  # threads do not survive a fork
-    mp.start_processes(compare, (store,), nprocs=4, start_method="fork")
-
-
 def test_shared_sequences_give_the_losses_and_gradients_of_whole_ones(tmp_path):
-    mp.spawn(fork_ranks, (tmp_path / "store",), nprocs=1)
+    done = forks.run(__name__, [tmp_path / "store"], environment())
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_impossible_degree_is_refused_with_the_nearest_possible():
     wrong = load(size="tiny", sets=["parallel.sp=8", "model.attention.heads=4"])
     with pytest.raises(ConfigError, match=r"sp=8.*parallel\.sp=4"):
         resolve(wrong, ranks=8, gpu=False)
+
+
+if __name__ == "__main__":
+    mp.start_processes(compare, (sys.argv[1],), nprocs=4, start_method="fork")

@@ -34,7 +34,7 @@ def public() -> Path:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch():
     """Run a command, whose arguments may hold several words; raise a user's error as it is."""
     app = typer.Typer()

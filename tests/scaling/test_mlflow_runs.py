@@ -36,15 +36,8 @@ def store_runs(ladder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         run_id, _ = store.open("demo", folder.name, folder.name, 1000)
         store.describe(run_id, mlflow_runs.params(folder), mlflow_runs.tags(folder))
         rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        store.send(
-            run_id,
-            [
-                (k, v, int(r["time"] * 1000), r["step"])
-                for r in rows
-                for k, v in mlflow_runs.metrics(r).items()
-            ],
-            {},
-        )
+        found = ((r, *pair) for r in rows for pair in mlflow_runs.metrics(r).items())
+        store.send(run_id, [(k, v, int(r["time"] * 1000), r["step"]) for r, k, v in found], {})
         store.set_status(run_id, "FINISHED", 500_000)
     return ladder
 
@@ -55,9 +48,8 @@ def test_both_give_the_same_points(stored: Path, launch) -> None:
     assert there.convention == here.convention
     for column in ("N", "D", "C", "loss"):
         assert getattr(there, column) == pytest.approx(getattr(here, column))
-    data = json.loads(
-        launch("fit", "--experiment", "demo", "--json")
-    )  # no runs/demo below this directory
+    # There is no runs/demo below this directory.
+    data = json.loads(launch("fit", "--experiment", "demo", "--json"))
     assert data["points"]["used"] == 3
     with pytest.raises(RunError, match="it has demo"):
         read_experiment("dmeo")

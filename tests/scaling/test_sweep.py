@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from pipeline.sweep import execute
 from tests.conftest import environment, launch
@@ -88,15 +89,12 @@ def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
         assert branched == whole  # to the last bit
     began = next(r for r in reversed(records(branch)) if r.get("event") == "resume")
     assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
-    line = launch(
-        *call, "--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5, code=2
-    ).stderr
+    other = ("--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5)
+    line = launch(*call, *other, code=2).stderr
     assert "seed is 1234 there and 5 here" in line or "is another run" in line
 
 
 def _holds_mlflow(uri: str, root: Path) -> None:
-    from mlflow import MlflowClient
-
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("short")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}

@@ -1,14 +1,14 @@
-"""A real `mlflow server` on SQLite that can be killed, frozen and brought back, and records to feed it with."""
+"""A real MLflow server on SQLite that can be killed, frozen and brought back, and records to feed it with."""
 
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.forks import Launched
 
 
 class Server:
@@ -18,26 +18,28 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Launched | None = None
 
     def start(self) -> None:
-        command = [
-            *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--workers", "1"),
-            *("--backend-store-uri", f"sqlite:///{self.folder / 'server.db'}"),
-            *("--artifacts-destination", str(self.folder / "artifacts")),
-        ]
+        """Start what `mlflow server` starts, in a fork that has imported most of MLflow."""
+        from mlflow.server import constants
+
         env = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW_")}
         env |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
-            )
+        env[constants.BACKEND_STORE_URI_ENV_VAR] = f"sqlite:///{self.folder / 'server.db'}"
+        env[constants.ARTIFACT_ROOT_ENV_VAR] = "mlflow-artifacts:/"
+        env[constants.SERVE_ARTIFACTS_ENV_VAR] = "true"
+        env[constants.ARTIFACTS_DESTINATION_ENV_VAR] = str(self.folder / "artifacts")
+        command = ["--host", "127.0.0.1", "--port", self.port, "mlflow.server.fastapi_app:app"]
+        with (self.folder / "server.log").open("a") as log:
+            self.process = Launched("uvicorn", command, env, self.folder, log, log)
         until(self.answers, 240)
 
     def answers(self) -> bool:
+        """Ask for an experiment, so that the database is complete before a test kills the server."""
+        first = f"{self.uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
+            with urllib.request.urlopen(first, timeout=100) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -18,6 +18,7 @@ from pipeline.process import python_module
 from pipeline.runs.log import Log, read
 from pipeline.track import mlflow_sync
 from pipeline.track.sidecar import MODULE, Sidecar
+from tests.forks import Fork
 
 # A busy machine may pause; a synchronous call to a dead server takes 4.4 s.
 SLOWEST_APPEND_S = 0.5
@@ -27,6 +28,7 @@ WAIT_S = 600  # for any state: a sidecar has a low priority, and so little time 
 @pytest.fixture
 def uri(server: Server, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    monkeypatch.setattr(subprocess, "Popen", Fork)  # of this process, which has imported MLflow
     return server.uri
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from mlflow import MlflowClient
 from mlflow_server import Server
 
 from tests.conftest import environment, launch
@@ -15,7 +16,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     tracked = {"MLFLOW_TRACKING_URI": server.uri}
     arguments = (
         "pretrain", "--size", "tiny", "--steps", 120, "--data", corpus, "--nproc", 1, "--out", out,
-        "--experiment", "outage", "--set", "model.seq=64", "--set", "train.batch_tokens=1024",
+        "--experiment", "outage", "--set", "model.seq=64", "--set", "model.layers=1", "--set", "train.batch_tokens=256",
         "--set", "train.eval_every=30", "--set", "train.eval_batches=1",
         "--set", "train.hang_s=300",  # a step on a busy machine once took 29 s
     )  # fmt: skip
@@ -36,8 +37,6 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     steps = {r["step"]: r for r in log if r["kind"] == "step"}
     assert sorted(steps) == list(range(1, 121))
 
-    from mlflow import MlflowClient
-
     client = MlflowClient(server.uri)
     run = client.get_run(json.loads((out / "mlflow.json").read_text())["run_id"])
     assert client.get_experiment(run.info.experiment_id).name == "outage"
@@ -54,6 +53,5 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     evals = {r["step"]: r["bpb"] for r in log if r["kind"] == "eval"}
     assert history("eval/bpb") == pytest.approx(evals)
     assert run.data.params["model.width"] == "64" and "run.params.total" in run.data.params
-    assert {"config.toml", "run.json", "env.json"} <= {
-        a.path for a in client.list_artifacts(run.info.run_id)
-    }
+    artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert {"config.toml", "run.json", "env.json"} <= artifacts

@@ -1,5 +1,5 @@
-"""`python -m tests.train.corruption FLIPS STEPS`: on four ranks, every engine skips a step and finds flipped bits; on
-two, steps do not wait and DDP raises no alarm. Rank 0 prints the results.
+"""`python -m tests.train.corruption FLIPS STEPS`: on four ranks, every engine finds flipped bits; on two, it skips a
+step, steps do not wait and DDP raises no alarm. Rank 0 prints the results.
 
 One launch for all, because importing takes most of the time. Of four ranks, a majority names the one that differs; of
 two ranks that share experts, both are named.
@@ -160,11 +160,8 @@ def strike(
 
     def accept(_nll: Tensor, _norm: Tensor) -> Tensor:
         if where == "gradient" and mine:
-            flip(
-                [*worker.local_tensors().expert_gradient_copies]
-                or worker.local_tensors().gradient_copies,
-                mine,
-            )
+            now = worker.local_tensors()
+            flip([*now.expert_gradient_copies] or now.gradient_copies, mine)
         comparison = replicas.compare()
         if wrong := WORLD.sum([], first=comparison.flags).any():
             messages.append(str(replicas.blame(comparison, step)))
@@ -234,7 +231,6 @@ def war(world: World) -> None:
     global WORLD
     WORLD, each = world, int(sys.argv[1]) // len(LAYOUTS)
     say(
-        skipped={str(kind): skipped(*kind) for kind in KINDS},
         caught={str(layout): flips(each, *layout) for layout in [*LAYOUTS, *SHARED]},
         looped=[looped(save=False), looped(save=True)],
         routed=[routed(1), routed(3)],
@@ -245,6 +241,7 @@ def peace(world: World) -> None:
     global WORLD
     WORLD = world
     say(
+        skipped={str(kind): skipped(*kind) for kind in KINDS},
         alarms=clean(int(sys.argv[2])),
         waits={str(kind): waits(*kind) for kind in [*((*each, "moe") for each in KINDS), DENSE]},
     )

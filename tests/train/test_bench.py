@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -166,11 +164,10 @@ def test_the_peak_is_that_of_the_local_device(monkeypatch, cluster, device, here
 
 
 def test_several_ranks_print_one_table_and_end_a_save_together():
-    torchrun = words("-m torch.distributed.run --standalone --nproc-per-node 2 -m launch")
+    torchrun = words("--standalone --nproc-per-node 2 -m launch")
     asked = words("--steps 1 --overheads --no-parts --json --profile")
-    program = [sys.executable, *torchrun, *BENCH, *asked, *sets(SMALL)]
-    env = environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=600)
+    program = [*torchrun, *BENCH, *asked, *sets(SMALL)]
+    done = forks.run("torch.distributed.run", program, environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["training blocked by one save, % of a step"] >= 0

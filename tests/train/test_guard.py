@@ -124,7 +124,7 @@ def test_finished_steps_are_logged_before_an_error_and_a_rollback_keeps_its_save
 
 
 def test_every_engine_skips_cleanly_and_finds_every_flipped_bit():
-    done = forked("corruption", 25, 300)
+    done = forked("corruption", 25, 100)
     lines = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert len(lines) == 2, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     seen = lines[0] | lines[1]
