@@ -307,9 +307,8 @@ def _print_forecast(
         console.print(f"recipe: learning rate {recipe['lr']:.3g}, {batch}")
     if "cost" in data:
         console.print(f"cost: {_cost_text(data['cost'])}")
-    command = recipe.get("command")
-    if command:  # on one line, so that it can be copied
-        console.print(f"train it with: {command}", markup=False, soft_wrap=True)
+    if recipe.get("command"):  # on one line, so that it can be copied
+        console.print(f"train it with: {recipe['command']}", markup=False, soft_wrap=True)
     for path in data.get("registered", []):
         console.print(f"registered: {path}", markup=False)
     print_warnings(console, data["warnings"])
@@ -345,7 +344,7 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} with the best N "
             f"and D; 95% interval: {low} to {high}."
         )
-    if "inference_flops" in found:
+    if "saved" in found:
         usual = found["training_optimum"]
         console.print(
             f"Inference adds {power(found['inference_flops'])} FLOPs. Training and inference cost "

@@ -6,6 +6,7 @@ for a loss is found by searching over total costs.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -57,8 +58,7 @@ def best(study: Study, C: Array, demand: Demand) -> Points:
         return study.frontier(C)
     needs_terms(study)
     each = flops_per_parameter_token(study.fit.points)
-    split = np.array([_best_split(study.fit, c / each, demand) for c in C])
-    N, D = split.T
+    N, D = np.array([_best_split(study.fit, c / each, demand) for c in C]).T
     return at(study.fit.points, each * N * D, N, D)
 
 
@@ -171,13 +171,14 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if demand.inference_tokens:
         total = each * N * (D + demand.served)
-        without = Demand(unique=demand.unique)
-        plain = best(study, np.array([least_cost(study, loss, without)]), without)
-        usual = each * float(plain.N[0]) * (float(plain.D[0]) + demand.served)
         found["inference_flops"] = each * N * demand.inference_tokens * FORWARD
         found["total_cost_flops"] = total
-        found["training_optimum"] = {"N": float(plain.N[0]), "D": float(plain.D[0])}
-        found["saved"] = 1 - total / usual
+        without = Demand(unique=demand.unique)
+        with suppress(ConfigError):  # a loss at the floor of the law or far above the runs
+            plain = best(study, np.array([least_cost(study, loss, without)]), without)
+            found["training_optimum"] = {"N": float(plain.N[0]), "D": float(plain.D[0])}
+            usual = each * float(plain.N[0] * (plain.D[0] + demand.served))
+            found["saved"] = max(0.0, 1 - total / usual)
     if demand.unique is not None:
         found["epochs"] = max(1.0, D / demand.unique)
         found["loss_with_new_data"] = float(study.fit.predict(places)[0])
