@@ -82,12 +82,11 @@ def generate(
     before = _read(shots, "shots") if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
     _refuse_mixed(texts, temperature, samples, beam, one_stream=stream, as_json=as_json)
-
     # Imported after the checks, because torch takes seconds.
     import torch
 
     from pipeline.checkpoint.restore import load_model
-    from pipeline.model.decode import Sampling, beam_search
+    from pipeline.model.decode import Sampling, beam_search, lay_out
     from pipeline.model.decode import generate as continuations
     from pipeline.model.decode import stream as stream_tokens
     from pipeline.runs.directory import tokenizer_of
@@ -100,6 +99,7 @@ def generate(
     inputs = _inputs(config, pieces, [(text, before + text) for text in texts], from_, to)
     _check_lengths(inputs, max_new, config)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    lay_out(model, beam or len(inputs))
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
         prompts = [inputs[0].prompt]

@@ -263,9 +263,19 @@ class GroupedAttention(nn.Module):
             if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
                 gains = (q_norm.gain, k_norm.gain)
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
-        q_BSHD, k_BSGD, v_BSGD = torch.split(qkv_BSAD, [c.heads, c.kv_heads, c.kv_heads], dim=2)
-        # Rotate both in one operation: decoding on a CPU spends most of its time on overhead.
-        qk_BSAD = rotate(torch.cat((q_norm(q_BSHD), k_norm(k_BSGD)), dim=2), table)
+        qk_BSAD, v_BSGD = qkv_BSAD.tensor_split((c.heads + c.kv_heads,), dim=2)
+        # Queries and keys together: decoding on a CPU spends most of its time on overhead.
+        if torch.is_inference_mode_enabled() and isinstance(q_norm, RMSNorm):
+            qk_BSAD = F.rms_norm(qk_BSAD, (c.head_dim,), None, self.eps)
+            q_gain = q_norm.gain
+            k_gain = cast(RMSNorm, k_norm).gain
+            if q_gain is not None and k_gain is not None:
+                each = (q_gain.expand(c.heads, -1), k_gain.expand(c.kv_heads, -1))
+                qk_BSAD = qk_BSAD * torch.cat(each)
+        elif not isinstance(q_norm, nn.Identity):
+            q_BSHD, k_BSGD = qk_BSAD.tensor_split((c.heads,), dim=2)
+            qk_BSAD = torch.cat((q_norm(q_BSHD), k_norm(k_BSGD)), dim=2)
+        qk_BSAD = rotate(qk_BSAD, table)
         return qk_BSAD[:, :, : c.heads], qk_BSAD[:, :, c.heads :], v_BSGD
 
 

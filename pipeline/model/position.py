@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.parts import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half)
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half), unless spread
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
@@ -27,9 +27,20 @@ def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) ->
     return angle.cos() * factor, angle.sin() * factor
 
 
+def spread(table: Rotary) -> Rotary:
+    """Return the table for all D channels and for `rotate` on a CPU, (…, 1, D), so that every layer
+    needs few operations: on a CPU, their overhead is most of the time of decoding."""
+    cos, sin = (part[..., None, :] for part in table)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotate(x_BSHD: Tensor, table: Rotary | None) -> Tensor:
     if table is None:
         return x_BSHD
+    half = x_BSHD.shape[-1] // 2
+    if table[0].shape[-1] == 2 * half:
+        x = x_BSHD.float()
+        return (x * table[0] + x.roll(half, -1) * table[1]).type_as(x_BSHD)
     # In fp32: bf16 has 8 bits, too few for the product of two rotations.
     cos, sin = (part[..., None, :] for part in table)
     a, b = x_BSHD.float().chunk(2, dim=-1)

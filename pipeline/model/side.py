@@ -16,7 +16,15 @@ from pipeline.model.block import Stream, recomputed
 from pipeline.model.context import Cache, Context, Mask, make_mask
 from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
-from pipeline.model.position import DistanceBias, alibi, distances, places_in, rotary, sinusoidal
+from pipeline.model.position import (
+    DistanceBias,
+    alibi,
+    distances,
+    places_in,
+    rotary,
+    sinusoidal,
+    spread,
+)
 from pipeline.model.stream import settle
 
 
@@ -154,6 +162,8 @@ class Side(nn.Module):
             table = near_table = rotary(places, a.rotary_dim, position)
             if position.window_theta is not None:
                 near_table = rotary(places, a.rotary_dim, position, windowed=True)
+            if device.type == "cpu":
+                table, near_table = spread(table), spread(near_table)
         bias_HQK = self._bias(queries, keys, device, fixed)
         far = mask(None)
         near = far if a.window is None else mask(a.window)

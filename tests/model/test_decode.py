@@ -12,7 +12,7 @@ from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
-from pipeline.model.decode import Sampling, beam_search, generate, pick, source_fields
+from pipeline.model.decode import Sampling, beam_search, generate, lay_out, pick, source_fields
 from pipeline.planner import count as account
 
 MLA = {
@@ -261,3 +261,14 @@ def test_a_tiny_temperature_is_greedy() -> None:
     logits = torch.tensor([[1.0, 5.0, 4.999, -3.0]])
     for temperature in (1e-4, 1e-44, 1e-300):
         assert pick(logits, Sampling(temperature), [torch.Generator()]).tolist() == [1]
+
+
+def test_inference_and_another_layout_of_the_weights_give_the_same() -> None:
+    model = made("gqa").requires_grad_(False)
+    model.blocks[0].attention.q_norm.gain.fill_(0.7)
+    tokens = torch.tensor(prompts(12, 12))
+    whole = model(tokens)
+    lay_out(model, rows=2)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens), whole)
+    assert model.head.weight.stride() == (1, 50)

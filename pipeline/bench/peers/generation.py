@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, RunError
 from pipeline.hub.exporting import hub_config, hub_state
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
-from pipeline.model.decode import generate, last_logits, source_fields
+from pipeline.model.decode import generate, last_logits, lay_out, source_fields
 from pipeline.model.stack import Decoder
 from pipeline.planner import count as account
 from pipeline.train.measure import device_name
@@ -73,6 +73,7 @@ class Sides:
         load = getattr(transformers, family.architecture).from_pretrained
         peer = load(None, config=shape, state_dict=state, dtype=self.dtype)
         self._peer = peer.to(self.device).eval()
+        lay_out(model, rows)  # as `launch generate` does
         # Some classes have tokens to force or to end with. Without any, both sides make as many.
         self._peer.generation_config = GenerationConfig()
         torch.manual_seed(0)
