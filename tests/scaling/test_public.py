@@ -100,6 +100,24 @@ def test_larger_runs_are_predicted_from_smaller_ones(
     assert np.mean(off) <= 0.085
 
 
+@pytest.mark.slow
+def test_small_ladders(chinchilla: Points, porian: dict[str, Points]) -> None:
+    """Sets of 22 runs near the best of their budget: fit on 13 or 17, predict the others."""
+    rng = np.random.default_rng(1)
+    errors = []
+    for points in [chinchilla, *porian.values()]:
+        budget = [np.abs(np.log(points.C / c)) < np.log(1.2) for c in points.C]
+        best = np.array([points.loss[same].min() for same in budget])
+        good = points.take(points.loss < 1.08 * best)
+        some = good.take(np.sort(rng.choice(len(good), 22, replace=False)))
+        for share in (0.6, 0.8):
+            edge = np.quantile(some.C, share)
+            larger = some.take(edge < some.C)
+            loss, _, _ = study(some.take(edge >= some.C), profiled=False).interval(larger)
+            errors.append(np.abs(loss / larger.loss - 1).mean())
+    assert np.mean(errors) <= 0.015
+
+
 def valleys(points: Points) -> list[tuple[float, float]]:
     """C and log N* of each budget, by a parabola through the runs within 3% of its best."""
     found = []
