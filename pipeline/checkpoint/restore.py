@@ -99,14 +99,19 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
         set_random_state(random)
 
 
+def starting_point(path: Path) -> Path:
+    """Return the checkpoint with which another run can start, the newest of this run."""
+    checkpoint = newest(path)
+    if any(is_adapter(key) for key in checkpoint.manifest.tensors):
+        remedy = "merge it first with `launch export` and `launch import`"
+        raise RunError(f"{path} was trained with LoRA; {remedy}")
+    return checkpoint.path
+
+
 def load_initial_weights(engine: Engine, path: Path) -> None:
     """Load the weights of another run, and not its optimizer state; every rank calls it."""
     checkpoint = newest(path)
     known = checkpoint.manifest.tensors
-
-    if any(is_adapter(key) for key in known):
-        remedy = "merge it first with `launch export` and `launch import`"
-        raise RunError(f"--init {path} was trained with LoRA; {remedy}")
 
     def is_new(fragment: Fragment) -> bool:
         # Adapters, and a head for other labels, start as they were drawn.

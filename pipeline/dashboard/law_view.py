@@ -13,7 +13,14 @@ from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.annealing import with_curves
-from pipeline.scaling.frontier import at, bottom, budgets_of, flops_per_parameter_token, valley
+from pipeline.scaling.frontier import (
+    Price,
+    at,
+    bottom,
+    budgets_of,
+    flops_per_parameter_token,
+    valley,
+)
 from pipeline.scaling.points import Array, Points, points_of
 from pipeline.scaling.record import Score, about_targets
 from pipeline.scaling.study import Study, study
@@ -163,12 +170,13 @@ def grid(done: Study) -> dict[str, Any]:
     if best is None:  # a law of compute alone
         places = done.frontier(C)
     else:
-        each = flops_per_parameter_token(done.fit.points)
         # One row per compute and size, in this order: the page computes the index from both.
         N = np.outer(best.N, SIZES).ravel()
-        D = np.repeat(C, len(SIZES)) / each / N
-        places = at(done.fit.points, each * N * D, N, D)
-        found |= {"sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist(), "each": each}
+        spent = np.repeat(C, len(SIZES))
+        D = spent / Price.of(done.fit.points).each(N) / N
+        places = at(done.fit.points, spent, N, D)
+        found |= {"sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist()}
+        found["tokens"] = D.tolist()
         found["mfu"] = speeds(float(N.min()), float(N.max()))
     loss, low, high = done.interval(places)
     return {**found, "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}

@@ -6,6 +6,7 @@ back byte for byte.
 """
 
 import io
+import itertools
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -174,7 +175,15 @@ class Tokenizer:
         return np.asarray(ids, np.uint32)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        return self.sentencepiece.decode([int(i) for i in ids])  # type: ignore[no-any-return]
+        """Return the text. The ids that a run adds to the tokenizer's, such as T5's sentinels, have
+        none: they are numbered in angle brackets."""
+        text = ""
+        for added, part in itertools.groupby(map(int, ids), lambda id: id >= self.vocab):
+            if added:
+                text += "".join(f"<{id - self.vocab}>" for id in part)
+            else:
+                text += self.sentencepiece.decode(list(part))
+        return text
 
     def text_bytes(self, ids: Ids) -> bytes:
         """Return the text of the ids; a lossless tokenizer returns exactly the bytes it encoded."""

@@ -11,6 +11,9 @@ from pipeline.scaling.laws import Law
 from pipeline.scaling.points import Array, Points
 
 Method = Literal["akima", "parabola"]
+EQUAL = 1e-6  # relative difference of prices that are the same
+OFF_LINE = 0.05  # largest relative error of a price; above it the points have no common one
+ROUNDS = 30  # of the search for N*; each makes the error at least five times smaller
 GAP = 1.1  # compute values more than 10% apart belong to two budgets
 UNEQUAL = 1.5  # the largest ratio of compute within one budget
 
@@ -18,6 +21,37 @@ UNEQUAL = 1.5  # the largest ratio of compute within one budget
 def flops_per_parameter_token(points: Points) -> float:
     """C / (N·D): 6 by Hoffmann's convention, a little more where attention is counted."""
     return float(np.median(points.C / (points.N * points.D)))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Training FLOPs per parameter and token of models of one shape: base + extra · N^(−1/3).
+
+    The second part is attention, whose FLOPs per token grow with layers × width, while N grows with
+    layers × width². It is zero where a file counts C = 6·N·D.
+    """
+
+    base: float
+    extra: float
+
+    @classmethod
+    def of(cls, points: Points) -> "Price":
+        """Return the price that the points have in common, or their median if they have none."""
+        each = points.C / (points.N * points.D)
+        if len(np.unique(points.N)) >= 3 and np.ptp(each) > EQUAL * each.max():
+            extra, base = np.polyfit(np.cbrt(1 / points.N), each, 1)
+            found = cls(float(base), float(extra))
+            off = np.abs(found.each(points.N) / each - 1).max()
+            if base > 0 and extra > 0 and off < OFF_LINE:
+                return found
+        return cls(float(np.median(each)), 0.0)
+
+    def each(self, N: Array) -> Array:
+        return np.asarray(self.base + self.extra * np.cbrt(1 / N))
+
+    def growth(self, N: Array) -> Array:
+        """The derivative of the logarithm of N times this price by log N; 1 for C = 6·N·D."""
+        return np.asarray(1 - self.extra * np.cbrt(1 / N) / (3 * self.each(N)))
 
 
 def at(points: Points, C: Array, N: Array, D: Array, **columns: Any) -> Points:
@@ -52,11 +86,18 @@ def exponents(law: Law, natural: Array) -> Array | None:
     return np.asarray(terms[:, [3, 1]] / (terms[:, 1] + terms[:, 3])[:, None])
 
 
-def best_split(terms: Array, unit: Array) -> Array:
-    """Log N of the least A·N^−α + B·D^−β with log N + log D = unit: αA·N^−α = βB·D^−β."""
+def best_split(terms: Array, log_c: Array, price: Price) -> Array:
+    """Log N of the least A·N^−α + B·D^−β with C = price · N · D: αA·N^−α = βB·D^−β · growth."""
     a, alpha, b, beta = terms.T
+    unit = log_c - np.log(price.base)  # log N + log D
+    growth: Array | float = 1.0
     with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
-        return np.asarray((np.log(alpha / beta) + a - b + beta * unit) / (alpha + beta))
+        for _ in range(ROUNDS if price.extra else 1):
+            n = (np.log(alpha / beta / growth) + a - b + beta * unit) / (alpha + beta)
+            N = np.exp(n)
+            unit = log_c - np.log(price.each(N))
+            growth = price.growth(N)
+    return np.asarray(n)
 
 
 def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Points | None:
@@ -66,11 +107,11 @@ def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Points | None:
     terms = terms_of(fit.law, natural, many) if len(C) else None
     if terms is None:
         return None
-    unit = np.log(C / flops_per_parameter_token(fit.points))
-    n = best_split(terms, unit)
+    price = Price.of(fit.points)
+    n = best_split(terms, np.log(C), price)
     with np.errstate(all="ignore"):
         N = np.exp(n)
-        D = np.exp(unit - n)
+        D = C / price.each(N) / N
     return at(fit.points, C, N, D, experts=experts)
 
 

@@ -22,7 +22,7 @@ from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
-from pipeline.scaling.frontier import at, flops_per_parameter_token
+from pipeline.scaling.frontier import Price, at
 from pipeline.scaling.points import MIXED_COUNTS, Points, read_columns, read_table
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -77,7 +77,7 @@ def read_targets(path: Path) -> dict[str, Any]:
 
 
 def at_targets(study: Study, targets: dict[str, Any]) -> Points:
-    C = flops_per_parameter_token(study.fit.points) * targets["N"] * targets["D"]
+    C = Price.of(study.fit.points).each(targets["N"]) * targets["N"] * targets["D"]
     # A column C of the file has priority over this product.
     return at(study.fit.points, **{"C": C, **targets})
 
@@ -91,14 +91,18 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
+    # The exact FLOPs of a size are not quite those of the points' price, so its run is compared
+    # with other splits at this price; N is NaN for a law of compute alone.
+    spent = Price.of(study.fit.points).each(targets.N) * targets.N * targets.D
+    C = np.where(np.isfinite(spent), spent, targets.C)
     if unique is None:
-        best = study.optimum(targets.C, targets.experts)
+        best = study.optimum(C, targets.experts)
     else:
-        best = decide.best(study, targets.C, decide.Demand(unique=unique))
+        best = decide.best(study, C, decide.Demand(unique=unique))
         best = replace(best, loss=decide.loss_of(study.fit, best, unique))
     # The draws are for dense runs on new data: others get no interval of N* and D*.
     known = targets.experts is None and unique is None
-    span = (study.optimum_range(targets.C) or {}) if known else {}
+    span = (study.optimum_range(C) or {}) if known else {}
     _refuse_off_frontier(study, targets)
     loss, low, high = study.interval(decide.worth(study.fit, targets, unique))
     largest = float(study.fit.points.C.max())
@@ -197,7 +201,7 @@ def _misfits(study: Study, targets: Points) -> list[str]:
             f"parameters, D in tokens and C in FLOPs?"
         )
     # A law of compute alone has targets without N and D, for which no comparison is true.
-    each = targets.C / (targets.N * targets.D) / flops_per_parameter_token(points)
+    each = targets.C / (targets.N * targets.D) / Price.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets is not that of the points: is their C right?")
     if None not in (points.arch, targets.arch) and targets.arch != points.arch:

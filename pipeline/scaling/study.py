@@ -86,9 +86,12 @@ class Study:
             return None
         a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
-        unit = np.log(C / frontier.flops_per_parameter_token(self.fit.points))
-        n = np.array([frontier.best_split(terms, np.full(len(terms), one)) for one in unit]).T
-        columns = {"N": n, "D": unit - n, "a": a_b[:, :1], "b": a_b[:, 1:]}
+        price = frontier.Price.of(self.fit.points)
+        log_c = np.log(C)
+        splits = [frontier.best_split(terms, np.full(len(terms), one), price) for one in log_c]
+        n = np.array(splits).T
+        d = log_c - n - np.log(price.each(np.exp(n)))
+        columns = {"N": n, "D": d, "a": a_b[:, :1], "b": a_b[:, 1:]}
         found = {}
         for key, values in columns.items():
             # Draws with a negative exponent have no optimum.
@@ -282,8 +285,8 @@ def _split_error(fitted: Fit) -> float:
     nudged = fitted.theta + step * np.concatenate([unit, -unit])
     terms = frontier.terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
     assert terms is not None
-    compute = 10 * fitted.points.C.max() / frontier.flops_per_parameter_token(fitted.points)
-    up, down = np.split(frontier.best_split(terms, np.full(len(terms), np.log(compute))), 2)
+    log_c = np.full(len(terms), np.log(10 * fitted.points.C.max()))
+    up, down = np.split(frontier.best_split(terms, log_c, frontier.Price.of(fitted.points)), 2)
     slope = (up - down) / (2 * step)
     return float(np.sqrt(slope @ intervals.scatter(fitted).covariance @ slope))
 

@@ -76,6 +76,9 @@ Reader = Model | Pool
 @contextmanager
 def open_model(run: Path, processes: int) -> Iterator[Reader]:
     """Open a run's model in this many processes, each on its own GPU if there are GPUs."""
+    stack = run_config(run).model.stack
+    if stack != "decoder":
+        raise RunError(f'--run {run} has model.stack="{stack}"; tasks need a decoder')
     if processes == 1:
         yield Model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return

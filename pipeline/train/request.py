@@ -257,12 +257,12 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces = None  # the weights have a vocabulary already
         # Imports torch, which takes seconds.
         from pipeline.checkpoint.format import CONFIG
-        from pipeline.checkpoint.restore import newest
+        from pipeline.checkpoint.restore import starting_point
 
         remedy = "prepare the data with --tokenizer, the .model file of that run"
         found = corpus.manifest.tokenizer.fingerprint
         same_tokenizer(request.init, found, f"--data {request.data}", remedy)
-        start = newest(request.init).path
+        start = starting_point(request.init)
         before = reload(start / CONFIG)
         layer["init"] = str(start.resolve())
         if not pairs or isinstance(before.objective, Pairs):

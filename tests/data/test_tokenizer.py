@@ -28,6 +28,7 @@ strings = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=20)), ma
 def test_ids_are_sentencepieces_and_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([tokenizer.vocab + 2, *ids]) == f"<2>{text}"
     assert not set(ids) & set(tokenizer.controls.values()), "text injected a control token"
     assert ids == tokenizer._encode_exact(text).tolist(), "cut where a piece runs over"
     if META not in text:

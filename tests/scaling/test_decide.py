@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.scaling import decide
+from pipeline.scaling import decide, frontier
 from pipeline.scaling.decide import Demand, best, cost, least_cost, loss_of, planned_mfu, priced
 from pipeline.scaling.fitting import Fit
 from pipeline.scaling.frontier import at
@@ -183,7 +183,9 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
         assert found["training_optimum"]["N"] == pytest.approx(plain.N[0], rel=1e-3)
     found = best(done, np.array([1e14]), new)
     factors = np.array([1, 0.1, 0.5, 0.9, 1.1, 2, 10])
-    others = at(done.fit.points, 1e14 + 0 * factors, found.N * factors, found.D / factors)
+    N = found.N * factors
+    D = 1e14 / frontier.Price.of(done.fit.points).each(N) / N
+    others = at(done.fit.points, 1e14 + 0 * factors, N, D)
     first, *made = forecast(done, others, unique)
     same = pytest.approx(first.optimum)
     assert all(one.loss >= first.loss and one.optimum == same for one in made)

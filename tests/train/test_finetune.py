@@ -165,6 +165,15 @@ def test_an_easy_task_is_learned(runs: Path, inside) -> None:
     assert json.loads(out)["ended"]
 
 
+def test_runs_that_cannot_serve_are_refused_before_anything_is_written(runs: Path, inside) -> None:
+    begin = ("finetune", "--run", runs / "lora" / "one", "--data", runs / "colors.jsonl")
+    assert "was trained with LoRA" in inside(*begin, "--out", runs / "again", code=2)
+    assert not (runs / "again").exists()
+    pairs = lines(runs / "t.jsonl", [{"good": "red", "bad": "one"}])
+    begin = ("evaluate", "--run", runs / "encoder-base", "--tasks", pairs)
+    assert "tasks need a decoder" in inside(*begin, code=2)
+
+
 def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
     """Against LoRA as in its paper: W + scale·BA, with all other weights those of the start."""
     run = runs / "lora" / "one"

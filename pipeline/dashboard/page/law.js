@@ -298,7 +298,8 @@
     const j = +$("split").value;
     const share = grid.sizes[j]; // of N*
     const N = grid.N[i] * share;
-    return { i, C, share, N, D: C / grid.each / N, index: i * grid.sizes.length + j };
+    const index = i * grid.sizes.length + j;
+    return { i, C, share, N, D: grid.tokens[index], index };
   }
 
   // As decide.planned_mfu: of the size nearest to N, unless it is more than 4 times off.
