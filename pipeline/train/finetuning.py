@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import atomic
-from pipeline.checkpoint.restore import run_config
+from pipeline.checkpoint.restore import run_config, starting_point
 from pipeline.config.objective import Answers, Labels
 from pipeline.config.optimizer import AdamW
 from pipeline.config.parts import Learned
@@ -83,6 +83,7 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     if asked.scratch and asked.lora is not None:
         text = f"--lora {asked.lora} keeps the weights, and --scratch makes them random"
         raise ConfigError(f"{text}; remove one of the two")
+    starting_point(asked.start)  # refuses a run with adapters
     before = run_config(asked.start)
     objective = _objective(asked, before, train, valid)
     tokenizer = tokenizer_of(asked.start, before.data.dir, asked.tokenizer)
