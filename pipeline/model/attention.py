@@ -265,7 +265,8 @@ class GroupedAttention(nn.Module):
             return norm_and_rotate(qkv_BSAD, c.heads, gains, self.eps, table)
         qk_BSAD, v_BSGD = qkv_BSAD.tensor_split((c.heads + c.kv_heads,), dim=2)
         # Queries and keys together: decoding on a CPU spends most of its time on overhead.
-        if torch.is_inference_mode_enabled() and isinstance(q_norm, RMSNorm):
+        generating = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        if generating and isinstance(q_norm, RMSNorm):
             qk_BSAD = F.rms_norm(qk_BSAD, (c.head_dim,), None, self.eps)
             q_gain = q_norm.gain
             k_gain = cast(RMSNorm, k_norm).gain
