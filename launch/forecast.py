@@ -90,6 +90,9 @@ def forecast(
     buys = target_loss is not None or flops is not None
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
     recipe = None
+    if size is None and (arch or sets):
+        given = f"--arch {arch}" if arch else f"--set {sets[0]}" if sets else ""
+        raise ConfigError(f"{given} describes the model of --size; give --size, or remove it")
     if size is not None and params is None and targets is None and not buys:
         _check_size(rows, points, tokens)
         recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
@@ -306,7 +309,7 @@ def _print_forecast(
         batch = f"{recipe['steps']:,} steps of {recipe['batch_tokens']:,} tokens"
         console.print(f"recipe: learning rate {recipe['lr']:.3g}, {batch}")
     if "cost" in data:
-        console.print(f"cost: {_cost_text(data['cost'])}")
+        console.print(f"cost of training: {_cost_text(data['cost'])}")
     if recipe.get("command"):  # on one line, so that it can be copied
         console.print(f"train it with: {recipe['command']}", markup=False, soft_wrap=True)
     for path in data.get("registered", []):
@@ -340,14 +343,19 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         # The interval is of the total cost, inference included.
         total = found.get("total_cost_flops", run.C)
         what = "training and inference" if "total_cost_flops" in found else "training"
+        if found.get("inference_price", 1) != 1:
+            what += ", in FLOPs of training,"
         console.print(
             f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} with the best N "
             f"and D; 95% interval: {low} to {high}."
         )
     if "saved" in found:
         usual = found["training_optimum"]
+        price = found["inference_price"]
+        each = "" if price == 1 else f", and one of them costs as much as {price:.3g} of training"
         console.print(
-            f"Inference adds {power(found['inference_flops'])} FLOPs. Training and inference cost "
+            f"Inference adds {power(found['inference_flops'])} FLOPs{each}. Training and inference "
+            f"cost "
             f"{found['saved']:.1%} less than with N = {count(usual['N'])} on {count(usual['D'])} "
             f"tokens, which is cheapest to train for this loss."
         )

@@ -175,9 +175,11 @@ def _print_fit(data: dict[str, Any]) -> None:
     console.print(f"{used} points, objective {data['objective']:.6g}, errors by the {errors}")
     fitted = data["goodness"]
     if fitted:
+        outliers = len(fitted["outliers"])
+        without = f", without {outliers} outliers" if outliers else ""
         console.print(
             f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
-            f"{fitted['r2']:.1%} of the variance of log loss (R²)"
+            f"{fitted['r2']:.1%} of the variance of log loss (R²{without})"
         )
     # Fitted to the smaller runs only, and compared with the larger ones.
     test = data["backtest"]

@@ -174,6 +174,7 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
         total = each * N * (D + demand.served)
         found["inference_flops"] = each * N * demand.inference_tokens * FORWARD
         found["total_cost_flops"] = total
+        found["inference_price"] = demand.inference_price
         without = Demand(unique=demand.unique)
         with suppress(ConfigError):  # a loss at the floor of the law or far above the runs
             plain = best(study, np.array([least_cost(study, loss, without)]), without)

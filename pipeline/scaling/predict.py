@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,6 +30,7 @@ from pipeline.units import count, power
 
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
 NO_FLOOR = ("kaplan", "power")
+SAME_LOSS = 1.0005  # ratio of losses that make no difference
 FAR = 10.0  # times the largest N or D of the runs, or below the smallest
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
@@ -150,6 +152,8 @@ def cautions(
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
     found += _misfits(study, targets)
     found += _outside(study.fit.points, made)
+    if unique is not None:
+        found += _repeated(study, made[0], unique)
     if study.name == "data-constrained" and targets.unique is None and unique is None:
         found.append(
             "Every token counts as new; if some repeat, give --unique, or --targets with a column "
@@ -171,23 +175,52 @@ def cautions(
 
 
 def _outside(points: Points, made: Sequence[Forecast]) -> list[str]:
-    """Return a warning if a run, or else its best split, is far outside of the fitted runs."""
+    """Return warnings about runs and best splits far outside of the fitted runs."""
     ends = {"N": (points.N.min(), points.N.max()), "D": (points.D.min(), points.D.max())}
     runs = ", ".join(
         f"{key} from {count(low)} to {count(high)}" for key, (low, high) in ends.items()
     )
-    places = [("run", vars(one)) for one in made]
-    places += [("best split of its compute", one.optimum) for one in made if one.optimum]
-    for what, place in places:
+
+    def is_far(place: dict[str, float]) -> bool:
         # False for a law of compute alone, where N and D are NaN.
-        if any(
+        return any(
             FAR * place[key] < low or place[key] > FAR * high for key, (low, high) in ends.items()
-        ):
-            return [
-                f"The {what} (N = {count(place['N'])}, D = {count(place['D'])}) is far outside of "
-                f"the fitted runs ({runs}): train runs near it before you rely on the law there."
-            ]
-    return []
+        )
+
+    targets = [vars(one) for one in made if is_far(vars(one))]
+    # The run of --flops is its own best split.
+    others = [f.optimum for f in made if f.optimum and not math.isclose(f.optimum["N"], f.N)]
+    splits = [split for split in others if is_far(split)]
+    found = []
+    for what, places in (("run", targets), ("best split of its compute", splits)):
+        if places:
+            first = places[0]
+            more = f", like {len(places) - 1} more," if len(places) > 1 else ""
+            found.append(
+                f"The {what} (N = {count(first['N'])}, D = {count(first['D'])}){more} is far "
+                f"outside of the fitted runs ({runs}): train runs near it before you rely on the "
+                f"law there."
+            )
+    return found
+
+
+def _repeated(study: Study, run: Forecast, unique: float) -> list[str]:
+    """Return warnings about data that is repeated too often for the law."""
+    found: list[str] = []
+    least = float(study.fit.points.D.min())
+    if FAR * unique < least:
+        found.append(
+            f"unique={count(unique)} is far below the tokens of the fitted runs ({count(least)} at "
+            f"least): the law says nothing about so little data."
+        )
+    with suppress(ConfigError):  # a loss above all that the law describes
+        enough = decide.least_cost(study, SAME_LOSS * run.loss, decide.Demand(unique=unique))
+        if enough < run.C / 2:
+            found.append(
+                f"{power(enough)} FLOPs already reach this loss on {count(unique)} distinct "
+                f"tokens: more compute gains nothing."
+            )
+    return found
 
 
 def _misfits(study: Study, targets: Points) -> list[str]:

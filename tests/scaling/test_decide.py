@@ -160,6 +160,7 @@ def test_on_the_command_line(tmp_path: Path, launch) -> None:
         "--target-loss nan": "target_loss=nan",
         "--target-loss 1": "out of reach",
         "--flops 1e22 --unique -1": "unique=-1",
+        "--flops 1e22 --arch moe": "--arch moe",
         "--flops 1e22 --unique 1e9 --law compute": "law=compute",
     }.items():
         with pytest.raises(ConfigError, match=words):
@@ -191,7 +192,7 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
     assert all(one.loss >= first.loss and one.optimum == same for one in made)
 
 
-def test_a_run_or_optimum_far_outside_of_the_runs_gets_one_warning() -> None:
+def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
     done = study(read_csv(DEMO), "chinchilla")
     for N, D, words in (
         (2e4, 7.3e8, "The run (N = 20k, D = 730M) is far outside"),
@@ -200,7 +201,11 @@ def test_a_run_or_optimum_far_outside_of_the_runs_gets_one_warning() -> None:
     ):
         place = at_sizes(done, N, D)
         warnings = cautions(done, place, forecast(done, place))
-        assert [words in text for text in warnings if "far outside" in text] == [True] * bool(words)
+        far = "".join(text for text in warnings if "far outside" in text)
+        assert words in far if words else not far
+    run = best(done, np.array([1e16]), Demand(unique=1e3))
+    few, enough = cautions(done, run, forecast(done, run, 1e3), 1e3)[-2:]
+    assert "unique=1k is far below" in few and "more compute gains nothing" in enough
 
 
 def test_costs_are_printed_as_people_write_them(launch) -> None:
@@ -210,5 +215,5 @@ def test_costs_are_printed_as_people_write_them(launch) -> None:
     assert re.search(r"than a second on 8 × h100, less than 0\.01 GPU-.* than \$0\.01", small)
     large = " ".join(launch(call, "--flops 1e22").split())
     assert re.search(
-        r"cost: \d+d\d\d on 8 × h100, [\d,]+\.\d\d GPU-hours, .* \$[\d,]+\.\d\d", large
+        r"cost of training: \d+d\d\d on 8 × h100, [\d,]+\.\d\d GPU-hours, .* \$[\d,]+\.\d\d", large
     )
