@@ -85,14 +85,12 @@ def forecast(
 
     of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
     skill.check(task, law, chance, **of_the_loss, unique=unique)
+    _check_model(size, arch, sets)
     rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
     site = decide.priced(cluster) if cluster else None  # refuse before the fit
     buys = target_loss is not None or flops is not None
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
     recipe = None
-    if size is None and (arch or sets):
-        given = f"--arch {arch}" if arch else f"--set {sets[0]}" if sets else ""
-        raise ConfigError(f"{given} describes the model of --size; give --size, or remove it")
     if size is not None and params is None and targets is None and not buys:
         _check_size(rows, points, tokens)
         recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
@@ -217,6 +215,12 @@ def _demand(
         MFU / inference_mfu if inference_mfu else 1.0,
         None if unique is None else _above_zero("unique", unique),
     )
+
+
+def _check_model(size: str | None, arch: str | None, sets: list[str] | None) -> None:
+    given = f"--arch {arch}" if arch else f"--set {sets[0]}" if sets else None
+    if size is None and given:
+        raise ConfigError(f"{given} describes the model of --size; give --size, or remove it")
 
 
 def _check_size(rows: "Points", points: Path | None, tokens: float | None) -> None:
