@@ -34,7 +34,7 @@ UNDER_THE_LAW = """() => {
   return [line.x[i], box.x + at(xaxis, line.x[i]), box.y + at(yaxis, line.y[i])];
 }"""
 # C, N and D at a stop of the two sliders
-STOP = "([i, j]) => { const g = iso.law().grid, N = g.N[i] * g.sizes[j]; return [g.C[i], N, g.C[i] / g.each / N]; }"
+STOP = "([i, j]) => { const g = iso.law().grid, k = g.sizes; return [g.C[i], g.N[i] * k[j], g.tokens[i * k.length + j]]; }"
 PAIRS = "tiles => tiles.map(t => [t.children[0].textContent, t.children[1].textContent])"
 HOVER_EACH_RUN = """async () => {
   const chart = document.getElementById("chart"), labels = [];

@@ -1,6 +1,7 @@
 """Any error in a command ends in one line and an exit code."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -82,6 +83,8 @@ def test_an_interrupt_during_an_import_is_not_ignored(tmp_path) -> None:
         env=environment(PYTHONPATH=str(tmp_path)),
         capture_output=True,
         text=True,
+        # A shell's `&` ignores the signal, and a test run in the background inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

@@ -110,7 +110,7 @@ def test_a_decoder_continues_as_an_encoder(runs: Path, corpus: Path, inside) -> 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_loss_falls_and_is_that_of_evaluate(runs: Path, inside, objective: str) -> None:
     run = runs / objective / "one"
-    assert losses(run)[-1] < 0.95 * losses(run)[0]
+    assert losses(run)[-1] < 0.97 * losses(run)[0]
     found = json.loads(inside("evaluate", "--run", run, "--json"))
     logged = records(run, "eval")[-1]
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-6)
