@@ -22,9 +22,8 @@ from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 from pipeline.hub import sequences
-from pipeline.hub.families import to_hub_config
+from pipeline.hub.families import Family, to_hub_config
 from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_directory
-from pipeline.hub.settings import Family
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 

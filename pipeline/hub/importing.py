@@ -29,10 +29,9 @@ from pipeline.config.schema import RunSpec
 from pipeline.config.spans import Denoise
 from pipeline.errors import ConfigError, DataError, RunError, UserError, first_line
 from pipeline.hub.configuration_isoflop import IsoflopConfig
-from pipeline.hub.families import from_hub_config
+from pipeline.hub.families import Family, from_hub_config
 from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
 from pipeline.hub.sequences import row_logits
-from pipeline.hub.settings import Family
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model
 from pipeline.model.stack import Decoder

@@ -13,8 +13,7 @@ from pipeline.config.objective import Labels
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
-from pipeline.hub.families import choose_family
-from pipeline.hub.settings import Family
+from pipeline.hub.families import Family, choose_family
 from pipeline.model.head import IGNORED
 from pipeline.model.stack import Decoder
 
@@ -48,7 +47,7 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
             f"model.arch={cfg.arch} with labels has no counterpart in transformers that this "
             f"version exports; only models of the families {known} have"
         )
-    return family._replace(architecture=_HEADS[family.kind][0] + SEQUENCES)
+    return family.model_copy(update={"architecture": _HEADS[family.kind][0] + SEQUENCES})
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

@@ -18,20 +18,6 @@ class Converter(NamedTuple):
     read: Callable[[Mapping[str, Any]], Table]  # config.json → part of our model's table
 
 
-class Family(NamedTuple):
-    """How one model_type of transformers spells our settings."""
-
-    kind: str  # model_type
-    architecture: str  # the class of transformers
-    keys: str  # pairs "their key:our key"
-    implied: Table  # settings of ours that every model of the family has
-    fixed: Table  # settings of theirs that must have this value
-    converters: tuple[Converter, ...] = ()
-    zeros: tuple[str, ...] = ()  # their dropout rates, which we do not have
-    # Tensors in some of their files that are copies of others, or constants.
-    ignored: tuple[str, ...] = ()
-
-
 _SCALINGS: dict[str, type[Frozen]] = {"linear": Linear, "llama3": Llama3, "yarn": YaRN}
 # Their key → ours. Each kind of scaling has some of them.
 _SCALING_KEYS = {
@@ -167,13 +153,8 @@ def _read_dense(theirs: Mapping[str, Any]) -> Table:
     return {"ffn": {"kind": "ffn", "activation": "swiglu", "hidden": theirs["intermediate_size"]}}
 
 
-def _read_gpt2(theirs: Mapping[str, Any]) -> Table:
-    heads = theirs["n_head"]
-    width = theirs["n_embd"]
-    return {
-        "attention": {"kv_heads": heads, "head_dim": width // heads},
-        "ffn": {"hidden": theirs["n_inner"] or 4 * width},  # null means 4 × n_embd
-    }
+def _read_gpt2_hidden(theirs: Mapping[str, Any]) -> Table:
+    return {} if theirs["n_inner"] else {"ffn": {"hidden": 4 * theirs["n_embd"]}}
 
 
 def _write_greedy(model: Model) -> Table:
@@ -187,53 +168,111 @@ def _read_greedy(theirs: Mapping[str, Any]) -> Table:
     return {"ffn": {"groups": 1, "top_groups": 1}} if greedy else {}
 
 
-# Keys of our own class that exist with one kind of feed-forward only: theirs → ours.
-_DENSE_KEYS = {"mlp_bias": "bias"}
-_ROUTED_KEYS = {
-    "dense_intermediate_size": "dense_hidden",
-    "num_experts": "experts",
-    "num_experts_per_tok": "top_k",
-    "num_shared_experts": "shared",
-    "router_type": "router",
-    "router_groups": "groups",
-    "router_top_groups": "top_groups",
-    "router_bias_step": "bias_step",
-    "norm_topk_prob": "normalise",
-    "routed_scaling_factor": "scale",
-    "first_dense_layers": "dense_layers",
-    "routed_every": "every",
-}
+def _write_modernbert(model: Model) -> Table:
+    position = model.position
+    theta = getattr(position, "theta", None)
+    return {
+        "layer_types": layer_types(model),
+        "local_attention": 2 * ((model.attention.window or 1) - 1),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": theta},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": getattr(position, "window_theta", None) or theta,
+            },
+        },
+    }
 
 
-def _write_our_ffn(model: Model) -> Table:
-    keys = _DENSE_KEYS if isinstance(model.ffn, FFN) else _ROUTED_KEYS
-    return {theirs: getattr(model.ffn, ours) for theirs, ours in keys.items()}
+def _read_modernbert(theirs: Mapping[str, Any]) -> Table:
+    kinds = theirs["layer_types"]
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    every = full[1] if len(full) > 1 else len(kinds)
+    if full != list(range(0, len(kinds), every)):
+        raise ConfigError(
+            f"layer_types in config.json: the layers with full attention, {full}, have no regular "
+            "step from the first and so no counterpart here"
+        )
+    thetas = {kind: each["rope_theta"] for kind, each in theirs["rope_parameters"].items()}
+    return {
+        "position": {
+            "kind": "rope",
+            "theta": thetas["full_attention"],
+            "window_theta": thetas["sliding_attention"],
+        },
+        "attention": {
+            "window": theirs["local_attention"] // 2 + 1,
+            "global_every": every,
+            "global_first": True,
+        },
+    }
 
 
-def _read_our_ffn(theirs: Mapping[str, Any]) -> Table:
-    keys = _ROUTED_KEYS if theirs["ffn_type"] == "moe" else _DENSE_KEYS
-    return {"ffn": {ours: theirs[key] for key, ours in keys.items()}}
+def _write_lengths(model: Model) -> Table:
+    both = {"encoder_ffn_dim": model.ffn.hidden, "encoder_attention_heads": model.attention.heads}
+    return {**both, "max_position_embeddings": max(model.seq, model.source_length)}
 
 
-def _write_our_position(model: Model) -> Table:
-    return {"rope_theta": model.position.theta} if isinstance(model.position, RoPE) else {}
+def _read_lengths(theirs: Mapping[str, Any]) -> Table:
+    for key in ("ffn_dim", "attention_heads"):
+        sides = theirs[f"encoder_{key}"], theirs[f"decoder_{key}"]
+        if sides[0] != sides[1]:
+            text = f"encoder_{key}={sides[0]} and decoder_{key}={sides[1]} in config.json differ"
+            raise ConfigError(f"{text}; here both sides have the same")
+    longest = theirs["max_position_embeddings"]
+    return {"seq": longest, "source_seq": longest}
 
 
-def _read_our_position(theirs: Mapping[str, Any]) -> Table:
-    kind = theirs["position_type"]
-    if kind == "rope":
-        return {"position": {"theta": theirs["rope_theta"]}}
-    if kind != "none":
-        raise ConfigError(f'position_type={kind!r} in config.json is neither "rope" nor "none"')
+def _read_t5(theirs: Mapping[str, Any]) -> Table:
+    """transformers ties every T5 but scales its logits by this key; T5 v1.1 has neither."""
+    scaled = theirs.get("scale_decoder_outputs", theirs["tie_word_embeddings"])
+    length = theirs.get("n_positions", 512)
+    table: Table = {"tied": scaled, "seq": length, "source_seq": length}
+    return table | ({"multipliers": {"logits": "root_width"}} if scaled else {})
+
+
+def _write_t5(model: Model) -> Table:
+    return {"tie_word_embeddings": model.tied, "n_positions": max(model.seq, model.source_length)}
+
+
+def _read_electra(theirs: Mapping[str, Any]) -> Table:
+    rank = theirs["embedding_size"]
+    return {"embedding_rank": None if rank == theirs["hidden_size"] else rank}
+
+
+def _refuse_no_segments(model: Model) -> Table:
+    if not model.segments:
+        raise ConfigError("model.segments=0: BERT's classes always look up a segment")
     return {}
 
 
-ROPE = Converter(_write_rope, _read_rope)
-ROPE_AND_SCORES = Converter(_write_rope, lambda theirs: _read_rope(theirs, scores=True))
-WINDOWS = Converter(_write_windows, _read_windows)
-ROUTED = Converter(_write_routed, _read_routed)
-DENSE_FIRST = Converter(_write_dense, _read_dense)
-GREEDY = Converter(_write_greedy, _read_greedy)
-OUR_FFN = Converter(_write_our_ffn, _read_our_ffn)
-OUR_POSITION = Converter(_write_our_position, _read_our_position)
-GPT2_SHAPE = Converter(lambda model: {}, _read_gpt2)  # `Family.keys` writes everything
+def _nothing(_: Any) -> Table:
+    return {}
+
+
+# Names in configs/hub → converters.
+CONVERTERS = {
+    "rope": Converter(_write_rope, _read_rope),
+    "rope_and_scores": Converter(_write_rope, lambda theirs: _read_rope(theirs, scores=True)),
+    "windows": Converter(_write_windows, _read_windows),
+    "routed": Converter(_write_routed, _read_routed),
+    "dense_first": Converter(_write_dense, _read_dense),
+    "greedy": Converter(_write_greedy, _read_greedy),
+    "gpt2_hidden": Converter(_nothing, _read_gpt2_hidden),
+    "segments": Converter(_refuse_no_segments, _nothing),
+    # Two rows of RoBERTa's table are not used.
+    "offset": Converter(
+        lambda model: {"max_position_embeddings": model.seq + 2},
+        lambda theirs: {"seq": theirs["max_position_embeddings"] - 2},
+    ),
+    "modernbert": Converter(_write_modernbert, _read_modernbert),
+    "lengths": Converter(_write_lengths, _read_lengths),
+    "t5": Converter(_write_t5, _read_t5),
+    "scale": Converter(
+        lambda model: {"scale_embedding": model.embedding_multiplier != 1},
+        lambda theirs: (
+            {"multipliers": {"embedding": "root_width"}} if theirs["scale_embedding"] else {}
+        ),
+    ),
+    "electra": Converter(lambda model: {"embedding_size": model.input_width}, _read_electra),
+}

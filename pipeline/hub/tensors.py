@@ -1,8 +1,4 @@
-"""Our tensors under Hugging Face's names: one table per family, read in both directions.
-
-Where we fuse tensors (queries, keys and values; gate and up) a row names the parts in order. The
-names are those of the files on the Hub; transformers may fuse them differently after loading.
-"""
+"""Convert our tensors to Hugging Face's, and back. configs/hub has the names of each family."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -13,116 +9,12 @@ from torch import Tensor
 from pipeline.config.parts import GQA, MLA, MoE
 from pipeline.config.shape import Model
 from pipeline.errors import DataError
-from pipeline.hub.stack_tensors import DEFAULT_LAYERS, LAYERS, STACK_TENSORS, Names
+from pipeline.hub.families import FAMILIES
 
-
-def _each(at: str, *parts: str) -> str:
-    return " ".join(at.format(part) for part in parts)
-
-
-_QKV = ("q", "k", "v")
-_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-# Names within a layer have no prefix here; `rows` adds it.
-_LLAMA: Names = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.gain": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-    "at_attention.before.gain": "input_layernorm.weight",
-    "attention.qkv.weight": _each("self_attn.{}_proj.weight", *_QKV),
-    "attention.qkv.bias": _each("self_attn.{}_proj.bias", *_QKV),
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "attention.out.bias": "self_attn.o_proj.bias",
-    "attention.q_norm.gain": "self_attn.q_norm.weight",
-    "attention.k_norm.gain": "self_attn.k_norm.weight",
-    "at_ffn.before.gain": "post_attention_layernorm.weight",
-    "ffn.up.weight": _each("mlp.{}_proj.weight", "gate", "up"),
-    "ffn.up.bias": _each("mlp.{}_proj.bias", "gate", "up"),
-    "ffn.out.weight": "mlp.down_proj.weight",
-    "ffn.out.bias": "mlp.down_proj.bias",
-}
-
-
-def _routed(at: str, gate: str, up: str, down: str) -> Names:
-    return {
-        "ffn.router.weight": f"{at}.gate.weight",
-        "ffn.router.steps": f"{at}.gate.e_score_correction_bias",
-        "ffn.experts.up": _each(f"{at}.experts.EXPERT.{{}}", gate, up),
-        "ffn.experts.out": f"{at}.experts.EXPERT.{down}",
-        "ffn.shared.up.weight": _each(f"{at}.shared_experts.{{}}", gate, up),
-        "ffn.shared.out.weight": f"{at}.shared_experts.{down}",
-    }
-
-
-_DEEPSEEK: Names = {
-    **_LLAMA,
-    **_routed("mlp", *_MLP),
-    "attention.q_down.weight": "self_attn.q_a_proj.weight",
-    "attention.q_norm.gain": "self_attn.q_a_layernorm.weight",
-    "attention.q_up.weight": "self_attn.q_b_proj.weight",
-    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "attention.kv_norm.gain": "self_attn.kv_a_layernorm.weight",
-    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
-}
-_SUBLAYERS = {"at_attention": "attention_norms", "at_ffn": "mlp_norms"}
-# Our own class (modeling_isoflop.py) has every norm that we have.
-_OURS: Names = {
-    **_LLAMA,
-    **_routed("mlp", *_MLP),
-    **{
-        f"{ours}.{place}.{part}": f"{theirs}.{place}.{weight}"
-        for ours, theirs in _SUBLAYERS.items()
-        for place in ("before", "inside", "after")
-        for part, weight in (("gain", "weight"), ("bias", "bias"))
-    },
-    "norm.bias": "model.norm.bias",
-    "attention.q_norm.bias": "self_attn.q_norm.bias",
-    "attention.k_norm.bias": "self_attn.k_norm.bias",
-    "attention.sinks": "self_attn.sinks",
-    "attention.value_gate.weight": "self_attn.value_gate.weight",
-    "value_embeddings.weight": "self_attn.value_embedding.weight",
-    "scales.stream": "stream_scale",
-    "scales.first": "first_scale",
-    "smear.gate.weight": "model.smear_gate.weight",
-    "smear.scale": "model.smear_scale",
-    "backout.scale": "model.backout_scale",
-}
+Names = dict[str, str]  # our name → their name
 TENSORS: dict[str, Names] = {
-    **STACK_TENSORS,
-    "isoflop": _OURS,
-    "gpt2": {
-        "embedding.weight": "transformer.wte.weight",
-        "position.weight": "transformer.wpe.weight",
-        "norm.gain": "transformer.ln_f.weight",
-        "norm.bias": "transformer.ln_f.bias",
-        "head.weight": "lm_head.weight",
-        "at_attention.before.gain": "ln_1.weight",
-        "at_attention.before.bias": "ln_1.bias",
-        "attention.qkv.weight": "attn.c_attn.weight",
-        "attention.qkv.bias": "attn.c_attn.bias",
-        "attention.out.weight": "attn.c_proj.weight",
-        "attention.out.bias": "attn.c_proj.bias",
-        "at_ffn.before.gain": "ln_2.weight",
-        "at_ffn.before.bias": "ln_2.bias",
-        "ffn.up.weight": "mlp.c_fc.weight",
-        "ffn.up.bias": "mlp.c_fc.bias",
-        "ffn.out.weight": "mlp.c_proj.weight",
-        "ffn.out.bias": "mlp.c_proj.bias",
-    },
-    "llama": _LLAMA,
-    "qwen3": _LLAMA,
-    "mistral": _LLAMA,
-    # Mixtral's w1, w3 and w2 are gate, up and down.
-    "mixtral": {**_LLAMA, **_routed("block_sparse_moe", "w1.weight", "w3.weight", "w2.weight")},
-    "qwen3_moe": {**_LLAMA, **_routed("mlp", *_MLP)},
-    "dots1": {**_LLAMA, **_routed("mlp", *_MLP)},
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": {
-        **_DEEPSEEK,
-        "ahead.h_norm.gain": "hnorm.weight",
-        "ahead.e_norm.gain": "enorm.weight",
-        "ahead.join.weight": "eh_proj.weight",
-        "ahead.norm.gain": "shared_head.norm.weight",
-    },
+    family.kind: {ours: name.replace("BASE", family.base) for ours, name in family.tensors.items()}
+    for family in FAMILIES
 }
 # How a tensor of ours is rearranged before it is split; all others are unchanged.
 _CHANGES = {
@@ -145,30 +37,29 @@ class Row(NamedTuple):
 def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]:
     """Yield a row for each of our tensors: the names of its parts in their files."""
     table = TENSORS[family]
-    stack, source_stack = LAYERS.get(family, DEFAULT_LAYERS)
+    start = "encoder."
+    of_encoder = {key.removeprefix(start): table[key] for key in table if key.startswith(start)}
     for name, tensor in ours.items():
-        prefix = ""
+        found = table
+        layer = ""
         leaf = name
         if name.startswith("blocks."):
             _, layer, leaf = name.split(".", 2)
-            prefix = stack.format(layer)
         elif name.startswith("encoder.blocks."):
             _, _, layer, leaf = name.split(".", 3)
-            prefix = source_stack.format(layer)
-            if f"encoder.{leaf}" in table:
-                leaf = f"encoder.{leaf}"
+            found = table | of_encoder
         elif name.startswith("value_embeddings."):  # ours are beside the blocks, theirs inside
             _, layer, leaf = name.split(".", 2)
-            prefix = stack.format(layer)
             leaf = f"value_embeddings.{leaf}"
         elif name.startswith("ahead."):
-            if "ahead.join.weight" not in table:  # only training uses these layers
+            if "ahead.join" not in table:  # only training uses these layers
                 continue
             _, depth, leaf = name.split(".", 2)
-            prefix = stack.format(model.layers + int(depth))  # they follow the others
+            layer = str(model.layers + int(depth))  # they follow the others
             inner = leaf.startswith("block.")
             leaf = leaf.removeprefix("block.") if inner else f"ahead.{leaf}"
-        names = table[leaf].split()
+        prefix = f"{found['layers']}.{layer}." if layer else ""
+        names = _their_names(found, leaf)
         if "ffn." in leaf and ".up" in leaf and not model.ffn.gated:
             names = names[-1:]  # without a gate
             if family == "t5":
@@ -182,6 +73,16 @@ def rows(model: Model, family: str, ours: Mapping[str, Tensor]) -> Iterator[Row]
         for expert in range(len(tensor)) if "EXPERT" in names[0] else (None,):
             theirs = [prefix + each.replace("EXPERT", str(expert)) for each in names]
             yield Row(name, expert, theirs, change)
+
+
+def _their_names(table: Names, ours: str) -> list[str]:
+    """Return the names of the parts of one of our tensors."""
+    stem, _, part = ours.rpartition(".")
+    # Our norms have a gain, theirs a weight.
+    name = table.get(ours) or f"{table[stem]}.{'weight' if part == 'gain' else part}"
+    before, _, rest = name.partition("{")
+    parts, _, after = rest.partition("}")
+    return [f"{before}{each}{after}" for each in parts.split(",")]
 
 
 def to_hub_tensors(model: Model, row: Row, tensor: Tensor) -> list[Tensor]:

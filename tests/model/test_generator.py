@@ -11,7 +11,7 @@ from pipeline.hub import tensors
 from pipeline.hub.exporting import export
 from pipeline.hub.importing import load_hub_model
 from pipeline.hub.sequences import export_family
-from pipeline.hub.stack_tensors import LAYERS, _bert, _head, pair
+from pipeline.hub.tensors import TENSORS
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.generator import fill_masks, gumbel
 from pipeline.model.side import Inputs
@@ -19,15 +19,16 @@ from pipeline.objective.batch import random_batch
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
 from pipeline.planner.work import training_flops
-from tests.hub.test_stacks import BERT, LENGTH, SMALL, VOCAB, random_hub_model
+from tests.hub.test_hub import BERT, LENGTH, VOCAB, assert_gradients, random_hub_model
+from tests.hub.test_stacks import SMALL
 from tests.model.test_account import counted
 
 GENERATOR = {
-    **_bert("electra"),
-    **pair("embedding_projection", "electra.embeddings_project"),
-    **_head("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head",
-            "generator_lm_head.bias"),
-}  # fmt: skip
+    **TENSORS["electra"],
+    "transform.dense": "generator_predictions.dense",
+    "transform.norm": "generator_predictions.LayerNorm",
+    "head": "generator_lm_head",
+}
 
 
 def hub_generator(**changed):
@@ -35,8 +36,7 @@ def hub_generator(**changed):
 
 
 def test_losses_and_gradients_are_those_of_both_models_of_transformers(tmp_path, monkeypatch):
-    monkeypatch.setitem(tensors.TENSORS, "generator", GENERATOR)
-    monkeypatch.setitem(LAYERS, "generator", LAYERS["electra"])
+    monkeypatch.setitem(TENSORS, "generator", GENERATOR)
     finds = random_hub_model("electra")
     finds.save_pretrained(tmp_path)
     fills = hub_generator(
@@ -76,11 +76,8 @@ def test_losses_and_gradients_are_those_of_both_models_of_transformers(tmp_path,
     own = {name: p for name, p in found.items() if name.startswith("generator.")}
     own = {name.removeprefix("generator."): p for name, p in own.items()}
     outer = {name: p for name, p in found.items() if not name.startswith("generator.")}
-    sides = ((cfg, "electra", outer, grads[0]), (ours.generator.cfg, "generator", own, grads[1]))
-    for config, kind, state, grad in sides:
-        for name, want in tensors.gather(config, kind, state, grad.__getitem__):
-            near = 1e-4 * float(want.abs().max() + 1e-3)
-            torch.testing.assert_close(state[name].grad, want, atol=near, rtol=1e-4, msg=name)
+    assert_gradients(ours, "electra", outer, grads[0].__getitem__)
+    assert_gradients(ours.generator, "generator", own, grads[1].__getitem__)
 
 
 def test_samples_have_the_probabilities_of_the_generator():

@@ -7,12 +7,12 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, __version__
 
+from pipeline.config.dump import changed
 from pipeline.config.optimizer import AdamW, Muon
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
-from pipeline.hub.families import choose_family, to_hub_config
-from pipeline.hub.settings import Family
+from pipeline.hub.families import Family, choose_family, to_hub_config
 from pipeline.parallel.build_engine import build_engine
 from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
@@ -27,8 +27,7 @@ class Twin:
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.name: str = config.train.dtype  # fp32 on a CPU, unless bf16 is set
-        plain = config.train.model_copy(update={"fp8": False})
-        self._engine = build_engine(config.model_copy(update={"train": plain}), world)
+        self._engine = build_engine(changed(config, {"train.fp8": False}), world)
 
     def step(self, micros: Sequence[Micro], lr: float) -> Tensor:
         """Train on the micro-batches; return the mean loss, on the device."""
