@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.dump import changed
 from pipeline.config.layers import load
 from pipeline.config.schema import RunSpec
 from pipeline.errors import ConfigError
@@ -156,13 +157,8 @@ def test_more_of_anything_costs_what_it_should():
     def at(config=c, **change) -> Estimate:
         return estimate(config, replace(Layout(64, 1, ep=8, micro_batch=2), **change))
 
-    slow = c.model_copy(
-        update={
-            "cluster": c.cluster.model_copy(
-                update={"rates": c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})}
-            )
-        }
-    )
+    rates = c.cluster.rates.model_copy(update={"inter_bytes_s": 1e9})
+    slow = changed(c, {"cluster.rates": rates})
     assert at(slow).collectives_s > at().collectives_s and at(slow).compute_s == at().compute_s
     # beyond the node, and none
     assert at(ep=16).exchanges_s > 2 * at(ep=8).exchanges_s > 0 == at(ep=1).exchanges_s
@@ -190,8 +186,7 @@ def test_the_plan_uses_the_fastest_layout_that_fits():
     take = best(rows)
     assert take.fits and all(take.step_s <= 1.01 * e.step_s for e in rows if e.fits)
     assert take.memory.total <= 0.92 * c.cluster.memory_bytes
-    tight = c.model_copy(update={"cluster": c.cluster.model_copy(update={"memory_bytes": 2**30})})
-    assert not best(plan(tight, 64)).fits
+    assert not best(plan(changed(c, {"cluster.memory_bytes": 2**30}), 64)).fits
 
 
 # ── What is refused ──────────────────────────────────────────────────────────────────────────────────────────────────

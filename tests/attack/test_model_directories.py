@@ -24,7 +24,6 @@ VALUES = {
     "rope_parameters": ("x", [1, 2], {"rope_type": "nonsense"}),
     "tie_word_embeddings": ("x",),
 }
-CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
 
 
 @pytest.fixture(scope="module")
@@ -84,17 +83,6 @@ def test_special_files(attack) -> None:
     expect_none(attack(put(name, node)) for name in names for node in NODES)
 
 
-def test_code_of_a_model_never_runs(attack, tmp_path) -> None:
-    def damage(model: Path) -> None:
-        """auto_map"""
-        (model / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-        edit("auto_map", CODE)(model)
-        edit("model_type", "evil")(model)
-
-    expect_none([attack(damage)])
-    assert not (tmp_path / "ran").exists()
-
-
 def test_weights_that_are_elsewhere_or_cut(attack) -> None:
     def index(weight_map: object):
         def damage(model: Path) -> None:
@@ -113,7 +101,7 @@ def test_weights_that_are_elsewhere_or_cut(attack) -> None:
     expect_none(map(attack, (cut, *map(index, [*maps, ["model.safetensors"]]))))
 
 
-def test_nested_configs_and_links(attack) -> None:
+def test_nested_configs(attack) -> None:
     def nested(content: str):
         def damage(model: Path) -> None:
             (model / "config.json").write_text(content)
@@ -121,13 +109,7 @@ def test_nested_configs_and_links(attack) -> None:
         damage.__doc__ = content[:20]
         return damage
 
-    def link(model: Path) -> None:
-        """a tokenizer that links to another file"""
-        for file in model.glob("tokenizer*"):
-            file.unlink()
-            file.symlink_to("/etc/passwd")
-
     lists = '{"a": ' + DEEP + "]" * len(DEEP) + "}"
     objects = '{"a":' * 100_000 + "1" + "}" * 100_000
-    damages = (*map(nested, ('{"a": ' + DEEP, lists, objects, "{", "[]")), link)
+    damages = map(nested, ('{"a": ' + DEEP, lists, objects, "{", "[]"))
     expect_none(map(attack, damages))

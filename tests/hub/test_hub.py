@@ -1,9 +1,11 @@
-"""Our decoder against Hugging Face's: a model of theirs becomes ours and goes back, logits and gradients equal."""
+"""Our models against Hugging Face's: one of theirs becomes ours and goes back; logits, losses, gradients are equal."""
 
 import json
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +20,17 @@ from pipeline.hub.importing import import_model, load_hub_model
 from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model, init_weights
 
+VOCAB, LENGTH, SOURCE = 96, 24, 17
+BERT = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 32, "initializer_range": 0.2, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+SIDES = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32,
+         "init_std": 0.2, "dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2,
+      "num_heads": 4, "dropout_rate": 0.0, "relative_attention_num_buckets": 8,
+      "relative_attention_max_distance": 16, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+MODERN = {key: value for key, value in BERT.items() if "dropout" not in key}
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
          "initializer_range": 0.2}  # fmt: skip
@@ -34,6 +47,8 @@ YARN = {
 }
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
+TINY = ["model.vocab=128", "model.seq=64", "model.layers=4"]
+# Settings of a model_type, whose usual class is meant; or a class and its settings.
 CASES = {
     "gpt2": {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
              "bos_token_id": None, "eos_token_id": None},
@@ -53,18 +68,45 @@ CASES = {
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2,
                     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "dots1": {**GROUPED, **EXPERTS, "norm_topk_prob": True},
+    "bert": ("BertForPreTraining", BERT),
+    "bert, masked only": ("BertForMaskedLM", {**BERT, "hidden_act": "gelu_new"}),
+    "roberta": ("RobertaForMaskedLM", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}),
+    "modernbert": ("ModernBertForMaskedLM", {**MODERN, "local_attention": 8, "cls_token_id": None,
+                                             "sep_token_id": None}),
+    "modernbert, biased": ("ModernBertForMaskedLM", {
+        **MODERN, "local_attention": 8, "cls_token_id": None, "sep_token_id": None, "norm_bias": True,
+        "attention_bias": True, "mlp_bias": True, "classifier_bias": True}),
+    "distilbert": ("DistilBertForMaskedLM", {
+        "vocab_size": VOCAB, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "dropout": 0.0,
+        "attention_dropout": 0.0, "max_position_embeddings": 32, "initializer_range": 0.2, "pad_token_id": None}),
+    "albert": ("AlbertForPreTraining", {**BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0}),
+    "electra": ("ElectraForPreTraining", {**BERT, "embedding_size": 16}),
+    "electra, one width": ("ElectraForPreTraining", {**BERT, "embedding_size": 32}),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5, v1.1": ("T5ForConditionalGeneration", {
+        **T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("BartForConditionalGeneration", SIDES),
+    "marian": ("MarianMTModel", {**SIDES, "activation_function": "relu", "scale_embedding": True}),
 }  # fmt: skip
 
 
-def random_hub_model(kind):
+def random_hub_model(case):
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind.partition(",")[0], **CASES[kind])
-    )
+    settings = CASES[case]
+    make = AutoModelForCausalLM.from_config
+    if isinstance(settings, tuple):
+        make = getattr(transformers, settings[0])
+        settings = settings[1]
+    theirs = make(AutoConfig.for_model(case.partition(",")[0], **settings))
+    if case == "t5, v1.1":  # transformers ties it until its file has a head
+        theirs.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
+        theirs.config.tie_word_embeddings = False
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if p.ndim < 2:  # gains of 1 and biases of 0 would hide a mistake
                 p.add_(torch.randn_like(p) * 0.2)
+            elif p.requires_grad and case.startswith("t5") and "shared" not in name:
+                p.normal_(0, 0.2)
             elif "gate.weight" in name:  # the choice of experts must not depend on rounding
                 p.normal_(0, 1.0)
         for name, b in theirs.named_buffers():
@@ -73,42 +115,76 @@ def random_hub_model(kind):
     return theirs.eval()
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_a_model_of_theirs_becomes_ours_and_goes_back(kind, tmp_path):
-    theirs = random_hub_model(kind)
+def inputs(case):
+    """Return tokens, targets and row labels as inputs of our model, and the same as inputs of theirs."""
+    g = torch.Generator().manual_seed(1)
+    tokens, source = (torch.randint(3, VOCAB, (2, n), generator=g) for n in (LENGTH, SOURCE))
+    if case.startswith(("t5", "bart", "marian")):
+        return (
+            {"tokens_BS": tokens, "source_BE": source},
+            {"input_ids": source, "decoder_input_ids": tokens},
+        )
+    ours, theirs = {"tokens_BS": tokens}, {"input_ids": tokens}
+    if case.startswith(("bert", "albert", "electra")):
+        segments = (torch.arange(LENGTH) > 9).long().expand(2, -1)
+        ours["segments_BS"] = theirs["token_type_ids"] = segments
+    return ours, theirs
+
+
+def their_loss(case, out, targets, labels):
+    if case.startswith("electra"):
+        kept = targets >= 0
+        return F.binary_cross_entropy_with_logits(out.logits[kept], targets[kept].float())
+    logits = their_logits(out)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    if case in ("bert", "albert"):
+        rows = out.seq_relationship_logits if case == "bert" else out.sop_logits
+        loss = loss + F.cross_entropy(rows, labels)
+    return loss
+
+
+def their_logits(out):
+    return out.prediction_logits if hasattr(out, "prediction_logits") else out.logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_theirs_becomes_ours_and_goes_back(case, tmp_path):
+    theirs = random_hub_model(case)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_hub_model(tmp_path / "theirs")
-    tokens = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    logits = theirs(inputs).logits
-    torch.testing.assert_close(ours(inputs), logits, atol=1e-5, rtol=1e-5)
+    given, their_inputs = inputs(case)
+    out = theirs(**their_inputs)
+    torch.testing.assert_close(ours(**given), their_logits(out), atol=1e-5, rtol=1e-5)
 
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    g = torch.Generator().manual_seed(2)
+    classes = 2 if case.startswith("electra") else VOCAB
+    targets = torch.randint(classes, (2, LENGTH), generator=g)
+    targets[torch.rand(2, LENGTH, generator=g) < 0.6] = -100
+    labels = torch.tensor([1, 0])
+    loss = their_loss(case, out, targets, labels)
     loss.backward()
-    quiet = {"aux_loss": 0.0, "seq_aux_loss": 0.0, "z_loss": 0.0}  # not in theirs
-    assert all(getattr(ours.cfg.ffn, key, 0.0) == value for key, value in quiet.items())
-    losses = ours(inputs, targets)
+    losses = ours(**given, targets_BS=targets, labels_B=labels)
     losses.total.backward()
-    torch.testing.assert_close(losses.nll, loss.detach(), atol=1e-5, rtol=1e-5)
+    # The balance losses of experts, which theirs do not have, are zero.
+    torch.testing.assert_close(losses.total, loss.detach(), atol=1e-5, rtol=1e-5)
     state = dict(ours.named_parameters())
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    read = lambda name: hub_gradient(grads, name)  # noqa: E731
-    found = dict(gather(ours.cfg, kind.partition(",")[0], state, read))
-    assert found.keys() == state.keys()
-    for name, p in state.items():
-        torch.testing.assert_close(
-            p.grad,
-            found[name],
-            atol=1e-4 * float(found[name].abs().max() + 1e-3),
-            rtol=1e-4,
-            msg=name,
-        )
+    assert_gradients(ours, case.partition(",")[0], state, lambda name: hub_gradient(grads, name))
 
     done = export(ours, tmp_path / "ours", None, torch.float32, shard_bytes=20_000)
-    assert done.difference < 1e-5 and (tmp_path / "ours" / "model.safetensors.index.json").exists()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
-    assert type(again) is type(theirs)
-    torch.testing.assert_close(again(inputs).logits, logits, atol=1e-5, rtol=1e-5)
+    assert done.difference < 1e-5 and done.architecture == type(theirs).__name__
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    again = type(theirs).from_pretrained(tmp_path / "ours").eval()(**their_inputs)
+    torch.testing.assert_close(their_logits(again), their_logits(out), atol=1e-5, rtol=1e-5)
+
+
+def assert_gradients(ours, family, parameters, read):
+    """Compare the gradients of our parameters with theirs, which `read` returns by their names."""
+    found = dict(gather(ours.cfg, family, parameters, read))
+    assert found.keys() == parameters.keys()
+    for name, p in parameters.items():
+        near = 1e-4 * float(found[name].abs().max() + 1e-3)
+        torch.testing.assert_close(p.grad, found[name], atol=near, rtol=1e-4, msg=name)
 
 
 def hub_gradient(grads, name):
@@ -123,27 +199,16 @@ def hub_gradient(grads, name):
     return grads[f"{at}.experts.gate_up_proj"][int(expert)].chunk(2)[part in ("up_proj", "w3")]
 
 
-TINY = ["model.vocab=128", "model.seq=64", "model.layers=4"]
-
-
-STACKS = {arch: load_config(size="tiny", arch=arch).model.stack for arch in names("arch")}
-
-
-@pytest.mark.parametrize(
-    "arch", [arch for arch in STACKS if STACKS[arch] == "decoder" and arch != "switch"]
-)
+@pytest.mark.parametrize("arch", [arch for arch in names("arch") if arch != "switch"])
 def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
-    """Our named architectures with random weights, exported and compared."""
-    cfg = load_config(
-        size="tiny",
-        arch=arch,
-        sets=[*TINY, *(["model.attention.window=8"] if arch == "mistral" else [])],
-    )
-    model = build_model(cfg.model)
-    init_weights(model, cfg.model, seed=1)
+    """Our named architectures with random weights, exported, imported and compared."""
+    sets = ["model.attention.window=8"] if arch == "mistral" else []
+    cfg = load_config(size="tiny", arch=arch, sets=[*TINY, *sets]).model
+    model = build_model(cfg)
+    init_weights(model, cfg, seed=1)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(8 if p.ndim > 1 else 1)  # far from even routing, where rounding would decide
+            p.mul_(8 if p.ndim > 1 and cfg.stack == "decoder" else 1)  # far from even routing
         for router in model.routers():
             if router.steps is not None:
                 router.steps += torch.randint(-30, 30, router.steps.shape)
@@ -151,10 +216,12 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
     assert done.difference < 1e-5
     assert import_model(tmp_path / "out", tmp_path / "begun").difference < 1e-5
     again = load_model(tmp_path / "begun")[0]  # through a checkpoint
-    assert again.cfg.mtp == (cfg.model.mtp if choose_family(cfg.model).kind == "deepseek_v3" else 0)
-    tokens = torch.randint(128, (1, 20))
-    torch.testing.assert_close(again(tokens), model(tokens))
+    assert again.cfg.mtp == (cfg.mtp if choose_family(cfg).kind == "deepseek_v3" else 0)
+    if cfg.stack == "decoder":
+        tokens = torch.randint(128, (1, 20))
+        torch.testing.assert_close(again(tokens), model(tokens))
     a, b = model.state_dict(), again.state_dict()
+    assert [name for name in a if name not in b and not name.startswith("ahead.")] == []
     for name in b:
         if name.endswith("router.steps"):  # zero-mean at use: a constant is lost
             assert (a[name] - b[name]).float().std() < 0.51
@@ -170,6 +237,7 @@ def test_every_named_architecture_but_switch_has_a_counterpart(arch, tmp_path):
         ("gpt2", ['model.position={kind="alibi"}'], "position.kind='alibi'"),
         ("mla", ["model.norm.eps=1e-5"], "norm.eps=1e-05"),
         ("dense", ["recipe=adamw", "model.parametrization=mup"], "parametrization='mup'"),
+        ("t5", ["model.share_layers=encoder"], "share_layers='encoder'"),
     ],
 )
 def test_settings_without_a_counterpart_are_named(arch, sets, names_):

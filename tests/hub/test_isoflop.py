@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pipeline.config.layers import load
+from pipeline.errors import UserError
 from pipeline.hub.exporting import export
 from pipeline.hub.families import choose_family
 from pipeline.hub.importing import import_model, load_hub_model
-from pipeline.hub.tensors import gather
 from pipeline.model.build import build_model, init_weights
 from pipeline.model.decode import beam_search, generate
+from tests.hub.test_hub import assert_gradients
 
 SMALL = ["model.vocab=96", "model.seq=64", "model.layers=3", "model.width=32"]
 QUIET = ["ffn.aux_loss=0.0", "ffn.seq_aux_loss=0.0", "ffn.z_loss=0.0"]  # not in theirs
@@ -95,12 +96,7 @@ def test_exported_code_gives_our_logits_gradients_and_texts(tmp_path):
         losses.total.backward()
         torch.testing.assert_close(losses.nll, theirs["loss"], atol=1e-5, rtol=1e-5)
         state = {key: p for key, p in model.named_parameters() if not key.startswith("ahead.")}
-        found = dict(gather(model.cfg, "isoflop", state, theirs["grads"].__getitem__))
-        for key, p in state.items():
-            atol = 1e-4 * float(found[key].abs().max() + 1e-3)
-            torch.testing.assert_close(
-                p.grad, found[key], atol=atol, rtol=1e-4, msg=f"{name} {key}"
-            )
+        assert_gradients(model, "isoflop", state, theirs["grads"].__getitem__)
         prompts = [tokens[0].tolist(), tokens[1, 5:].tolist()]
         assert theirs["greedy"].tolist() == generate(model, prompts, 6), name
         best = beam_search(model, prompts[0], 6, None, 3)[0]
@@ -133,8 +129,6 @@ def test_import_uses_our_class_and_runs_no_file_of_the_directory(tmp_path):
     ],
 )
 def test_a_setting_without_counterpart_is_refused_in_a_line(key, value, tmp_path):
-    from pipeline.errors import UserError
-
     export(made(*MODELS["isoflop"]), tmp_path / "hub", None, torch.float32)
     described = json.loads((tmp_path / "hub" / "config.json").read_text())
     (tmp_path / "hub" / "config.json").write_text(json.dumps({**described, key: value}))

@@ -1,156 +1,19 @@
-"""Encoders and encoder–decoders against Hugging Face's: logits, losses, gradients, both directions, published sizes."""
+"""Encoders and encoder–decoders: published sizes, and texts as transformers generates them."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
-from transformers import AutoConfig
 
-from pipeline.checkpoint.restore import load_model
-from pipeline.config.layers import load, names
+from pipeline.config.layers import load
 from pipeline.errors import ConfigError
-from pipeline.hub.exporting import export
-from pipeline.hub.families import FAMILIES, choose_family
-from pipeline.hub.importing import import_model, load_hub_model
-from pipeline.hub.tensors import gather
-from pipeline.model.build import build_model, init_weights
+from pipeline.hub.importing import load_hub_model
+from pipeline.model.build import build_model
 from pipeline.model.decode import beam_search, generate
 from pipeline.objective.batch import Batch
 from pipeline.objective.noise import Pair, join_pairs
 from pipeline.planner.count import params
+from tests.hub.test_hub import LENGTH, SOURCE, VOCAB, inputs, random_hub_model
 
-VOCAB, LENGTH, SOURCE = 96, 24, 17
 _SIDES = ("source_BE", "tokens_BS")
-BERT = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "intermediate_size": 48, "max_position_embeddings": 32, "initializer_range": 0.2, "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
-SIDES = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
-         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32,
-         "init_std": 0.2, "dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
-T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2,
-      "num_heads": 4, "dropout_rate": 0.0, "relative_attention_num_buckets": 8,
-      "relative_attention_max_distance": 16, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
-MODERN = {key: value for key, value in BERT.items() if "dropout" not in key}
-CASES = {
-    "bert": ("BertForPreTraining", BERT),
-    "bert, masked only": ("BertForMaskedLM", {**BERT, "hidden_act": "gelu_new"}),
-    "roberta": ("RobertaForMaskedLM", {**BERT, "pad_token_id": 1, "type_vocab_size": 1}),
-    "modernbert": ("ModernBertForMaskedLM", {**MODERN, "local_attention": 8, "cls_token_id": None,
-                                             "sep_token_id": None}),
-    "modernbert, biased": ("ModernBertForMaskedLM", {
-        **MODERN, "local_attention": 8, "cls_token_id": None, "sep_token_id": None, "norm_bias": True,
-        "attention_bias": True, "mlp_bias": True, "classifier_bias": True}),
-    "distilbert": ("DistilBertForMaskedLM", {
-        "vocab_size": VOCAB, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "dropout": 0.0,
-        "attention_dropout": 0.0, "max_position_embeddings": 32, "initializer_range": 0.2, "pad_token_id": None}),
-    "albert": ("AlbertForPreTraining", {**BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0}),
-    "electra": ("ElectraForPreTraining", {**BERT, "embedding_size": 16}),
-    "electra, one width": ("ElectraForPreTraining", {**BERT, "embedding_size": 32}),
-    "t5": ("T5ForConditionalGeneration", T5),
-    "t5, v1.1": ("T5ForConditionalGeneration", {
-        **T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
-    "bart": ("BartForConditionalGeneration", SIDES),
-    "marian": ("MarianMTModel", {**SIDES, "activation_function": "relu", "scale_embedding": True}),
-}  # fmt: skip
-
-
-def random_hub_model(case):
-    torch.manual_seed(0)
-    architecture, settings = CASES[case]
-    theirs = getattr(transformers, architecture)(
-        AutoConfig.for_model(case.partition(",")[0], **settings)
-    )
-    if case == "t5, v1.1":  # transformers ties it until its file has a head
-        theirs.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
-        theirs.config.tie_word_embeddings = False
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            if p.ndim < 2:  # gains of 1 and biases of 0 would hide a mistake
-                p.add_(torch.randn_like(p) * 0.2)
-            elif p.requires_grad and "T5" in type(theirs).__name__ and "shared" not in name:
-                p.normal_(0, 0.2)
-    return theirs.eval()
-
-
-def inputs(case):
-    """Return tokens, targets and row labels as inputs of our model, and the same as inputs of theirs."""
-    g = torch.Generator().manual_seed(1)
-    tokens, source = (torch.randint(3, VOCAB, (2, n), generator=g) for n in (LENGTH, SOURCE))
-    if case.startswith(("t5", "bart", "marian")):
-        return (
-            {"tokens_BS": tokens, "source_BE": source},
-            {"input_ids": source, "decoder_input_ids": tokens},
-        )
-    ours, theirs = {"tokens_BS": tokens}, {"input_ids": tokens}
-    if case.startswith(("bert", "albert", "electra")):
-        segments = (torch.arange(LENGTH) > 9).long().expand(2, -1)
-        ours["segments_BS"] = theirs["token_type_ids"] = segments
-    return ours, theirs
-
-
-def their_loss(case, out, targets, labels):
-    if case.startswith("electra"):
-        kept = targets >= 0
-        return F.binary_cross_entropy_with_logits(out.logits[kept], targets[kept].float())
-    logits = out.prediction_logits if hasattr(out, "prediction_logits") else out.logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-    if case in ("bert", "albert"):
-        rows = out.seq_relationship_logits if case == "bert" else out.sop_logits
-        loss = loss + F.cross_entropy(rows, labels)
-    return loss
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_model_of_theirs_becomes_ours_and_goes_back(case, tmp_path):
-    theirs = random_hub_model(case)
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_hub_model(tmp_path / "theirs")
-    given, their_inputs = inputs(case)
-    out = theirs(**their_inputs)
-    logits = out.prediction_logits if hasattr(out, "prediction_logits") else out.logits
-    torch.testing.assert_close(ours(**given), logits, atol=1e-5, rtol=1e-5)
-
-    g = torch.Generator().manual_seed(2)
-    classes = 2 if case.startswith("electra") else VOCAB
-    targets = torch.randint(classes, (2, LENGTH), generator=g)
-    targets[torch.rand(2, LENGTH, generator=g) < 0.6] = -100
-    labels = torch.tensor([1, 0])
-    loss = their_loss(case, out, targets, labels)
-    loss.backward()
-    losses = ours(**given, targets_BS=targets, labels_B=labels)
-    losses.total.backward()
-    torch.testing.assert_close(losses.total, loss.detach(), atol=1e-5, rtol=1e-5)
-    state = dict(ours.named_parameters())
-    grads = {name: p.grad for name, p in theirs.named_parameters()}
-    found = dict(gather(ours.cfg, case.partition(",")[0], state, grads.__getitem__))
-    assert found.keys() == state.keys()
-    for name, p in state.items():
-        near = 1e-4 * float(found[name].abs().max() + 1e-3)
-        torch.testing.assert_close(p.grad, found[name], atol=near, rtol=1e-4, msg=name)
-
-    done = export(ours, tmp_path / "ours", None, torch.float32)
-    assert done.difference < 1e-5 and done.architecture == type(theirs).__name__
-    again = type(theirs).from_pretrained(tmp_path / "ours").eval()(**their_inputs)
-    logits_again = again.prediction_logits if hasattr(again, "prediction_logits") else again.logits
-    torch.testing.assert_close(logits_again, logits, atol=1e-5, rtol=1e-5)
-
-
-OTHERS = [arch for arch in names("arch") if load(size="tiny", arch=arch).model.stack != "decoder"]
-
-
-@pytest.mark.parametrize("arch", OTHERS)
-def test_every_named_architecture_has_a_counterpart(arch, tmp_path):
-    """Our models with random weights, exported, imported and compared."""
-    cfg = load(size="tiny", arch=arch, sets=["model.vocab=96", "model.seq=32"]).model
-    model = build_model(cfg)
-    init_weights(model, cfg, seed=1)
-    assert export(model, tmp_path / "out", None, torch.float32).difference < 1e-5
-    assert import_model(tmp_path / "out", tmp_path / "begun").difference < 1e-5
-    again = load_model(tmp_path / "begun")[0].state_dict()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again[name], tensor), name
-
-
 # Published counts: transformers' class, size, vocabulary, sequence, other settings, parameters.
 BASE = "125m"
 SMALL = ["width=256", "layers=12", "ffn.hidden=1024"]
@@ -211,13 +74,6 @@ def test_modifications_have_the_published_counts(row):
     assert params(load(size="125m", arch="t5", sets=sets).model).total / 1e6 == pytest.approx(
         millions, abs=1.06
     )
-
-
-def test_settings_without_a_counterpart_are_named():
-    cfg = load(size="tiny", arch="t5", sets=["model.share_layers=encoder"]).model
-    with pytest.raises(ConfigError, match="share_layers='encoder'"):
-        choose_family(cfg)
-    assert len({family.architecture for family in FAMILIES}) == len(FAMILIES)
 
 
 @pytest.mark.parametrize("case", ["t5", "bart", "marian"])

@@ -20,7 +20,7 @@ from pipeline.planner.count import flops_per_token, params
 from pipeline.planner.memory import Layout, memory
 from pipeline.planner.work import training_flops
 from tests.conftest import worlds
-from tests.hub.test_stacks import LENGTH, VOCAB, random_hub_model
+from tests.hub.test_hub import LENGTH, VOCAB, random_hub_model
 from tests.train.test_objectives import COMMON, OBJECTIVES
 from tests.train.test_run import hashes, losses, records
 
