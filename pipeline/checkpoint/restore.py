@@ -203,11 +203,6 @@ class Weights(Mapping[str, Tensor]):
         return self._dtype if self._dtype and dtype.is_floating_point else dtype
 
 
-def load_weights(directory: Path, *, dtype: torch.dtype | None = None) -> Weights:
-    """Return the weights of a checkpoint, or of a run's newest one, after checking its files."""
-    return Weights(newest(directory), dtype)
-
-
 def run_config(directory: Path) -> RunConfig:
     """The config of a run, or of the run that a checkpoint belongs to."""
     return reload(newest(directory).path / CONFIG)

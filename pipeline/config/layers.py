@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.atomic import read_regular
 from pipeline.config.distill import teacher_kind_refusal
+from pipeline.config.dump import dotted
 from pipeline.config.objective import Objective, padded_vocab
 from pipeline.config.parts import Frozen
 from pipeline.config.schema import VERSION, Cluster, RunConfig, RunSpec
@@ -167,12 +168,7 @@ def reload(
 
 
 def _optimizer(table: Table) -> object:
-    for key in ("optim", "optimizer", "kind"):
-        found = table.get(key)
-        if not isinstance(found, Mapping):
-            return found
-        table = found
-    return None
+    return dict(dotted(table)).get("optim.optimizer.kind")
 
 
 class _Machine(Frozen):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.checkpoint.restore import load_model, load_weights, run_config
+from pipeline.checkpoint.restore import Weights, load_model, newest, run_config
 from pipeline.config.distill import Distill
 from pipeline.hub.importing import load_hub_model
 from pipeline.hub.tensors import gather
@@ -156,7 +156,7 @@ def test_the_teacher_is_counted_but_neither_saved_nor_mixed_into_a_law(runs: Pat
     held = memory(config, Layout(2, 3)).weights
     alone = memory(config.model_copy(update={"distill": None}), Layout(2, 3)).weights
     assert held - alone == 4 * params(teacher.cfg).total  # fp32, whole on every rank
-    names = set(load_weights(runs / "one"))
+    names = set(Weights(newest(runs / "one")))
     assert {int(name.split(".")[1]) for name in names if name.startswith("blocks.")} == {0}
     facts = json.loads((runs / "one" / "run.json").read_text())
     assert facts["objective"] == "masked distilled"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from pipeline.checkpoint.restore import load_model, load_weights, newest, run_config
+from pipeline.checkpoint.restore import Weights, load_model, newest, run_config
 from pipeline.config.layers import load
 from pipeline.config.objective import LABEL_DIGITS, Labels
 from pipeline.data.corpus import Corpus
@@ -177,8 +177,8 @@ def test_runs_that_cannot_serve_are_refused_before_anything_is_written(runs: Pat
 def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
     """Against LoRA as in its paper: W + scale·BA, with all other weights those of the start."""
     run = runs / "lora" / "one"
-    trained = load_weights(run)
-    start = load_weights(runs / "decoder-base")
+    trained = Weights(newest(run))
+    start = Weights(newest(runs / "decoder-base"))
     merged, config = load_model(run)
     assert config.lora is not None
     weights = merged.state_dict()
@@ -206,8 +206,8 @@ def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
 
 def test_adapters_in_bf16_stay_near_fp32(runs: Path) -> None:
     assert losses(runs / "lora-bf16") == pytest.approx(losses(runs / "lora-fp32"), abs=2e-2)
-    trained = load_weights(runs / "lora-bf16")
-    start = load_weights(runs / "tied-base")
+    trained = Weights(newest(runs / "lora-bf16"))
+    start = Weights(newest(runs / "tied-base"))
     assert all(torch.equal(trained[name], start[name].bfloat16()) for name in start)
     moved = [trained[name].abs().max() > 0 for name in trained if name.endswith(".lora_up")]
     assert all(moved) and moved

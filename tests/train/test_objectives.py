@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint.restore import load_model, load_weights
+from pipeline.checkpoint.restore import Weights, load_model, newest
 from tests.conftest import worlds
 from tests.train.test_run import hashes, losses, records
 
@@ -82,14 +82,14 @@ def test_a_stopped_run_continues_bit_for_bit(runs: Path, objective: str) -> None
     assert losses(stopped, "eval") == losses(one, "eval")
     assert hashes(stopped) == hashes(one)
     last = "checkpoints/step-00000006"
-    weights = load_weights(stopped / last)
-    for name, tensor in load_weights(one / last).items():
+    weights = Weights(newest(stopped / last))
+    for name, tensor in Weights(newest(one / last)).items():
         assert tensor.equal(weights[name]), name
 
 
 def test_a_decoder_continues_as_an_encoder(runs: Path, corpus: Path, inside) -> None:
-    before = load_weights(runs / "decoder")
-    after = load_weights(runs / "encoder")
+    before = Weights(newest(runs / "decoder"))
+    after = Weights(newest(runs / "encoder"))
     assert set(before) == set(after)
     for name, tensor in before.items():
         assert after[name].shape[1:] == tensor.shape[1:]
