@@ -105,131 +105,73 @@ def test_published_giants_build_with_their_published_counts(arch, size, vocab, s
     assert counted / 1e9 == pytest.approx(active, rel=0.025)
 
 
-POSITIONS = [
+def any_of(**options):
+    """A table with one of the options for each key."""
+    return st.fixed_dictionaries({key: st.sampled_from(each) for key, each in options.items()})
+
+
+BOTH = [False, True]
+ACTIVATIONS = ["swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2"]
+NORMS = [
+    *({"kind": kind, "gain": gain} for kind in ("rmsnorm", "layernorm") for gain in BOTH),
+    {"kind": "layernorm", "bias": True},
+]
+YARN = {"kind": "yarn", "factor": 4.0, "original_seq": 16}
+BY_LAYER = [
     {"kind": "rope", "theta": 1e4},
-    {"kind": "rope", "theta": 1e4, "scaling": {"kind": "yarn", "factor": 4.0, "original_seq": 16}},
-    {"kind": "learned"},
-    {"kind": "sinusoidal"},
+    {"kind": "rope", "theta": 1e4, "scaling": YARN},
     {"kind": "relative", "buckets": 8, "max_distance": 32},
     {"kind": "alibi"},
-    {"kind": "none"},
 ]
-
-
-MIXING = ("smear", "residual_scales", "backout")
+POSITIONS = [*BY_LAYER, {"kind": "learned"}, {"kind": "sinusoidal"}, {"kind": "none"}]
+SOFTCAPS = [None, None, 20.0]
+SCORES = any_of(softcap=SOFTCAPS, sinks=BOTH)
+SCORES |= any_of(window=[8], global_every=[None, 2], softcap=SOFTCAPS, sinks=BOTH)
+HEADS = {"heads": [2, 4]}
+GQA = any_of(kind=["gqa"], **HEADS, head_dim=[4, 8], qk_norm=BOTH, bias=BOTH, out_bias=BOTH)
+MLA = any_of(kind=["mla"], **HEADS, nope_dim=[4, 8], rope_dim=[4], v_dim=[4, 8], q_rank=[None, 12],
+             kv_rank=[8, 16])  # fmt: skip
+FFN = any_of(kind=["ffn"], activation=ACTIVATIONS, hidden=[24, 40], bias=BOTH)
+MOE = any_of(kind=["moe"], activation=ACTIVATIONS, hidden=[16], dense_hidden=[24], experts=[8], top_k=[1, 2, 3],
+             shared=[0, 1, 2], router=["softmax", "sigmoid"], groups=[1, 4], top_groups=[2], dense_layers=[0, 1],
+             every=[1, 2], capacity=[None, 1.25], aux_loss=[0.01], seq_aux_loss=[0.01], z_loss=[0.01],
+             bias_step=[0.0, 0.001], normalise=BOTH)  # fmt: skip
+ANY = any_of(vocab=[64], seq=[32], width=[32], layers=[3], init_std=[0.02], norm=NORMS, position=POSITIONS,
+             placement=["pre", "post", "sandwich", "deepnorm"], embedding_rank=[None, None, 16], head_transform=BOTH,
+             head_bias=BOTH, tied=BOTH, embedding_norm=[False, True, "sum"], init=["fixed", "fan_in"],
+             init_out=["scaled", "zero"], logit_softcap=[None, 15.0])  # fmt: skip
+ONE_STACK = any_of(segments=[0, 2], smear=BOTH, residual_scales=BOTH, backout=BOTH)
+TWO_STACKS = any_of(encoder_layers=[2], source_seq=[None, 64], own_encoder_embedding=BOTH)
 
 
 @st.composite
 def models(draw):
     """Any architecture that the types allow."""
     pick = lambda *options: draw(st.sampled_from(options))  # noqa: E731
-    heads, dim, seq = pick(2, 4), pick(4, 8), 32
-    scores = {
-        "window": pick(None, None, 8),
-        "softcap": pick(None, None, 20.0),
-        "sinks": pick(False, True),
-    }
-    if scores["window"]:
-        scores["global_every"] = pick(None, 2)
-    if pick("gqa", "mla") == "gqa":
-        flags = {key: draw(st.booleans()) for key in ("qk_norm", "bias", "out_bias")}
-        attention = {
-            "kind": "gqa",
-            "heads": heads,
-            "kv_heads": pick(1, 2, heads),
-            "head_dim": dim,
-            **flags,
-        }
-    else:
-        ranks = {"q_rank": pick(None, 12), "kv_rank": pick(8, 16)}
-        attention = {
-            "kind": "mla",
-            "heads": heads,
-            "nope_dim": dim,
-            "rope_dim": 4,
-            "v_dim": pick(4, 8),
-            **ranks,
-        }
-    activation = pick("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "silu", "relu", "relu2")
-    if draw(st.booleans()):
-        ffn = {
-            "kind": "ffn",
-            "activation": activation,
-            "hidden": pick(24, 40),
-            "bias": draw(st.booleans()),
-        }
-    else:
-        ffn = {
-            "kind": "moe",
-            "activation": activation,
-            "hidden": 16,
-            "dense_hidden": 24,
-            "experts": 8,
-        }
-        ffn |= {
-            "top_k": (top_k := pick(1, 2, 3)),
-            "normalise": top_k > 1 and draw(st.booleans()),
-            "shared": pick(0, 1, 2),
-            "router": pick("softmax", "sigmoid"),
-        }
-        ffn |= {"groups": 4, "top_groups": 2} if draw(st.booleans()) else {}
-        ffn |= {
-            "dense_layers": pick(0, 1),
-            "every": pick(1, 2),
-            "capacity": pick(None, 1.25),
-            "aux_loss": 0.01,
-        }
-        ffn |= {"seq_aux_loss": 0.01, "z_loss": 0.01, "bias_step": pick(0.0, 0.001)}
-    placement, position = pick("pre", "post", "sandwich", "deepnorm"), pick(*POSITIONS)
-    stacks = ["decoder", "encoder"]
-    if attention["kind"] == "gqa" and placement != "deepnorm":
-        stacks.append("encoder-decoder")
-    stack = pick(*stacks)
-    both = stack == "encoder-decoder"
-    shared = ffn["kind"] == "ffn" and "global_every" not in scores and draw(st.booleans())
-    in_layers = position["kind"] in ("rope", "relative", "alibi")
-    kind = pick("rmsnorm", "layernorm")
-    return Model.model_validate(
-        {
-            "vocab": 64,
-            "seq": seq,
-            "width": 32,
-            "layers": 3,
-            "stack": stack,
-            "encoder_layers": 2 if both else None,
-            "source_seq": pick(None, 2 * seq) if both else None,
-            "share_layers": shared,
-            "own_encoder_embedding": both and draw(st.booleans()),
-            "embedding_rank": pick(None, None, 16),
-            "segments": 0 if both else pick(0, 2),
-            "head_transform": draw(st.booleans()),
-            "head_bias": draw(st.booleans()),
-            "row_classes": pick(0, 2) if stack == "encoder" else 0,
-            "first_norm": shared or draw(st.booleans()),
-            "norm": {
-                "kind": kind,
-                "gain": (gain := draw(st.booleans())),
-                "bias": gain and kind == "layernorm" and draw(st.booleans()),
-            },
-            "placement": placement,
-            "parallel_block": placement == "pre" and not both and draw(st.booleans()),
-            "position": position,
-            "nope_every": pick(None, 2) if in_layers and not shared else None,
-            "tied": draw(st.booleans()),
-            "mtp": pick(0, 0, 1, 2) if stack == "decoder" else 0,
-            "init_std": 0.02,
-            **{key: not both and draw(st.booleans()) for key in MIXING},
-            "embedding_norm": pick(False, True, "sum"),
-            "init": pick("fixed", "fan_in"),
-            "init_out": pick("scaled", "zero"),
-            "value_embeddings": pick(None, 1, 2)
-            if attention["kind"] == "gqa" and not both and not shared
-            else None,
-            "logit_softcap": pick(None, 15.0),
-            "attention": attention | scores,
-            "ffn": ffn,
-        }
-    )
+    attention = draw(GQA | MLA) | draw(SCORES)
+    grouped = attention["kind"] == "gqa"
+    if grouped:
+        attention["kv_heads"] = pick(1, 2, attention["heads"])
+    ffn = draw(FFN | MOE)
+    if ffn["kind"] == "moe":
+        ffn["normalise"] &= ffn["top_k"] > 1
+        ffn["top_groups"] = min(ffn["groups"], ffn["top_groups"])
+    model = draw(ANY) | {"attention": attention, "ffn": ffn}
+    two = grouped and model["placement"] != "deepnorm"
+    stack = pick("decoder", "encoder", *(["encoder-decoder"] if two else []))
+    model |= draw(TWO_STACKS if stack == "encoder-decoder" else ONE_STACK)
+    shared = ffn["kind"] == "ffn" and "global_every" not in attention and draw(st.booleans())
+    model |= {"stack": stack, "share_layers": shared, "first_norm": shared or pick(*BOTH)}
+    if stack != "encoder-decoder":
+        model["parallel_block"] = model["placement"] == "pre" and pick(*BOTH)
+        model["value_embeddings"] = pick(None, 1, 2) if grouped and not shared else None
+    if model["position"] in BY_LAYER and not shared:
+        model["nope_every"] = pick(None, 2)
+    if stack == "encoder":
+        model["row_classes"] = pick(0, 2)
+    if stack == "decoder":
+        model["mtp"] = pick(0, 0, 1, 2)
+    return Model.model_validate(model)
 
 
 def grouped(a, b, *_args, out_shape=None, **_kwargs):
