@@ -29,6 +29,7 @@ class Family(Frozen):
     kind: str  # model_type
     like: tuple[str, ...] = ()
     base: str = ""
+    row_head: str = ""
     keys: dict[str, str | tuple[str, ...]]
     values: dict[str, dict[str, str]] = Field(default_factory=dict)
     implied: Table

@@ -29,7 +29,7 @@ from pipeline.config.schema import RunSpec
 from pipeline.config.spans import Denoise
 from pipeline.errors import ConfigError, DataError, RunError, UserError, first_line
 from pipeline.hub.configuration_isoflop import IsoflopConfig
-from pipeline.hub.families import Family, from_hub_config
+from pipeline.hub.families import FAMILIES, Family, from_hub_config
 from pipeline.hub.modeling_isoflop import IsoflopForCausalLM
 from pipeline.hub.sequences import row_logits
 from pipeline.hub.tensors import gather
@@ -50,16 +50,12 @@ _LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_c
 # Constant tables that older files keep beside the weights.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # Keys of config.json that count layers.
-_LAYER_KEYS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_nextn_predict_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
+_LAYER_KEYS = {
+    key
+    for family in FAMILIES
+    for key, ours in family.keys.items()
+    if ours in ("layers", "encoder_layers", "mtp")
+}
 _TOLERANCE = 1e-4  # of fp32 logits, relative to the largest
 
 

@@ -8,26 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from pipeline.config.objective import Labels
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import ConfigError
-from pipeline.hub.families import Family, choose_family
+from pipeline.hub.families import FAMILIES, Family, choose_family
 from pipeline.model.head import IGNORED
 from pipeline.model.stack import Decoder
 
 SEQUENCES = "ForSequenceClassification"
-# Family → prefix of the class, and name of the head. Heads of decoders read the last token that is
-# not padding, BERT's the pooled first token.
-_HEADS = {
-    "llama": ("Llama", "score"),
-    "mistral": ("Mistral", "score"),
-    "mixtral": ("Mixtral", "score"),
-    "qwen3": ("Qwen3", "score"),
-    "gpt2": ("GPT2", "score"),
-    "bert": ("Bert", "classifier"),
-}
 # Tensors that a class for sequences does not have, by our names.
 _TOKEN_HEAD = ("head.", "transform.")
 
@@ -41,13 +32,14 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
     # BERT's pretraining class has a row head with two classes.
     plain = 2 if cfg.stack == "encoder" else 0
     family = choose_family(cfg.model_copy(update={"row_classes": plain}))
-    if family.kind not in _HEADS:
-        known = ", ".join(_HEADS)
+    if not family.row_head:
+        known = ", ".join(dict.fromkeys(each.kind for each in FAMILIES if each.row_head))
         raise ConfigError(
             f"model.arch={cfg.arch} with labels has no counterpart in transformers that this "
             f"version exports; only models of the families {known} have"
         )
-    return family.model_copy(update={"architecture": _HEADS[family.kind][0] + SEQUENCES})
+    architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family.kind]
+    return family.model_copy(update={"architecture": architecture})
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
@@ -70,12 +62,11 @@ def sequence_config(labels: Labels, tokenizer: Tokenizer | None) -> dict[str, An
 
 def sequence_head(family: Family, ours: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the row head by its names in transformers; remove it and the token head from `ours`."""
-    name = _HEADS[family.kind][1]
     for key in [key for key in ours if key.startswith(_TOKEN_HEAD)]:
         del ours[key]
     for part in ("weight", "bias"):
         if f"row_head.out.{part}" in ours:
-            yield f"{name}.{part}", ours.pop(f"row_head.out.{part}")
+            yield f"{family.row_head}.{part}", ours.pop(f"row_head.out.{part}")
 
 
 @torch.no_grad()
