@@ -89,33 +89,35 @@ def model_memory(
     accumulate: bool = True,
     offload: bool = False,
     muon: bool = False,
+    lora: Lora | None = None,
 ) -> Memory:
     """ZeRO shards the optimizer from stage 1, gradients from 2, weights from 3. A rank holds
     everything that is not sharded, but only 1/`ep` of the experts and 1/`sp` of a sequence's
     activations. A step of one micro-batch does not `accumulate`. With `offload`, the optimizer's
-    states are stored and updated elsewhere."""
-    counted = count.params(model)
+    states are stored and updated elsewhere. With LoRA, frozen weights are whole on every rank, and
+    have neither gradients nor moments."""
+    experts = count.params(model).experts
+    trained = trained_params(model, lora)
     size = count.BYTES[dtype]
     zero = layout.zero
     ranks = layout.ranks
-    ep = layout.ep
     tokens = layout.micro_batch * model.seq // layout.sp
 
-    def held(bytes_per_param: int, *, sharded: bool, of: int = counted.total) -> int:
-        shards = ranks if sharded else 1
-        shared = (of - counted.experts) * bytes_per_param // shards
-        return shared + counted.experts * bytes_per_param // (ranks if sharded else ep)
+    def held(bytes_per_param: int, *, sharded: bool, of: int = trained) -> int:
+        shared = (of - experts) * bytes_per_param // (ranks if sharded else 1)
+        return shared + experts * bytes_per_param // (ranks if sharded else layout.ep)
 
     # Only unsharded fp32 training updates the weights in place; others have fp32 master weights.
     master = 0 if dtype == "fp32" and zero == 0 else 4
     gradients = held(size, sharded=zero >= 2)
     part = held(size, sharded=zero >= 1)
     # Stage 2 collects the gradients of one block; stage 3 also its weights and the next block's.
-    gathered = (0, 0, 1, 3)[zero] * _largest_block(model, ep) * size if ranks > 1 else 0
-    kept, largest = _activations(model, layout.recompute)
+    copied = (0, 0, 1, 3)[zero] if ranks > 1 else 0
+    gathered = copied * _largest_block(model, layout.ep, lora) * size
+    kept, largest = _activations(model, layout.recompute, lora)
     first_block = gathered + tokens * largest * size  # the backward pass reaches it last
     # The gradients of one group are copied to fp32, and ZeRO first lays them out contiguously.
-    copies = _group(model, zero, ranks, ep) * ((4 if size != 4 else 0) + (size if zero else 0))
+    copies = _group(model, layout, lora) * ((4 if size != 4 else 0) + (size if zero else 0))
     moments = held(master + 8, sharded=zero >= 1)  # 8: both moments
     if muon:
         # A matrix has one moment. Its updates travel in bf16, and a rank also holds the buffers:
@@ -124,24 +126,26 @@ def model_memory(
         own = held(1, sharded=zero >= 1, of=matrix_params(model))
         copies += 2 * own * (3 if ranks > 1 and zero in (0, 3) else 1)
         copies += _BATCH_BYTES * min(own, _BATCH)
-    update = 0
-    if not offload:
-        update = max(gradients + (part if zero == 1 else 0), part + copies)
+    update = 0 if offload else max(gradients + (part if zero == 1 else 0), part + copies)
+    head = 0 if lora else 4 * model.vocab * model.width  # fp32 gradient
     return Memory(
-        weights=held(size, sharded=zero >= 3),
+        weights=held(size, sharded=zero >= 3) + frozen_params(model, lora) * size,
         # ZeRO-3 allocates them at the start.
         gradients=gradients if accumulate or zero == 3 else 0,
         optimizer=0 if offload else moments,
         gathered=gathered,
         activations=tokens * kept * size,
-        # Logits, their fp32 copy and gradient, and the head's fp32 gradient.
-        loss=min(loss_chunk, tokens) * model.vocab * (4 + 4 + size) + 4 * model.vocab * model.width,
+        # Logits, their fp32 copy and gradient.
+        loss=min(loss_chunk, tokens) * model.vocab * (4 + 4 + size) + head,
         update=max(gradients + first_block, update),
     )
 
 
 @lru_cache(maxsize=256)
-def _largest_block(model: Model, ep: int) -> int:
+def _largest_block(model: Model, ep: int, lora: Lora | None) -> int:
+    """Parameters of a block whose weights and gradients ZeRO collects."""
+    if lora is not None:
+        return trained_params(model, lora) // model.layers
     layers = [count.layer_params(model, layer) for layer in range(model.layers)]
     layers += [
         count.layer_params(model, layer, source=True) for layer in range(model.source_layers)
@@ -150,7 +154,7 @@ def _largest_block(model: Model, ep: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
+def _activations(model: Model, recompute: Recompute, lora: Lora | None = None) -> tuple[int, int]:
     """Return the numbers kept per token: of all blocks, and of the largest block."""
     blocks = [_kept(model, model.routed(layer)) for layer in count.block_layers(model)]
     whole = [attention + ffn for attention, ffn in blocks]
@@ -159,6 +163,7 @@ def _activations(model: Model, recompute: Recompute) -> tuple[int, int]:
     beside = count.value_layers(model) * count.value_width(model)
     beside += (2 * model.smear + model.backout) * model.width
     beside += _source_activations(model, recompute)
+    beside += 0 if lora is None else adapters(model) * lora.rank
     if model.generator_model is not None:
         beside += _activations(model.generator_model, recompute)[0]
     match recompute:
@@ -213,16 +218,17 @@ def _kept(model: Model, routed: bool) -> tuple[int, int]:
     return streams * model.width + inner, model.width + ffn
 
 
-def _group(model: Model, zero: int, ranks: int, ep: int) -> int:
+def _group(model: Model, layout: Layout, lora: Lora | None) -> int:
     """The most parameters that DeepSpeed 0.19.8 updates at once on a rank: without ZeRO all, or one
     group (optim/groups.py: matrices, the rest, experts that ranks share)."""
     counted = count.params(model)
-    if zero == 0:
-        return counted.total - counted.experts + counted.experts // ep
-    rest = counted.tables
-    shared = counted.experts if ep > 1 else 0
-    largest = max(counted.total - shared - rest, rest, shared) // ranks
-    return min(largest, 10**9) if zero == 3 else largest  # DeepSpeed's sub_group_size
+    trained = trained_params(model, lora)
+    if layout.zero == 0:
+        return trained - counted.experts + counted.experts // layout.ep
+    rest = 0 if lora else counted.tables
+    shared = counted.experts if layout.ep > 1 else 0
+    largest = max(trained - shared - rest, rest, shared) // layout.ranks
+    return min(largest, 10**9) if layout.zero == 3 else largest  # DeepSpeed's sub_group_size
 
 
 def memory(config: RunConfig, layout: Layout) -> Memory:
@@ -236,49 +242,18 @@ def memory(config: RunConfig, layout: Layout) -> Memory:
         accumulate=config.rows * layout.sp > layout.ranks * layout.micro_batch,
         offload=offload.optimizer is not None,
         muon=uses_muon(config),
+        lora=config.lora,
     )
+    size = count.BYTES[config.train.dtype]
     if offload.params:
-        held = replace(held, weights=0)
-    if config.lora is not None:
-        held = _of_adapters(held, config, layout, config.lora)
+        held = replace(held, weights=frozen_params(config.model, config.lora) * size)
     teacher = config.distill.model if config.distill else None
     if teacher is None:
         return held
     # A teacher is not divided. Its logits and probabilities exist beside the student's.
     logits = config.train.loss_chunk * teacher.vocab * 8
-    weights = held.weights + count.params(teacher).total * count.BYTES[config.train.dtype]
+    weights = held.weights + count.params(teacher).total * size
     return replace(held, weights=weights, loss=held.loss + logits)
-
-
-def _of_adapters(held: Memory, config: RunConfig, layout: Layout, lora: Lora) -> Memory:
-    """Correct the memory for LoRA: frozen weights are whole on every rank, and have neither
-    gradients nor moments."""
-    model = config.model
-    zero = layout.zero
-    size = count.BYTES[config.train.dtype]
-    trained = trained_params(model, lora)
-    tokens = layout.micro_batch * model.seq // layout.sp
-
-    def own(bytes_per_param: int, stage: int) -> int:
-        return trained * bytes_per_param // (layout.ranks if zero >= stage else 1)
-
-    gathered = 0
-    if layout.ranks > 1:
-        gathered = (0, 0, 1, 3)[zero] * size * trained // model.layers
-    activations = held.activations + tokens * adapters(model) * lora.rank * size
-    first_block = gathered + tokens * _activations(model, layout.recompute)[1] * size
-    # As in `model_memory`: the gradients, and their copies in fp32 and in one piece.
-    copies = size + (4 if size != 4 else 0) + (size if zero else 0)
-    master = 0 if size == 4 and zero == 0 else 4
-    return Memory(
-        weights=frozen_params(model) * size + (own(size, 3) if held.weights else 0),
-        gradients=own(size, 2) if held.gradients else 0,
-        optimizer=own(master + 8, 1) if held.optimizer else 0,
-        gathered=gathered,
-        activations=activations,
-        loss=held.loss - 4 * model.vocab * model.width,  # the head is frozen
-        update=max(own(size, 2) + first_block, own(copies, 1) if held.optimizer else 0),
-    )
 
 
 def offloaded(config: RunConfig, layout: Layout, to: Literal["cpu", "nvme"]) -> int:
@@ -304,14 +279,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """Bytes of the tensors of one checkpoint: fp32 master weights and two moments. A matrix that
     Muon trains has one moment, and a variance for each row. Frozen weights have none."""
     model = config.model
-    if config.lora is not None:
-        frozen = count.BYTES[config.train.dtype] * frozen_params(model)
-        return frozen + 12 * trained_params(model, config.lora)
-    numbers = 3 * count.params(model).total
+    numbers = 3 * trained_params(model, config.lora)
     if uses_muon(config):
         rows = sum(rows * number for rows, _, number in count.matrices(model))
         numbers += rows - matrix_params(model)
-    return 4 * numbers
+    return 4 * numbers + count.BYTES[config.train.dtype] * frozen_params(model, config.lora)
 
 
 def disk_bytes(config: RunConfig, ranks: int) -> int:

@@ -105,12 +105,14 @@ def _row_head(model: Model) -> int:
     return row_matrix(model) + biases
 
 
-def trained_params(model: Model, lora: Lora) -> int:
+def trained_params(model: Model, lora: Lora | None) -> int:
+    if lora is None:
+        return params(model).total
     return lora.rank * sum(_adapted(model, used=False)) + _row_head(model)
 
 
-def frozen_params(model: Model) -> int:
-    return params(model).total - _row_head(model)
+def frozen_params(model: Model, lora: Lora | None) -> int:
+    return 0 if lora is None else params(model).total - _row_head(model)
 
 
 def adapted_flops(flops: Flops, model: Model, lora: Lora) -> Flops:

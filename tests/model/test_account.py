@@ -273,7 +273,7 @@ def test_adapters_are_counted(arch):
     trained = sum(p.numel() for p in model.parameters())
     assert trained_params(cfg, Lora(rank=3)) == trained
     own = sum(p.numel() for name, p in model.named_parameters() if name.startswith("row_head"))
-    assert frozen_params(cfg) == every - own
+    assert frozen_params(cfg, Lora(rank=3)) == every - own
 
 
 @pytest.mark.parametrize("arch", ["dense", "gpt2", "mla", "isoflop"])
