@@ -136,16 +136,17 @@ def _ends(model: Model) -> int:
         ends += _norm(model, model.head_width) if model.head == "tokens" else 0
     if model.head_bias:
         ends += 1 if model.head == "replaced" else model.vocab
-    if model.row_classes:
-        ends += row_matrix(model)
-        ends += width + model.row_classes if model.stack == "encoder" else 0  # biases
-    return ends
+    return ends + sum(row_head(model))
 
 
-def row_matrix(model: Model) -> int:
-    """Of the head of a row; an encoder's has a layer before it (BERT's pooler)."""
-    pooled = model.width if model.stack == "encoder" else 0
-    return model.width * (pooled + model.row_classes) if model.row_classes else 0
+def row_head(model: Model) -> tuple[int, int]:
+    """Parameters of the matrices and biases of the head of a row; an encoder's has a layer before
+    it (BERT's pooler)."""
+    width = model.width
+    classes = model.row_classes
+    if model.stack != "encoder":
+        return width * classes, 0
+    return (width * (width + classes), width + classes) if classes else (0, 0)
 
 
 def transform_matrix(model: Model) -> int:
@@ -345,11 +346,11 @@ def flops_per_token(
     heads = (1 + model.mtp) * (head_matrix(model) + transform_matrix(model))
     heads = heads * (predicted or model.seq) // model.seq
     inputs = (1 + model.mtp) * (model.embedding_rank or 0) * model.width
-    heads += row_matrix(model) // model.seq  # reads one token of each row
+    heads += row_head(model)[0] // model.seq  # reads one token of each row
     attention = sum_blocks(model, lambda _, layer: _scores(model, layer))
-    if model.source_layers:
+    encoder = [layer_params(model, each, source=True) for each in range(model.source_layers)]
+    if encoder:
         # Counted per row, then divided among the decoder's tokens.
-        encoder = [layer_params(model, each, source=True) for each in range(model.source_layers)]
         read = sum_blocks(model, lambda each, _: each.source)
         read += sum(each.attention + each.ffn_matmul for each in encoder)
         blocks += read * model.source_length // model.seq
@@ -361,8 +362,7 @@ def flops_per_token(
         again = 2 * blocks + attention // 3
     elif recompute == "selective":
         again = 2 * sum_blocks(model, lambda each, _: each.ffn_recomputed)
-        source = [layer_params(model, each, source=True) for each in range(model.source_layers)]
-        again += 2 * sum(each.ffn_recomputed for each in source) * model.source_length // model.seq
+        again += 2 * sum(each.ffn_recomputed for each in encoder) * model.source_length // model.seq
     return Flops(matmul=6 * (blocks + smear + heads + inputs), attention=attention, recompute=again)
 
 

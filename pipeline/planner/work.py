@@ -8,7 +8,7 @@ from typing import assert_never
 from pipeline.config.parts import FFN, GQA, MLA, Recompute
 from pipeline.config.schema import Lora, RunSpec
 from pipeline.config.shape import Model
-from pipeline.planner.count import CONVENTION, Flops, flops_per_token, params, row_matrix
+from pipeline.planner.count import CONVENTION, Flops, flops_per_token, params, row_head
 
 
 def training_flops(spec: RunSpec, *, recompute: Recompute = False) -> Flops:
@@ -98,26 +98,19 @@ def adapters(model: Model) -> int:
     return len(_adapted(model, used=True))
 
 
-def _row_head(model: Model) -> int:
-    if not model.row_classes:
-        return 0
-    biases = model.width + model.row_classes if model.stack == "encoder" else 0
-    return row_matrix(model) + biases
-
-
 def trained_params(model: Model, lora: Lora | None) -> int:
     if lora is None:
         return params(model).total
-    return lora.rank * sum(_adapted(model, used=False)) + _row_head(model)
+    return lora.rank * sum(_adapted(model, used=False)) + sum(row_head(model))
 
 
 def frozen_params(model: Model, lora: Lora | None) -> int:
-    return 0 if lora is None else params(model).total - _row_head(model)
+    return 0 if lora is None else params(model).total - sum(row_head(model))
 
 
 def adapted_flops(flops: Flops, model: Model, lora: Lora) -> Flops:
     """Return the FLOPs of training on one token from those of training all weights."""
-    row = row_matrix(model) // model.seq
+    row = row_head(model)[0] // model.seq
     learned = lora.rank * sum(_adapted(model, used=True)) + row
     frozen = flops.matmul // 6 - row
     return Flops(4 * frozen + 6 * learned, flops.attention, flops.recompute)
