@@ -197,7 +197,7 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if isinstance(objective, Replaced) and objective.trained and apart:
         text = "model.generator with documents kept apart, whose padding would be predicted"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
-    if pairs and not (model.row_classes and model.segments):
+    if pairs and (model.row_classes != 2 or model.segments < 2):
         text = "objective.pairs needs model.row_classes=2 and model.segments=2"
         return f"{text}; use --arch bert, or --set objective.pairs=none"
     if model.row_classes and not pairs:
@@ -209,6 +209,10 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if apart and isinstance(objective, Pairs):
         text = f"{key} always keeps pairs apart and packs them"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    # A prefix needs a token after it, and neither part of a pair may be empty.
+    least = 7 if pairs else 1 + isinstance(objective, Prefix)
+    if model.seq < least:
+        return f"model.seq={model.seq} is too short for {key}; use at least {least}"
     lengths = objective.lengths(model.seq, model.source_seq)
     if lengths != (model.seq, model.source_seq):
         text = f"model.seq={model.seq} and model.source_seq={model.source_seq} do not go with {key}"

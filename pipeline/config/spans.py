@@ -1,5 +1,6 @@
 """What every objective has, and those that cut spans out of a text: T5's, UL2's and BART's."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -92,11 +93,12 @@ def _cut_and_spans(tokens: int, rate: float, length: float | None) -> tuple[int,
 
 
 def _longest_text(reads: int, rest: Callable[[int], int]) -> int:
-    """The longest text whose rest fits into the input of an encoder of length `reads`."""
-    tokens = max(2, reads // 2)  # shorter than any result: a span has at least one token
-    while rest(tokens + 1) <= reads:
-        tokens += 1
-    return tokens
+    """The longest text whose rest fits into the input of an encoder of length `reads`. A longer
+    text never has a shorter rest, so bisection finds it."""
+    above = 3
+    while rest(above) <= reads and above < 2**60:  # Python's bisection is limited to 2**63
+        above *= 2
+    return bisect_right(range(above), reads, lo=3, key=rest) - 1
 
 
 class Spans(_Cut):
@@ -117,9 +119,10 @@ class Spans(_Cut):
         return _longest_text(source_seq or seq, self._rest)
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """A single given length is that of the encoder's input."""
+        """A single given length is that of the encoder's input. Rows may be a token shorter if the
+        rate is at its limit, where one more token of text may add a span, too."""
         reads = source_seq or seq
-        return self.target_length(reads), reads
+        return self.target_length(reads), self._rest(self.text_length(reads))
 
     def target_length(self, seq: int) -> int:
         """Length of the decoder: the tokens cut out, their sentinels and the end. T5 has 114."""
@@ -192,7 +195,8 @@ class Mixture(BaseObjective):
         """A single given length is that of the encoder's input. Shorter rows are padded."""
         reads = source_seq or seq
         tokens = self.text_length(reads)
-        return max(sum(each.noise(tokens)) for each in self.denoisers) + 1, reads
+        writes = max(sum(each.noise(tokens)) for each in self.denoisers) + 1
+        return writes, max(reads, self._rest(tokens))
 
     def row_targets(self, number: int, text_length: int) -> int | None:
         return sum(self.denoiser(number).noise(text_length)) + 1

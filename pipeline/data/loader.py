@@ -289,9 +289,12 @@ class Loader:
         every rank reads all rows, which are short."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
-            _, window = self._place(sample)
+            number, window = self._place(sample)
+            stream = self._streams[number]
             known = None
-            if self._row_targets is not None:
+            if isinstance(stream, PairStream):
+                known = stream.targets(window)
+            elif self._row_targets is not None:
                 known = self._row_targets(window if self._held_out else sample)
             if known is not None:
                 total += known

@@ -148,16 +148,26 @@ class PairStream:
         """Return the rows that the epoch draws at these positions."""
         return order_by_shards(self._rows, index, seed, epoch)
 
-    def read(self, window: int) -> Example:
+    def _find(self, window: int) -> tuple[int, Packed, range]:
+        """Return the shard of a row, the rows of this shard, and the row's pairs."""
         shard = int(np.searchsorted(self._starts, window, "right")) - 1
-        tokens = self._map(shard)
         packed = self._pack(shard)
-        first, end = packed.rows[window - self._starts[shard] :][:2].tolist()
+        return shard, packed, range(*packed.rows[window - self._starts[shard] :][:2].tolist())
+
+    def targets(self, window: int) -> int:
+        """Number of tokens that a row predicts."""
+        _, packed, pairs = self._find(window)
+        written = packed.targets_N[pairs.start : pairs.stop]
+        return int((packed.ends_P[written] - packed.starts_P[written]).sum())
+
+    def read(self, window: int) -> Example:
+        shard, packed, numbers = self._find(window)
+        tokens = self._map(shard)
         objective = self._shape.objective
         languages = len(objective.languages)
         pieces, eod = self._vocabulary
         pairs = []
-        for number in range(first, end):
+        for number in numbers:
             source = int(packed.sources_N[number])
             target = int(packed.targets_N[number])
             text = tokens[packed.starts_P[source] : packed.ends_P[source]]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.layers import CONFIGS, read_toml
-from pipeline.config.objective import Answers
+from pipeline.config.objective import Answers, Pairs
 from pipeline.config.schema import Cluster, RunConfig
 from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
@@ -110,7 +110,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
             config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
         ),
         pairs=PairRows.of(config),
-        uneven=isinstance(config.objective, Answers | Mixture),
+        uneven=isinstance(config.objective, Answers | Mixture | Pairs),
         row_targets=lambda number: config.objective.row_targets(number, length),
     )
 

@@ -59,6 +59,17 @@ def test_the_vocabulary_has_space_for_special_ids() -> None:
             "objective.denoisers",
             "longer spans",
         ),
+        (["objective.kind=prefix", "model.seq=1"], "model.seq=1", "at least 2"),
+        (
+            [*ENCODER, "objective.pairs=order", "model={seq=6,segments=2,row_classes=2}"],
+            "model.seq=6",
+            "at least 7",
+        ),
+        (
+            [*ENCODER, "objective.pairs=next", "model={segments=1,row_classes=2}"],
+            "objective.pairs",
+            "model.segments=2",
+        ),
         ([*ENCODER, "objective.mask=0.95"], "objective", "lower one"),
         ([*ENCODER, "objective.rate=1.5"], "objective.rate=1.5", "less than 1"),
         ([*ENCODER, "objective.share=0.5"], "objective.share", "random"),
