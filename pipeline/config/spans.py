@@ -198,7 +198,7 @@ class Mixture(BaseObjective):
         writes = max(sum(each.noise(tokens)) for each in self.denoisers) + 1
         return writes, max(reads, self._rest(tokens))
 
-    def row_targets(self, number: int, text_length: int) -> int | None:
+    def row_targets(self, number: int, text_length: int) -> int:
         return sum(self.denoiser(number).noise(text_length)) + 1
 
     def most_spans(self, tokens: int) -> int:

@@ -9,7 +9,7 @@
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
@@ -21,6 +21,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from pipeline.config.objective import Answers, Causal, Objective, Pairs
+from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, order_by_shards
 from pipeline.data.pairs import PairRows, PairStream
@@ -166,18 +168,23 @@ class PackedStream:
         """Return the rows at these positions of the epoch's order."""
         return order_by_shards(self._rows, index, seed, epoch)
 
-    def read(self, window: int) -> Row:
-        """Return one row. Padding at its end is one more document that predicts nothing."""
+    def parts(self, window: int) -> tuple[int, I64]:
+        """Return the shard of a row, and its parts (start, places)."""
         shard = int(np.searchsorted(self._starts, window, "right")) - 1
-        data = self._map(shard)
         parts, ends = self._pack(shard)
         row = window - self._starts[shard]
+        return shard, parts[ends[row] : ends[row + 1]]
+
+    def read(self, window: int) -> Row:
+        """Return one row. Padding at its end is one more document that predicts nothing."""
+        shard, parts = self.parts(window)
+        data = self._map(shard)
         # One block of memory, so that one hash covers tokens, targets and documents.
         rows_3S = np.empty((3, self._seq), np.int64)
         tokens, targets, documents = rows_3S
         at = 0  # next free place of the row
         number = 0  # of the document in the row
-        for start, places in parts[ends[row] : ends[row + 1]].tolist():
+        for start, places in parts.tolist():
             here = slice(at, at + places)
             tokens[here] = data[start : start + places]
             targets[here] = data[start + 1 : start + places + 1]
@@ -213,8 +220,7 @@ class Loader:
         packing: Literal["concatenate", "best-fit"] = "concatenate",
         boundaries: bool = False,
         noise: Noise | None = None,
-        uneven: bool = False,
-        row_targets: Callable[[int], int | None] | None = None,
+        objective: Objective | None = None,
         pairs: PairRows | None = None,
     ) -> None:
         self.seq = seq  # tokens of text per row
@@ -224,8 +230,9 @@ class Loader:
         self._packed = packing == "best-fit"
         self._boundaries = boundaries or self._packed
         self._noise = noise
-        self._uneven = uneven  # rows predict different numbers of tokens
-        self._row_targets = row_targets  # from a row's number, if the text need not be read
+        self._objective = objective or Causal()
+        # Whether rows predict different numbers of tokens; a packed row may have padding.
+        self._uneven = self._packed or isinstance(objective, Answers | Mixture | Pairs)
         self._held_out = split != "train"
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
@@ -264,6 +271,7 @@ class Loader:
             if row.documents is not None:
                 documents_BS[i] = row.documents
             digest += xxhash.xxh3_64_intdigest(row.raw, number)
+        counts_B = np.repeat(self._mean_targets(step), len(rows)) if self._uneven else None
         if self._boundaries and not self._packed:
             # Count the document ends before each token: an end belongs to the document it ends.
             np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
@@ -272,6 +280,7 @@ class Loader:
             targets_BS=torch.from_numpy(targets_BS),
             hash=digest % 2**64,
             documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
+            counts_B=None if counts_B is None else torch.from_numpy(counts_B),
         )
 
     def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
@@ -280,27 +289,28 @@ class Loader:
         numbered = zip(rows, examples, strict=True)
         digest = sum(xxhash.xxh3_64_intdigest(example.raw, number) for number, example in numbered)
         if self._uneven:
-            targets = self._mean_targets(step, noise)
+            targets = self._mean_targets(step)
             examples = [example._replace(counts=targets) for example in examples]
         return Batch.stack(examples, digest % 2**64)
 
-    def _mean_targets(self, step: int, noise: Noise) -> F32:
-        """Return the mean number of targets per row of the global batch. If it depends on the text,
-        every rank reads all rows, which are short."""
+    def _mean_targets(self, step: int) -> F32:
+        """Return the mean number of targets per row of the global batch. Rows of answers, which are
+        short, have to be read, by every rank."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
             number, window = self._place(sample)
             stream = self._streams[number]
-            known = None
             if isinstance(stream, PairStream):
-                known = stream.targets(window)
-            elif self._row_targets is not None:
-                known = self._row_targets(window if self._held_out else sample)
-            if known is not None:
-                total += known
-                continue
-            (example,) = self._examples(range(sample, sample + 1), noise)
-            total += int((example.targets != IGNORE).sum())
+                total += stream.targets(window)
+            elif isinstance(stream, PackedStream):  # no input ends a document: any may be predicted
+                length = int(stream.parts(window)[1][:, 1].sum())
+                total += self._objective.most_targets(length) or length
+            elif isinstance(self._objective, Mixture):
+                row = window if self._held_out else sample
+                total += self._objective.row_targets(row, self.seq)
+            elif self._noise is not None:
+                (example,) = self._examples(range(sample, sample + 1), self._noise)
+                total += int((example.targets != IGNORE).sum())
         return np.array([total / self.rows], np.float32)
 
     def _examples(self, samples: range, noise: Noise) -> list[Example]:

@@ -1,9 +1,9 @@
 """Turn texts into the inputs and targets of a model.
 
 The random draws of a row are a pure function of its key, so that they do not depend on the number
-of ranks and a resumed run sees the same rows. Every row predicts the same number of tokens, or
-fewer if it has padding, because losses are means of means over micro-batches and ranks. Where rows
-differ (answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
+of ranks and a resumed run sees the same rows. Losses are means of means over micro-batches and
+ranks, so every row predicts the same number of tokens. Where rows differ (padding, translations,
+answers and mixtures), the loader adds the mean number of targets (`Example.counts`).
 
 Masks and spans are made for many rows at once: row by row, the loader's thread would hold the
 interpreter's lock while training waits. Their functions accept one row, (S), or several, (R, S).

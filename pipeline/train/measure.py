@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.layers import CONFIGS, read_toml
-from pipeline.config.objective import Answers, Pairs
 from pipeline.config.schema import Cluster, RunConfig
-from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.pairs import PairRows
@@ -97,11 +95,10 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         packing = "concatenate"
     corpus.check_pairs(config.objective)
     tokenizer = corpus.manifest.tokenizer
-    length = config.text_length
     return Loader(
         corpus,
         split,
-        seq=length,
+        seq=config.text_length,
         rows=config.rows,
         seed=config.seed,
         packing=packing,
@@ -110,8 +107,7 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
             config.objective, Vocabulary(tokenizer.vocab, tokenizer.eod), config.model.source_seq
         ),
         pairs=PairRows.of(config),
-        uneven=isinstance(config.objective, Answers | Mixture | Pairs),
-        row_targets=lambda number: config.objective.row_targets(number, length),
+        objective=config.objective,
     )
 
 

@@ -3,13 +3,16 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.objective import Causal, Masked, Objective, Replaced
 from pipeline.data import loader as packing
 from pipeline.data import order
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import IGNORE, Loader, PackedStream, best_fit, count_bins, pack
+from pipeline.objective.noise import Vocabulary, make_noise
 from tests.data.conftest import token_lists
 
 SEQ, ROWS = 64, 14
@@ -66,6 +69,23 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
                     found.add((inputs, aims))
     assert found == expected
     assert padding / (loader.windows * SEQ) < 0.02
+
+
+@pytest.mark.parametrize("objective", [Causal(), Masked(rate=0.4), Replaced()])
+def test_every_token_of_a_batch_counts_the_same(corpus: Corpus, objective: Objective) -> None:
+    """Each rank knows the mean number of targets of all rows, which have different ones."""
+    info = corpus.manifest.tokenizer
+    noise = make_noise(objective, Vocabulary(info.vocab, info.eod))
+    options = {"rows": ROWS, "seed": 1, "packing": "best-fit", "objective": objective}
+    loader = Loader(corpus, "train", seq=SEQ, noise=noise, **options)
+    short = 0
+    for step in range(60):
+        counts = (loader.batch(step).targets_BS >= 0).sum(1)
+        short += int((counts < counts.max()).any())
+        part = loader.batch(step, 1, 2)
+        assert part.counts_B is not None and len(part.counts_B) == ROWS // 2
+        assert (part.counts_B == counts.float().mean()).all()
+    assert short
 
 
 def test_shards_are_packed_late_and_a_few_at_a_time(corpus, monkeypatch):
