@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch import options, pretrain
-from pipeline.errors import ConfigError, RunError
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.train.finetuning import FineTuning
@@ -197,7 +197,4 @@ def _start(run: Path | None, init: Path | None) -> Path:
     start = run or init
     if start is None:
         raise ConfigError("--run is missing; name a run, such as runs/1b")
-    if (start / "config.json").is_file():
-        remedy = f"first `launch import --from {start} --out RUN`"
-        raise RunError(f"{start} is a Hugging Face directory; {remedy}")
     return start

@@ -40,6 +40,13 @@ MOST_NEW = 4096  # new tokens that every run may be asked for
 app = typer.Typer()
 
 
+class Given(NamedTuple):
+    """A text of the user."""
+
+    kind: str  # "prompt", "source", or "" for a line of plain text, which may be either
+    text: str
+
+
 class Input(NamedTuple):
     """The inputs of the model for one text of the user."""
 
@@ -78,10 +85,10 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts, or translate sources: greedy, sampled (--temperature) or by beam search."""
-    texts = [*_utf8("prompt", prompt), *_utf8("source", source), *(_texts(file) if file else ())]
-    before = _read(shots, "shots") if shots else ""
+    given = [*_utf8("prompt", prompt), *_utf8("source", source), *(_texts(file) if file else ())]
+    before = _examples(shots) if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
-    _refuse_mixed(texts, temperature, samples, beam, one_stream=stream, as_json=as_json)
+    _refuse_mixed(given, temperature, samples, beam, one_stream=stream, as_json=as_json)
     # Imported after the checks, because torch takes seconds.
     import torch
 
@@ -94,12 +101,12 @@ def generate(
     gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if gpu else torch.float32
     model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
-    _refuse_stack(config.model.stack, prompt, source)
-    pieces = tokenizer_of(run, config.data.dir, tokenizer)
-    inputs = _inputs(config, pieces, [(text, before + text) for text in texts], from_, to)
+    _refuse_stack(config.model.stack, given)
+    pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
+    inputs = _inputs(config, pieces, [(text, before + text) for _, text in given], from_, to)
     _check_lengths(inputs, max_new, config)
     sampling = Sampling(temperature, top_k, top_p, seed)
-    lay_out(model, beam or len(inputs))
+    lay_out(model)
     if stream:
         # There is one prompt, so a step has one token, or None after the end.
         prompts = [inputs[0].prompt]
@@ -194,18 +201,21 @@ def _sources(inputs: list[Input]) -> list[list[int]] | None:
     return [one.source for one in inputs if one.source is not None] or None
 
 
-def _refuse_stack(stack: str, prompts: list[str] | None, sources: list[str] | None) -> None:
+def _refuse_stack(stack: str, given: list[Given]) -> None:
+    from pipeline.data.json_lines import shown
+
     both = stack == "encoder-decoder"
-    if both and prompts:
-        text = f'--prompt {prompts[0]!r}: model.stack="{stack}" reads a source'
-        raise ConfigError(f"{text}; give it as --source")
-    if sources and not both:
-        text = f'--source {sources[0]!r}: model.stack="{stack}" has no encoder to read it'
-        raise ConfigError(f"{text}; give it as --prompt")
+    for kind, text in given:
+        if both and kind == "prompt":
+            problem = f'prompt {shown(text)}: model.stack="{stack}" reads a source'
+            raise ConfigError(f"{problem}; give it as source")
+        if kind == "source" and not both:
+            problem = f'source {shown(text)}: model.stack="{stack}" has no encoder to read it'
+            raise ConfigError(f"{problem}; give it as prompt")
 
 
 def _refuse_mixed(
-    prompts: list[str],
+    prompts: list[Given],
     temperature: float,
     samples: bool,
     beam: int | None,
@@ -215,7 +225,7 @@ def _refuse_mixed(
 ) -> None:
     """Refuse options of `generate` that do not go together."""
     if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or --file FILE")
+        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or a --file with lines")
     if one_stream and (len(prompts) > 1 or beam or as_json):
         raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
     if beam and samples:
@@ -224,34 +234,43 @@ def _refuse_mixed(
         raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
 
-def _utf8(option: str, texts: list[str] | None) -> list[str]:
+def _utf8(option: str, texts: list[str] | None) -> list[Given]:
     """Return the texts of an option. Refuse bytes that are not UTF-8, which a shell passes too."""
     for text in texts or ():
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ConfigError(f"--{option} {text!r} is not valid UTF-8; correct it") from None
-    return texts or []
+    return [Given(option, text) for text in texts or ()]
 
 
-def _texts(file: Path) -> list[str]:
+def _texts(file: Path) -> list[Given]:
     from pipeline.data.json_lines import read_lines
 
-    if file.suffix != ".jsonl":
+    if not file.name.lower().removesuffix(".gz").endswith((".jsonl", ".json")):
         # An empty line is not a prompt; `--prompt ''` is.
-        lines = _read(file, "file").removeprefix("\ufeff").split("\n")
-        return [line.removesuffix("\r") for line in lines if line.strip()]
-    found = read_lines(file, "prompt or source")
-    return [
-        line.text("source" if "source" in line.fields else "prompt", empty=True) for line in found
-    ]
+        lines = _read(file, "file").split("\n")
+        return [Given("", line.removesuffix("\r")) for line in lines if line.strip()]
+    found = []
+    for line in read_lines(file, "prompt or source"):
+        # Files of prompts often name the source of each in a key of this name.
+        key = "source" if "source" in line.fields and "prompt" not in line.fields else "prompt"
+        found.append(Given(key, line.text(key, empty=True)))
+    return found
+
+
+def _examples(file: Path) -> str:
+    text = _read(file, "shots")
+    if not text.strip():
+        raise DataError(f"--shots {file} has no text; give a file with examples, or remove it")
+    return text
 
 
 def _read(file: Path, option: str) -> str:
     from pipeline.atomic import read_regular
 
     try:
-        return read_regular(file).decode()
+        return read_regular(file).decode("utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--{option} {file} cannot be read: {error}; check the file") from None
 

@@ -228,6 +228,8 @@ def _memory_table(f: dict[str, Any]) -> "Table":
 
 def _layout_table(f: dict[str, Any]) -> "Table":
     """The layouts that fit, and for a ZeRO stage where none does, the smallest."""
+    from rich.text import Text
+
     title = f"predicted on {f['ranks']} × {f['cluster']}, {f['dtype']}; GiB needed and sent per GPU"
     numbers = ("GiB", "sent", "step", "tokens/s", "MFU", "GPU-h")
     rows = []
@@ -238,7 +240,7 @@ def _layout_table(f: dict[str, Any]) -> "Table":
             cells = _cells(row)
             # By identity: `_layouts` returns the same object in both places.
             recommended = row is f["recommended"]
-            rows.append([f"[bold]{cell}[/bold]" for cell in cells] if recommended else cells)
+            rows.append([Text(cell, "bold" if recommended else "") for cell in cells])
     return table(title, ("ZeRO", "ep", "micro", "recompute", *numbers), rows, ["recompute"])
 
 

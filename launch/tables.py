@@ -9,6 +9,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 PIPED_COLUMNS = 120  # rich assumes 80 where there is no terminal, which wraps our tables
 
@@ -31,16 +32,21 @@ def new_console() -> "Console":
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence["str | Text"]],
+    texts: Collection[str] = (),
 ) -> "Table":
     """A table whose first column and `texts` are aligned left; all other columns are numbers."""
     from rich.table import Table
+    from rich.text import Text
 
-    found = Table(title=title, title_justify="left", title_style="bold")
+    # Never markup: names of runs and tasks may have brackets.
+    found = Table(title=Text(title, "bold"), title_justify="left")
     for index, name in enumerate(columns):
         found.add_column(name, justify="right" if index and name not in texts else "left")
     for row in rows:
-        found.add_row(*row)
+        found.add_row(*map(Text.assemble, row))
     return found
 
 

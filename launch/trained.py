@@ -148,7 +148,7 @@ def _evaluate_tasks(
     from pipeline.tasks.answering import open_model
 
     config = run_config(run)
-    pieces = tokenizer_of(run, config.data.dir, tokenizer)
+    pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     with open_model(run, processes or max(1, torch.cuda.device_count())) as reader:
         rows = [row for task in given for row in _rows(task, reader, pieces)]
         more = (
@@ -250,7 +250,9 @@ def export_(
     export_family(config.model, labels)  # refuse before the slow part
     # An imported model may come without a tokenizer and has no data to take one from.
     known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
-    found = tokenizer_of(run, config.data.dir, tokenizer) if known else None
+    found = None
+    if known:
+        found = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     # The directory appears under its name only after the logits match.
     done = export(model, to, found, dtypes[dtype], labels=labels)
     if as_json:

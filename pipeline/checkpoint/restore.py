@@ -75,6 +75,9 @@ def newest(path: Path) -> Checkpoint:
     else:
         if (path / "run.json").exists():
             raise RunError(f"{path} has no checkpoint yet; wait for its first (train.save_every)")
+        if (path / "config.json").is_file():
+            remedy = f"first `launch import --from {path} --out RUN`"
+            raise RunError(f"{path} is a Hugging Face directory; {remedy}")
     try:
         checkpoint = read_manifest(path)
         check_files(checkpoint, sorted(checkpoint.manifest.files))

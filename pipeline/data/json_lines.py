@@ -15,6 +15,7 @@ from pipeline.atomic import read_regular
 from pipeline.errors import DataError
 
 _MAX_BYTES = 2**30  # of a file, compressed and not
+_SHOWN = 80  # characters of a value in a message
 
 
 class Line(NamedTuple):
@@ -28,15 +29,21 @@ class Line(NamedTuple):
     def check(self, key: str, value: object, *, empty: bool = False) -> str:
         """Return the value if it is a text; `empty` allows one without characters."""
         if not isinstance(value, str) or not (value or empty):
-            raise self.error(f"{key}={value!r} is not a text")
+            raise self.error(f"{key}={shown(value)} is not a text")
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise self.error(f"{key}={value!r} has half of a surrogate pair") from None
+            raise self.error(f"{key}={shown(value)} has half of a surrogate pair") from None
         return value
 
     def error(self, problem: str) -> DataError:
         return DataError(f"{self.where}: {problem}; a line has {self.forms}")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, at most its first characters."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def read_lines(path: Path, forms: str) -> list[Line]:

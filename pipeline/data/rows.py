@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
 from pipeline.data.encode import is_held_out
-from pipeline.data.json_lines import Line, read_lines
+from pipeline.data.json_lines import Line, read_lines, shown
 from pipeline.data.shards import VERSION, Manifest, ShardWriter, SourceShare, Split, dtype_for, save
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
@@ -50,13 +50,15 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def _example(line: Line) -> Example:
+    if {"prompt", "answer", "text", "label"} <= line.fields.keys():
+        raise line.error("answer and label are of two forms")
     if "prompt" in line.fields or "answer" in line.fields:
         return Example(line.text("prompt", empty=True), line.text("answer"), None, line.where)
     text = line.text("text")
     second = line.text("text2") if "text2" in line.fields else ""
     label = line.fields.get("label")
     if isinstance(label, bool) or not isinstance(label, int | float | str) or label == "":
-        raise line.error(f"label={label!r} is neither a class nor a number")
+        raise line.error(f"label={shown(label)} is neither a class nor a number")
     if isinstance(label, str):
         return Example(text, second, line.text("label"), line.where)
     # NaN fails the comparison. Labels are stored as 32-bit floats.
@@ -99,11 +101,12 @@ def label_names(
     if len(classes) < 2:
         text = f"every label of the {len(train)} training examples is {classes[0]!r}"
         raise DataError(f"{text}; add examples of another class")
+    other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
     for row in valid:
         if row.label not in classes:
             raise DataError(
                 f"{row.where}: label={row.label!r} is not one of the {len(classes)} classes of the "
-                "training examples; add such examples, or give held-out ones with --valid"
+                f"training examples; add such examples, or give {other}"
             )
     return tuple(map(str, classes))
 

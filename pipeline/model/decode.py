@@ -199,13 +199,13 @@ def beam_search(
     return sorted([*done, *live], reverse=True)[:width]
 
 
-def lay_out(model: Decoder, rows: int) -> None:
-    """Store the matrices of a model on a CPU by columns, for the decoding of several rows.
+def lay_out(model: Decoder) -> None:
+    """Store the matrices of a model on a CPU by columns, for decoding.
 
     Measured on aarch64: up to 64 rows, a product with such a matrix is faster, often twice. The
     values stay the same. Call this only for a model that is not trained: it moves the weights."""
     for module in model.modules():
-        if rows > 1 and isinstance(module, nn.Linear | Head) and not module.weight.is_cuda:
+        if isinstance(module, nn.Linear | Head) and not module.weight.is_cuda:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 

@@ -234,8 +234,12 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tokenizer":
-    """Return the given tokenizer, the one beside the run or the one of its data, if it fits."""
+def tokenizer_of(
+    run: Path, data: str | None, given: Path | None = None, *, vocab: int | None = None
+) -> "Tokenizer":
+    """Return the given tokenizer, the one beside the run or the one of its data, if it fits.
+
+    `vocab` is that of the model that will read its ids."""
     # Importing the tokenizer takes a second that other users of this module need not wait.
     from pipeline.data.corpus import Corpus
     from pipeline.data.tokenizer import Tokenizer
@@ -249,7 +253,10 @@ def tokenizer_of(run: Path, data: str | None, given: Path | None = None) -> "Tok
         # Only an imported model has no data.
         reason = f"data.dir={data} does not exist" if data else f"{beside} does not exist"
         raise DataError(f"{run}: {reason}, so its tokenizer is missing; give --tokenizer FILE")
-    same_tokenizer(run, found.fingerprint, found.name, "give --tokenizer, the .model of its data")
+    remedy = "give --tokenizer, the .model of its data"
+    same_tokenizer(run, found.fingerprint, found.name, remedy)
+    if vocab is not None and found.vocab > vocab:
+        raise DataError(f"{found.name} has {found.vocab:,} pieces, and {run} {vocab:,}; {remedy}")
     return found
 
 

@@ -305,8 +305,10 @@ def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
         try:
             values.append(float(text))
         except ValueError:
+            remedy = "55% as 0.55" if key == "task_accuracy" else "it as 1e6 or 1000000"
+            name = key.removeprefix("task_")
             raise DataError(
-                f"{path}:{line}: {key}={text!r} is not a number; write it as 1e6 or 1000000"
+                f"{path}:{line}: {name}={text!r} is not a number; write {remedy}"
             ) from None
     return np.array(values)
 

@@ -60,8 +60,15 @@ class Pool:
         count = self._processes
         shares = [items[index::count] for index in range(count)]
         out: list[Any] = [None] * len(items)
+        # The first call starts the processes. Ctrl-C waits until their imports are done, which it
+        # would end with a traceback of each process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for index, found in enumerate(self._workers.map(work, shares)):
+            results = self._workers.map(work, shares)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            for index, found in enumerate(results):
                 out[index::count] = found
         except BrokenProcessPool:
             raise RunError(
@@ -78,7 +85,7 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
     """Open a run's model in this many processes, each on its own GPU if there are GPUs."""
     stack = run_config(run).model.stack
     if stack != "decoder":
-        raise RunError(f'--run {run} has model.stack="{stack}"; tasks need a decoder')
+        raise RunError(f'--run {run} has model.stack="{stack}"; tasks need a decoder; give one')
     if processes == 1:
         yield Model(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return
@@ -99,6 +106,7 @@ def _prepare(run: Path, taken: Any, threads: int) -> None:
     """Choose the device. The model is loaded with the first work, which can return an error."""
     global _model
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C prints no traceback of each process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with taken.get_lock():
         number = taken.value
         taken.value += 1

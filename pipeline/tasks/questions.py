@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.data.json_lines import Line, read_lines
+from pipeline.data.json_lines import Line, read_lines, shown
 from pipeline.errors import DataError
 
 _FORMS = "good and bad; or prompt, choices and answer; or prompt and continuation"
@@ -76,21 +76,24 @@ def read_tasks(files: Sequence[str | Path]) -> list[Task]:
     tasks = [read_task(Path(file)) for file in files]
     names = [task.name for task in tasks]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise DataError(f"two task files are named {', '.join(sorted(twice))}; rename one of them")
+        remedy = "rename one of them, or give each file once"
+        raise DataError(f"two task files are named {', '.join(sorted(twice))}; {remedy}")
     return tasks
 
 
 def read_task(path: Path) -> Task:
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json") or path.name
     questions = [_question(line, name) for line in read_lines(path, _FORMS)]
     return Task(name, tuple(questions))
 
 
 def _question(line: Line, name: str) -> Question:
     part = line.text("task") if "task" in line.fields else name
-    forms = [key for key in ("good", "choices", "continuation") if key in line.fields]
-    if len(forms) > 1:
-        raise line.error(f"{forms[0]} and {forms[1]} are of two forms")
+    # Without the first check, the prompt of a pair would be ignored.
+    for form in (("good", "prompt"), ("good", "choices", "continuation")):
+        found = [key for key in form if key in line.fields]
+        if len(found) > 1:
+            raise line.error(f"{found[0]} and {found[1]} are of two forms")
     if "good" in line.fields or "bad" in line.fields:
         # BLiMP has a pair of equal texts. As in lm-eval, a tie is right.
         return Question(part, "", (line.text("good"), line.text("bad")), 0)
@@ -99,11 +102,11 @@ def _question(line: Line, name: str) -> Question:
         return Question(part, prompt, (line.text("continuation"),), 0)
     choices = line.fields.get("choices")
     if not isinstance(choices, list) or len(choices) < 2:
-        raise line.error(f"choices={choices!r} is not a list of two or more texts")
+        raise line.error(f"choices={shown(choices)} is not a list of two or more texts")
     answers = tuple(line.check("choices", choice) for choice in choices)
     right = line.fields.get("answer")
     if type(right) is not int or not 0 <= right < len(answers):
-        raise line.error(f"answer={right!r} is not the number of a choice, counted from 0")
+        raise line.error(f"answer={shown(right)} is not the number of a choice, counted from 0")
     return Question(part, prompt, answers, right)
 
 

@@ -125,7 +125,7 @@ def _objective(
     if stack == "encoder-decoder" or (stack == "encoder" and not labeled):
         what = "labels" if labeled else "answers"
         needs = "an encoder or a decoder" if labeled else "a decoder"
-        raise ConfigError(f'{asked.start} has model.stack="{stack}"; {what} need {needs}')
+        raise ConfigError(f'{asked.start} has model.stack="{stack}"; {what} need {needs}; give one')
     for option, given in (("regression", asked.regression), ("lm-weight", asked.lm_weight)):
         if given and not labeled:
             raise ConfigError(f"--{option} is for labels, but {asked.data} has answers; remove it")

@@ -220,8 +220,8 @@ def _continue(request: Request, devices: Devices) -> PlannedRun:
     if not request.resume:
         raise ConfigError("--size is missing; `launch show --sizes` lists all sizes")
     if request.out is None or not RunDir(request.out).exists:
-        needed = "--resume without --size needs the --out of an existing run"
-        raise RunError(f"{needed}, got {request.out}")
+        given = "no run" if request.out is None else f"{request.out}, which is not a run"
+        raise RunError(f"--resume got {given}; give the --out of a run, or --size for a new one")
     run = RunDir(request.out)
     # The shards may be at another path now; the hash of their manifest must be the same.
     moved = {} if request.data is None else {"data": {"dir": str(request.data)}}

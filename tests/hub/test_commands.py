@@ -105,6 +105,14 @@ def test_prompts_are_continued(trained, inside, tmp_path):
     assert len(texts) == 40 and len({json.loads(line)["text"] for line in texts[::5]}) > 1
     alone = json.loads(inside(*given, "--prompt", "a state\nthe ", *sampled))
     assert json.loads(texts[0])["tokens"] == alone["tokens"]
+    many.write_text('{"prompt": "the ", "source": "wiki"}')
+    shots.write_text("\ufeffa state\n")  # as Windows writes it
+    found = json.loads(inside(*given, "--file", many, "--shots", shots, *sampled))
+    assert found["tokens"] == alone["tokens"]
+    many.write_text('{"source": "wiki"}')
+    assert "source 'wiki'" in inside(*given, "--file", many, code=2)
+    shots.write_text("\n")
+    assert "has no text" in inside(*given, "--prompt", "a", "--shots", shots, code=2)
     many.write_text('{"prompt": 3}')
     assert "many.jsonl:1" in inside(*given, "--file", many, code=2)
     draw = ("--prompt", "the ", "--temperature", 1.0, "--top-p", 0.9, "--json")
@@ -146,6 +154,10 @@ def test_another_tokenizer_is_an_error_everywhere(trained, corpus, inside, tmp_p
     (imported / "tokenizer.model").unlink()  # nobody knows: the sizes alone are compared
     inside("evaluate", "--run", imported, "--data", other)
     inside(*generate, trained, "--tokenizer", corpus / "tokenizer.model")
+    larger = tmp_path / "larger.model"
+    larger.write_bytes(train(some_texts(3000), 1600))
+    refused = inside(*generate, imported, "--tokenizer", larger, code=2)
+    assert "larger.model has 1,600 pieces" in refused
 
 
 def test_contradicting_options_are_one_line(trained, inside, tmp_path):

@@ -268,7 +268,7 @@ def test_inference_and_another_layout_of_the_weights_give_the_same() -> None:
     model.blocks[0].attention.q_norm.gain.fill_(0.7)
     tokens = torch.tensor(prompts(12, 12))
     whole = model(tokens)
-    lay_out(model, rows=2)
+    lay_out(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(tokens), whole)
     assert model.head.weight.stride() == (1, 50)

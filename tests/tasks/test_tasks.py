@@ -249,7 +249,8 @@ def test_an_answer_has_a_token_even_if_it_merges_with_the_context(run, corpus):
         ('{"choices": ["b", "c"], "answer": 0}', "prompt=None"),
         ('{"prompt": "a", "continuation": ""}', "continuation=''"),
         (r'{"prompt": "a", "continuation": "\ud800"}', "continuation=.*surrogate"),
-        ('{"good": "a", "bad": "b", "prompt": "c", "continuation": "d"}', "two forms"),
+        ('{"good": "a", "bad": "b", "prompt": "c"}', "good and prompt are of two forms"),
+        ('{"good": "a", "bad": "b", "continuation": "d"}', "two forms"),
         ("", "no lines"),
     ],
 )
@@ -295,6 +296,11 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         "no_such_task": "neither a file nor a task",
     }.items():
         assert words in inside("evaluate", "--run", run, "--tasks", task, code=2)
+    odd = tmp_path / "odd.jsonl"  # names are shown as they are, also like rich's markup
+    odd.write_text(
+        "".join(f'{{"task": "{part}", "good": "a", "bad": "b"}}\n' for part in ("[/b]", "c"))
+    )
+    assert "odd/[/b]" in inside("evaluate", "--run", run, "--tasks", odd)
     (tmp_path / "run.json").write_text("{}")  # a run that has just started
     assert "no checkpoint yet" in inside("generate", "--run", tmp_path, "--prompt", "a", code=2)
     with pytest.raises(ConfigError, match="neither a file nor a task"):

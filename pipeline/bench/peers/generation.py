@@ -73,7 +73,7 @@ class Sides:
         load = getattr(transformers, family.architecture).from_pretrained
         peer = load(None, config=shape, state_dict=state, dtype=self.dtype)
         self._peer = peer.to(self.device).eval()
-        lay_out(model, rows)  # as `launch generate` does
+        lay_out(model)  # as `launch generate` does
         # Some classes have tokens to force or to end with. Without any, both sides make as many.
         self._peer.generation_config = GenerationConfig()
         torch.manual_seed(0)
