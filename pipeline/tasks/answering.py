@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache, partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,7 +96,12 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
         processes, context, initializer=_prepare, initargs=(run, taken, threads)
     )
     with workers:
-        yield Pool(workers, processes, run_config(run).model.seq)
+        try:
+            yield Pool(workers, processes, run_config(run).model.seq)
+        except KeyboardInterrupt:
+            for process in active_children():  # do not wait for what they import or compute
+                process.kill()
+            raise
 
 
 _model: Callable[[], Model]  # returns the model of a worker process
