@@ -318,7 +318,7 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
         ([{"prompt": "a"}], (), "answer=None is not a text"),
         ([{"prompt": "a", "answer": "b"}, {"text": "a", "label": 1}], (), ":2: another form"),
         ([{"prompt": "a", "answer": "b", "text": "a", "label": 1}], (), "of two forms"),
-        ([{"text": f"t{i}", "label": i} for i in range(9)], (), "or --regression if labels are"),
+        ([{"text": f"t{i}", "label": i} for i in range(9)], (), "--regression if labels are numbers"),
         ([{"text": "a", "label": 1}, {"text": "b", "label": "x"}], (), "all texts or all numbers"),
         ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "leave --regression"),
         ([{"text": t, "label": 1} for t in "abcdef"], (), "training examples is 1"),
