@@ -87,7 +87,7 @@ def forecast(
     skill.check(task, law, chance, **of_the_loss, unique=unique)
     _check_model(size, arch, sets)
     rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
-    site = decide.priced(cluster) if cluster else None  # refuse before the fit
+    site = None if cluster is None else decide.priced(cluster)  # refuse before the fit
     buys = target_loss is not None or flops is not None
     demand = _demand(inference_tokens, inference_mfu, unique, buys=buys, targets=targets)
     recipe = None
@@ -270,9 +270,12 @@ def _place(
 
 
 def _above_zero(key: str, value: float, example: str = "1e9") -> float:
+    from pipeline.scaling.predict import MOST
+
     # NaN is refused too, because every comparison with it is false.
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{key}={value} must be a number above zero, such as {example}")
+    if not 0 < value < MOST:
+        limits = f"above zero and below {MOST:g}"
+        raise ConfigError(f"{key}={value:g} must be a number {limits}, such as {example}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,8 @@ def read(runs: Path | None, experiment: str | None) -> "list[Run]":
 
     if (runs is None) == (experiment is None):
         raise ConfigError("give one of --runs DIR or --experiment NAME")
+    if experiment is not None and experiment.strip(".") == "":
+        raise ConfigError(f"experiment={experiment!r} is not a name; give one, or use --runs DIR")
     # A local directory wins over the MLflow store: it is never behind.
     local = runs or Path("runs") / str(experiment)
     if experiment is not None and not local.is_dir():
@@ -69,7 +72,10 @@ def read_points(
     scored = found if task is None else scored_runs(found, task)
     # Only the envelope (Hoffmann's first approach) uses curves as they are.
     rows = points_of(scored, curves=law == "envelope")
-    return with_curves(rows, found) if curves else rows, ladder_of(found), found
+    ladder = ladder_of(found)
+    if ladder.problem:
+        rows = replace(rows, warnings=(*rows.warnings, ladder.problem))
+    return with_curves(rows, found) if curves else rows, ladder, found
 
 
 @contextmanager

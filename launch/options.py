@@ -13,40 +13,6 @@ from typer import Option
 
 from pipeline.errors import ConfigError
 
-AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
-
-# What to train or to measure.
-Size = Annotated[str, Option(help="Model size; `launch show --sizes` lists all of them.")]
-_ARCH = "Architecture, a name in configs/arch (default: dense, or the size's own)."
-Arch = Annotated[str | None, Option(help=_ARCH)]
-_RECIPE = "Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
-Recipe = Annotated[str | None, Option(help=_RECIPE)]
-Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
-ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
-_SETTINGS = "KEY=VALUE; overrides every other source. Repeatable."
-Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
-
-# A trained run.
-RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
-_TOKENIZER_FILE = "SentencePiece model, if the run's data is elsewhere."
-TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FILE)]
-
-# Where runs or points are read from, and the law fitted to them.
-RunsDir = Annotated[Path | None, Option("--runs", help="Directory of runs, such as runs/demo.")]
-_EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
-Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
-_POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
-PointsFile = Annotated[Path | None, Option("--points", help=_POINTS_FILE)]
-_LAW = (
-    "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
-    "data-constrained, compute or power."
-)
-Law = Annotated[str, Option(help=_LAW)]
-_CURVES = "Also use held-out losses before the decay, lowered by the gain of the decay."
-Curves = Annotated[bool, Option("--curves", help=_CURVES)]
-DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
-
 
 def parse_path(text: str) -> Path:
     """Parse a path option; refuse an empty one."""
@@ -68,6 +34,44 @@ def parse_output(text: str) -> Path:
                 problem = f"{printable(link)} is a link to {target}, which does not exist"
                 raise ConfigError(f"{problem}; create that directory or give another path")
     return path
+
+
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print no progress.")]
+
+# What to train or to measure.
+Size = Annotated[str, Option(help="Model size; `launch show --sizes` lists all of them.")]
+_ARCH = "Architecture, a name in configs/arch (default: dense, or the size's own)."
+Arch = Annotated[str | None, Option(help=_ARCH)]
+_RECIPE = "Training recipe, a name in configs/recipe (default: the architecture's, or adamw)."
+Recipe = Annotated[str | None, Option(help=_RECIPE)]
+Cluster = Annotated[str | None, Option(help="Cluster, a name in configs/cluster or a TOML file.")]
+ConfigFile = Annotated[Path | None, Option("--config", help="TOML file with settings.")]
+_SETTINGS = "KEY=VALUE; overrides every other source. Repeatable."
+Settings = Annotated[list[str] | None, Option("--set", help=_SETTINGS)]
+
+# A trained run.
+RunPath = Annotated[Path, Option("--run", help="Run directory, or one checkpoint directory in it.")]
+_TOKENIZER_FILE = "SentencePiece model, if the run's data is elsewhere."
+TokenizerFile = Annotated[Path | None, Option("--tokenizer", help=_TOKENIZER_FILE)]
+
+# Where runs or points are read from, and the law fitted to them.
+_RUNS_DIR = "Directory of runs, such as runs/demo."
+RunsDir = Annotated[
+    Path | None, Option("--runs", parser=parse_path, metavar="PATH", help=_RUNS_DIR)
+]
+_EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
+Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
+_POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
+PointsFile = Annotated[Path | None, Option("--points", help=_POINTS_FILE)]
+_LAW = (
+    "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
+    "data-constrained, compute or power."
+)
+Law = Annotated[str, Option(help=_LAW)]
+_CURVES = "Also use held-out losses before the decay, lowered by the gain of the decay."
+Curves = Annotated[bool, Option("--curves", help=_CURVES)]
+DropHighest = Annotated[int, Option(help="Leave out this many of the largest losses.", min=0)]
 
 
 def examples(*lines: str) -> str:

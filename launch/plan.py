@@ -68,14 +68,16 @@ def plan(
             f"target_tokens={target_tokens:g} is the length of the run to forecast; "
             f"give --target-size too"
         )
-    if target_size is None and (width or noise or save):
+    if target_size is None and not width is noise is save is None:
         raise ConfigError("--width, --noise and --save need a run to forecast; give --target-size")
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")
-    wanted = _share("width", width) if width else None
-    scatter = _share("noise", noise) if noise else design.NOISE
-    sweep, runs = lay_out(file or "ladder", budget, hours, points, data, mfu)
-    target = design.target_of(sweep, target_size, target_tokens) if target_size else None
+    wanted = None if width is None else _share("width", width)
+    scatter = design.NOISE if noise is None else _share("noise", noise)
+    sweep, runs = lay_out("ladder" if file is None else file, budget, hours, points, data, mfu)
+    target = None
+    if target_size is not None:
+        target = design.target_of(sweep, target_size, target_tokens)
     found = None
     if target is not None:
         with progress(quiet=as_json) as show:
@@ -150,6 +152,11 @@ def lay_out(
     from pipeline.sweep import grid
 
     sweep = grid.read(file)
+    if points is not None and sweep.kind == "ladder":
+        raise ConfigError(
+            f"points={points} centers an isoFLOP grid, but {file} is a ladder, whose sizes are "
+            f"given; leave it out, or plan a sweep with kind = 'isoflop'"
+        )
     if data is not None:
         sweep = sweep.model_copy(update={"data": str(data)})
     # Without earlier points the grid is centered on the sweep's tokens_per_param.

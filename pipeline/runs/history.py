@@ -133,7 +133,7 @@ def read_record(path: Path) -> Record:
         valid[key] = isinstance(record.get(key), str)
     for key in ("experiment", "size", "arch", "objective", "data"):
         valid[key] = isinstance(record.get(key), str | None)
-    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token"):
+    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token", "vocab", "seq"):
         valid[key] = record.get(key) is None or _positive(record[key])
     for key, is_valid in valid.items():
         if not is_valid:

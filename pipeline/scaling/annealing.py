@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
+from pipeline.runs.log import Record
 from pipeline.scaling.points import Array, Points
 
 AT_PEAK = 0.999  # share of the largest logged rate above which the rate has not decayed
@@ -64,7 +65,7 @@ def plateau(run: Run) -> Plateau | None:
     rows = [
         (entry["tokens"], entry["flops"], entry["loss"])
         for entry in run.evals
-        if first <= entry["step"] <= held[-1] and (entry.get("loss") or 0) > 0
+        if first <= entry["step"] <= held[-1] and _is_whole(entry)
     ]
     if len(rows) < 2:
         return None
@@ -141,8 +142,12 @@ def with_curves(points: Points, runs: Sequence[Run]) -> Points:
 
 
 def _has_loss(run: Run) -> bool:
-    # A loss that was not finite is logged as null.
-    return run.finished and bool(run.evals) and (run.evals[-1].get("loss") or 0) > 0
+    return run.finished and bool(run.evals) and _is_whole(run.evals[-1])
+
+
+def _is_whole(entry: Record) -> bool:
+    # A loss that was not finite is logged as null, and a damaged log may lack a key.
+    return all((entry.get(key) or 0) > 0 for key in ("tokens", "flops", "loss"))
 
 
 def _joined(points: Points, rows: Array, names: Sequence[str], gap: Gap) -> Points:

@@ -110,7 +110,8 @@ def worth(fit: Fit, places: Points, unique: float | None) -> Points:
     assert terms is not None
     # N*(U): where more parameters and more tokens help equally, αA·N^−α = βB·U^−β.
     level = math.log(terms.alpha / terms.beta) + terms.log_a - terms.log_b
-    filled = math.exp((level + terms.beta * math.log(unique)) / terms.alpha)
+    # Plenty of data would overflow; with 700, `filled` is above every N.
+    filled = math.exp(min((level + terms.beta * math.log(unique)) / terms.alpha, 700.0))
     return replace(
         places, D=_worth(places.D, unique, R_TOKENS), N=_worth(places.N, filled, R_PARAMETERS)
     )

@@ -149,10 +149,10 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
-    if vocab.lstrip("-").isdecimal() and int(vocab) < 10_000_000:
-        if int(vocab) < 2:
+    if _is_number(vocab) and float(vocab) < 10_000_000:  # tables may have 4096 as 4096.0
+        if float(vocab) < 2:
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
-        found["vocab"] = int(vocab)
+        found["vocab"] = int(float(vocab))
     found["arch"] = rows[0].get("arch") or None
     convention = rows[0].get("convention")
     if not convention:

@@ -29,6 +29,7 @@ from pipeline.scaling.study import Study
 from pipeline.units import count, power
 
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
+MOST = 1e40  # parameters, tokens and FLOPs; products of larger numbers would overflow
 NO_FLOOR = ("kaplan", "power")
 SAME_LOSS = 1.0005  # ratio of losses that make no difference
 FAR = 10.0  # times the largest N or D of the runs, or below the smallest
@@ -66,12 +67,12 @@ def read_targets(path: Path) -> dict[str, Any]:
     rows = read_table(path, ("N", "D"), "targets")
     found = read_columns(path, rows, ("N", "D"))
     for key, values in found.items():
-        wrong = np.flatnonzero(~((values > 0) & np.isfinite(values)))
+        wrong = np.flatnonzero(~((values > 0) & (values < MOST)))
         if len(wrong):
             cell = rows[wrong[0]].get(key) or "an empty cell"
             raise ConfigError(
-                f"targets={path}:{wrong[0] + 2}: {key}={cell} must be a number above zero, such "
-                f"as 1e9"
+                f"targets={path}:{wrong[0] + 2}: {key}={cell} must be a number above zero and "
+                f"below {MOST:g}, such as 1e9"
             )
     kinds = sorted({row["arch"] for row in rows if row.get("arch")})
     arch = {"arch": ", ".join(kinds)} if kinds else {}
@@ -263,6 +264,7 @@ class Ladder:
     data: str | None = None
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
     arch: str | None = None
+    problem: str | None = None  # a warning: the settings could not be read
 
 
 @dataclass(frozen=True)
@@ -284,12 +286,15 @@ def ladder_of(runs: Sequence[Run]) -> Ladder:
     vocab = int(record["vocab"]) if record.get("vocab") else None
     try:
         configs = [reload(run.path / "config.toml") for run in runs]
-    except ConfigError:  # runs from MLflow have no config.toml here
+    except ConfigError as error:  # runs from MLflow have no config.toml here
+        here = any((run.path / "config.toml").exists() for run in runs)
+        problem = f"{error}: the recipe of a forecast lacks the runs' settings." if here else None
         recipe = str(record.get("recipe", RECIPE))
         settings: dict[str, Any] = {"recipe": recipe}
         if record.get("seq"):
             settings["model.seq"] = int(record["seq"])
-        return Ladder(settings, vocab, recipe=recipe, arch=record.get("arch"))
+        arch = record.get("arch")
+        return Ladder(settings, vocab, recipe=recipe, arch=arch, problem=problem)
     first, *others = [_own_recipe(config) for config in configs]
     # Settings that vary between the runs, such as a rate by size, are left to the rules.
     shared = {

@@ -20,6 +20,7 @@ UNTRAINED_LOSS = 7.5
 FEWEST_PARAMETERS = 2000.0  # the smallest shipped size has 15,000
 # Tokens per parameter. Published runs have 0.3 to 60,000 (Qwen3-0.6B); a wrong unit is 1000× off.
 TOKENS_PER_PARAMETER = (0.02, 2e5)
+MOST_EPOCHS = 1e4  # published runs have up to 1,500 (arXiv 2305.16264)
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
 # C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
 # 2 is a forward pass alone.
@@ -116,7 +117,17 @@ def point_warnings(points: Points) -> list[str]:
     """Return warnings about the points themselves: units, losses, runs that failed."""
     if not len(points):
         return []
-    return [*unit_warnings(points), *_loss_warnings(points), *_lost_to_smaller(points)]
+    found = [*unit_warnings(points), *_loss_warnings(points), *_lost_to_smaller(points)]
+    names, rows = np.unique(np.array(points.run), return_inverse=True)
+    largest = np.zeros(len(names))
+    np.maximum.at(largest, rows, points.N)
+    mixed = np.unique(rows[largest[rows] > points.N])
+    if len(mixed):
+        found.append(
+            f"run={names[mixed[0]]} names rows of several sizes, which count as one run, so that "
+            f"intervals are too wide: give every run its own name."
+        )
+    return found
 
 
 def unit_warnings(points: Points) -> list[str]:
@@ -141,6 +152,14 @@ def unit_warnings(points: Points) -> list[str]:
             f"Tokens per parameter fall into two groups, up to {gap[0]:.3g} and from {gap[1]:.3g}: "
             f"are D or N of some rows in another unit?"
         )
+    if points.unique is not None:
+        epochs = points.D / points.unique
+        odd = np.flatnonzero(epochs > MOST_EPOCHS)
+        if len(odd):
+            warnings.append(
+                f"{_rows(points, odd)}: {epochs[odd[0]]:.2g} passes over unique = "
+                f"{points.unique[odd[0]]:g} distinct tokens: is `unique` in tokens?"
+            )
     each = flops_per_parameter_token(points)
     low, high = FLOPS_PER_PARAMETER_TOKEN
     if not low < each < high:

@@ -90,8 +90,26 @@ def registered(folder: Path) -> list[dict[str, Any]]:
             raise RunError(
                 f"{path} was changed after it was registered; restore it, or move it away"
             )
+        if content.get("version") != VERSION or not _is_complete(content):
+            text = f"{path} is not a whole forecast of version {VERSION}"
+            raise RunError(f"{text}; use the release that wrote it, or move it away")
         found.append(content)
     return sorted(found, key=lambda content: float(content["time"]))
+
+
+def _is_complete(content: dict[str, Any]) -> bool:
+    """Whether a forecast has what `score` reads: its numbers and the fit it was made from."""
+    match content:
+        case {"time": float() | int(), "forecast": dict(one), "fit": {"points": {"used": int()}}}:
+            value = one.get("loss" if one.get("task") is None else "accuracy")
+            above_zero = (one.get("N"), one.get("D"), one.get("C"), value)
+            ends = (one.get("low"), one.get("high"))
+            return all(map(_is_finite, (*above_zero, *ends))) and min(above_zero) > 0
+    return False
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
             if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
                 continue
             found = run.evals[-1].get(key)
-            if found is None or not math.isfinite(found):  # not scored on the task, or diverged
+            if not _is_finite(found):  # not scored on the task, or diverged
                 continue
             measured = float(found)
             # Only a forecast that is older than its run counts.
@@ -142,8 +160,8 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
             }
             break  # a repetition of the run is not a second test
         place = (f["N"], f["D"], f["C"])
-        fitted = content.get("fit", {})
-        landed |= {"law": fitted.get("law"), "points": fitted.get("points", {}).get("used")}
+        fitted = content["fit"]
+        landed |= {"law": fitted.get("law"), "points": fitted["points"]["used"]}
         scores.append(Score(*place, value, f["low"], f["high"], task, **landed))
     return scores
 
@@ -160,7 +178,8 @@ def about_targets(scores: Sequence[Score], used: Collection[str]) -> list[str]:
 
 
 def _same(run: Run, N: float, D: float) -> bool:
-    return abs(run.N / N - 1) < NEAR and abs(float(run.evals[-1]["tokens"]) / D - 1) < NEAR
+    tokens = run.evals[-1].get("tokens") or 0.0  # a damaged log may have none
+    return abs(run.N / N - 1) < NEAR and abs(float(tokens) / D - 1) < NEAR
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:

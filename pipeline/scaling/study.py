@@ -257,7 +257,7 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
     """Natural parameters of the bootstrap, (R, P)."""
     # Resamples of a few runs repeat some and lack others, so the scatter is better.
     few = len(set(fitted.points.run)) < 4 * len(fitted.law.parameters)
-    if not resamples or few or len(fitted.points) > MOST_RESAMPLED:
+    if resamples < 2 or few or len(fitted.points) > MOST_RESAMPLED:
         return None
     return fitted.law.natural(intervals.bootstrap(fitted, resamples, show=show), fitted.inputs)
 

@@ -256,7 +256,7 @@ def _write_points(path: Path, runs: Sequence[Run]) -> None:
         if run.finished and run.evals:
             last = run.evals[-1]
             record = run.record
-            figures = [run.name, run.N, last["tokens"], last["flops"], last["loss"]]
+            figures = [run.name, run.N, *(last.get(key) for key in ("tokens", "flops", "loss"))]
             counts = [record["params"].get(key) for key in COUNTS]
             # `vocab` identifies the tokenizer: losses are comparable only with the same one.
             rows.writerow([*figures, *counts, record["tokenizer"], record["convention"]])

@@ -1,6 +1,7 @@
 """Plan a sweep before it runs: which sizes, on how many tokens, at what cost."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,7 +32,17 @@ TIMING = "steps as `launch show` estimates them, and at least 2 ms per layer"
 # Largest ratio of learning rates of runs that share a trunk. With 2, neighboring sizes of a grid
 # got rates of 1.7e-3 and 4.3e-3, and the difference became noise in the fit.
 LR_RATIO = 1.1
-Positive = Annotated[float, Field(gt=0)]
+# Settings that the sweep sets for each run, and the keys of the sweep that they follow from.
+OWN_KEYS = {
+    "model.size": "sizes",
+    "model.arch": "arch",
+    "data.dir": "data",
+    "train.steps": "tokens",
+    "train.tokens": "tokens",
+    "train.flops": "budgets",
+    "train.tokens_per_param": "tokens_per_param",
+}
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Best = Callable[[float], float]  # N*(C) of an earlier fit
 
 
@@ -48,7 +59,7 @@ class Sweep(Frozen):
     """A sweep file."""
 
     kind: Literal["isoflop", "ladder"]
-    experiment: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+    experiment: Annotated[str, Field(pattern=r"^[\w-][\w.-]{0,63}$")]  # a directory, but not `..`
     arch: str = "dense"
     budgets: tuple[Positive, ...] = ()  # FLOPs of each valley of an isoFLOP grid
     # The sizes of a ladder, or those to choose from for an isoFLOP grid; empty means all.
@@ -57,7 +68,8 @@ class Sweep(Frozen):
     tokens_per_param: tuple[Positive, ...] = (20.0,)
     tokens: tuple[Positive, ...] = ()  # lengths of a ladder in tokens instead, for every size
     trunk: bool = True  # shorter lengths of a size branch off its longest run (WSD)
-    wide: Annotated[float, Field(ge=2)] = 8.0  # sizes of a budget range from N*/wide to N*·wide
+    # Sizes of a budget range from N*/wide to N*·wide.
+    wide: Annotated[float, Field(ge=2, allow_inf_nan=False)] = 8.0
     set: tuple[str, ...] = ()  # settings of every run
     data: str | None = None  # prepared data, which also determines the vocabulary
     nproc: Annotated[int, Field(ge=1)] = 1  # processes per run, one per GPU
@@ -109,6 +121,17 @@ def read(name: str | Path) -> Sweep:
             f"tokens={list(sweep.tokens)} in {path}: the budgets of an isoFLOP grid set the "
             f"lengths of its runs; remove it, or set kind = 'ladder'"
         )
+    if sweep.budgets and sweep.kind == "ladder":
+        raise ConfigError(
+            f"budgets={list(sweep.budgets)} in {path}: a ladder has sizes and lengths; remove it, "
+            f"or set kind = 'isoflop'"
+        )
+    for text in sweep.set:
+        key = text.partition("=")[0].strip()
+        if key in OWN_KEYS:  # the runs would not be those that were planned
+            raise ConfigError(
+                f"set={text} in {path}: a sweep sets {key} of every run itself; use {OWN_KEYS[key]}"
+            )
     return sweep
 
 
@@ -122,6 +145,12 @@ def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> li
             text = f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets"
             raise ConfigError(f"{text}; add larger ones")
         runs = [run for C in sweep.budgets for run in _valley(sweep, configs, C, best, mfu)]
+    for name, many in Counter(run.name for run in runs).items():
+        if many > 1:  # they would share a directory
+            raise ConfigError(
+                f"{many} runs would be named {name}: two budgets or lengths are almost equal; "
+                f"leave one of them out"
+            )
     return branched(sweep, configs, runs)
 
 
@@ -145,14 +174,23 @@ def _configs(
 def _ladder(sweep: Sweep, configs: dict[str, RunSpec], mfu: float | None) -> list[Planned]:
     if not sweep.sizes:
         raise ConfigError("sizes=[] in a ladder; name them, such as sizes = ['tiny', '1m', '3m']")
+    if not (sweep.tokens or sweep.tokens_per_param):
+        raise ConfigError("tokens_per_param=[] in a ladder; give one length or more, such as [20]")
     runs = []
     for name, config in configs.items():
         N = account.params(config.model).scaling
-        lengths = {f"{ratio:g}x": ratio * N for ratio in sweep.tokens_per_param}
+        lengths = [(f"{ratio:g}x", ratio * N) for ratio in sweep.tokens_per_param]
         if sweep.tokens:
-            lengths = {count(tokens): tokens for tokens in sweep.tokens}
-        for label, tokens in lengths.items():
-            runs.append(_planned(sweep, config, f"{name}-{label}", tokens, mfu))
+            lengths = [(count(tokens), tokens) for tokens in sweep.tokens]
+        for label, tokens in lengths:
+            run = _planned(sweep, config, f"{name}-{label}", tokens, mfu)
+            if run.batch_tokens > 2 * tokens:
+                raise ConfigError(
+                    f"{run.name} has {count(tokens)} tokens, and one step of {run.size} has "
+                    f"{count(run.batch_tokens)}; give more tokens (tokens_per_param counts per "
+                    f"parameter), or a smaller train.batch_tokens in `set`"
+                )
+            runs.append(run)
     return runs
 
 

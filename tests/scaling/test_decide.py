@@ -115,6 +115,7 @@ def test_repeated_data_as_published() -> None:
     losses = loss_of(study.fit, grid, 25e9)
     assert found.N[0] == pytest.approx(sizes[losses.argmin()], rel=1e-3)
     # With enough data nothing changes, and with too little some losses are out of reach.
+    assert best(study, np.array([1e22]), Demand(unique=1e300)).N[0] > 0
     plenty = best(study, np.array([1e22]), Demand(unique=1e15))
     assert plenty.N[0] == pytest.approx(study.frontier(np.array([1e22])).N[0], rel=1e-4)
     with pytest.raises(ConfigError, match="1B distinct tokens"):

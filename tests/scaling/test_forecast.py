@@ -20,7 +20,7 @@ from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points
 from pipeline.scaling.predict import at_sizes
-from pipeline.scaling.record import registered, score
+from pipeline.scaling.record import _digest, registered, score
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run, true_loss
 
@@ -293,6 +293,7 @@ def test_arguments_are_checked_before_anything_is_fitted(
         "--params 1e9": "--size",
         "--flops 1e22 --tokens 1e9": "--size",
         "--flops -1": "flops=",
+        "--flops 1e45": "flops=1e\\+45 must be a number above zero and below",
         "--size 1c": "size=",
         f"--targets {tmp_path}/text.csv": "D=",
         f"--targets {tmp_path}/gap.csv": "C=",
@@ -345,8 +346,14 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     assert "fitted to 3 points without this run" in shown["plain"]
 
     path.chmod(0o644)
-    path.write_text(path.read_text().replace('"loss": ', '"loss": 1'))
-    with pytest.raises(RunError, match=path.name):
+    content = json.loads(path.read_text())
+    for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, {"time": None}):
+        other = {key: value for key, value in {**content, **part}.items() if key != "sha256"}
+        path.write_text(json.dumps({**other, "sha256": _digest(other)}))
+        with pytest.raises(RunError, match=f"{path.name} is not a whole forecast"):
+            launch(*compare)
+    path.write_text(json.dumps(content).replace('"loss": ', '"loss": 1'))
+    with pytest.raises(RunError, match=f"{path.name} was changed"):
         launch(*compare)
 
 

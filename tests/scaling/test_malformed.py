@@ -147,6 +147,9 @@ def figures() -> Iterator[tuple[str, str]]:
     compute = [6 * float(n) * float(d) for n, d in zip(table()["N"], table()["D"], strict=True)]
     yield "C of a forward pass", text_of({**table(), "C": [f"{c / 3:g}" for c in compute]})
     yield "tiny losses", text_of(column("loss", lambda x: 1e-300 * x, every))
+    yield "one name of all runs", text_of({**table(), "run": ["a"] * 15})
+    yield "unique in billions", text_of({**table(), "unique": ["5"] * 15})
+    yield "vocab of a table of floats", text_of({**table(), "vocab": ["16.0"] * 15})
     yield "half an expert", text_of({**table(), "experts": ["1.5"] * 15})
     for vocab in ("0", "-5", "1"):
         yield f"vocab {vocab}", text_of({**table(), "vocab": [vocab] * 15})

@@ -114,6 +114,40 @@ def test_two_keys_for_the_lengths_are_refused(tmp_path: Path) -> None:
         read(file)
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("tokens = [inf]", "tokens=inf"),
+        ("tokens = [2e7, 2.001e7]", "2 runs would be named tiny-20M"),
+        ("tokens = [20]", "tiny-20 has 20 tokens, and one step"),
+        ("tokens_per_param = []", r"tokens_per_param=\[\]"),
+        ("wide = inf", "wide=inf"),
+        ("budgets = [1e16]", "a ladder has sizes and lengths"),
+        ('set = ["train.steps=9"]', r"set=train\.steps=9 .* use tokens"),
+        ('set = ["model.arch = moe"]', "sets model.arch .* use arch"),
+        ('experiment = ".."', r"experiment='\.\.'"),
+    ],
+)
+def test_a_sweep_that_means_something_else_is_refused(
+    more: str, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "s.toml"
+    name = "" if "experiment" in more else 'experiment = "x"\n'
+    file.write_text(f'kind = "ladder"\nsizes = ["tiny"]\n{name}{more}\n')
+    with pytest.raises(ConfigError, match=words):
+        plan(read(file))
+
+
+def test_options_that_would_be_ignored_are_refused(launch) -> None:
+    for words, key in {
+        "ladder --points nowhere.csv": "points=nowhere.csv centers an isoFLOP grid",
+        "gpu --target-size=": "size=''",
+        "--target-size 1b --width=": "width=",
+    }.items():
+        with pytest.raises(ConfigError, match=key):
+            launch("sweep", "plan", *words.split())
+
+
 def test_a_shipped_sweep_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a wheel, where configs/ is not in the working directory."""
     monkeypatch.chdir(tmp_path)

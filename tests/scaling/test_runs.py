@@ -1,10 +1,11 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError, RunError
+from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.runs.history import read_run, read_runs
 from pipeline.scaling.points import points_of, read_csv
 from tests.scaling.made_runs import make_run
@@ -132,3 +133,24 @@ def test_a_warning_if_rows_count_compute_differently(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text("N,D,C,loss\n1e6,2e7,1.2e14,3.5\n2e6,4e7,4.8e17,3.2\n")
     assert "from 6 (row 2) to 6e+03 (row 3)" in read_csv(file).warnings[0]
+
+
+def test_damaged_runs_are_named(ladder: Path, launch) -> None:
+    source = f"fit --json --bootstrap 0 --runs {ladder}"
+    log = ladder / "mini-20x" / "log.jsonl"
+    whole = log.read_text()
+    log.write_text(re.sub(r'"tokens": \d+, ("flops": [^,]+, "loss": [^,]+, "bpb")', r"\1", whole))
+    found = json.loads(launch(source))
+    assert "mini-20x: D=nan is not a number above zero" in found["points"]["dropped"]
+    log.write_text(whole)
+    (ladder / "mini-20x" / "config.toml").write_text("[model\n")
+    assert any(
+        "lacks the runs' settings" in text for text in json.loads(launch(source))["warnings"]
+    )
+    record = ladder / "mini-20x" / "run.json"
+    record.write_text(record.read_text().replace('"vocab": 4096', '"vocab": "4k"'))
+    with pytest.raises(RunError, match="vocab is missing or invalid"):
+        launch(source)
+    for name in ("", ".."):
+        with pytest.raises(ConfigError, match="experiment="):
+            launch("fit", f"--experiment={name}")
