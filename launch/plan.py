@@ -68,7 +68,7 @@ def plan(
             f"target_tokens={target_tokens:g} is the length of the run to forecast; "
             f"give --target-size too"
         )
-    if target_size is None and not width is noise is save is None:
+    if target_size is None and any(given is not None for given in (width, noise, save)):
         raise ConfigError("--width, --noise and --save need a run to forecast; give --target-size")
     if save is not None and width is None:
         raise ConfigError("--save writes the proposed ladder; give --width")

@@ -101,15 +101,16 @@ def _is_complete(content: dict[str, Any]) -> bool:
     """Whether a forecast has what `score` reads: its numbers and the fit it was made from."""
     match content:
         case {"time": float() | int(), "forecast": dict(one), "fit": {"points": {"used": int()}}}:
-            value = one.get("loss" if one.get("task") is None else "accuracy")
-            above_zero = (one.get("N"), one.get("D"), one.get("C"), value)
-            ends = (one.get("low"), one.get("high"))
-            return all(map(_is_finite, (*above_zero, *ends))) and min(above_zero) > 0
+            value = "loss" if one.get("task") is None else "accuracy"
+            above_zero = [_number(one.get(key)) > 0 for key in ("N", "D", "C", value)]
+            ends = [math.isfinite(_number(one.get(key))) for key in ("low", "high")]
+            return all((*above_zero, *ends))
     return False
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
+def _number(value: object) -> float:
+    """A number of a file; NaN for anything else."""
+    return float(value) if isinstance(value, float | int) else math.nan
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,9 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
         for run in runs:
             if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
                 continue
-            found = run.evals[-1].get(key)
-            if not _is_finite(found):  # not scored on the task, or diverged
+            measured = _number(run.evals[-1].get(key))
+            if not math.isfinite(measured):  # not scored on the task, or diverged
                 continue
-            measured = float(found)
             # Only a forecast that is older than its run counts.
             # A run without events has an unknown start, so its forecast does not count either.
             began = min((float(event.get("time", 0)) for event in run.events), default=0.0)
