@@ -33,6 +33,7 @@ from pipeline.data.corpus_recipe import (
 from pipeline.data.readers import read
 from pipeline.data.shards import Stage
 from pipeline.errors import ConfigError
+from pipeline.objective.draws import I64, U64
 
 BATCH_DOCUMENTS = 1024  # at most, and about a megabyte of text
 
@@ -47,9 +48,6 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+\b")
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _IPV4 = re.compile(rf"(?<![\w.])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w.])")
-
-U64 = npt.NDArray[np.uint64]
-I64 = npt.NDArray[np.int64]
 
 
 class Document(NamedTuple):

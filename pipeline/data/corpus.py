@@ -121,11 +121,16 @@ class Corpus:
             f"seq={seq} needs {seq + 1:,}; {remedy} `launch data prepare`, or lower model.seq"
         )
 
-    def sentence_ends(self) -> tuple[int, ...]:
-        """Ids of pieces that end a sentence."""
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        # Imported here: training opens corpora too, and most runs need no sentencepiece.
         from pipeline.data.tokenizer import Tokenizer
 
-        pieces = Tokenizer.open(self.path / self.manifest.tokenizer.file).sentencepiece
+        return Tokenizer.open(self.path / self.manifest.tokenizer.file)
+
+    def sentence_ends(self) -> tuple[int, ...]:
+        """Ids of pieces that end a sentence."""
+        pieces = self.tokenizer.sentencepiece
         every = range(self.manifest.tokenizer.vocab)
         return tuple(i for i in every if pieces.id_to_piece(i).endswith((".", "!", "?", "\n")))
 
@@ -157,12 +162,9 @@ class Corpus:
 
 def inspect(path: Path) -> dict[str, Any]:
     """Verify every checksum and describe the corpus as plain values."""
-    # Training opens corpora too, and does not need sentencepiece.
-    from pipeline.data.tokenizer import Tokenizer
-
     corpus = Corpus.open(path, verify=True)
     manifest = corpus.manifest
-    tokenizer = Tokenizer.open(path / manifest.tokenizer.file)
+    tokenizer = corpus.tokenizer
     splits = manifest.splits.items()
     return {
         "path": str(path),

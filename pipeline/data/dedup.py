@@ -21,13 +21,12 @@ from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.ray_pool import run
 from pipeline.data.shards import Stage, save
 from pipeline.data.sketch import Sketched, part_of, similarity
+from pipeline.objective.draws import I64
 
 RANGE_ROWS = 4_000_000  # keys per range: a task takes some hundred megabytes
 BLOCK = 2**16  # documents or pairs processed at once
 NPY_HEADER_BYTES = 128  # of every one-dimensional array of plain numbers that np.save writes
 COPIES = "same"  # the file with one flag per document: it is an exact copy
-
-I64 = npt.NDArray[np.int64]
 
 
 def deduplicate(

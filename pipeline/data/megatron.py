@@ -13,6 +13,7 @@ from pipeline.atomic import open_regular
 from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, Malformed, Piece
 from pipeline.data.shards import HEADER, MAGIC, MANIFEST, Manifest, TokenizerInfo
 from pipeline.errors import DataError
+from pipeline.objective.draws import I64
 
 # Megatron's dtype codes; its float types cannot be token ids.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -21,8 +22,6 @@ PIECE_BYTES = 4 * MB
 DOCUMENTS = 2**18  # documents of an index read at once, ...
 SEQUENCES = 2**20  # ... and sequences: some tens of megabytes
 DOCUMENT_TOKENS = DOCUMENT_BYTES  # a longer document is malformed, as is a text of as many bytes
-
-I64 = npt.NDArray[np.int64]
 
 
 class Index:

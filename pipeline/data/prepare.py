@@ -49,6 +49,7 @@ class Job:
     tasks: Sequence[Task]
     work: Path  # every file is written here first
     workers: int | None  # None: all CPUs of the cluster
+    malformed_share: float
     report: Report
 
     @property
@@ -94,14 +95,14 @@ def prepare(
         shutil.rmtree(out / WORK, ignore_errors=True)
         return manifest, True
     with claimed(out, fingerprint, warn) as work:
-        job = Job(recipe, tasks, work, workers, report)
+        job = Job(recipe, tasks, work, workers, malformed_share, report)
         with cluster(workers):
             tokenizer = _make_tokenizer(job, model)
             held_out = _held_out_ngrams(job, against, warn)
-            counted = _deduplicate(job, malformed_share)
+            counted = _deduplicate(job)
             encoded = _tokenize(job, held_out, dedup=counted is not None)
         stages = total([counted or (), *(record.stages for record in encoded)])
-        _check_read(job, stages, [record.malformed for record in encoded], malformed_share)
+        _check_read(job, stages, encoded)
         manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
         written = [shard for record in encoded for shard in record.shards.values()]
         files = [f"{shard.name}.{suffix}" for shard in written for suffix in ("bin", "idx")]
@@ -181,7 +182,7 @@ def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | No
     return path
 
 
-def _deduplicate(job: Job, malformed_share: float) -> tuple[shards.Stage, ...] | None:
+def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
     """Write what each task keeps and return the counts up to dedup; None if dedup is off."""
     if job.recipe.dedup == Dedup():
         return None
@@ -193,7 +194,7 @@ def _deduplicate(job: Job, malformed_share: float) -> tuple[shards.Stage, ...] |
     records = [stem.with_suffix(".done.json") for stem in stems]
     sketched = _run_pass(job, "sketch", sketch, calls, records, Sketched)
     stages = total(s.stages for s in sketched)
-    _check_read(job, stages, [s.malformed for s in sketched], malformed_share)
+    _check_read(job, stages, sketched)
     job.report("dedup", 0, 1)
     stages = total([stages, deduplicate(stems, sketched, job.recipe)])
     shards.save(counts, json.dumps([stage.model_dump() for stage in stages]).encode())
@@ -244,17 +245,17 @@ def _no_text(recipe: Recipe) -> DataError:
 
 
 def _check_read(
-    job: Job, stages: Sequence[shards.Stage], malformed: Sequence[Malformed | None], share: float
+    job: Job, stages: Sequence[shards.Stage], records: Sequence[Encoded | Sketched]
 ) -> None:
     if not stages:
         shutil.rmtree(job.work)  # no task has read a document
         raise _no_text(job.recipe)
     bad = stages[0].dropped.get("malformed", (0, 0))[0]
-    if bad > share * stages[0].documents_in:
-        first = next(filter(None, malformed))
+    if bad > job.malformed_share * stages[0].documents_in:
+        first = next(record.malformed for record in records if record.malformed)
         raise DataError(
             f"malformed={bad:,} of {stages[0].documents_in:,} documents, more than "
-            f"malformed-share={share}; the first is {first.where}; "
+            f"malformed-share={job.malformed_share}; the first is {first.where}; "
             "fix the input or raise --malformed-share"
         )
 

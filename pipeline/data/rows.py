@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
-from pipeline.data.encode import is_held_out
+from pipeline.data.encode import MODEL, is_held_out
 from pipeline.data.json_lines import Line, read_lines, shown
 from pipeline.data.shards import VERSION, Manifest, ShardWriter, SourceShare, Split, dtype_for, save
 from pipeline.data.tokenizer import Tokenizer
@@ -29,7 +29,6 @@ from pipeline.objective.example import NO_LABEL
 _LARGEST = int(np.finfo(np.float32).max)
 _FORMS = "prompt and answer; or text, label and optionally text2"
 _ROUND = 32  # tokens: rows have a multiple of this
-_MODEL = "tokenizer.model"
 
 
 class Example(NamedTuple):
@@ -198,7 +197,7 @@ def write_rows(
         # A window of running text has one more token, its last target.
         writer.add(np.array([tokenizer.eod]), 0)
         shards[split] = Split.of([writer.close()])
-    save(out / _MODEL, tokenizer.model)
+    save(out / MODEL, tokenizer.model)
     train = shards["train"]
     source = SourceShare(
         name="examples", documents=train.documents, bytes=train.bytes, tokens=train.tokens
@@ -207,7 +206,7 @@ def write_rows(
         version=VERSION,
         hash="",
         plan=f"{objective.kind} in rows of {length} tokens",
-        tokenizer=tokenizer.info(_MODEL),
+        tokenizer=tokenizer.info(MODEL),
         dtype=dtype,
         splits=shards,
         sources=(source,),

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pipeline import atomic
 from pipeline.atomic import read_regular
 from pipeline.config.parts import Frozen
-from pipeline.errors import DataError
+from pipeline.errors import DataError, first_line
 
 MANIFEST = "manifest.json"
 VERSION = 1  # of the manifest; raise it whenever older readers would misread a newer manifest
@@ -238,9 +238,8 @@ def read_error(error: Exception, path: str | Path) -> DataError:
     """Wrap whatever a reader raises on a damaged file. ISOFLOP_TRACEBACK=1 shows its traceback."""
     if isinstance(error, OSError) and error.strerror:
         return DataError(f"{path}: cannot be read ({error.strerror}); check the path")
-    first = (str(error).strip().splitlines() or [""])[0]
-    kind = type(error).__name__
-    return DataError(f"{path}: cannot be read ({kind}: {first}); download the file again")
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return DataError(f"{path}: cannot be read ({reason}); download the file again")
 
 
 def write_error(error: OSError, path: Path) -> DataError:

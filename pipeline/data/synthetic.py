@@ -23,11 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from pipeline.objective.draws import GOLDEN, U64, mix
-
-I64 = npt.NDArray[np.int64]
+from pipeline.objective.draws import F64, GOLDEN, I64, U64, mix
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,8 @@ def _shuffle(rank: U64, size: U64, key: U64) -> U64:
 
 
 @lru_cache(8)
-def _zipf(size: int) -> npt.NDArray[np.float64]:
-    weight: npt.NDArray[np.float64] = np.arange(1, size + 1, dtype=np.float64) ** -SKEW
+def _zipf(size: int) -> F64:
+    weight: F64 = np.arange(1, size + 1, dtype=np.float64) ** -SKEW
     return weight / float(weight.sum())
 
 

@@ -248,7 +248,7 @@ def tokenizer_of(
     if given is not None or beside.is_file():
         found = Tokenizer.open(given or beside)
     elif data is not None and Path(data).is_dir():
-        found = Tokenizer.open(Path(data) / Corpus.open(Path(data)).manifest.tokenizer.file)
+        found = Corpus.open(Path(data)).tokenizer
     else:
         # Only an imported model has no data.
         reason = f"data.dir={data} does not exist" if data else f"{beside} does not exist"

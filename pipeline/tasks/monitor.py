@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pipeline.config.schema import RunConfig
 from pipeline.data.corpus import Corpus
-from pipeline.data.tokenizer import Tokenizer
 from pipeline.parallel.engine import uncompiled
 from pipeline.parallel.world import World
 from pipeline.tasks import likelihood
@@ -34,7 +33,7 @@ class Monitor:
         self._batches: list[list[likelihood.Batch]] = []  # by task
         if not config.eval.tasks:
             return
-        tokenizer = Tokenizer.open(corpus.path / corpus.manifest.tokenizer.file)
+        tokenizer = corpus.tokenizer
         longest = config.model.seq
         most_tokens = likelihood.pass_tokens(config.model.vocab, world.device)
         for task in read_tasks(config.eval.tasks):
