@@ -24,7 +24,7 @@ HUB_SHARD_BYTES = 64 * MB  # assumed: the size of a streamed shard is unknown
 
 
 class Row(NamedTuple):
-    number: int  # in the file, in the piece of an Arrow file, in the shard of a streamed dataset
+    number: int  # in the file, in the batch of an Arrow file, in the shard of a streamed dataset
     values: tuple[object, ...]  # of the text columns; None where there is none
     bytes: int
 
@@ -34,20 +34,18 @@ def row_group_bytes(path: Path) -> list[int]:
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
-def parquet_rows(path: str, start: int, stop: int, keys: Sequence[str]) -> Iterator[Row]:
-    """Read the text columns of row groups start to stop - 1, a few rows at a time."""
+def parquet_rows(path: str, index: int, keys: Sequence[str]) -> Iterator[Row]:
+    """Read the text columns of one row group, a few rows at a time."""
     # Without these options pyarrow loads whole row groups into memory.
     file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)
     present = _check_columns(path, keys, file.schema_arrow.names)
-    number = sum(file.metadata.row_group(i).num_rows for i in range(start))
-    for index in range(start, stop):
-        group = file.metadata.row_group(index)
-        row_bytes = group.total_byte_size // max(1, group.num_rows)
-        rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
-        for batch in file.iter_batches(rows, row_groups=[index], columns=present):
-            for values in zip(*(_column(batch, key, present) for key in keys), strict=True):
-                yield _row(number, values)
-                number += 1
+    number = sum(file.metadata.row_group(i).num_rows for i in range(index))
+    group = file.metadata.row_group(index)
+    row_bytes = group.total_byte_size // max(1, group.num_rows)
+    rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
+    for batch in file.iter_batches(rows, row_groups=[index], columns=present):
+        yield from _rows(batch, keys, present, number)
+        number += batch.num_rows
 
 
 def record_batch_bytes(path: Path) -> list[int]:
@@ -59,16 +57,13 @@ def record_batch_bytes(path: Path) -> list[int]:
     return [message.body.size for message in messages if message.type == "record batch"]
 
 
-def arrow_rows(path: str, start: int, stop: int, keys: Sequence[str]) -> Iterator[Row]:
-    """Read the text columns of record batches start to stop - 1; the first row has number 0."""
-    number = 0
-    for batch in _read_batches(path, start, stop):
-        present = _check_columns(path, keys, batch.schema.names)
-        for key in present:
-            _check_offsets(batch.column(key))
-        for values in zip(*(_column(batch, key, present) for key in keys), strict=True):
-            yield _row(number, values)
-            number += 1
+def arrow_rows(path: str, index: int, keys: Sequence[str]) -> Iterator[Row]:
+    """Read the text columns of one record batch, whose first row has number 0."""
+    [batch] = _read_batches(path, index, index + 1)
+    present = _check_columns(path, keys, batch.schema.names)
+    for key in present:
+        _check_offsets(batch.column(key))
+    yield from _rows(batch, keys, present, 0)
 
 
 @lru_cache(1)
@@ -89,13 +84,11 @@ def _read_batches(path: str, start: int, stop: int) -> Iterator[Any]:
     yield from map(reader.get_batch, range(start, stop))
 
 
-def _column(batch: Any, key: str, present: Sequence[str]) -> Any:
-    return batch.column(key) if key in present else [None] * batch.num_rows
-
-
-def _row(number: int, values: Sequence[Any]) -> Row:
-    found = [_value(value) for value in values]
-    return Row(number, tuple(value for value, _ in found), sum(size for _, size in found))
+def _rows(batch: Any, keys: Sequence[str], present: Sequence[str], first: int) -> Iterator[Row]:
+    columns = [batch.column(key) if key in present else [None] * batch.num_rows for key in keys]
+    for number, values in enumerate(zip(*columns, strict=True), first):
+        found = [_value(value) for value in values]
+        yield Row(number, tuple(value for value, _ in found), sum(size for _, size in found))
 
 
 def _value(value: Any) -> tuple[object, int]:

@@ -70,9 +70,9 @@ def _columns(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
     if piece.kind == "hf":
         rows = columns.hub_rows(piece, keys)
     elif piece.kind == "parquet":
-        rows = columns.parquet_rows(piece.path, piece.start, piece.stop, keys)
+        rows = columns.parquet_rows(piece.path, piece.start, keys)
     else:
-        rows = columns.arrow_rows(piece.path, piece.start, piece.stop, keys)
+        rows = columns.arrow_rows(piece.path, piece.start, keys)
     for row in rows:
         found = _join(row.values, piece.path, row.number, keys, row.bytes)
         if isinstance(found, Malformed) and piece.kind == "arrow":
