@@ -24,7 +24,7 @@ import xxhash
 from pipeline.config.objective import Answers, Causal, Objective, Pairs
 from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
-from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, order_by_shards
+from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, ShardRows
 from pipeline.data.pairs import PairRows, PairStream
 from pipeline.data.shards import Shard
 from pipeline.objective.batch import Batch
@@ -139,15 +139,13 @@ def pack(lengths: npt.NDArray[np.int32], seq: int) -> tuple[I64, I64]:
     return parts, np.cumsum([0, *[1] * len(whole), *map(len, bins)])
 
 
-class PackedStream:
+class PackedStream(ShardRows):
     """Packed rows, numbered like the windows of a Stream.
 
     Rows are filled by best-fit decreasing (Ding et al. 2024, arXiv 2404.10830). A document of n
     tokens fills n - 1 places: each token but the last is an input, each but the first a target. A
-    document longer than a row is cut into full rows and a rest; only rests share rows. A shard is
-    packed when one of its rows is first read; its number of rows is counted without packing. An
-    epoch visits a few shards at a time, in its own order, so that each shard is packed once per
-    epoch and memory stays constant.
+    document longer than a row is cut into full rows and a rest; only rests share rows. The rows of
+    a shard are counted without packing.
     """
 
     def __init__(self, corpus: Corpus, shards: Sequence[Shard], seq: int) -> None:
@@ -155,24 +153,17 @@ class PackedStream:
         self._seq = seq
         self._pack = lru_cache(SHARDS_TOGETHER)(lambda i: pack(corpus.lengths(shards[i]), seq))
         self._map = lru_cache(SHARDS_TOGETHER)(lambda i: corpus.tokens(shards[i]))
-        self._rows = np.array([self._count(corpus.lengths(shard)) for shard in shards], np.int64)
-        self._starts = np.cumsum([0, *self._rows.tolist()])
-        self.windows = int(self._starts[-1])
+        super().__init__([self._count(corpus.lengths(shard)) for shard in shards])
 
     def _count(self, lengths: npt.NDArray[np.int32]) -> int:
         rests = np.bincount((lengths - 1) % self._seq, minlength=1)
         rests[0] = 0  # documents that fill whole rows have no rest
         return int(((lengths - 1) // self._seq).sum()) + count_bins(rests, self._seq)
 
-    def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Return the rows at these positions of the epoch's order."""
-        return order_by_shards(self._rows, index, seed, epoch)
-
     def parts(self, window: int) -> tuple[int, I64]:
         """Return the shard of a row, and its parts (start, places)."""
-        shard = int(np.searchsorted(self._starts, window, "right")) - 1
+        shard, row = self.place(window)
         parts, ends = self._pack(shard)
-        row = window - self._starts[shard]
         return shard, parts[ends[row] : ends[row + 1]]
 
     def read(self, window: int) -> Row:
@@ -352,14 +343,12 @@ class Loader:
         return stream, self._cached_order(stream, epoch, order_block)[order_offset]
 
     def _block(self, number: int) -> tuple[list[int], list[int]]:
-        if len(self._windows) == 1:  # without a mixture, sample n is window n of its epoch
-            return [0] * BLOCK, list(range(number * BLOCK, (number + 1) * BLOCK))
         streams, numbers = self._schedule.block(number)
         return streams.tolist(), numbers.tolist()
 
     def _order_block(self, stream: int, epoch: int, block: int) -> list[int]:
         stop = min((block + 1) * BLOCK, self._windows[stream])
-        index: npt.NDArray[np.int64] = np.arange(block * BLOCK, stop)
+        index: I64 = np.arange(block * BLOCK, stop)
         order = self._streams[stream].order(index, self.seed + stream, epoch)
         return cast("list[int]", order.tolist())
 

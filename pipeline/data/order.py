@@ -57,27 +57,41 @@ class Permutation:
         return left * b + right
 
 
-def order_by_shards(rows: I64, index: I64, seed: int, epoch: int) -> I64:
-    """Return the rows that an epoch draws at these positions; `rows` counts those of each shard.
+class ShardRows:
+    """Rows that are packed shard by shard, numbered over all shards.
 
-    Shards come in a new order each epoch and are shuffled together a few at a time."""
-    count = len(rows)
-    starts = np.cumsum(rows) - rows
-    shards = Permutation(count, seed, epoch)(np.arange(count))
-    ends = np.cumsum(rows[shards])  # in the order of this epoch
-    last_shards = np.minimum(np.arange(0, count, SHARDS_TOGETHER) + SHARDS_TOGETHER, count) - 1
-    group_ends = ends[last_shards]
-    groups = np.searchsorted(group_ends, index, "right")
-    found = np.empty_like(index)
-    for group in np.unique(groups).tolist():
-        low = int(group_ends[group - 1]) if group else 0
-        mine = groups == group
-        shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
-        place = low + shuffle(index[mine] - low)
-        at = np.searchsorted(ends, place, "right")
-        shard = shards[at]
-        found[mine] = starts[shard] + place - (ends[at] - rows[shard])
-    return found
+    A shard is packed when one of its rows is first read. An epoch visits a few shards at a time, in
+    its own order, so that each shard is packed once per epoch and memory stays constant.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = np.array(counts, np.int64)  # rows of each shard
+        self._starts = np.cumsum([0, *counts])
+        self.windows = int(self._starts[-1])
+
+    def place(self, window: int) -> tuple[int, int]:
+        """Return the shard of a row, and its number there."""
+        shard = int(np.searchsorted(self._starts, window, "right")) - 1
+        return shard, window - int(self._starts[shard])
+
+    def order(self, index: I64, seed: int, epoch: int) -> I64:
+        """Return the rows at these positions of the epoch's order."""
+        count = len(self._counts)
+        shards = Permutation(count, seed, epoch)(np.arange(count))
+        ends = np.cumsum(self._counts[shards])  # in the order of this epoch
+        last_shards = np.minimum(np.arange(0, count, SHARDS_TOGETHER) + SHARDS_TOGETHER, count) - 1
+        group_ends = ends[last_shards]
+        groups = np.searchsorted(group_ends, index, "right")
+        found = np.empty_like(index)
+        for group in np.unique(groups).tolist():
+            low = int(group_ends[group - 1]) if group else 0
+            mine = groups == group
+            shuffle = Permutation(int(group_ends[group]) - low, seed + group, epoch)
+            place = low + shuffle(index[mine] - low)
+            at = np.searchsorted(ends, place, "right")
+            shard = shards[at]
+            found[mine] = self._starts[shard] + place - (ends[at] - self._counts[shard])
+        return found
 
 
 # Mixtures
@@ -94,12 +108,11 @@ def mixed(sources: Sequence[SourceShare], mixture: "Mixture | None") -> tuple[So
             raise ConfigError(f"{text}; remove it or its filters")
     weights = np.array([mixture.weights[source.name] for source in sources])
     weights /= weights.sum()
+    most = np.full(len(sources), BLOCK)  # without a cap
     if mixture.tokens is not None and mixture.most_epochs is not None:
         most = _most_places(sources, mixture.tokens, mixture.most_epochs)
-        # Rounding to whole places can exceed a cap again.
-        counts = _within(places(capped(weights, most / BLOCK)), most)
-    else:
-        counts = places(weights)
+        weights = capped(weights, most / BLOCK)
+    counts = places(weights, most)
     result = []
     for source, count in zip(sources, counts.tolist(), strict=True):
         share = count / BLOCK
@@ -160,22 +173,14 @@ def capped(weights: F64, limits: F64) -> F64:
         fixed |= over
 
 
-def places(weights: F64) -> I64:
-    """Return the samples of each source in a block, by largest remainder, at least one each."""
+def places(weights: F64, most: I64) -> I64:
+    """Return the samples of each source in a block: at least one, at most its limit.
+
+    What rounding down leaves goes to the sources with the largest remainders."""
     exact = weights * (BLOCK - len(weights))  # one place per source is reserved
-    counts = np.floor(exact).astype(np.int64)
-    missing = BLOCK - len(weights) - counts.sum()
-    for i in np.argsort(counts - exact, kind="stable")[:missing]:
-        counts[i] += 1
-    return counts + 1
-
-
-def _within(counts: I64, most: I64) -> I64:
-    """Move places above a limit, which rounding may cause, to the sources with most slack."""
-    over = np.maximum(counts - most, 0)
-    counts = counts - over
-    for _ in range(over.sum()):
-        counts[np.argmax(most - counts)] += 1
+    counts = np.minimum(1 + np.floor(exact).astype(np.int64), most)
+    for _ in range(BLOCK - counts.sum()):
+        counts[np.argmax(np.where(counts < most, exact - counts, -np.inf))] += 1
     return counts
 
 

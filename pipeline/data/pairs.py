@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pipeline.config.objective import Pairs
 from pipeline.config.schema import RunSpec
 from pipeline.data.corpus import Corpus
-from pipeline.data.order import SHARDS_TOGETHER, order_by_shards
+from pipeline.data.order import SHARDS_TOGETHER, ShardRows
 from pipeline.data.shards import Shard
 from pipeline.errors import DataError
 from pipeline.objective.draws import I64
@@ -106,9 +106,8 @@ def _fill(sources_N: I64, targets_N: I64, capacity: tuple[int, int]) -> I64:
     return np.array(firsts)
 
 
-class PairStream:
-    """Rows of pairs, numbered like the windows of a Stream. A shard is packed when one of its rows
-    is read, and an epoch visits a few shards at a time."""
+class PairStream(ShardRows):
+    """Rows of pairs, numbered like the windows of a Stream."""
 
     def __init__(
         self, corpus: Corpus, shards: Sequence[Shard], rows: PairRows, split: str = "train"
@@ -118,12 +117,15 @@ class PairStream:
         self._shape = rows
         self._map = lru_cache(SHARDS_TOGETHER)(lambda i: corpus.tokens(shards[i]))
         self._pack = lru_cache(SHARDS_TOGETHER)(lambda i: pack_pairs(self._map(i), info.eod, rows))
-        counts = [self._count(shard) for shard in range(len(shards))]
-        self._rows, pairs, left_out = np.array(counts, np.int64).reshape(-1, 3).T
-        self._starts = np.cumsum([0, *self._rows.tolist()])
-        self.windows = int(self._rows.sum())
-        self.pairs = int(pairs.sum())
-        self.left_out = int(left_out.sum())
+        self.pairs = 0
+        self.left_out = 0
+        counts = []
+        for shard in range(len(shards)):
+            packed = self._pack(shard)
+            counts.append(len(packed.rows) - 1)
+            self.pairs += len(packed.sources_N)
+            self.left_out += packed.left_out
+        super().__init__(counts)
         if not self.windows:
             raise DataError(
                 f"{corpus.path}: split {split!r} has {self.left_out:,} pairs, none within "
@@ -140,19 +142,11 @@ class PairStream:
         limits = f"model.source_seq={self._shape.source_seq} or model.seq={self._shape.seq}"
         return f"{line} │ {self.left_out:,} longer than {limits} are left out"
 
-    def _count(self, shard: int) -> tuple[int, int, int]:
-        packed = self._pack(shard)
-        return len(packed.rows) - 1, len(packed.sources_N), packed.left_out
-
-    def order(self, index: I64, seed: int, epoch: int) -> I64:
-        """Return the rows that the epoch draws at these positions."""
-        return order_by_shards(self._rows, index, seed, epoch)
-
     def _find(self, window: int) -> tuple[int, Packed, range]:
         """Return the shard of a row, the rows of this shard, and the row's pairs."""
-        shard = int(np.searchsorted(self._starts, window, "right")) - 1
+        shard, row = self.place(window)
         packed = self._pack(shard)
-        return shard, packed, range(*packed.rows[window - self._starts[shard] :][:2].tolist())
+        return shard, packed, range(*packed.rows[row : row + 2].tolist())
 
     def targets(self, window: int) -> int:
         """Number of tokens that a row predicts."""

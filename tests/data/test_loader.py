@@ -1,6 +1,7 @@
 """The same tokens in the same order for any number of ranks, after any restart."""
 
 import threading
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,6 +19,18 @@ from pipeline.objective.noise import Vocabulary, make_noise
 from tests.data.conftest import refused
 
 SEQ, ROWS = 64, 28
+
+
+def check_ranks(make: Callable[[], Loader], world: int, steps: Sequence[int]) -> None:
+    """The ranks split the batches of one process, also with loaders that have no history."""
+    whole = make()
+    for step in steps:
+        batch = whole.batch(step)
+        loader = make()  # as after a restart
+        parts = [loader.batch(step, rank, world) for rank in range(world)]
+        assert sum(part.hash for part in parts) % 2**64 == batch.hash
+        for name, tensor in batch.tensors.items():
+            assert torch.equal(torch.cat([part.tensors[name] for part in parts]), tensor)
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +82,11 @@ def test_an_epoch_has_every_window_once(loader: Loader, stream: np.ndarray) -> N
 @pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
 @pytest.mark.parametrize("world", [2, 4, 7])
 def test_ranks_split_the_same_batch(corpus: Corpus, world: int, packing: str) -> None:
-    def fresh() -> Loader:  # as after a restart: no history
+    def make() -> Loader:
         return Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=3, packing=packing, boundaries=True)
 
-    whole = fresh()
-    for step in (0, 1, whole.steps_per_epoch, 10**6):
-        batch = whole.batch(step)
-        loader = fresh()
-        parts = [loader.batch(step, rank, world) for rank in range(world)]
-        for name in ("tokens_BS", "targets_BS", "documents_BS"):
-            joined = torch.cat([getattr(part, name) for part in parts])
-            assert torch.equal(joined, getattr(batch, name))
-        assert sum(part.hash for part in parts) % 2**64 == batch.hash
+    assert {"tokens_BS", "targets_BS", "documents_BS"} <= make().batch(0).tensors.keys()
+    check_ranks(make, world, (0, 1, make().steps_per_epoch, 10**6))
 
 
 @pytest.mark.parametrize(
@@ -96,22 +102,15 @@ def test_noise_is_the_same_on_any_number_of_ranks(corpus, objective, packing):
         seq = objective.text_length(SEQ)
         return Loader(corpus, split, seq=seq, rows=ROWS, seed=seed, packing=packing, noise=noise)
 
-    whole = fresh()
-    # `counts_B` belongs to a batch, the others to a row.
-    whole_names = [name for name in whole.batch(0).tensors if name != "counts_B"]
-    for step in (0, 7, 10**6):
-        batch = whole.batch(step)
-        loader = fresh()  # as after a restart: no history
-        parts = [loader.batch(step, rank, 4) for rank in range(4)]
-        for name, tensor in batch.tensors.items():
-            assert torch.equal(torch.cat([part.tensors[name] for part in parts]), tensor)
-        assert sum(part.hash for part in parts) % 2**64 == batch.hash
+    check_ranks(fresh, 4, (0, 7, 10**6))
     # Held-out text has the same noise in every run, in whatever order it is read.
     found = []
     for seed in (3, 4):
         loader = fresh(seed, "valid")
         batches = [loader.batch(step) for step in range(-(-loader.windows // ROWS))]
-        columns = [torch.cat([batch.tensors[name] for batch in batches]) for name in whole_names]
+        # `counts_B` belongs to a batch, the others to a row.
+        names = [name for name in batches[0].tensors if name != "counts_B"]
+        columns = [torch.cat([b.tensors[name] for b in batches]) for name in names]
         rows = torch.cat([c.reshape(len(c), -1) for c in columns], 1)
         found.append(sorted(map(str, rows[: loader.windows].tolist())))
     assert found[0] == found[1]

@@ -19,6 +19,7 @@ from pipeline.data.pairs import PairRows, pack_pairs
 from pipeline.data.prepare import prepare
 from pipeline.objective.noise import IGNORE, Vocabulary, make_noise
 from tests.data.conftest import make, recipe_for, refused, token_lists
+from tests.data.test_loader import check_ranks
 
 LANGUAGES = ("en", "de", "fr")
 EOD = 2
@@ -86,13 +87,8 @@ def triples(ray_cluster, tokenizer, tmp_path_factory) -> tuple[Corpus, list[dict
 def test_a_document_has_a_part_for_each_column(triples, tokenizer) -> None:
     corpus, rows = triples
     assert corpus.manifest.pairs == LANGUAGES
-    found = set()
-    for split in ("train", "valid"):
-        for ids in token_lists(corpus, split):
-            ends = np.flatnonzero(np.array(ids) == tokenizer.eod)
-            parts = np.split(np.array(ids), ends + 1)[:-1]
-            found.add(tuple(tokenizer.decode(part[:-1].tolist()) for part in parts))
-    assert found == {tuple(row[name] or "" for name in LANGUAGES) for row in rows}
+    found = [*_texts(corpus, "train", tokenizer), *_texts(corpus, "valid", tokenizer)]
+    assert set(found) == {tuple(row[name] or "" for name in LANGUAGES) for row in rows}
     assert all(corpus.split(split).documents > 20 for split in ("train", "valid"))
     dropped = {s.name: {k: n for k, (n, _) in s.dropped.items()} for s in corpus.manifest.stages}
     assert dropped["read"] == {"empty side": 1, "malformed": 2}
@@ -134,22 +130,17 @@ def test_an_epoch_has_every_pair_in_every_direction_once(triples, tokenizer) -> 
     assert sorted(found) == sorted(wanted)
 
 
-def _texts(corpus: Corpus, split: str, tokenizer) -> list[list[str]]:
+def _texts(corpus: Corpus, split: str, tokenizer) -> list[tuple[str, ...]]:
     documents = [np.array(ids) for ids in token_lists(corpus, split)]
     cut = [np.split(ids, np.flatnonzero(ids == tokenizer.eod) + 1)[:-1] for ids in documents]
-    return [[tokenizer.decode(part[:-1].tolist()) for part in parts] for parts in cut]
+    return [tuple(tokenizer.decode(part[:-1].tolist()) for part in parts) for parts in cut]
 
 
 def test_ranks_split_the_same_batch_and_held_out_rows_stay(triples) -> None:
     corpus, _ = triples
-    whole = loader_of(corpus, "train")
-    for step in (0, 5, 10**6):
-        batch = whole.batch(step)
-        parts = [loader_of(corpus, "train").batch(step, rank, 3) for rank in range(3)]
-        assert sum(part.hash for part in parts) % 2**64 == batch.hash
-        for name, tensor in batch.tensors.items():
-            assert torch.equal(torch.cat([part.tensors[name] for part in parts]), tensor)
-    assert whole.batch(0).hash != loader_of(corpus, "train", seed=4).batch(0).hash
+    check_ranks(lambda: loader_of(corpus, "train"), 3, (0, 5, 10**6))
+    first = loader_of(corpus, "train").batch(0)
+    assert first.hash != loader_of(corpus, "train", seed=4).batch(0).hash
     valid = loader_of(corpus, "valid")
     rows = sorted(map(tuple, valid.batch(0).targets_BS.tolist()))
     assert valid.windows >= 12 and len({*rows}) == 12
