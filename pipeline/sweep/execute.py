@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from pipeline.atomic import lock, replace
+from pipeline.atomic import replace
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.process import SIGNALS, end_with_parent, python_module
 from pipeline.runs.directory import RunDir
@@ -104,19 +104,10 @@ def claimed(root: Path, sweep: Sweep) -> Iterator[None]:
     Two sweeps in one directory would start the same runs, and each would report those of the other
     as failed. sweep.json also makes the runs beside it children of one parent in MLflow.
     """
+    held = RunDir(root).lock(".sweep")
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        held = lock(root / ".sweep")
-        if held is None:
-            problem = f"--out {root}: another `launch sweep run` is running there"
-            raise RunError(f"{problem}; wait for it, or give another --out")
         text = sweep.model_dump_json(indent=1, exclude_none=True)
         replace(root / SWEEP_FILE, text.encode() + b"\n")
-    except OSError as error:
-        raise RunError(
-            f"--out {root} cannot be written: {error.strerror}; choose another directory"
-        ) from None
-    try:
         yield
     finally:
         held.release()
@@ -128,7 +119,6 @@ def run(
     show: Callable[[Progress], None],
     *,
     track: bool = True,
-    poll_s: float = POLL_S,
 ) -> Progress:
     """Run every member, `jobs` at a time.
 
@@ -156,7 +146,7 @@ def run(
                 processes[member.name] = _start(member, jobs, track)
                 state.running[member.name] = member
             show(state)
-            time.sleep(poll_s if processes else 0)
+            time.sleep(POLL_S if processes else 0)
             while received:
                 number = received.pop(0)
                 for process, _ in processes.values():  # a second signal makes them end at once

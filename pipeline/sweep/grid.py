@@ -49,9 +49,8 @@ Best = Callable[[float], float]  # N*(C) of an earlier fit
 class SizesError(ConfigError):
     """A budget whose minimum cannot be found: too few sizes lie on one side of N*."""
 
-    def __init__(self, text: str, side: str, remedy: str) -> None:
-        super().__init__(f"{text}; {remedy}")
-        self.text = text
+    def __init__(self, text: str, side: str) -> None:
+        super().__init__(text)
         self.side = side  # "below" or "above"
 
 
@@ -240,9 +239,9 @@ def _valley(
         if found < SIDE:
             raise SizesError(
                 f"budget {power(C)}: {found} of the sizes lie {side} N* ≈ {count(center)}, but "
-                f"{SIDE} are needed to find the minimum",
+                f"{SIDE} are needed to find the minimum; {remedy} the budget, name more sizes, or "
+                f"set wide above {sweep.wide:g}",
                 side,
-                f"{remedy} the budget, name more sizes, or set wide above {sweep.wide:g}",
             )
     label = f"{C:.1e}".replace("+", "")
     runs = []
@@ -343,25 +342,17 @@ def within(
     if least:
         text = f"{asked} is not enough for four budgets of these sizes ({least})"
         raise ConfigError(f"{text}; raise it, or name other sizes")
-    raise _no_grid(asked, refused, sweep.wide)
+    raise _no_grid(asked, refused)
 
 
-def _no_grid(asked: str, refused: list[ConfigError], wide: float) -> ConfigError:
+def _no_grid(asked: str, refused: list[ConfigError]) -> ConfigError:
     """Explain why every grid within the limits was refused; `refused` begins with the largest."""
-    sized = [error for error in refused if isinstance(error, SizesError)]
-    if len(sized) < len(refused):  # an error of another kind, which no limit would avoid
-        return next(error for error in refused if error not in sized)
-    sides = {error.side for error in sized}
-    if sides == {"above"}:
-        fault = "is too much for"
-        reason = sized[-1].text  # the budget nearest to the sizes
-        remedy = "lower it, or name larger sizes"
-    elif sides == {"below"}:
-        fault = "is not enough for"
-        reason = sized[0].text
-        remedy = "raise it, or name smaller sizes"
-    else:
-        fault = "leaves no"
-        reason = "large budgets have too few sizes above N*, small ones too few below"
-        remedy = f"name more sizes, or set wide above {wide:g}"
-    return ConfigError(f"{asked} {fault} four budgets of these sizes ({reason}); {remedy}")
+    for error in refused:
+        if not isinstance(error, SizesError):  # no limit would avoid it
+            return error
+    sides = {error.side for error in refused if isinstance(error, SizesError)}
+    # The budget that is nearest to the sizes says what to change.
+    reason = str(refused[-1] if sides == {"above"} else refused[0])
+    if len(sides) == 2:
+        reason = "large ones have too few sizes above N*, small ones below; add sizes or raise wide"
+    return ConfigError(f"{asked} leaves no four budgets of these sizes: {reason}")
