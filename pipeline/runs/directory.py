@@ -28,8 +28,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.errors import DataError, RunError, UserError
 from pipeline.planner import count as account
 from pipeline.planner.work import convention, training_flops
-from pipeline.runs.history import HOST_FILE, RUN_FILE, read_json, status_of
-from pipeline.runs.log import FILE, Log, Record, printable, read
+from pipeline.runs.history import HOST_FILE, RUN_FILE, read_record, status_of
+from pipeline.runs.log import FILE, Log, Record, read
 
 if TYPE_CHECKING:
     from pipeline.data.tokenizer import Tokenizer
@@ -115,12 +115,10 @@ class RunDir:
     @property
     def world(self) -> int | None:
         """The number of processes that trained it last, or that it was created for."""
-        world = self.fact("world")
+        world: int | None = self.fact("world")
         # Each start of the run logs its number of processes: a resume may use another one.
         for record in read(self.log):
             world = record.get("world", world)
-        if not isinstance(world, int | None):
-            raise RunError(f"{printable(self.path / RUN_FILE)}: world={world!r} is not a number")
         return world
 
     @property
@@ -135,8 +133,7 @@ class RunDir:
 
     def fact(self, key: str) -> Any:
         """Return a value of run.json, or None."""
-        file = self.path / RUN_FILE
-        return read_json(file).get(key) if file.exists() else None
+        return read_record(self.path).get(key) if (self.path / RUN_FILE).exists() else None
 
     def lock(self, name: str = ".lock") -> BaseFileLock:
         """Lock the run for this process, until it releases the lock or dies."""
@@ -146,7 +143,7 @@ class RunDir:
         except OSError as error:
             raise self._not_writable(error) from None
         if held is None:
-            text = f"run {self.path} is being written by another process"
+            text = f"--out {self.path} is being written by another process"
             raise RunError(f"{text}; wait for it or give another --out")
         _HELD.append(held)
         return held

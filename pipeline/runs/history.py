@@ -133,8 +133,11 @@ def read_record(path: Path) -> Record:
         valid[key] = isinstance(record.get(key), str)
     for key in ("experiment", "size", "arch", "objective", "data"):
         valid[key] = isinstance(record.get(key), str | None)
-    for key in ("steps", "bytes_per_token", "batch_tokens", "flops_per_token", "vocab", "seq"):
+    whole = ("steps", "world")
+    for key in (*whole, "bytes_per_token", "batch_tokens", "flops_per_token", "vocab", "seq"):
         valid[key] = record.get(key) is None or _positive(record[key])
+    for key in whole:
+        valid[key] = valid[key] and isinstance(record.get(key), int | None)
     for key, is_valid in valid.items():
         if not is_valid:
             text = f"{printable(file)}: {key} is missing or invalid"
@@ -272,6 +275,17 @@ def _accounted_until(until: float, record: Record) -> float:
 
 def _blocked_s(save: Record) -> float:
     return float(save.get("blocked_s", save.get("seconds")) or 0.0)
+
+
+def remaining_s(steps: Sequence[Record], total: int, now: float | None = None) -> float | None:
+    """Return the seconds from `now`, or the last step, to step `total` at the pace of `steps`."""
+    if len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
+        return None
+    first = steps[0]
+    last = steps[-1]
+    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    since_s = 0.0 if now is None else now - last["time"]
+    return float(max(0.0, pace_s * (total - last["step"]) - since_s))
 
 
 def write_environment(run_dir: Path) -> None:

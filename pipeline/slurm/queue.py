@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.errors import RunError, UserError
 from pipeline.runs.directory import RunDir
-from pipeline.runs.history import find_runs, is_run, status_of
+from pipeline.runs.history import find_runs, is_run, remaining_s, status_of
 from pipeline.runs.log import Record, last_records, printable, read
 from pipeline.slurm.submit import job_of
 
@@ -137,8 +137,6 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
     records = last_records(run.log)
     steps = [r for r in records if r["kind"] == "step"]
     total = run.fact("steps") or 0
-    if not isinstance(total, int):
-        raise RunError(f"{printable(path)}/run.json: steps={total!r} is not a number")
     if entry and entry.alive:
         state = entry.state
     else:
@@ -159,16 +157,7 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
         step=int(steps[-1]["step"]) if steps else 0,
         steps=total,
         loss=steps[-1].get("loss") if steps else None,
-        eta_s=_eta(steps[-32:], total) if state == "RUNNING" else None,
+        eta_s=remaining_s(steps[-32:], total, time.time()) if state == "RUNNING" else None,
         restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
         note=silence or waits or note,
     )
-
-
-def _eta(recent: list[Record], total: int) -> float | None:
-    if len(recent) < 2 or recent[-1]["step"] <= recent[0]["step"]:
-        return None
-    first, *_, last = recent
-    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
-    since_s = time.time() - last["time"]
-    return float(max(0.0, pace_s * (total - last["step"]) - since_s))

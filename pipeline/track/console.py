@@ -3,12 +3,13 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from pipeline.config.schema import RunConfig
 from pipeline.planner.count import params
-from pipeline.runs.log import Log
+from pipeline.runs.history import remaining_s
+from pipeline.runs.log import Log, Record
 from pipeline.units import count, span
 
 UNKNOWN = "–"
@@ -30,44 +31,36 @@ class Console:
     def __init__(self, total_steps: int, quiet: bool = False) -> None:
         self.total_steps = total_steps
         self.quiet = quiet
-        self._times: deque[tuple[int, float]] = deque(maxlen=32)  # (step, time): for the ETA
+        self._steps: deque[Record] = deque(maxlen=32)  # the last ones, for the ETA
         self._imbalance: object = None  # of the last "moe" record: a column of the next step
         self._bar: Any = None if quiet or not sys.stdout.isatty() else _bar(total_steps)
 
-    def record(self, record: Mapping[str, object]) -> None:
-        kind = record.get("kind")
+    def record(self, record: Record) -> None:
+        kind = record["kind"]
         if kind == "moe":
             self._imbalance = record.get("worst_imbalance")
         if self.quiet or kind == "moe":
             return  # a mixture logs this at every step: too much for separate lines
-        step = record.get("step")
-        if kind == "step" and isinstance(step, int):
-            if self._times and step <= self._times[-1][0]:
-                self._times.clear()  # the run went back to a checkpoint
-            when = record.get("time")
-            self._times.append((step, when if isinstance(when, int | float) else time.time()))
+        step = record["step"]
+        if kind == "step":
+            if self._steps and step <= self._steps[-1]["step"]:
+                self._steps.clear()  # the run went back to a checkpoint
+            self._steps.append(record)
             if self._imbalance is not None:
                 record = {**record, "worst_imbalance": self._imbalance}
-        line = format_record(record, self.total_steps, self._eta_s())
+        line = format_record(record, self.total_steps, remaining_s(self._steps, self.total_steps))
         if self._bar is None:
             _print(line)
             return
         self._bar.start()  # here, so that a run that dies early leaves no empty bar
         # A save is logged after later steps, so it does not move the bar.
-        if isinstance(step, int) and record.get("event") != "save":
+        if record.get("event") != "save":
             self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def _eta_s(self) -> float | None:
-        if len(self._times) < 2:
-            return None
-        first, began = self._times[0]
-        last, now = self._times[-1]
-        return max(0.0, (now - began) / (last - first) * (self.total_steps - last))
 
 
 class Tracker:
@@ -80,11 +73,12 @@ class Tracker:
         self._log = log
         self._console = console
 
-    def record(self, record: Mapping[str, object]) -> None:
+    def record(self, record: Record) -> None:
+        timed = {"time": time.time(), **record}
         if self._log is not None:
-            self._log.append({"time": time.time(), **record})
+            self._log.append(timed)
         if self._console is not None:
-            self._console.record(record)
+            self._console.record(timed)
 
     def close(self) -> None:
         for part in (self._log, self._console):
@@ -150,9 +144,7 @@ def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) ->
         )
 
 
-def format_record(
-    record: Mapping[str, object], total_steps: int, eta_s: float | None = None
-) -> str:
+def format_record(record: Record, total_steps: int, eta_s: float | None = None) -> str:
     """Return one record as one line with fixed columns."""
     kind = record.get("kind")
     steps = f"{record.get('step', 0):>{len(str(total_steps))}}/{total_steps}"
@@ -162,7 +154,7 @@ def format_record(
             f"loss {_number(record.get('loss'), 6)}",
             f"gnorm {_number(record.get('grad_norm'), 4)}",
             f"lr {_power(record.get('lr'))}",
-            f"{_rate(record.get('tokens_per_s'))} tok/s",
+            f"{_count(record.get('tokens_per_s'))} tok/s",
             f"mfu {_percent(record.get('mfu'))}",
         ]
         if "worst_imbalance" in record:
@@ -235,17 +227,9 @@ def _power(value: object) -> str:
     return f"{mantissa}e{int(exponent)}".rjust(6) if exponent else f"{mantissa:>6}"
 
 
-def _rate(value: object) -> str:
-    """412k, in four characters."""
-    if not isinstance(value, int | float) or not 0 <= value < 1e15:
-        return f"{UNKNOWN:>4}"
-    unit = ""
-    for larger in "kMGT":
-        if value >= 999.5:
-            value /= 1000
-            unit = larger
-    digits = 1 if unit and value < 9.95 else 0
-    return f"{value:.{digits}f}{unit}".rjust(4)
+def _count(value: object) -> str:
+    """412k, or 4.12k: five characters."""
+    return f"{count(value) if isinstance(value, int | float) else UNKNOWN:>5}"
 
 
 def _percent(value: object) -> str:

@@ -31,7 +31,7 @@ STEP = {
     [
         (
             STEP,
-            "step  1200/19073 │ loss 3.1412 │ gnorm 0.42 │ lr 2.9e-4 │ 412k tok/s │ mfu 41.3% │ "
+            "step  1200/19073 │ loss 3.1412 │ gnorm 0.42 │ lr 2.9e-4 │  412k tok/s │ mfu 41.3% │ "
             "eta 3h12",
         ),
         (
