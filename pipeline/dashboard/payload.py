@@ -147,11 +147,9 @@ class RunLog:
         self.hashes: list[tuple[int, str]] = []  # step, hash of its tokens
 
     def add(self, record: Record) -> None:
-        """Add one record; ignore what is not one of ours."""
-        step = number(record.get("step"))
-        if not math.isfinite(step):
-            return
-        match record.get("kind"):
+        """Add one record, which `runs.log` has checked; ignore kinds that are not ours."""
+        step = float(record["step"])
+        match record["kind"]:
             case "step":
                 self._add_step(step, record)
             case "eval":
@@ -162,7 +160,7 @@ class RunLog:
                 self.evals.add(record, self.hours)
             case "moe":
                 self._add_load(step, record.get("load"))
-            case "event" if isinstance(record.get("event"), str):
+            case "event":
                 self._add_event(step, record)
 
     def _add_step(self, step: float, record: Record) -> None:

@@ -7,8 +7,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.atomic import locked, read_regular, replace
 from pipeline.errors import RunError
@@ -57,13 +59,12 @@ class State:
 def load_state(run_dir: Path) -> State:
     """Return the saved state, or a new one. Losing it costs a question to the server."""
     try:
-        stored = json.loads(read_regular(run_dir / STATE_FILE))
-        found = State(**{f.name: stored[f.name] for f in fields(State) if f.name in stored})
-        if "event" in found.sent:  # earlier releases kept the time of the last event, in seconds
-            found.sent["seq"] = int(found.sent.pop("event") * 1000)
-        return found
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        found = TypeAdapter(State).validate_json(read_regular(run_dir / STATE_FILE))
+    except (OSError, ValidationError):
         return State()
+    if "event" in found.sent:  # earlier releases kept the time of the last event, in seconds
+        found.sent["seq"] = int(found.sent.pop("event") * 1000)
+    return found
 
 
 def save_state(run_dir: Path, state: State) -> None:
