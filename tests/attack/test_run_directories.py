@@ -1,6 +1,7 @@
-"""Damaged run directories: a command names the fault in one line, the dashboard shows the rest."""
+"""Damaged run directories: the fault is named in one line, and the other runs are still shown."""
 
 import json
+import math
 import os
 import shutil
 import time
@@ -12,6 +13,10 @@ import pytest
 
 from pipeline.dashboard.live import Watcher
 from pipeline.dashboard.source import Directories
+from pipeline.errors import RunError
+from pipeline.runs.history import find_runs, read_run, read_runs
+from pipeline.runs.log import printable
+from pipeline.slurm.queue import statuses
 from tests.attack.harness import DEEP, LEGACY, NODES, expect_none, fault
 from tests.scaling.made_runs import make_ladder
 
@@ -19,32 +24,40 @@ HUGE = 10**400
 
 FILES = ("run.json", "log.jsonl", "mlflow.json", "config.toml")
 # Values of run.json's keys.
-VALUES = {
+BAD_VALUES = {
     "version": (2, None, "1"),
-    "name": ([], None, "x" * 1_000_000, "\ud800"),
-    "params": ([], {}, {"scaling": 0}, {"scaling": "x"}, {"scaling": HUGE}, {"scaling": 1e308}),
-    "steps": ("x", 0, -5, HUGE),
+    "name": ([], None),
+    "params": ([], {}, *({"scaling": bad} for bad in (0, "x", HUGE, 1e308, math.inf, {"of": 1}))),
+    "steps": ("x", 0, -5, 9.5, HUGE),
+    "world": ("x", 0.5, [2], {"a": 1}),
     "bytes_per_token": ("x", 0),
     "convention": ([],),
     "experiment": ({"a": {}},),
+    "arch": ({"kind": "moe"},),
 }
+ODD_VALUES = {"name": ("x" * 1_000_000, "\ud800")}
 # Lines of log.jsonl after the good ones.
-LINES = (
+BAD_LINES = (
     '{"kind": "step"}', '{"kind": "step", "step": "x"}', f'{{"kind": "step", "step": {HUGE}}}',
     '{"kind": "step", "step": -1, "time": 1}', '{"kind": "step", "step": 3, "time": "x"}',
-    '{"kind": "step", "step": 3, "loss": "low", "tokens": [], "time": 1}',
+    '{"kind": "step", "step": 3, "loss": "low", "tokens": [], "time": 1}', '{"time": 1, "step": 1}',
+    '{"kind": "eval", "step": 3, "loss": {"a": 1}, "time": 1}',
+    '{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": "abc"}',
+    f'{{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": {HUGE}}}',
+    '{"kind": "event", "step": 3, "time": 1, "event": ["x"]}', '{"kind": "event", "event": "finish"}',
+    '{"kind": "event", "step": 3, "time": 1}', '{"kind": 7, "step": 1}', '{"step": 1, "nonfinite": 5}',
+    '{"kind": "step", "step": 3, "nonfinite": {"loss": "abc"}}', '{"kind": "step", "step": 3, "nonfinite": {"loss": []}}',
+    "[]", '"text"', DEEP, "\x00" * 4096, "x" * 20_000_000,
+)  # fmt: skip
+ODD_LINES = (
     '{"kind": "step", "step": 3, "loss": 1e308, "tokens": 1e308, "flops": 1e308, "time": 1}',
     '{"kind": "step", "step": 3, "tokens": 9e9, "tokens_per_s": 1e-308, "time": 1}',
     '{"kind": "step", "step": 3, "tokens": 9e9, "tokens_per_s": 0, "time": 1}',
     '{"kind": "eval", "step": 3, "loss": null, "time": 1}', '{"kind": "eval", "step": 3, "loss": 0, "time": 1}',
-    '{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": "abc"}',
-    f'{{"kind": "event", "step": 3, "time": 1, "event": "resume", "world": {HUGE}}}',
-    '{"kind": "event", "step": 3, "time": 1, "event": ["x"]}', '{"kind": "event", "event": "finish"}',
     '{"kind": "moe", "step": 3, "time": 1, "load": "x"}', '{"kind": "moe", "step": 3, "time": 1, "load": [[], [1]]}',
-    '{"kind": "moe", "step": 3, "time": 1, "load": [["a"], [1, 2]]}', '{"kind": 7, "step": 1}',
-    '{"step": 1, "nonfinite": 5}', '{"kind": "step", "step": 3, "nonfinite": {"loss": "abc"}}', "[]", '"text"',
-    DEEP, "\x00" * 4096, "x" * 20_000_000,
+    '{"kind": "moe", "step": 3, "time": 1, "load": [["a"], [1, 2]]}',
 )  # fmt: skip
+NO_RECORDS = ("missing", "dangling", "empty", "deep")  # a log that ends within its first line
 NAMES = (b"\xff\xfe", b"new\nline", b"n" * 250, b"<b>&amp;")
 
 
@@ -63,40 +76,66 @@ def append(line: str, run: Path) -> None:
         log.write(line + "\n")
 
 
-DAMAGES: list[Callable[[Path], object]] = [
-    *(partial(put, node, file) for file in FILES for node in NODES.values()),
-    *(partial(edit, key, value) for key, values in VALUES.items() for value in values),
-    *(partial(append, line) for line in LINES),
+# What makes the run unreadable, by the file that has to be named, and what does not.
+UNREADABLE: list[tuple[str, Callable[[Path], object]]] = [
+    *(("run.json", partial(put, node, "run.json")) for node in NODES.values()),
+    *(("run.json", partial(edit, key, bad)) for key in BAD_VALUES for bad in BAD_VALUES[key]),
+    *(
+        ("log.jsonl", partial(put, node, "log.jsonl"))
+        for name, node in NODES.items()
+        if name not in NO_RECORDS
+    ),
+    *(("log.jsonl", partial(append, line)) for line in BAD_LINES),
+]
+READABLE: list[Callable[[Path], object]] = [
+    *(partial(put, node, file) for file in FILES[2:] for node in NODES.values()),
+    *(partial(put, NODES[name], "log.jsonl") for name in NO_RECORDS),
+    *(partial(edit, key, value) for key, values in ODD_VALUES.items() for value in values),
+    *(partial(append, line) for line in ODD_LINES),
 ]
 
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory) -> Path:
-    """Copies of one real run, each damaged in another way."""
+    """Copies of one real run, each damaged in another way, and a ladder of good ones."""
     root = tmp_path_factory.mktemp("damaged")
     whole = LEGACY / "runs" / "dense"
-    for number, damage in enumerate(DAMAGES):
-        damage(shutil.copytree(whole, root / f"run{number}"))
+    for number, (_, damage) in enumerate(UNREADABLE):
+        damage(shutil.copytree(whole, root / f"unreadable{number}"))
+    for number, damage in enumerate(READABLE):
+        damage(shutil.copytree(whole, root / f"readable{number}"))
     for name in NAMES:
         shutil.copytree(whole, os.fsdecode(os.fsencode(root) + b"/" + name))
+    make_ladder(root / "good", 3)
     return root
 
 
+def test_a_run_that_cannot_be_read_names_its_file(damaged: Path) -> None:
+    for number, (file, _) in enumerate(UNREADABLE):
+        with pytest.raises(RunError, match=rf"{file}\b"):
+            read_run(damaged / f"unreadable{number}")
+    for number in range(len(READABLE)):
+        read_run(damaged / f"readable{number}")
+    with pytest.raises(RunError, match=r"run\.json|log\.jsonl"):
+        read_runs(damaged)
+    states = {status.run: status.state for status in statuses([damaged])}
+    assert list(states) == [printable(path) for path in find_runs(damaged)]
+    assert {states[str(path)] for path in (damaged / "good").iterdir()} == {"FINISHED"}
+
+
 def test_the_dashboard_shows_the_rest_and_names_the_bad_ones(damaged: Path) -> None:
-    good = make_ladder(damaged / "good", 3)
     watcher = Watcher(Directories(damaged))
     began = time.monotonic()
     watcher.refresh()
     assert time.monotonic() - began < 120
     answer = json.loads(watcher.runs())
     rows = [run["row"] for run in answer["runs"]]
-    assert {row["name"] for row in rows} >= {path.name for path in good.iterdir()}
+    assert {row["name"] for row in rows} >= {path.name for path in (damaged / "good").iterdir()}
     for row in rows:
         assert json.loads(watcher.page(row["id"]))["row"]["id"] == row["id"]
         # The page calls number methods on these.
         assert isinstance(row["hours"], float) and isinstance(row["tokens_per_parameter"], float)
     found = len(watcher.source.scan())
-    assert len(DAMAGES) + len(NAMES) >= 70
     assert found > 90 and len(rows) + len(watcher.snapshot.notes) == found
     assert json.loads(watcher.snapshot.laws)
 
