@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from pipeline.dashboard.live import Watcher
 from tests.dashboard.served import serving
@@ -70,17 +68,7 @@ def opened(browser: Any, served: Any) -> Iterator[Callable[..., Any]]:
     ] == []
 
 
-@pytest.fixture(scope="session")
-def forecast_json() -> Callable[..., dict[str, Any]]:
+@pytest.fixture
+def forecast_json(inside: Callable[..., str]) -> Callable[..., dict[str, Any]]:
     """`launch forecast … --json`."""
-    from launch import law
-
-    app = typer.Typer()
-    law.register(app)
-
-    def call(*arguments: object) -> dict[str, Any]:
-        result = CliRunner().invoke(app, ["forecast", *map(str, arguments), "--json"])
-        assert result.exit_code == 0, result.output + repr(result.exception)
-        return dict(json.loads(result.stdout))
-
-    return call
+    return lambda *arguments: json.loads(inside("forecast", *arguments, "--json"))

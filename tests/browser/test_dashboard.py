@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,11 @@ HOVER = """async (id) => {
   return chart.querySelector(".hoverlayer").textContent;
 }"""
 FORECASTS = "document.getElementById('chart').data.filter(t => t.name === 'forecast').map(t => t.marker.symbol)"
+POINT = "(({ x, y, error_y }) => [x[0], y[0], error_y.array[0], error_y.arrayminus[0]])"
 LOADS = "document.getElementById('moe').data[0].z.map(row => row.at(-1))"
 LAW_LINES = """() => document.getElementById("chart").data.filter((t) => t.name.startsWith("law"))
   .map((t) => [t.name, t.y])"""
+SUMS = "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
 FOLLOW = "document.querySelectorAll('a').forEach(a => { if (a.href.startsWith('javascript')) a.click(); })"
 
 
@@ -91,6 +94,10 @@ def static(root: Path, target: Path) -> str:
 
 def text(page: Any, selector: str) -> str:
     return str(page.locator(selector).inner_text())
+
+
+def wait_for_text(page: Any, selector: str, words: str) -> None:
+    until(lambda: words in text(page, selector), 90)
 
 
 def slide(page: Any, selector: str, value: int) -> None:
@@ -148,6 +155,11 @@ def the_command_agrees(page: Any, runs: Path, forecast_json: Any) -> None:
     assert told_numbers(page)["cost at $10 per GPU-hour"] == f"${10 * hours:.2f}"
 
 
+def hovers(page: Any, run: str, wanted: list[str]) -> bool:
+    label = page.evaluate(HOVER, run)
+    return all(words in label for words in wanted)
+
+
 def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
     """Every axis and unit draws the numbers of the log; smoothing moves the training curve and no other."""
     page.evaluate("scrollTo({ top: 0, behavior: 'instant' })")
@@ -159,19 +171,12 @@ def the_axes_switch(page: Any, run: dict[str, Any]) -> None:
                   "hours": f"{curve['hours'][-1]:.3g} GPU-hours"}  # fmt: skip
         wanted = [run["row"]["name"], "N 2.8M", "D 55.9M", "20 tokens per parameter", places[axis]]
         wanted.append(f"{loss if unit == 'nats' else loss / math.log(2) / 3.4:.4f}")
-        until(
-            lambda wanted=wanted: all(w in page.evaluate(HOVER, run["row"]["id"]) for w in wanted),
-            30,
-        )
+        until(partial(hovers, page, run["row"]["id"], wanted), 30)
     the_law_of_each_size_is_smooth(page)
-    sums = (
-        "document.getElementById('chart').data.map(t => [t.name, t.y.reduce((a, b) => a + b, 0)])"
-    )
-    rough = page.evaluate(sums)
+    rough = page.evaluate(SUMS)
     slide(page, "#smooth", 0)
-    assert {
-        name for (name, a), (_, b) in zip(rough, page.evaluate(sums), strict=True) if a != b
-    } == {"train"}
+    both = zip(rough, page.evaluate(SUMS), strict=True)
+    assert {name for (name, before), (_, after) in both if before != after} == {"train"}
 
 
 def the_law_of_each_size_is_smooth(page: Any) -> None:
@@ -191,11 +196,10 @@ def the_law_of_each_size_is_smooth(page: Any) -> None:
 
 def the_keyboard_is_enough(page: Any) -> None:
     page.locator("#compute").focus()
-    before = text(page, "#compute-out"), told_numbers(page)["held-out loss"]
+    compute = text(page, "#compute-out")
+    loss = told_numbers(page)["held-out loss"]
     page.keyboard.press("ArrowLeft")
-    assert (
-        before[0] != text(page, "#compute-out") and before[1] != told_numbers(page)["held-out loss"]
-    )
+    assert compute != text(page, "#compute-out") and loss != told_numbers(page)["held-out loss"]
     chip = page.locator("#legend button").first
     chip.focus()
     page.keyboard.press("Space")
@@ -234,9 +238,8 @@ def test_one_file_opens_from_disk_with_the_network_off(opened, file, grid, forec
         assert axe(page) == []
         page.emulate_media(color_scheme="light")
         the_command_agrees(page, grid / "dense", forecast_json)
-        the_axes_switch(
-            page, page.evaluate("[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')")
-        )
+        run = "[...iso.runs.values()].find(r => r.row.name === 'dense-3-1')"
+        the_axes_switch(page, page.evaluate(run))
         the_keyboard_is_enough(page)
     page.fill("#filter", "moe 3 x2")
     assert page.locator("#table tbody tr").count() == 1
@@ -268,21 +271,16 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
         page.wait_for_selector("#chart .scatterlayer .trace")
         shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
         assert sorted(shown) == sorted(PAYLOADS)
-        hovered = "".join(
-            page.evaluate(HOVER_EACH_RUN)
-        )  # the chart has markup of its own, which names must not reach
+        # The chart has markup of its own, which names must not reach.
+        hovered = "".join(page.evaluate(HOVER_EACH_RUN))
         assert [name for name in PAYLOADS if name.isprintable() and name not in hovered] == []
         for box in page.locator("#table input").all()[:5]:
             box.check()
         page.goto(f"{url}#run/{page.evaluate('[...iso.runs.values()][0].row.id')}")
         page.wait_for_selector("#run-loss .trace")
         page.evaluate(FOLLOW)
-        assert (
-            page.locator(
-                "main :is(img, iframe, object, embed, video, audio, form, base, meta)"
-            ).count()
-            == 0
-        )
+        active = "main :is(img, iframe, object, embed, video, audio, form, base, meta)"
+        assert page.locator(active).count() == 0
         assert page.evaluate("window.hit") is None
 
 
@@ -311,14 +309,8 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     port, _ = served(Directories(root))
     page = opened(f"http://127.0.0.1:{port}/")
     cell = page.locator("#table tbody tr", has_text="growing").locator("td[data-label=Step]")
-    until(
-        lambda: page.evaluate("document.querySelector('#table')?.innerText.includes('290 / 400')"),
-        90,
-    )
-    assert (
-        "running" in text(page, "#table")
-        and page.locator("#tiles").inner_text().count("1 running") == 1
-    )
+    wait_for_text(page, "#table", "290 / 400")
+    assert "running" in text(page, "#table") and text(page, "#tiles").count("1 running") == 1
     page.evaluate("window.mark = 1")
     page.wait_for_selector("#chart .trace")
     assert page.evaluate(FORECASTS) == ["diamond-open"]
@@ -327,29 +319,19 @@ def test_a_run_that_logs_is_followed_and_a_forecast_fills_in(
     page.locator("#table tbody tr", has_text="growing").locator("a.name").focus()
     tracker.record({"kind": "event", "step": 290, "event": "resume", "world": 1})
     train(320)
-    until(
-        lambda: page.evaluate("document.querySelector('#table').innerText.includes('320 / 400')"),
-        90,
-    )
+    wait_for_text(page, "#table", "320 / 400")
     assert cell.inner_text() == "320 / 400"
-    assert page.evaluate(
-        "window.mark === 1 && document.activeElement.textContent === 'growing'"
-    )  # kept its focus
+    # The page was not reloaded, and the link kept its focus.
+    assert page.evaluate("window.mark === 1 && document.activeElement.textContent === 'growing'")
     page.keyboard.press("Enter")
     page.wait_for_selector("#moe .heatmaplayer image", state="attached")
     assert page.evaluate(LOADS) == [1.6, 1]
-    assert "resume at step 290" in text(page, "#run-events") and "1 loss spike" in text(
-        page, "#run-events"
-    )
+    events = text(page, "#run-events")
+    assert "resume at step 290" in events and "1 loss spike" in events
     page.select_option("#layer", "0")
     assert page.evaluate(LOADS) == [0.4, 0.8, 1.2, 1.6]
     train(330)  # the run's own page follows too
-    until(
-        lambda: page.evaluate(
-            "document.querySelector('#run-words').textContent.includes('330 / 400')"
-        ),
-        90,
-    )
+    wait_for_text(page, "#run-words", "330 / 400")
     tracker.close()
     assert axe(page) == []
 
@@ -396,13 +378,8 @@ def test_two_hundred_runs_of_two_thousand_points(opened, served, tmp_path: Path)
 
 def test_only_held_out_losses_are_compared(opened, tmp_path):
     """Runs that were evaluated once make the curve of their size, and no curve of their own."""
-    runs = (
-        ("a1", "tiny", 1e6),
-        ("a2", "tiny", 4e6),
-        ("b1", "mini", 2e6),
-        ("b2", "mini", 8e6),
-        ("c", "small", 4e6),
-    )
+    runs = [("a1", "tiny", 1e6), ("a2", "tiny", 4e6), ("b1", "mini", 2e6), ("b2", "mini", 8e6)]
+    runs.append(("c", "small", 4e6))
     held_out = {}
     for name, size, tokens in runs:
         log = make_run(tmp_path / "once", name, 1e5, tokens, size=size) / "log.jsonl"
@@ -434,9 +411,7 @@ def test_a_forecast_of_a_task_stands_beside_its_curves(opened, served, forecast_
     page.select_option("#task", "pairs/accuracy")
     drawn = "document.getElementById('task-chart').data"
     assert page.evaluate(f"{drawn}.length") == 5  # four runs and the forecast
-    first = page.evaluate(
-        f"(({{ x, y, error_y }}) => [x[0], y[0], error_y.array[0], error_y.arrayminus[0]])({drawn}[0])"
-    )
+    first = page.evaluate(f"{POINT}({drawn}[0])")
     up, down = made["high"] - made["accuracy"], made["accuracy"] - made["low"]
     assert first == pytest.approx([made["C"], made["accuracy"], up, down])
     assert page.evaluate(FORECASTS) == []  # it is no forecast of the loss

@@ -27,7 +27,7 @@ def true_accuracy(bits: float) -> float:
 
 def make_run(
     root: Path, folder: str, N: float, tokens: float, *, size: str = "tiny", steps: int = 400, finish: bool = True,
-    seed: int = 0, torn: bool = False, questions: int = 0, **record: object,
+    seed: int = 0, questions: int = 0, **record: object,
 ) -> Path:  # fmt: skip
     path = root / folder
     path.mkdir(parents=True)
@@ -60,8 +60,7 @@ def make_run(
                 lines[-1] |= {"pairs/accuracy": right / questions, "pairs/bpb": held / 2}
     if finish:
         lines.append({"kind": "event", "time": 2.0 + steps, "step": steps, "event": "finish"})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (path / "log.jsonl").write_text(text + ('{"kind": "step", "time": 3' if torn else ""))
+    (path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

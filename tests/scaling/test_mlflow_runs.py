@@ -110,16 +110,6 @@ def test_a_forecast_has_the_recipe_of_the_runs(stored: Path, launch) -> None:
     assert "recipe=muon" in json.loads(launch(asked))["recipe"]["command"]
 
 
-def test_an_absent_server_costs_nothing(
-    ladder: Path, launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    call = "forecast --params 7e6 --tokens 1.4e8 --register --json --runs"
-    data = json.loads(launch(call, ladder))
-    assert Path(data["registered"][0]).exists()
-    assert "MLflow has no copy" in data["warnings"][-1]
-
-
 def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

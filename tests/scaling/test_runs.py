@@ -25,15 +25,6 @@ def test_a_point_is_a_finished_runs_last_held_out_loss(ladder: Path) -> None:
     assert "without input embedding" in points.convention
 
 
-def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(tmp_path: Path) -> None:
-    path = make_run(tmp_path, "a", 1e5, 1e6, torn=True)
-    assert read_run(path).steps[-1]["step"] == 400
-    with (path / "log.jsonl").open("a") as log:
-        log.write('\n{"kind": "event", "time": 9, "step": 400, "event": "finish"}\n')
-    with pytest.raises(RunError, match=r"log\.jsonl line \d+"):
-        read_run(path)
-
-
 def test_records_after_a_resume_replace_what_they_repeat(tmp_path: Path) -> None:
     path = make_run(tmp_path, "a", 1e5, 1e6)
     with (path / "log.jsonl").open("a") as log:
