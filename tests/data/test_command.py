@@ -4,14 +4,11 @@ import json
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from launch.__main__ import main
 from launch.data import app
 from pipeline.data import ray_pool
 from pipeline.data.corpus import Corpus
@@ -126,20 +123,3 @@ def test_arguments_that_are_refused_before_ray_starts(
     with refused(key, kind):
         launch("prepare", "--source", "python", "--limit-bytes", 100_000, "--out", "o", *options)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_the_traceback_behind_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch", "data", "inspect", "nowhere"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    monkeypatch.setenv("ISOFLOP_TRACEBACK", "1")
-    with refused("nowhere"):
-        main()
-
-
-def test_help_is_quick() -> None:
-    """It imports nothing that takes seconds."""
-    slow = "('torch', 'ray', 'datasets', 'pyarrow', 'numpy')"
-    code = f"import sys, launch.data; print([m for m in {slow} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"

@@ -36,12 +36,6 @@ def out(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_missing_shard(broken, out, inside):
-    next(broken.rglob("*.bin")).unlink()
-    assert ".bin" in inside("pretrain", *TINY, "--data", broken, "--out", out, code=2)
-    assert not out.exists()
-
-
 def test_a_shard_with_one_flipped_bit(broken, out, inside):
     shard = max(broken.rglob("*.bin"), key=lambda p: p.stat().st_size)
     data = bytearray(shard.read_bytes())
@@ -80,13 +74,6 @@ def test_impossible_runs_are_refused(corpus, out, tmp_path, monkeypatch, inside,
     printed = inside("pretrain", *TINY, "--out", out, *words, code=2)
     assert all(key in printed for key in keys), printed
     assert not out.exists()
-
-
-def test_an_empty_corpus(tmp_path, inside):
-    (tmp_path / "empty.txt").write_text("")
-    prepare = ("data", "prepare", "--source", tmp_path / "empty.txt", "--out", tmp_path / "d")
-    assert "empty" in inside(*prepare, "--vocab-size", 300, code=2)
-    assert not (tmp_path / "d" / "manifest.json").exists()
 
 
 @pytest.fixture
@@ -207,6 +194,7 @@ from launch.__main__ import main
 try: main()
 except SystemExit: pass
 heavy = {"torch", "ray", "mlflow", "datasets", "deepspeed", "lm_eval", "numpy", "scipy", "plotly"}
+heavy |= {"pyarrow"}
 print("heavy", *heavy & set(sys.modules))
 """
 

@@ -97,9 +97,3 @@ def test_a_closed_pipe_is_silent() -> None:
     )
     os.close(writer)
     assert done.returncode == 1 and done.stderr == b""
-
-
-def test_sync_of_a_file_is_refused(inside, tmp_path) -> None:
-    file = tmp_path / "run"
-    file.touch()
-    assert f"{file} is not a directory" in inside("sync", file, code=2)

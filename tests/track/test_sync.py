@@ -63,6 +63,9 @@ def test_a_sweep_comes_back_with_its_forecasts(inside, server, tmp_path, monkeyp
 
 def test_not_a_run(inside, tmp_path: Path) -> None:
     assert "log.jsonl" in inside("sync", tmp_path, code=2)
+    file = tmp_path / "run"
+    file.touch()
+    assert f"{file} is not a directory" in inside("sync", file, code=2)
 
 
 def test_one_feeder_at_a_time(run_dir: Path, log: Log) -> None:
