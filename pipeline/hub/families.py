@@ -42,7 +42,7 @@ class Family(Frozen):
 
 def _read_families() -> Iterator[Family]:
     written: Table = {}
-    # Our own class comes last, because a class of transformers itself runs in more programs.
+    # Our own class comes last, because more programs can run the classes of transformers.
     for name in ("decoders", "encoders", "isoflop"):
         written |= read_toml(CONFIGS / "hub" / f"{name}.toml")
 
@@ -109,7 +109,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
         if names and value not in names:
             known = ", ".join(map(repr, names))
             raise ConfigError(f"{key}={value!r} in config.json is none of {known}")
-        # A key that is missing or null leaves our default. Our own class has keys of other kinds.
+        # A key that is missing or null leaves our default. Our own class has the keys of all kinds.
         if value is not None and _exists(ours, table):
             table = merge(table, nested(ours, names[value] if names else value))
     for name in family.convert:
@@ -124,7 +124,7 @@ def _read(theirs: Mapping[str, Any], family: Family) -> Model:
 
 
 def _exists(ours: str, table: Table) -> bool:
-    """Whether a part of the kind that the table names, such as a routed ffn, has this setting."""
+    """Whether this setting exists in the kind of attention, ffn, … that the table names."""
     part, _, name = ours.partition(".")
     kinds = get_args(Model.model_fields[part].annotation)  # empty if there is only one
     if not kinds or name in ("", "kind"):

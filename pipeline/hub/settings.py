@@ -208,12 +208,12 @@ def _read_modernbert(theirs: Mapping[str, Any]) -> Table:
     }
 
 
-def _write_lengths(model: Model) -> Table:
+def _write_sides(model: Model) -> Table:
     both = {"encoder_ffn_dim": model.ffn.hidden, "encoder_attention_heads": model.attention.heads}
     return {**both, "max_position_embeddings": max(model.seq, model.source_length)}
 
 
-def _read_lengths(theirs: Mapping[str, Any]) -> Table:
+def _read_sides(theirs: Mapping[str, Any]) -> Table:
     for key in ("ffn_dim", "attention_heads"):
         sides = theirs[f"encoder_{key}"], theirs[f"decoder_{key}"]
         if sides[0] != sides[1]:
@@ -224,7 +224,7 @@ def _read_lengths(theirs: Mapping[str, Any]) -> Table:
 
 
 def _read_t5(theirs: Mapping[str, Any]) -> Table:
-    """transformers ties every T5 but scales its logits by this key; T5 v1.1 has neither."""
+    """transformers keeps the file's tie_word_embeddings in scale_decoder_outputs, and ties all."""
     scaled = theirs.get("scale_decoder_outputs", theirs["tie_word_embeddings"])
     length = theirs.get("n_positions", 512)
     table: Table = {"tied": scaled, "seq": length, "source_seq": length}
@@ -266,7 +266,7 @@ CONVERTERS = {
         lambda theirs: {"seq": theirs["max_position_embeddings"] - 2},
     ),
     "modernbert": Converter(_write_modernbert, _read_modernbert),
-    "lengths": Converter(_write_lengths, _read_lengths),
+    "sides": Converter(_write_sides, _read_sides),
     "t5": Converter(_write_t5, _read_t5),
     "scale": Converter(
         lambda model: {"scale_embedding": model.embedding_multiplier != 1},
