@@ -41,7 +41,7 @@ app = typer.Typer()
 
 
 class Given(NamedTuple):
-    """A text of the user."""
+    """A text of the user, and what it is."""
 
     kind: str  # "prompt", "source", or "" for a line of plain text, which may be either
     text: str
@@ -85,7 +85,7 @@ def generate(
     as_json: Annotated[bool, Option("--json", help="Print a JSON line per prompt.")] = False,
 ) -> None:
     """Continue prompts, or translate sources: greedy, sampled (--temperature) or by beam search."""
-    given = [*_utf8("prompt", prompt), *_utf8("source", source), *(_texts(file) if file else ())]
+    given = [*_texts("prompt", prompt), *_texts("source", source), *(_lines(file) if file else ())]
     before = _examples(shots) if shots else ""
     samples = bool(temperature or top_k or top_p < 1)  # each of them asks for sampling
     _refuse_mixed(given, temperature, samples, beam, one_stream=stream, as_json=as_json)
@@ -101,7 +101,7 @@ def generate(
     gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if gpu else torch.float32
     model, config = load_model(run, dtype=dtype, device="cuda" if gpu else "cpu")
-    _refuse_stack(config.model.stack, given)
+    _refuse_kind(config.model.stack, given)
     pieces = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)
     inputs = _inputs(config, pieces, [(text, before + text) for _, text in given], from_, to)
     _check_lengths(inputs, max_new, config)
@@ -201,17 +201,17 @@ def _sources(inputs: list[Input]) -> list[list[int]] | None:
     return [one.source for one in inputs if one.source is not None] or None
 
 
-def _refuse_stack(stack: str, given: list[Given]) -> None:
+def _refuse_kind(stack: str, given: list[Given]) -> None:
     from pipeline.data.json_lines import shown
 
     both = stack == "encoder-decoder"
     for kind, text in given:
         if both and kind == "prompt":
             problem = f'prompt {shown(text)}: model.stack="{stack}" reads a source'
-            raise ConfigError(f"{problem}; give it as source")
+            raise ConfigError(f"{problem}; give it as --source, or as source in --file")
         if kind == "source" and not both:
             problem = f'source {shown(text)}: model.stack="{stack}" has no encoder to read it'
-            raise ConfigError(f"{problem}; give it as prompt")
+            raise ConfigError(f"{problem}; give it as --prompt, or as prompt in --file")
 
 
 def _refuse_mixed(
@@ -225,7 +225,7 @@ def _refuse_mixed(
 ) -> None:
     """Refuse options of `generate` that do not go together."""
     if not prompts:
-        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or a --file with lines")
+        raise ConfigError("no prompt; give --prompt TEXT, --source TEXT or a --file that has some")
     if one_stream and (len(prompts) > 1 or beam or as_json):
         raise ConfigError("--stream prints one prompt; remove --beam, --json and other prompts")
     if beam and samples:
@@ -234,7 +234,7 @@ def _refuse_mixed(
         raise ConfigError("--top-k and --top-p need sampling; give --temperature 1")
 
 
-def _utf8(option: str, texts: list[str] | None) -> list[Given]:
+def _texts(option: str, texts: list[str] | None) -> list[Given]:
     """Return the texts of an option. Refuse bytes that are not UTF-8, which a shell passes too."""
     for text in texts or ():
         try:
@@ -244,7 +244,7 @@ def _utf8(option: str, texts: list[str] | None) -> list[Given]:
     return [Given(option, text) for text in texts or ()]
 
 
-def _texts(file: Path) -> list[Given]:
+def _lines(file: Path) -> list[Given]:
     from pipeline.data.json_lines import read_lines
 
     if not file.name.lower().removesuffix(".gz").endswith((".jsonl", ".json")):
@@ -253,7 +253,7 @@ def _texts(file: Path) -> list[Given]:
         return [Given("", line.removesuffix("\r")) for line in lines if line.strip()]
     found = []
     for line in read_lines(file, "prompt or source"):
-        # Files of prompts often name the source of each in a key of this name.
+        # In files of prompts, a key `source` often says where the prompt comes from.
         key = "source" if "source" in line.fields and "prompt" not in line.fields else "prompt"
         found.append(Given(key, line.text(key, empty=True)))
     return found
