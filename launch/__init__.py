@@ -6,7 +6,7 @@ from types import FrameType
 
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
-    """End the process at once if Ctrl-C arrives during an import, before any work has begun.
+    """End the process at once if Ctrl-C arrives during an import.
 
     Python's own handler raises an exception, which ends the first imports with a traceback and
     is ignored in others, so that the command goes on."""

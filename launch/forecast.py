@@ -211,9 +211,9 @@ def _demand(
     if unique is not None and targets is not None:
         raise ConfigError("--unique is for one run; give --targets a column `unique`")
     return Demand(
-        0.0 if inference_tokens is None else _above_zero("inference_tokens", inference_tokens),
+        0.0 if inference_tokens is None else _checked("inference_tokens", inference_tokens),
         MFU / inference_mfu if inference_mfu else 1.0,
-        None if unique is None else _above_zero("unique", unique),
+        None if unique is None else _checked("unique", unique),
     )
 
 
@@ -231,7 +231,7 @@ def _check_size(rows: "Points", points: Path | None, tokens: float | None) -> No
     if wrong_units:
         raise ConfigError(f"points={points} cannot be combined with --size: {wrong_units[0]}")
     if tokens is not None:
-        _above_zero("tokens", tokens)
+        _checked("tokens", tokens)
 
 
 def _place(
@@ -251,13 +251,13 @@ def _place(
     # Exactly one way to name the target. No pattern matches two of them together.
     match size, params, flops, target_loss, targets:
         case None, float(), None, None, None if tokens:
-            N = _above_zero("params", params)
-            return partial(predict.at_sizes, N=N, D=_above_zero("tokens", tokens))
+            N = _checked("params", params)
+            return partial(predict.at_sizes, N=N, D=_checked("tokens", tokens))
         case None, None, float(), None, None if tokens is None:
-            C = np.array([_above_zero("flops", flops)])
+            C = np.array([_checked("flops", flops)])
             return lambda study: decide.best(study, C, demand)  # N and D depend on the law
         case None, None, None, float(), None if tokens is None:
-            loss = _above_zero("target_loss", target_loss, "2.5")
+            loss = _checked("target_loss", target_loss, "2.5")
             return lambda study: decide.best(
                 study, np.array([decide.least_cost(study, loss, demand)]), demand
             )
@@ -269,7 +269,7 @@ def _place(
     )
 
 
-def _above_zero(key: str, value: float, example: str = "1e9") -> float:
+def _checked(key: str, value: float, example: str = "1e9") -> float:
     from pipeline.scaling.predict import MOST
 
     # NaN is refused too, because every comparison with it is false.
@@ -351,7 +351,7 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
         total = found.get("total_cost_flops", run.C)
         what = "training and inference" if "total_cost_flops" in found else "training"
         if found.get("inference_price", 1) != 1:
-            what += ", in FLOPs of training,"
+            what += ", in units of training FLOPs,"
         console.print(
             f"Loss {found['target_loss']:g} takes {power(total)} FLOPs of {what} with the best N "
             f"and D; 95% interval: {low} to {high}."
@@ -359,12 +359,11 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
     if "saved" in found:
         usual = found["training_optimum"]
         price = found["inference_price"]
-        each = "" if price == 1 else f", and one of them costs as much as {price:.3g} of training"
+        each = "" if price == 1 else f", and each costs as much as {price:.3g} FLOPs of training"
         console.print(
             f"Inference adds {power(found['inference_flops'])} FLOPs{each}. Training and inference "
-            f"cost "
-            f"{found['saved']:.1%} less than with N = {count(usual['N'])} on {count(usual['D'])} "
-            f"tokens, which is cheapest to train for this loss."
+            f"cost {found['saved']:.1%} less than with N = {count(usual['N'])} on "
+            f"{count(usual['D'])} tokens, the cheapest run to train to this loss."
         )
     if "epochs" in found:
         value = ""

@@ -116,12 +116,12 @@ def fit(
 
 
 def about_targets(folder: Path, found: "list[Run]", rows: "Points") -> list[str]:
-    """Say which of the fitted runs have a registered forecast, and what it was made from."""
+    """Describe the registered forecasts of finished runs, and whether the law has these runs."""
     from pipeline.scaling import record
 
     try:
         return record.about_targets(record.score(record.registered(folder), found), rows.run)
-    except RunError as error:  # a damaged forecast must not cost the law
+    except RunError as error:  # a damaged forecast must not prevent the fit
         return [str(error)]
 
 
@@ -169,7 +169,7 @@ def _print_fit(data: dict[str, Any]) -> None:
     console.print(table(f"{data['law']}: {data['formula']}", columns, rows))
     split = data["exponents"]
     if split:
-        # Of --law isoflop, N* and D* are those of the measured valleys.
+        # With --law isoflop, N* and D* come from the measured valleys.
         source = "" if split["from"] == "law" else f"   (from {split['from']})"
         texts = [f"{name} ∝ C^{split[key]:.4f}{_span(split, key)}" for name, key in SPLIT.items()]
         console.print("   ".join(texts) + source)
@@ -182,7 +182,7 @@ def _print_fit(data: dict[str, Any]) -> None:
     fitted = data["goodness"]
     if fitted:
         outliers = len(fitted["outliers"])
-        without = f", without {outliers} outliers" if outliers else ""
+        without = f", outliers left out: {outliers}" if outliers else ""
         console.print(
             f"Runs scatter {fitted['noise']:.2%} around the law with equal weights, which explains "
             f"{fitted['r2']:.1%} of the variance of log loss (R²{without})"

@@ -93,4 +93,4 @@ def print_table(console: "Console", made: "list[TaskForecast]") -> None:
             for key in ("backtest_error", "backtest_score")
         ]
         rows.append([name, f"{figures['accuracy']:.1%}", *ends, *errors])
-    console.print(table("both ways", heads, rows))
+    console.print(table("both methods", heads, rows))

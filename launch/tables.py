@@ -41,7 +41,7 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    # Never markup: names of runs and tasks may have brackets.
+    # As Text, so that brackets in names of runs and tasks are not read as markup.
     found = Table(title=Text(title, "bold"), title_justify="left")
     for index, name in enumerate(columns):
         found.add_column(name, justify="right" if index and name not in texts else "left")

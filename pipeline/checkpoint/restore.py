@@ -103,7 +103,7 @@ def load(engine: Engine, checkpoint: Checkpoint, world: World) -> None:
 
 
 def starting_point(path: Path) -> Path:
-    """Return the checkpoint with which another run can start, the newest of this run."""
+    """Return the newest checkpoint of a run for another run to start from; refuse adapters."""
     checkpoint = newest(path)
     if any(is_adapter(key) for key in checkpoint.manifest.tensors):
         remedy = "merge it first with `launch export` and `launch import`"

@@ -209,7 +209,8 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if apart and isinstance(objective, Pairs):
         text = f"{key} always keeps pairs apart and packs them"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
-    # A prefix needs a token after it, and neither part of a pair may be empty.
+    # A prefix needs a token after it. A pair has 3 special tokens, and in fewer than 4 tokens of
+    # text, the first part could be empty.
     least = 7 if pairs else 1 + isinstance(objective, Prefix)
     if model.seq < least:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"

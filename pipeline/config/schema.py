@@ -135,7 +135,7 @@ class Eval(Frozen):
     """Tasks to score the model on whenever its held-out loss is computed."""
 
     tasks: tuple[str, ...] = ()  # files of questions, see pipeline/tasks/questions.py
-    share: Share = 0.01  # of the run's compute that all tasks together may cost
+    share: Share = 0.01  # of the run's time that all tasks together may take
     questions: Positive | None = None  # of each task; None: as many as `share` pays for
     # The in-context score and the heads' prefix matching; the two tokens whose losses are compared.
     in_context: bool | tuple[Positive, Positive] = False

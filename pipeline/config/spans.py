@@ -96,7 +96,7 @@ def _longest_text(reads: int, rest: Callable[[int], int]) -> int:
     """The longest text whose rest fits into the input of an encoder of length `reads`. A longer
     text never has a shorter rest, so bisection finds it."""
     above = 3
-    while rest(above) <= reads and above < 2**60:  # Python's bisection is limited to 2**63
+    while rest(above) <= reads and above < 2**60:  # `range` has a length below 2**63
         above *= 2
     return bisect_right(range(above), reads, lo=3, key=rest) - 1
 
@@ -119,8 +119,8 @@ class Spans(_Cut):
         return _longest_text(source_seq or seq, self._rest)
 
     def lengths(self, seq: int, source_seq: int | None) -> tuple[int, int | None]:
-        """A single given length is that of the encoder's input. Rows may be a token shorter if the
-        rate is at its limit, where one more token of text may add a span, too."""
+        """A single given length is that of the encoder's input. Some inputs end a token short of
+        it, because one more token of text would also add a span and its sentinel."""
         reads = source_seq or seq
         return self.target_length(reads), self._rest(self.text_length(reads))
 

@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, at most its first characters."""
+    """Return the repr of a value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 

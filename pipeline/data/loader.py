@@ -286,14 +286,14 @@ class Loader:
 
     def _mean_targets(self, step: int) -> F32:
         """Return the mean number of targets per row of the global batch. Rows of answers, which are
-        short, have to be read, by every rank."""
+        short, have to be read; every rank reads them all."""
         total = 0
         for sample in range(step * self.rows, (step + 1) * self.rows):
             number, window = self._place(sample)
             stream = self._streams[number]
             if isinstance(stream, PairStream):
                 total += stream.targets(window)
-            elif isinstance(stream, PackedStream):  # no input ends a document: any may be predicted
+            elif isinstance(stream, PackedStream):  # no input is an end, so all can be masked
                 length = int(stream.parts(window)[1][:, 1].sum())
                 total += self._objective.most_targets(length) or length
             elif isinstance(self._objective, Mixture):

@@ -6,9 +6,9 @@ A line of the file is a JSON object in one of two forms; the file may be compres
     {"text": "A fine film.", "label": "good"}                             the label is learned
     {"text": "It rains.", "text2": "It is wet.", "label": 1}              the label of a pair
 
-A label is a class, given as a whole number or a text, or a number with a fraction. Rows are padded
-to the same length, so that the loader, which cuts a corpus into windows of one length, reads one
-example per window; objective/noise.py turns a window into the inputs of the model.
+A label is a class, given as a whole number or a text, or a number with a decimal point. Rows are
+padded to the same length, so that the loader, which cuts a corpus into windows of one length, reads
+one example per window; objective/noise.py turns a window into the inputs of the model.
 """
 
 import math

@@ -175,8 +175,8 @@ class Tokenizer:
         return np.asarray(ids, np.uint32)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
-        """Return the text. The ids that a run adds to the tokenizer's, such as T5's sentinels, have
-        none: they are numbered in angle brackets."""
+        """Return the text. Ids that a run adds to the tokenizer's, such as T5's sentinels, become
+        <0>, <1>, …"""
         text = ""
         for added, part in itertools.groupby(map(int, ids), lambda id: id >= self.vocab):
             if added:

@@ -202,7 +202,7 @@ def beam_search(
 def lay_out(model: Decoder) -> None:
     """Store the matrices of a model on a CPU by columns, for decoding.
 
-    Measured on aarch64: up to 64 rows, a product with such a matrix is faster, often twice. The
+    Measured on aarch64: up to 64 rows, a product with such a matrix is often twice as fast. The
     values stay the same. Call this only for a model that is not trained: it moves the weights."""
     for module in model.modules():
         if isinstance(module, nn.Linear | Head) and not module.weight.is_cuda:

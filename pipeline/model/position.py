@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config.parts import NTK, Linear, Llama3, RelativeBias, RoPE, YaRN
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half), unless spread
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, (S, half) or (B, S, half); see also `spread`
 
 
 def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) -> Rotary:
@@ -28,8 +28,8 @@ def rotary(positions: Tensor, dim: int, cfg: RoPE, *, windowed: bool = False) ->
 
 
 def spread(table: Rotary) -> Rotary:
-    """Return the table for all D channels and for `rotate` on a CPU, (…, 1, D), so that every layer
-    needs few operations: on a CPU, their overhead is most of the time of decoding."""
+    """Return the table with all D channels, (…, 1, D), with which `rotate` needs fewer operations:
+    on a CPU, their overhead is most of the time of decoding."""
     cos, sin = (part[..., None, :] for part in table)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

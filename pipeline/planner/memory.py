@@ -143,7 +143,7 @@ def model_memory(
 
 @lru_cache(maxsize=256)
 def _largest_block(model: Model, ep: int, lora: Lora | None) -> int:
-    """Parameters of a block whose weights and gradients ZeRO collects."""
+    """Parameters of the largest block that ZeRO gathers; with LoRA, the adapters of a block."""
     if lora is not None:
         return trained_params(model, lora) // model.layers
     layers = [count.layer_params(model, layer) for layer in range(model.layers)]

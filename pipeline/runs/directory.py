@@ -253,7 +253,7 @@ def tokenizer_of(
     remedy = "give --tokenizer, the .model of its data"
     same_tokenizer(run, found.fingerprint, found.name, remedy)
     if vocab is not None and found.vocab > vocab:
-        raise DataError(f"{found.name} has {found.vocab:,} pieces, and {run} {vocab:,}; {remedy}")
+        raise DataError(f"{found.name} has {found.vocab:,} pieces, but {run} {vocab:,}; {remedy}")
     return found
 
 

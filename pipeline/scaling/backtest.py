@@ -122,8 +122,8 @@ def focus(points: Points, law: Law, width: float = VALLEY) -> Array:
 
 
 def near_valley(points: Points, law: Law) -> Array:
-    """Weights for N* and D* if a few runs would dominate: equal for every compute, lower for badly
-    split runs."""
+    """Weights if a few large runs would decide N*: equal for every compute, lower for badly split
+    runs."""
     return _softened(points, law, _near_valley(points, WIDE_VALLEY))
 
 

@@ -81,7 +81,7 @@ def _best_split(fit: Fit, price: Price, C: float, demand: Demand) -> tuple[float
         high = min(high, math.log(C / price.base / demand.served) - 1e-9)  # D stays above zero
         low = min(low, high - WIDEST)
     # The loss has one valley in log N. Each round narrows it a hundredfold, down to a flat bottom,
-    # which is wide where repeated data is worth nothing more: then the middle of it is returned.
+    # which is wide where more repetition gains nothing; there, the middle of it is returned.
     for _ in range(5):
         n = np.linspace(low, high, 201)
         N = np.exp(n)
@@ -110,7 +110,7 @@ def worth(fit: Fit, places: Points, unique: float | None) -> Points:
     assert terms is not None
     # N*(U): where more parameters and more tokens help equally, αA·N^−α = βB·U^−β.
     level = math.log(terms.alpha / terms.beta) + terms.log_a - terms.log_b
-    # Plenty of data would overflow; with 700, `filled` is above every N.
+    # With very much data, exp would overflow; exp(700) is above every N.
     filled = math.exp(min((level + terms.beta * math.log(unique)) / terms.alpha, 700.0))
     return replace(
         places, D=_worth(places.D, unique, R_TOKENS), N=_worth(places.N, filled, R_PARAMETERS)

@@ -50,7 +50,7 @@ class Price:
         return np.asarray(self.base + self.extra * np.cbrt(1 / N))
 
     def growth(self, N: Array) -> Array:
-        """The derivative of the logarithm of N times this price by log N; 1 for C = 6·N·D."""
+        """d log(N · price) / d log N; 1 for C = 6·N·D."""
         return np.asarray(1 - self.extra * np.cbrt(1 / N) / (3 * self.each(N)))
 
 

@@ -94,8 +94,8 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
-    # The exact FLOPs of a size are not quite those of the points' price, so its run is compared
-    # with other splits at this price; N is NaN for a law of compute alone.
+    # The exact FLOPs of a size differ a little from the price of the points. Its best split is for
+    # the FLOPs by this price, so that both are compared; N is NaN for a law of compute alone.
     spent = Price.of(study.fit.points).each(targets.N) * targets.N * targets.D
     C = np.where(np.isfinite(spent), spent, targets.C)
     if unique is None:
@@ -264,7 +264,7 @@ class Ladder:
     data: str | None = None
     recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
     arch: str | None = None
-    problem: str | None = None  # a warning: the settings could not be read
+    problem: str | None = None  # warning, if the settings could not be read
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def registered(folder: Path) -> list[dict[str, Any]]:
-    """Every registered forecast, oldest first; one that was changed is an error."""
+    """Every registered forecast, oldest first; a changed or incomplete one is an error."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -91,7 +91,7 @@ def registered(folder: Path) -> list[dict[str, Any]]:
                 f"{path} was changed after it was registered; restore it, or move it away"
             )
         if content.get("version") != VERSION or not _is_complete(content):
-            text = f"{path} is not a whole forecast of version {VERSION}"
+            text = f"{path} is not a complete forecast of version {VERSION}"
             raise RunError(f"{text}; use the release that wrote it, or move it away")
         found.append(content)
     return sorted(found, key=lambda content: float(content["time"]))
@@ -109,7 +109,7 @@ def _is_complete(content: dict[str, Any]) -> bool:
 
 
 def _number(value: object) -> float:
-    """A number of a file; NaN for anything else."""
+    """Return a value of a file if it is a number, otherwise NaN."""
     return float(value) if isinstance(value, float | int) else math.nan
 
 
@@ -129,8 +129,8 @@ class Score:
     error: float | None = None  # relative for a loss; a difference for an accuracy
     inside: bool | None = None
     counts: bool | None = None  # registered before the run began
-    law: str | None = None  # that the forecast was made with, and the number of its points
-    points: int | None = None
+    law: str | None = None  # with which the forecast was made
+    points: int | None = None  # number of points that this law was fitted to
 
 
 def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Score]:
@@ -167,10 +167,10 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
 
 
 def about_targets(scores: Sequence[Score], used: Collection[str]) -> list[str]:
-    """Say of each finished run with a forecast whether a law fitted to the `used` runs saw it."""
+    """Describe the scored forecasts of losses, and whether their runs are among those `used`."""
     return [
         f"{one.run} is the run of a registered forecast, which {one.law} made from {one.points} "
-        f"points and which stays as it is. The law here is fitted to {len(used)} points"
+        f"points. That forecast does not change. The law here is fitted to {len(used)} points"
         f"{', and this run is one of them' if one.run in used else ' without this run'}."
         for one in scores
         if one.run is not None and one.task is None

@@ -35,7 +35,7 @@ NAMES = ("auto", *LAWS, "isoflop", "parabola", "envelope", "vpnls")
 # Above this many points, the scatter replaces the bootstrap and E's profile: they agree there, and
 # a single refit takes seconds.
 MOST_RESAMPLED = 20_000
-LESS_CERTAIN = 2.0  # largest ratio of the errors of N*, with larger weights for larger runs
+LESS_CERTAIN = 2.0  # times the error of N* that larger weights for larger runs may cause
 VALLEYS_DIFFER = 0.1  # difference in log N* above which a warning compares law and valleys
 
 # We report a bad fit ourselves, so numpy's warnings are off.
@@ -265,7 +265,7 @@ def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:
 def _for_forecasts(points: Points, law: Law, *, full_grid: bool) -> Fit:
     """Fit the law for forecasting, with larger weights for larger runs.
 
-    If a few of them would then decide N*, every compute has the same weight (docs/LOG.md).
+    If a few of these would decide N*, every compute has the same weight (docs/LOG.md).
     """
     weights = focus(points, law)
     if law.name in ("chinchilla", "gamma"):

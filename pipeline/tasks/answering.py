@@ -60,8 +60,8 @@ class Pool:
         count = self._processes
         shares = [items[index::count] for index in range(count)]
         out: list[Any] = [None] * len(items)
-        # The first call starts the processes. Ctrl-C waits until their imports are done, which it
-        # would end with a traceback of each process.
+        # The first call starts the processes, which inherit the mask until `_prepare`: Ctrl-C would
+        # end their imports with a traceback of each process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             results = self._workers.map(work, shares)

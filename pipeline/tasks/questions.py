@@ -89,7 +89,7 @@ def read_task(path: Path) -> Task:
 
 def _question(line: Line, name: str) -> Question:
     part = line.text("task") if "task" in line.fields else name
-    # Without the first check, the prompt of a pair would be ignored.
+    # The first check is for pairs with a prompt, which would be ignored.
     for form in (("good", "prompt"), ("good", "choices", "continuation")):
         found = [key for key in form if key in line.fields]
         if len(found) > 1:

@@ -83,7 +83,7 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     if asked.scratch and asked.lora is not None:
         text = f"--lora {asked.lora} keeps the weights, and --scratch makes them random"
         raise ConfigError(f"{text}; remove one of the two")
-    starting_point(asked.start)  # refuses a run with adapters
+    starting_point(asked.start)  # only for its refusals, such as of adapters
     before = run_config(asked.start)
     objective = _objective(asked, before, train, valid)
     tokenizer = tokenizer_of(asked.start, before.data.dir, asked.tokenizer)

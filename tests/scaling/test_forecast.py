@@ -350,7 +350,7 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, {"time": None}):
         other = {key: value for key, value in {**content, **part}.items() if key != "sha256"}
         path.write_text(json.dumps({**other, "sha256": _digest(other)}))
-        with pytest.raises(RunError, match=f"{path.name} is not a whole forecast"):
+        with pytest.raises(RunError, match=f"{path.name} is not a complete forecast"):
             launch(*compare)
     path.write_text(json.dumps(content).replace('"loss": ', '"loss": 1'))
     with pytest.raises(RunError, match=f"{path.name} was changed"):

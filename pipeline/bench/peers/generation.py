@@ -74,7 +74,7 @@ class Sides:
         peer = load(None, config=shape, state_dict=state, dtype=self.dtype)
         self._peer = peer.to(self.device).eval()
         lay_out(model)  # as `launch generate` does
-        # Some classes have tokens to force or to end with. Without any, both sides make as many.
+        # Some classes force tokens or stop at some. Without these, both sides generate as many.
         self._peer.generation_config = GenerationConfig()
         torch.manual_seed(0)
         read_BS = torch.randint(model.cfg.vocab, (rows, prompt_tokens), device=self.device)

@@ -67,7 +67,7 @@
     if (!short.length) return "";
     const others = short.length > 5 ? ` and ${short.length - 5} others` : "";
     const names = short.slice(0, 5).map((side) => side.name).join(", ") + others;
-    const often = short.every((side) => side.C.length) ? "once" : "less than twice";
+    const often = short.every((side) => side.C.length) ? "once" : "at most once";
     return `${names}: evaluated ${often} and not compared. Set train.eval_every to compare curves.`;
   }
 
@@ -136,7 +136,7 @@
       setText($("compare-words"), all.length < 2 ? TOO_FEW[kind] : words);
       return;
     }
-    // Two sides can be compared from where the second one starts to where the last but one ends.
+    // Two sides can be compared from where the second one starts to where the second to last ends.
     const from = found.map((side) => side.C[0]).sort((a, b) => a - b)[1];
     const to = found.map((side) => side.C.at(-1)).sort((a, b) => b - a)[1];
     const overlap = to > from;
