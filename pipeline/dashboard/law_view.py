@@ -59,7 +59,7 @@ def law_data(
     of_e = done.profile
     return {
         **done.to_json(),
-        "plain": " ".join([in_words(done, points), *about_targets(forecasts, points.run)]),
+        "plain": " ".join([in_words(done, points), *about_targets(forecasts, fitted.run)]).strip(),
         "line": line(done, points),
         "size_lines": size_lines(
             done, points, {run.N: text(run.record.get("size")) for run in runs}

@@ -50,7 +50,7 @@ def read_lines(path: Path, forms: str) -> list[Line]:
     """Return the objects of a file, which may be compressed with gzip; blank lines are skipped."""
     try:
         data = read_regular(path, _MAX_BYTES)
-        if path.suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MAX_BYTES + 1)
             if len(data) > _MAX_BYTES:
                 raise OSError(f"it unpacks to more than {_MAX_BYTES:,} bytes")
