@@ -21,6 +21,7 @@ from pipeline.scaling.predict import at_sizes, forecast
 from pipeline.scaling.record import register
 from pipeline.scaling.study import study
 from pipeline.track.console import Tracker
+from pipeline.units import finite
 from tests.browser.payloads import PAYLOADS
 from tests.scaling.made_runs import make_ladder, make_run
 from tests.track.mlflow_server import until
@@ -76,7 +77,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
                          steps=100, seed=b)  # fmt: skip
     done = study(points_of(read_runs(root / "dense")))
     (made,) = forecast(done, at_sizes(done, 2e7, 8e7))
-    register(root / "dense" / "forecasts", [made], {}, now=0.0)
+    register(root / "dense" / "forecasts", [made], finite(done.to_json()), now=0.0)
     return root
 
 

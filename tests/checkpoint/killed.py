@@ -16,10 +16,9 @@ import torch
 
 from pipeline.checkpoint.restore import find, load, newest
 from pipeline.checkpoint.save import Saver
-from pipeline.config.layers import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.world import World
-from tests.checkpoint.plain import Plain
+from tests.checkpoint.plain import Plain, small_config
 
 ALONE = World(0, 1, torch.device("cpu"))
 SHAPES = [(300, 200), (100_000,), (7,)]
@@ -58,7 +57,7 @@ def start(root: Path, config) -> tuple[int, int]:
 
 def main(root: Path, times: int, seed: int) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
-    config = settings(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
+    config = small_config()
     dice = random.Random(seed)
     engine = Plain(SHAPES)
     engine.stamp(0)  # torch imports its compiler at the first step, which takes a second

@@ -3,10 +3,17 @@
 import torch
 from torch import nn
 
+from pipeline.config.layers import load
 from pipeline.parallel import fragments
 from pipeline.parallel.fragments import Fragment, Piece
+from pipeline.planner.recipe import fill
 
 KINDS = {"model": 0.0, "exp_avg": 0.25, "exp_avg_sq": 0.5}
+
+
+def small_config():
+    spec = load(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
+    return fill(spec, ranks=1, gpu=False)
 
 
 class Plain:

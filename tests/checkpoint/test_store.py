@@ -17,14 +17,13 @@ from pipeline.atomic import digest
 from pipeline.checkpoint.format import _checksum
 from pipeline.checkpoint.restore import Weights, find, load, newest
 from pipeline.checkpoint.save import Saver, prune
-from pipeline.config.layers import load as settings
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World
 from pipeline.runs.directory import list_checkpoints
 from tests import forks
 from tests.attack.harness import NODES
-from tests.checkpoint.plain import Plain
+from tests.checkpoint.plain import Plain, small_config
 from tests.conftest import environment
 from tests.test_legacy import LEGACY
 
@@ -32,15 +31,11 @@ ALONE = World(0, 1, torch.device("cpu"))
 NUMBERS = "rank-00000.bin"
 
 
-def config():
-    return settings(size="tiny", arch="dense", sets=["model.vocab=64", "model.seq=8"])
-
-
 @pytest.fixture
 def saved(tmp_path):
     """Steps 2 and 3 of a small state; step 1 has been pruned."""
     engine = Plain([(5, 3), (40,)])
-    saver = Saver(engine, config(), tmp_path, ALONE)
+    saver = Saver(engine, small_config(), tmp_path, ALONE)
     for step in (1, 2, 3):
         engine.stamp(step)
         saver.save(step)
@@ -53,7 +48,7 @@ def test_only_the_next_step_waits_for_the_copy(tmp_path):
     """With a busy writing thread `save` returns and random draws go on; the next step waits."""
     engine = Plain([(5, 3)])
     free = threading.Event()
-    saver = Saver(engine, config(), tmp_path, ALONE)
+    saver = Saver(engine, small_config(), tmp_path, ALONE)
     engine.stamp(1)
     saver._thread.submit(free.wait)
     drawn_before = torch.get_rng_state()

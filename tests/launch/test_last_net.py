@@ -30,9 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, error: BaseException, **env: str) -> in
 @pytest.fixture(autouse=True)
 def no_extra_commands(monkeypatch):
     monkeypatch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)
-    before = list(command_line.app.registered_commands)
-    yield
-    command_line.app.registered_commands[:] = before
+    kept = list(command_line.app.registered_commands)
+    monkeypatch.setattr(command_line.app, "registered_commands", kept)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_an_interrupt_during_an_import_is_not_ignored(tmp_path) -> None:
         env=environment(PYTHONPATH=str(tmp_path)),
         capture_output=True,
         text=True,
-        # A shell's `&` ignores the signal, and a test run in the background inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & ignores it
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
