@@ -45,7 +45,7 @@ def optim_settings(spec: RunSpec, count: Params, steps: int, batch: int) -> Sett
             return found
         case MuonSpec():
             lr = spec.optim.lr
-            peak = muon_lr(steps * batch) if lr == "auto" else lr
+            peak = muon_lr(steps * batch, spec.model.layers) if lr == "auto" else lr
             return _muon(peak, spec.model.width, steps)
         case _:
             assert_never(spec.optim.optimizer)
@@ -128,17 +128,22 @@ def muon_batch(tokens: float) -> float:
     return float(min(_MOST_BATCH, 32_768 * (tokens / 35e6) ** (2 / 3)))
 
 
-def muon_lr(tokens: float) -> float:
+def muon_lr(tokens: float, layers: int = 8) -> float:
     """Return the peak rate of the matrices. Orthogonalized updates have the same size at every
-    width, so the best rate hardly depends on the size; longer runs need lower rates."""
-    return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15))
+    width, so the best rate hardly depends on it. Longer runs and deeper models need lower rates."""
+    deep = min(1.0, (8 / layers) ** 0.25)  # sizes with up to 8 layers were measured on a GPU
+    return _digits(min(0.06, 0.045 * (50e6 / tokens) ** 0.15) * deep)
 
 
 def _muon(lr: float, width: int, steps: int) -> Settings:
     # The rates of AdamW's groups are divided by √width (nanochat), the matrices' rate is not.
     narrow = math.sqrt(768 / width)
     return {
-        "lr": Setting(lr, "0.045·(50M/tokens)^0.15, at most 0.06: measured at 13M to 216M"),
+        "lr": Setting(
+            lr,
+            "0.045·(50M/tokens)^0.15, at most 0.06, ·(8/layers)^0.25 above 8 layers: measured at "
+            "13M to 216M tokens, and 2 to 32 layers",
+        ),
         "optimizer.embedding_rate": Setting(_digits(15 * narrow), "15·√(768/width): nanochat"),
         "optimizer.head_rate": Setting(_digits(0.4 * narrow), "0.4·√(768/width): nanochat"),
         "optimizer.vector_rate": Setting(_digits(0.4 * narrow), "the same as head_rate"),
