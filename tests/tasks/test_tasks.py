@@ -11,7 +11,7 @@ import signal
 import pytest
 import torch
 
-from launch.generate import _texts
+from launch.generate import _lines
 from pipeline.data.rows import read_examples
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.tasks.harness import refuse_unknown
@@ -261,7 +261,7 @@ def test_a_bad_line_is_named(tmp_path, line, key):
         read_task(file)
 
 
-@pytest.mark.parametrize("read", [read_task, read_examples, _texts])
+@pytest.mark.parametrize("read", [read_task, read_examples, _lines])
 def test_an_error_counts_blank_lines(tmp_path, read):
     file = tmp_path / "task.jsonl"
     file.write_text("\n \n\n[]\n")
