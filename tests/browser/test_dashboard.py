@@ -272,7 +272,7 @@ def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
         page.wait_for_selector("#chart .scatterlayer .trace")
         shown = page.eval_on_selector_all("#table .name", "ns => ns.map(n => n.textContent)")
         assert sorted(shown) == sorted(PAYLOADS)
-        # The chart has markup of its own, which names must not reach.
+        # The chart interprets some markup, but names must stay plain text.
         hovered = "".join(page.evaluate(HOVER_EACH_RUN))
         assert [name for name in PAYLOADS if name.isprintable() and name not in hovered] == []
         for box in page.locator("#table input").all()[:5]:

@@ -200,7 +200,7 @@ print("heavy", *heavy & set(sys.modules))
 
 
 def run_alone(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, which ends with a line of the large imports."""
+    """Run a command in a new process, which at its end prints the large modules it imported."""
     program = [command()[0], "-P", "-c", IMPORTED, *map(str, words)]
     return subprocess.run(program, capture_output=True, text=True, env=environment())
 
