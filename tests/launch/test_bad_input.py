@@ -76,6 +76,22 @@ def test_impossible_runs_are_refused(corpus, out, tmp_path, monkeypatch, inside,
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("show --gpus 0", "error: --gpus=0: must be greater than or equal to 1; see `launch show --help`"),
+        ("pretrain --nproc two", "error: --nproc=two: must be a valid integer"),
+        ("sweep plan --mfu 7", "see `launch sweep plan --help`"),
+        ("pretrain --nprocs 2", "--nproc)"),
+        ("show --size", "'--size' requires an argument; see `launch --help`"),
+        ("import", "Missing option '--from'"),
+        ("nonsense", "'nonsense'"),
+    ],
+)  # fmt: skip
+def test_words_that_no_command_has_are_one_line_too(inside, words, printed):
+    assert printed in inside(*words.split(), code=2)
+
+
 @pytest.fixture
 def begun(corpus, out) -> Path:
     launch("pretrain", *TINY, "--steps", 2, "--data", corpus, "--out", out)
