@@ -87,7 +87,7 @@ def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
             for run in (tmp_path / "whole", branch)
         )
         assert branched == whole  # to the last bit
-    began = next(r for r in reversed(records(branch)) if r.get("event") == "resume")
+    began = next(r for r in reversed(records(branch)) if r.get("event") == "start")
     assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
     other = ("--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5)
     line = launch(*call, *other, code=2).stderr
