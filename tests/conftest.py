@@ -178,6 +178,19 @@ def inside(capsys, monkeypatch) -> Callable[..., str]:
     return call
 
 
+def flip_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def records(run: Path, *kinds: str) -> list[dict]:
+    """Return the records of a run's log, all of them or those of some kinds."""
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if not kinds or r["kind"] in kinds]
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
     """Make a directory once for all workers of pytest-xdist: the first one makes it."""
     root = factory.getbasetemp()

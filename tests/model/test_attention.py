@@ -61,9 +61,8 @@ def test_a_mask_hides_what_it_should(how):
     for row in range(len(mask)):
         expected = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
         assert mask[row, 0].tolist() == expected
-    last = make_mask(
-        3, 16, torch.device("cpu"), **MASKS[how]
-    )  # the last queries of a longer sequence
+    # The last queries of a longer sequence.
+    last = make_mask(3, 16, torch.device("cpu"), **MASKS[how])
     assert torch.equal(last, mask[:, :, -3:])
 
 

@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.sweep import execute
-from tests.conftest import environment, launch
+from tests.conftest import environment, launch, records
 from tests.forks import Launched
 from tests.track.mlflow_server import Server, until
 
@@ -26,10 +26,6 @@ sizes = ["tiny", "175b"]
 tokens = [51200, 81920]
 set = {list(SETS)}
 """
-
-
-def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(1500)
