@@ -256,8 +256,7 @@ def export_(
     # The directory appears under its name only after the logits match.
     done = export(model, to, found, dtypes[dtype], labels=labels)
     if as_json:
-        row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
-        print(json.dumps(row))
+        print(json.dumps({"to": str(to), "tokenizer": found is not None, **done._asdict()}))
         return
     print(
         f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; "

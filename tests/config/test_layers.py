@@ -142,7 +142,8 @@ def test_refused_before_anything_is_created(change, key, corpus, tmp_path, monke
 
 
 def test_an_empty_path_is_refused(inside):
-    assert "path is empty" in inside("pretrain", "--size", "tiny", "--out", "", code=2)
+    for words in ("pretrain --size tiny", "data prepare --source python"):
+        assert "path is empty" in inside(*words.split(), "--out", "", code=2)
 
 
 def test_a_published_size_brings_its_architecture():
