@@ -2,8 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -29,6 +29,8 @@ app = typer.Typer(
 
 # The option is eager: it answers before typer complains about a missing command.
 def _version(asked: bool) -> None:
+    from importlib.metadata import version
+
     if asked:
         print(f"isoflop {version('isoflop')}")
         raise typer.Exit
@@ -42,9 +44,9 @@ def _options(
 ) -> None: ...
 
 
-def mount() -> None:
-    """Add the commands of every module to the app."""
-    for name in MODULES:
+def mount(names: Iterable[str] = MODULES) -> None:
+    """Add the commands of modules to the app."""
+    for name in names:
         module = import_module(f"launch.{name}")
         if hasattr(module, "register"):
             commands = typer.Typer()
@@ -59,6 +61,8 @@ def describe(error: Exception) -> tuple[str, int]:
     """Return an error as one line, and the exit code."""
     if isinstance(error, UserError):  # its message already names key, value and remedy
         return str(error), 2
+    if isinstance(error, typer.TyperException):
+        return _shorten(_usage(error)), 2
     if isinstance(error, OSError) and error.filename is not None:
         # The system refuses a path: it is missing, not permitted, too long, on a full disk, …
         path = _shorten(error.filename)
@@ -66,6 +70,18 @@ def describe(error: Exception) -> tuple[str, int]:
     # A bug of ours, not a wrong setting. Exit code 1 lets scripts distinguish the two.
     what = _shorten(f"{type(error).__name__}: {error}")
     return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback", 1
+
+
+def _usage(error: typer.TyperException) -> str:
+    """Return what is wrong with the words of a command, and where its options are listed."""
+    text = error.format_message().rstrip(".").replace("Input should be", "must be")
+    if isinstance(error.__cause__, ValueError):  # pydantic's, which has the refused value
+        value = error.__cause__.errors()[0]["input"]  # type: ignore[attr-defined]
+        name, _, problem = text.removeprefix("Invalid value for '").partition("': ")
+        text = f"{name}={value}: {problem}"
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else app.info.name
+    return text and f"{text}; see `{command} --help`"  # a group without a command prints its help
 
 
 def _shorten(value: object) -> str:
@@ -81,19 +97,21 @@ def main() -> None:
     Typer itself ends a command whose output pipe is closed (`launch show | head`), with 1.
     """
     try:
-        mount()
-        app()
+        # A module with the name of the command is the only one that is imported.
+        mount(sys.argv[1:2] if {*sys.argv[1:2]} & {*MODULES} else MODULES)
+        # Not standalone: typer returns exit codes and lets its own errors pass.
+        code = app(standalone_mode=False, prog_name=app.info.name)
+        if code == 130:  # typer's exit code for Ctrl-C
+            _interrupted()
+        sys.exit(code if isinstance(code, int) else 0)
     except KeyboardInterrupt:
         _interrupted()
-    except SystemExit as ended:
-        if ended.code == 130:  # typer's exit code for Ctrl-C
-            _interrupted()
-        raise
     except Exception as error:
         if os.environ.get("ISOFLOP_TRACEBACK"):
             raise
         message, code = describe(error)
-        print(f"error: {message}", file=sys.stderr)
+        if message:
+            print(f"error: {message}", file=sys.stderr)
         sys.exit(code)
 
 

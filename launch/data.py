@@ -24,13 +24,6 @@ app = typer.Typer(
 )
 
 
-def _out_path(text: str) -> Path:
-    # Path("") is the current directory, which nobody means by an empty --out.
-    if not text:
-        raise ConfigError("out='': the path is empty; give --out a name")
-    return parse_output(text)
-
-
 SOURCE_HELP = "python, synthetic, hf:NAME[:split], a file, directory or glob; repeatable."
 LIMIT_HELP = "Bytes to read of each --source; the files of a directory or glob share it."
 # Both commands read text in the same way.
@@ -39,6 +32,8 @@ TextKey = Annotated[str | None, typer.Option(help="Column with the text (default
 _PAIRS = "Columns with a text and its translation, such as en,de; more are more languages."
 Pairs = Annotated[str | None, typer.Option(metavar="SOURCE,TARGET", help=_PAIRS)]
 # Options of prepare. Without a value, --config decides, and then the default of the recipe.
+_SHARDS = "Directory for the shards."
+Shards = Annotated[Path, typer.Option("--out", parser=parse_output, metavar="PATH", help=_SHARDS)]
 RecipeName = Annotated[str | None, typer.Option(help="Name in configs/data, or a TOML file.")]
 VocabSize = Annotated[int | None, typer.Option(help="Train BPE of this size (default: 4096).")]
 GivenTokenizer = Annotated[Path | None, typer.Option(help="Use this SentencePiece .model instead.")]
@@ -71,7 +66,7 @@ PREPARE_EXAMPLES = examples(
 
 @app.command(epilog=PREPARE_EXAMPLES)
 def prepare(
-    out: Annotated[Path, typer.Option(parser=_out_path, help="Directory for the shards.")],
+    out: Shards,
     source: Annotated[list[str] | None, typer.Option(help=SOURCE_HELP)] = None,
     config: RecipeName = None,
     vocab_size: VocabSize = None,
@@ -174,7 +169,9 @@ def _print_manifest(out: Path, manifest: "Manifest", state: str) -> None:
 )
 def train_tokenizer(
     source: Annotated[list[str], typer.Option(help=SOURCE_HELP)],
-    out: Annotated[Path, typer.Option(parser=_out_path, help="The .model file to write.")],
+    out: Annotated[
+        Path, typer.Option(parser=parse_output, metavar="PATH", help="The .model file to write.")
+    ],
     vocab_size: Annotated[int, typer.Option(help="Pieces, with bytes and controls.")] = 32768,
     kind: Kind = "bpe",
     special: Specials = None,
@@ -244,13 +241,11 @@ def inspect(
 def _lines(described: dict[str, Any], indent: str = "") -> Iterator[str]:
     for key, value in described.items():
         # Stages and sources are lists of tables, printed as indented blocks.
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            for entry in value:
+        blocks = value if isinstance(value, list) else [value]
+        if blocks and isinstance(blocks[0], dict):
+            for entry in blocks:
                 yield f"{indent}{key}"
                 yield from _lines(entry, indent + "  ")
-        elif isinstance(value, dict):
-            yield f"{indent}{key}"
-            yield from _lines(value, indent + "  ")
         elif key == "sample":  # text with its own line breaks
             yield f"{indent}sample"
             yield from (f"{indent}  │ {line}" for line in value.splitlines())

@@ -39,18 +39,10 @@ def status(
         return
     table = [["run", "job", "state", "step", "loss", "eta", "restarts", "note"]]
     for row in rows:
-        table.append(
-            [
-                row.run,
-                row.job or "–",
-                f"{row.state} {row.nodes}".strip(),
-                f"{row.step}/{row.steps}",
-                "–" if row.loss is None else f"{row.loss:.4f}",
-                span(row.eta_s),
-                str(row.restarts),
-                row.note,
-            ]
-        )
+        state = f"{row.state} {row.nodes}".strip()
+        loss = "–" if row.loss is None else f"{row.loss:.4f}"
+        progress = [f"{row.step}/{row.steps}", loss, span(row.eta_s), str(row.restarts)]
+        table.append([row.run, row.job or "–", state, *progress, row.note])
     # Columns without borders, so that the output can be piped into grep or awk.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:

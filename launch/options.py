@@ -18,7 +18,7 @@ def parse_path(text: str) -> Path:
     """Parse a path option; refuse an empty one."""
     # An unset shell variable gives "", and Path("") would be the current directory.
     if not text.strip():
-        raise typer.BadParameter("the path is empty; give a directory")
+        raise typer.BadParameter("the path is empty; give a name")
     return Path(text)
 
 

@@ -74,7 +74,7 @@ def plan(
         raise ConfigError("--save writes the proposed ladder; give --width")
     wanted = None if width is None else _share("width", width)
     scatter = design.NOISE if noise is None else _share("noise", noise)
-    sweep, runs = lay_out("ladder" if file is None else file, budget, hours, points, data, mfu)
+    sweep, runs = read_plan("ladder" if file is None else file, budget, hours, points, data, mfu)
     target = None
     if target_size is not None:
         target = design.target_of(sweep, target_size, target_tokens)
@@ -140,7 +140,7 @@ def _print_width(console: "Console", target: "Target", found: "Width", noise: fl
     )
 
 
-def lay_out(
+def read_plan(
     file: str,
     budget: float | None,
     hours: float | None,

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from launch.options import AsJson, examples, parse_output
-from launch.plan import Budget, Data, Earlier, File, Hours, lay_out, plan
+from launch.plan import Budget, Data, Earlier, File, Hours, plan, read_plan
 from launch.tables import print_json
 from pipeline.errors import ConfigError, RunError
 
@@ -82,7 +82,7 @@ def run(
         text = f"job {number} submits the sweep once job {after} has succeeded; its log is {log}"
         print_json({"job": number, "log": str(log)}) if as_json else typer.echo(text)
         return
-    sweep, runs = lay_out(file, budget, hours, points, data)
+    sweep, runs = read_plan(file, budget, hours, points, data)
     root = out or Path("runs") / sweep.experiment
     every = execute.members(sweep, runs, root)
     missing = [run for run, member in zip(runs, every, strict=True) if not member.finished]

@@ -162,16 +162,11 @@ def _evaluate_tasks(
     console = new_console()
     if rows:
         columns = ("task", "accuracy", "per byte", "bits/byte", "questions")
-        lines = [
-            (
-                str(row["task"]),
-                f"{row['accuracy']:.1%}",
-                f"{row['accuracy_per_byte']:.1%}",
-                f"{row['bits_per_byte']:.4f}",
-                f"{row['questions']:,}",
-            )
-            for row in rows
-        ]
+        lines = []
+        for row in rows:
+            shares = [f"{row[key]:.1%}" for key in ("accuracy", "accuracy_per_byte")]
+            others = [f"{row['bits_per_byte']:.4f}", f"{row['questions']:,}"]
+            lines.append([str(row["task"]), *shares, *others])
         console.print(table(str(run), columns, lines))
     for task, figures in more.items():
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
@@ -256,8 +251,7 @@ def export_(
     # The directory appears under its name only after the logits match.
     done = export(model, to, found, dtypes[dtype], labels=labels)
     if as_json:
-        row = {"to": str(to), "tokenizer": found is not None, **done._asdict()}
-        print(json.dumps(row))
+        print(json.dumps({"to": str(to), "tokenizer": found is not None, **done._asdict()}))
         return
     print(
         f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; "

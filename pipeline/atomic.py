@@ -4,6 +4,7 @@ Every function raises `OSError` with the path in `filename`; the caller turns it
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -112,12 +113,8 @@ def read_regular(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
 
 def digest(path: Path) -> str:
     """Return the xxh3-128 checksum of a file."""
-    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        # 4 MiB at a time: checkpoints do not fit in memory twice.
-        while block := file.read(1 << 22):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def lock(path: Path, wait_s: float = 0.0) -> "BaseFileLock | None":

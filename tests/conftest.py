@@ -49,7 +49,8 @@ LONGEST = (
 SLOW_FIXTURES = {"corpus", "ray_cluster", "server", "begun", "small_disk"}
 SLOW = (
     "attack/",
-    "bench/",
+    "checkpoint/test_layouts.py",
+    "checkpoint/test_store.py::test_a_broken_file_is_a_damaged_checkpoint[sparse-manifest",
     "data/test_read.py::test_jsonl_in_any_pieces",
     "data/test_synthetic.py",
     "data/test_tokenizer.py::test_ids_are_sentencepieces",
@@ -60,10 +61,17 @@ SLOW = (
     "objective/test_noise.py::test_spans_are_as_likely",
     "optim/test_muon.py::test_a_step_is_that_of_torch_bit_for_bit[mla-moe",
     "parallel/",
+    "scaling/test_accuracy.py::test_the_forecast_of_a_real_ladder",
+    "scaling/test_annealing.py::test_curves_on_the_command_line",
+    "scaling/test_annealing.py::test_one_length_per_size",
+    "scaling/test_decide.py::test_costs_are_printed",
     "scaling/test_decide.py::test_on_the_command_line",
+    "scaling/test_design.py::test_more_noise",
     "scaling/test_fit.py::test_standard_errors",
     "scaling/test_fit.py::test_the_ladder_of_the_docs",
     "scaling/test_fit.py::test_the_scatter_interval",
+    "scaling/test_forecast.py::test_a_ladder_of_one_gpu",
+    "scaling/test_forecast.py::test_a_size_has_the_architecture",
     "scaling/test_forecast.py::test_an_error_is_quoted",
     "scaling/test_forecast.py::test_by_size",
     "scaling/test_forecast.py::test_the_forecast_is_the_printed_law",
@@ -73,8 +81,18 @@ SLOW = (
     "tasks/",
     "test_legacy.py",
     "track/test_mlflow.py",
+    "track/test_tracked.py",
     "train/",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without slow tests, import no file that has nothing else: imports are most of its cost."""
+    if "not slow" not in config.option.markexpr:
+        return None
+    within = collection_path.relative_to(Path(__file__).parent).as_posix()
+    whole = tuple(each for each in SLOW if each.endswith(("/", ".py")))
+    return f"{within}/".startswith(whole) or within in whole or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -144,7 +162,7 @@ def inside(capsys, monkeypatch) -> Callable[..., str]:
 
     if not command_line.app.registered_groups:
         command_line.mount()
-    monkeypatch.setattr(command_line, "mount", lambda: None)
+    monkeypatch.setattr(command_line, "mount", lambda _: None)
 
     def call(*arguments: object, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["launch", *map(str, arguments)])
@@ -158,6 +176,19 @@ def inside(capsys, monkeypatch) -> Callable[..., str]:
         return out.err if code else out.out
 
     return call
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def records(run: Path, *kinds: str) -> list[dict]:
+    """Return the records of a run's log, all of them or those of some kinds."""
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if not kinds or r["kind"] in kinds]
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

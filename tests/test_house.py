@@ -13,25 +13,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 36_898  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
+LINES = 36_897  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
 FILES = 171  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
 PACKED_PER_1000_LINES = 4.0
 COMMENT_SHARE = 0.07
-TEST_LINES = 19_576  # the goal is 9,000
+TEST_LINES = 19_560  # the goal is 9,000
 
 
 def sources(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def functions(tree: ast.AST) -> list[tuple[str, int]]:
-    """Name and length of every function, decorators included."""
+def functions(tree: ast.AST) -> list[int]:
+    """The length of every function, decorators included."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in found]
+    return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in found]
 
 
 def packed(tree: ast.AST) -> int:
@@ -58,14 +58,13 @@ def figures() -> dict[str, float]:
     lengths = {path: len(text.splitlines()) for path, text in texts.items()}
     names = Counter(path.name for path in files if path.name != "__init__.py")
     lines = sum(lengths.values())
+    spans = [length for tree in trees.values() for length in functions(tree)]
     return {
         "lines": lines,
         "files": sum(names.values()),
         "longest file": max(lengths.values()),
-        "longest function": max(length for tree in trees.values() for _, length in functions(tree)),
-        "functions above 40": sum(
-            length > 40 for tree in trees.values() for _, length in functions(tree)
-        ),
+        "longest function": max(spans),
+        "functions above 40": sum(span > 40 for span in spans),
         "longest line": max(len(line) for text in texts.values() for line in text.splitlines()),
         "repeated names": sum(count > 1 for count in names.values()),
         "packed per 1000 lines": 1000 * sum(map(packed, trees.values())) / lines,

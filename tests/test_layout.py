@@ -98,11 +98,8 @@ MLA += "ffn.dense_layers=0"
     ],
 )
 def test_memory_is_what_was_measured(size, arch, model, micro, batch, zero, measured):
-    sets = [f"model.{pair}" for pair in model.split()] + [
-        "recipe=adamw",
-        "model.vocab=32768",
-        f"parallel.zero={zero}",
-    ]
+    sets = ["recipe=adamw", "model.vocab=32768", f"parallel.zero={zero}"]
+    sets += [f"model.{pair}" for pair in model.split()]
     sets += [f"train.micro_batch={micro}", f"train.batch_tokens={batch}"]
     c = resolve(load(size=size, arch=arch, sets=sets), ranks=1, gpu=True)
     error = 0.02 if batch > micro * c.model.seq else 0.04
@@ -245,10 +242,8 @@ def test_a_refusal_names_the_nearest_layout_that_works(size, arch, ranks, memory
 
 
 def test_cpu_memory_includes_offloaded_states_and_the_checkpoint_copy():
-    here, away = (
-        config("tiny", "dense", 2),
-        config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"}),
-    )
+    here = config("tiny", "dense", 2)
+    away = config("tiny", "dense", 2, **{"parallel.offload.optimizer": "cpu"})
     layout, cpu, gpu = Layout.of(here, 2), DeviceMemory(None, shared=True), DeviceMemory(None)
     each = memory(here, layout)
     assert gpu.need(here, layout) == each.total == gpu.need(away, layout) + each.optimizer
@@ -262,12 +257,8 @@ def test_cpu_memory_includes_offloaded_states_and_the_checkpoint_copy():
 def test_cpu_memory_excludes_states_that_are_offloaded_to_disk(optimizer, params):
     sets = {"parallel.zero": 3, "parallel.offload.path": "/"}
     here = config("tiny", "dense", 2, **sets)
-    away = config(
-        "tiny",
-        "dense",
-        2,
-        **sets | {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params},
-    )
+    sets |= {"parallel.offload.optimizer": optimizer, "parallel.offload.params": params}
+    away = config("tiny", "dense", 2, **sets)
     layout, cpu = Layout.of(here, 2), DeviceMemory(None, shared=True)
     each, copy = memory(here, layout), 12 * account.params(here.model).total
     gone = 2 * (each.optimizer * (optimizer == "nvme") + each.weights * (params == "nvme"))
@@ -281,12 +272,8 @@ def test_cpu_memory_excludes_states_that_are_offloaded_to_disk(optimizer, params
 @pytest.mark.parametrize(
     ("shared", "gib", "first", "then"),
     [
-        (
-            False,
-            139.8,
-            12,
-            [8, 6, 4, 3, 2, 1],
-        ),  # needs about 110.9 GiB, of all 24 rows at once 168.3
+        # needs about 110.9 GiB, of all 24 rows at once 168.3
+        (False, 139.8, 12, [8, 6, 4, 3, 2, 1]),
         (False, 152, 24, [12, 8, 6, 4, 3, 2, 1]),  # which is within its error: a trial decides
         (True, 200, 8, [6, 4, 3, 2, 1]),  # 174.7, in fp32; the 216.7 of 12 would be within it too
     ],
@@ -294,16 +281,9 @@ def test_cpu_memory_excludes_states_that_are_offloaded_to_disk(optimizer, params
 def test_micro_batches_that_divide_the_batch_are_tried_from_the_largest_that_may_fit(
     shared, gib, first, then
 ):
-    c = load(
-        size="3b",
-        sets=[
-            "recipe=adamw",
-            "model.vocab=32768",
-            f"train.batch_tokens={24 * 2048}",
-            "train.auto_batch=true",
-        ],
-    )
-    c, note = fit_to_devices(c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared))
+    sets = ["recipe=adamw", "model.vocab=32768", f"train.batch_tokens={24 * 2048}"]
+    device = DeviceMemory(int(gib * GIB), "H200", shared=shared)
+    c, note = fit_to_devices(load(size="3b", sets=[*sets, "train.auto_batch=true"]), 1, device)
     assert c.train.micro_batch == first and note.startswith(
         f"micro-batch {first} of 24: needs about "
     )
@@ -311,9 +291,7 @@ def test_micro_batches_that_divide_the_batch_are_tried_from_the_largest_that_may
     while lower := smaller_micro_batch(c, 1):
         tried.append((c := lower).train.micro_batch)
     assert tried == then
-    again, note = widen_micro_batch(
-        c, 1, DeviceMemory(int(gib * GIB), "H200", shared=shared), below=8
-    )
+    again, note = widen_micro_batch(c, 1, device, below=8)
     assert again.train.micro_batch == 6 and note.endswith("; 8 ran out of memory")
 
 
@@ -327,10 +305,6 @@ def test_published_runs_are_met_within_the_stated_error():
 
 def test_the_page_agrees_with_the_planner():
     """Every row of docs/SCALE.md, as `python -m tests.published` prints it."""
-    page = (
-        (Path(__file__).parent.parent / "docs" / "SCALE.md")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
+    page = (Path(__file__).parents[1] / "docs" / "SCALE.md").read_text("utf-8").splitlines()
     rows = [*ladder_rows(), *(run.row() for run in SAME + OTHER)]
     assert [row for row in rows if row not in page] == []

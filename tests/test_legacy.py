@@ -13,7 +13,7 @@ from pipeline.checkpoint.restore import newest
 from pipeline.config.layers import load
 from pipeline.data.corpus import Corpus
 from tests.checkpoint.test_layouts import tensors
-from tests.conftest import launch
+from tests.conftest import launch, records
 
 LEGACY = Path(__file__).parent / "fixtures" / "legacy"
 MADE_ON = "Intel(R) Xeon(R) Processor @ 2.50GHz"  # another CPU may round differently
@@ -36,8 +36,7 @@ def legacy(tmp_path, monkeypatch):
 
 
 def steps(run):
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["loss"], r["hash"]) for r in records if r["kind"] == "step"}
+    return {r["step"]: (r["loss"], r["hash"]) for r in records(run, "step")}
 
 
 def test_a_legacy_run_resumes_and_keeps_its_mlflow_run(legacy):
@@ -67,10 +66,9 @@ def test_a_legacy_run_resumes_and_keeps_its_mlflow_run(legacy):
 
 @pytest.mark.parametrize("run", ["runs/dense", "moe/run"])
 def test_a_legacy_checkpoint_evaluates(legacy, inside, run):
-    log = [json.loads(line) for line in (legacy / run / "log.jsonl").read_text().splitlines()]
-    (logged,) = (record["loss"] for record in log if record["kind"] == "eval")
+    (logged,) = records(legacy / run, "eval")
     found = json.loads(inside("evaluate", "--run", legacy / run, "--json"))
-    assert found["loss"] == pytest.approx(logged, rel=1e-5)
+    assert found["loss"] == pytest.approx(logged["loss"], rel=1e-5)
 
 
 def test_a_legacy_corpus_opens(legacy):

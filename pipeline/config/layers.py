@@ -8,8 +8,9 @@ its recipe.
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -236,9 +237,13 @@ def _named(kind: str, name: str, key: str = "") -> Path:
     return CONFIGS / kind / f"{name}.toml"
 
 
+# The shipped tables are read for every size and architecture of a plan.
+_parsed = lru_cache(maxsize=64)(tomllib.loads)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path).decode())
+        return deepcopy(_parsed(read_regular(path).decode()))
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist; check the path") from None
     except RecursionError:
@@ -296,7 +301,7 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     *above, last = map(str, first["loc"] or ("",))
     if first["type"] == "extra_forbidden":
         path, known = _follow(kind, above)
-        return f"{'.'.join((*path, last))} is not a setting{place}{nearest(last, known)}"
+        return f"{'.'.join((*path, last))} is not a setting{place}{nearest(last, known, path)}"
     path, inner = _follow(kind, [*above, last])
     key = ".".join(path)
     if first["type"] == "missing":
@@ -340,11 +345,12 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause that suggests the closest known name, or lists all if none is close."""
+def nearest(name: str, known: Iterable[str], above: Iterable[str] = ()) -> str:
+    """Return a clause that suggests the closest known name, with the tables that it is in, or lists
+    all if none is close."""
     known = list(known)
     # 0.5: a name of four letters with two wrong still counts as close.
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        return f"; did you mean {'.'.join((*above, close[0]))!r}?"
     return f"; known: {', '.join(known)}" if known else ""

@@ -155,16 +155,10 @@ class Watcher:
             name = " · ".join(text(record[k]) for k in ("experiment", "arch") if record.get(k))
             experiment = shlex.quote(text(record.get("experiment")))
             options = self.source.options or f"--experiment {experiment}"
-            found.append(
-                {
-                    "group": group,
-                    "runs": len(members),
-                    "convention": text(record["convention"]),
-                    "label": name,
-                    "options": options + " --curves" * self.curves,
-                    **self._law(group, name, members, notes),
-                }
-            )
+            about = {"group": group, "runs": len(members), "label": name}
+            about["convention"] = text(record["convention"])
+            about["options"] = options + " --curves" * self.curves
+            found.append(about | self._law(group, name, members, notes))
         return encode(found)
 
     def _law(

@@ -268,6 +268,8 @@ class RunView:
             # Tokens per step are taken from the run so far: the batch may have grown.
             eta_s = (steps - step) * tokens / step / speed
         happened = [event["event"] for event in self.log.events]
+        # The log of a branch begins with its trunk's, whose restarts are not the branch's.
+        own = happened[max((i for i, name in enumerate(happened) if name == "start"), default=0) :]
         return {
             "id": key,
             "name": text(run.name),
@@ -289,7 +291,7 @@ class RunView:
             "train_loss": self.log.recent("loss"),
             "tokens_per_s": speed,
             "mfu": self.log.recent("mfu"),
-            "restarts": happened.count("resume") + happened.count("restart"),
+            "restarts": own.count("resume") + own.count("restart"),
             "skips": happened.count("skip"),
         }
 

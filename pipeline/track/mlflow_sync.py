@@ -189,7 +189,9 @@ class Feeder:
                 break
             if record["kind"] == "event":
                 tags.update([mlflow_runs.event_tag(record)])
-                if record["event"] in ("resume", "restart"):
+                if record["event"] == "start":
+                    restarts = 0  # the log of a branch begins with its trunk's
+                elif record["event"] in ("resume", "restart"):
                     restarts += 1
                     found["restarts"] = float(restarts)
             time_ms = int(record["time"] * 1000)

@@ -121,24 +121,21 @@ def _start_log(
     if not world.first:
         return Tracker()
     before = list(read(directory.log))
-    logged_until = before[-1]["time"] if before else 0.0
-    faults = directory.past_faults()
-    # The fault that this start recovers from: the last one, if nothing was logged after it.
-    fault = faults[-1] if faults and faults[-1]["time"] > logged_until else None
+    # This start recovers from the last fault, if nothing was logged after it.
+    faults = [f for f in directory.past_faults() if not before or f["time"] > before[-1]["time"]]
     log = Log(directory.log)
     log.truncate_after(start)  # later steps are trained and logged again
-    tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
     if NOT_FORKED in os.environ:  # removed, so that a rollback does not log it again
         notes = [*notes, f"the preloader was not used: {os.environ.pop(NOT_FORKED)}"]
+    branch = directory.fact("branch") or {"step": 0}  # which begins with its trunk's log
+    kind = "resume" if start > branch["step"] else "start"
     reason = ""
     if rollback:
         kind = "rollback"
         reason = rollback.reason
-    elif fault:
+    elif faults:
         kind = "restart"
-        reason = fault_line(fault)
-    else:
-        kind = "resume" if start else "start"
+        reason = fault_line(faults[-1])
     event = {
         "kind": "event",
         "time": time.time(),
@@ -148,9 +145,10 @@ def _start_log(
         "reason": reason,
         "notes": "; ".join(notes),
         **({"first": rollback.first, "last": rollback.last} if rollback else {}),
-        **startup_cost(before, start, failed=bool(rollback or fault)),
+        **startup_cost(before, start, failed=bool(rollback or faults)),
     }
     kept = [record for record in before if record["step"] <= start]
+    tracker = Tracker(log, Console(config.train.steps, quiet=quiet))
     tracker.record({**event, "goodput": goodput([*kept, event])["goodput"] if kept else None})
     return tracker
 

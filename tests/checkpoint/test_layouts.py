@@ -1,6 +1,5 @@
 """A checkpoint of one layout loads in another: the same numbers, the same run."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from pipeline.config.layers import reload
 from pipeline.parallel.fragments import Fragment
 from pipeline.planner.memory import disk_bytes
 from pipeline.runs.directory import list_checkpoints
-from tests.conftest import worlds
+from tests.conftest import records, worlds
 
 BF16 = {"train": {"dtype": "bf16"}}
 DISK = {"optimizer": "nvme", "params": "nvme", "path": tempfile.gettempdir()}
@@ -76,8 +75,7 @@ def settings(every: int, steps: int) -> list[str]:
 
 
 def losses(run: Path) -> list[float]:
-    records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return [r["loss"] for r in records if r["kind"] == "step"]
+    return [r["loss"] for r in records(run, "step")]
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

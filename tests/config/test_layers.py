@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import __main__ as command_line
 from pipeline.config.dump import differences, to_toml
 from pipeline.config.layers import load, merge, names, parse_set, read_toml, reload
 from pipeline.config.schema import RunConfig
@@ -52,8 +51,8 @@ def test_unknown_names_suggest_the_nearest(arguments, parts):
 @pytest.mark.parametrize(
     ("sets", "parts"),
     [
-        (["optim.lrr=1"], ["optim.lrr", "'lr'"]),
-        (["optim.schedule.warmup=1"], ["optim.schedule.warmup", "'warmup_steps'"]),
+        (["optim.lrr=1"], ["optim.lrr", "'optim.lr'"]),
+        (["optim.schedule.warmup=1"], ["optim.schedule.warmup", "'optim.schedule.warmup_steps'"]),
         (["parallel.zero=4"], ["parallel.zero=4"]),
         (["optim.lr=fast"], ["optim.lr='fast'"]),
         (["train.steps=1", "train.tokens=9"], ["steps and tokens"]),
@@ -142,11 +141,9 @@ def test_refused_before_anything_is_created(change, key, corpus, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_path_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["launch", "pretrain", "--size", "tiny", "--out", ""])
-    with pytest.raises(SystemExit, match="2"):
-        command_line.main()
-    assert "path is empty" in capsys.readouterr().err
+def test_an_empty_path_is_refused(inside):
+    for words in ("pretrain --size tiny", "data prepare --source python"):
+        assert "path is empty" in inside(*words.split(), "--out", "", code=2)
 
 
 def test_a_published_size_brings_its_architecture():

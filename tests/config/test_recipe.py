@@ -28,9 +28,8 @@ def test_rate_and_batch_follow_the_published_ladder():
     config = resolve(load(size="125m", sets=sets), ranks=8, gpu=True)
     n = params(config.model).non_embedding
     assert config.optim.lr == pytest.approx(0.5 * 0.0047 * (n / 108e6) ** (-1 / 3), rel=5e-3)
-    assert config.train.batch_tokens == pytest.approx(
-        2048 * 160 * (n / 108e6) ** (2 / 3), rel=0.25
-    )  # rounded to 2^k or 3·2^k
+    # Rounded to 2^k or 3·2^k.
+    assert config.train.batch_tokens == pytest.approx(2048 * 160 * (n / 108e6) ** (2 / 3), rel=0.25)
     assert config.optim.optimizer.beta2 == 0.99  # below 524,288 tokens
 
 
@@ -73,9 +72,8 @@ def test_post_norm_models_take_a_published_rate_and_a_long_warmup(arch, width, p
     assert optim.lr == pytest.approx(published, rel=0.25)
     assert optim.schedule.warmup_steps == 2000
     before = resolve(load(size="125m", arch="modernbert", sets=sets[1:]), ranks=8, gpu=True).optim
-    assert (
-        before.lr > 2 * optim.lr and before.schedule.warmup_steps < 800
-    )  # norms before the blocks
+    # With norms before the blocks.
+    assert before.lr > 2 * optim.lr and before.schedule.warmup_steps < 800
 
 
 def test_the_decay_of_a_few_steps_does_not_turn_weights_around():

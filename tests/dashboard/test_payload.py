@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.dashboard import law_view
-from pipeline.dashboard.payload import SLACK, RunLog, thin
+from pipeline.dashboard.payload import SLACK, RunLog, RunView, thin
 from pipeline.scaling import decide
 from pipeline.scaling.points import Points
 from pipeline.scaling.study import study
@@ -82,6 +82,14 @@ def test_events_that_decide_the_status_are_never_left_out() -> None:
         log.add(event(i, "skip"))
     log.add(event(3000, "finish"))
     assert log.events[-1]["event"] == "finish" and len(log.events) < 600
+
+
+def test_restarts_of_a_trunk_are_not_those_of_its_branch() -> None:
+    log = RunLog()
+    for name in ("start", "restart", "start", "resume"):
+        log.add(event(1, name))
+    record = {"name": "branch", "params": {"scaling": 1e6}}
+    assert RunView(record, log, None).row("a", 2.0)["restarts"] == 1
 
 
 def test_scores_of_tasks_are_columns_from_where_they_begin() -> None:

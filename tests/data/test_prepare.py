@@ -19,6 +19,7 @@ from pipeline.data.shards import MANIFEST
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import ConfigError
+from tests.conftest import flip_bit
 from tests.data.conftest import contents, make, recipe_for, refused, some_texts, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -35,12 +36,6 @@ def fails(tokenizer: Tokenizer) -> Fails:
         assert not os.path.exists(out / MANIFEST)  # noqa: PTH110
 
     return check
-
-
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[100] ^= 4
-    path.write_bytes(raw)
 
 
 def replace_content(path: Path, content: bytes) -> None:
@@ -84,7 +79,7 @@ def test_a_second_call_does_nothing_and_other_arguments_are_refused(tmp_path, to
         make([source], out, tokenizer)
     assert contents(out) == before
     replace_content(source, text)
-    flip(out / "train-00000.bin")
+    flip_bit(out / "train-00000.bin")
     with refused("train-00000.bin"):
         make([source], out, tokenizer)
     for broken in ("", "[]", '{"recipe": null}'):

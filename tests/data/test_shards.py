@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.data.corpus import Corpus
 from pipeline.data.shards import MANIFEST, ShardWriter, dtype_for
+from tests.conftest import flip_bit
 from tests.data.conftest import refused
 
 DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
@@ -82,9 +83,7 @@ def fails(path: Path, key: str, verify: bool = False) -> None:
 def test_missing_truncated_and_flipped_files(copy: Path, suffix: str) -> None:
     path = copy / f"train-00001.{suffix}"
     whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    path.write_bytes(flipped)
+    flip_bit(path)
     Corpus.open(copy)
     fails(copy, path.name, verify=True)
     path.write_bytes(whole[:-1])

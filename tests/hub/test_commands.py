@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.checkpoint.restore import load_model
 from pipeline.data.shards import Manifest
 from pipeline.data.tokenizer import Tokenizer, train
-from tests.conftest import launch
+from tests.conftest import launch, records
 from tests.data.conftest import some_texts
 
 SMALL = ("--no-track", "--nproc", 1, "--quiet", "--set", "model.seq=64")
@@ -74,13 +74,8 @@ def test_a_run_is_exported_imported_and_continued(trained, exported, corpus, ins
     for setting in ("model.tied=true", 'model.parametrization="mup"'):
         assert setting in launch(*on, "--set", setting, code=2).stderr
     launch(*on, "--set", "optim.lr=1e-9", "--set", "train.eval_every=1")
-    losses = []
-    for run in (trained, tmp_path / "on"):
-        records = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-        losses.append([r["loss"] for r in records if r["kind"] == "eval"][-1])
-    assert losses[1] == pytest.approx(
-        losses[0], abs=1e-4
-    )  # training continues where the other stopped
+    before, after = (records(run, "eval")[-1]["loss"] for run in (trained, out))
+    assert after == pytest.approx(before, abs=1e-4)  # training continues where the other stopped
 
 
 def test_prompts_are_continued(trained, inside, tmp_path):

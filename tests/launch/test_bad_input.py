@@ -16,7 +16,7 @@ from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import RunDir
 from pipeline.tasks import harness
 from pipeline.train.request import Devices
-from tests.conftest import command, environment, launch
+from tests.conftest import command, environment, flip_bit, launch, records
 from tests.scaling.made_runs import make_run
 from tests.train.test_run import pretrain
 
@@ -38,9 +38,7 @@ def out(tmp_path) -> Path:
 
 def test_a_shard_with_one_flipped_bit(broken, out, inside):
     shard = max(broken.rglob("*.bin"), key=lambda p: p.stat().st_size)
-    data = bytearray(shard.read_bytes())
-    data[1000] ^= 4
-    shard.write_bytes(data)
+    flip_bit(shard)
     assert shard.stem in inside("pretrain", *TINY, "--data", broken, "--out", out, code=2)
     assert not out.exists()
 
@@ -74,6 +72,22 @@ def test_impossible_runs_are_refused(corpus, out, tmp_path, monkeypatch, inside,
     printed = inside("pretrain", *TINY, "--out", out, *words, code=2)
     assert all(key in printed for key in keys), printed
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("show --gpus 0", "error: --gpus=0: must be greater than or equal to 1; see `launch show --help`"),
+        ("pretrain --nproc two", "error: --nproc=two: must be a valid integer"),
+        ("sweep plan --mfu 7", "see `launch sweep plan --help`"),
+        ("pretrain --nprocs 2", "--nproc)"),
+        ("show --size", "'--size' requires an argument; see `launch --help`"),
+        ("import", "Missing option '--from'"),
+        ("nonsense", "'nonsense'"),
+    ],
+)  # fmt: skip
+def test_words_that_no_command_has_are_one_line_too(inside, words, printed):
+    assert printed in inside(*words.split(), code=2)
 
 
 @pytest.fixture
@@ -166,8 +180,7 @@ def test_a_disk_that_fills_up_while_saving(corpus, small_disk):
         left = {p.name for p in (out / "checkpoints").iterdir()}
         assert left <= {"step-00000010", f"step-000000{held}"}
     launch("pretrain", *alone, "--out", out, "--no-track")
-    steps = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in steps if r["kind"] == "step"] == list(range(1, 41))
+    assert [r["step"] for r in records(out, "step")] == list(range(1, 41))
 
 
 def test_two_jobs_never_write_one_run(corpus, tmp_path, inside):

@@ -18,7 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, error: BaseException, **env: str) -> in
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(command_line, "mount", lambda: command_line.app.command("fail")(fail))
+    monkeypatch.setattr(command_line, "mount", lambda _: command_line.app.command("fail")(fail))
     monkeypatch.setattr(sys, "argv", ["launch", "fail"])
     for key, value in env.items():
         monkeypatch.setenv(key, value)

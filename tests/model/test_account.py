@@ -223,9 +223,8 @@ def test_a_window_counts_what_it_sees():
     a = cfg.attention
     seen = sum(min(i + 1, 16) for i in range(64))  # keys seen by all queries
     exact_flops = 12 * cfg.layers * a.heads * a.head_dim * seen / 64
-    half = (
-        12 * cfg.layers * a.heads * a.head_dim / 2
-    )  # the diagonal, of which the convention counts half
+    # The diagonal, of which the convention counts half.
+    half = 12 * cfg.layers * a.heads * a.head_dim / 2
     assert abs(account.flops_per_token(cfg).attention - exact_flops) <= half
 
 
@@ -255,9 +254,8 @@ def test_recomputed_flops_equal_torchs_count(arch, more):
     assert flops[1] - flops[0] == expected[1] > 0
     counts = [account.flops_per_token(cfg, recompute=each) for each in (False, "selective", True)]
     assert len({each.model for each in counts}) == 1  # recomputed FLOPs do not count for MFU
-    hidden = (
-        account.flops_per_token(cfg).attention // 3 * 64
-    )  # plain attention computes what the mask hides too
+    # Plain attention computes what the mask hides too.
+    hidden = account.flops_per_token(cfg).attention // 3 * 64
     last = 2 * 3 * cfg.width * getattr(cfg.ffn, "dense_hidden", cfg.ffn.hidden) * 64
     assert expected[2] + hidden - last <= flops[2] - flops[0] <= expected[2] + hidden
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.t5.modeling_t5 import T5Attention
 
 from pipeline.config.parts import RelativeBias, RoPE
 from pipeline.model.attention import Scoring, attend, eager
@@ -62,9 +61,8 @@ def test_a_mask_hides_what_it_should(how):
     for row in range(len(mask)):
         expected = [[visible(row, q, k, MASKS[how]) for k in range(16)] for q in range(16)]
         assert mask[row, 0].tolist() == expected
-    last = make_mask(
-        3, 16, torch.device("cpu"), **MASKS[how]
-    )  # the last queries of a longer sequence
+    # The last queries of a longer sequence.
+    last = make_mask(3, 16, torch.device("cpu"), **MASKS[how])
     assert torch.equal(last, mask[:, :, -3:])
 
 
@@ -137,6 +135,9 @@ def test_documents_in_one_row_are_each_document_alone(kind, stack):
 
 
 def test_buckets_are_t5s():
+    # Here, because its imports take two seconds in every worker.
+    from transformers.models.t5.modeling_t5 import T5Attention
+
     shapes = [(32, 128), (8, 32), (16, 20)]
     for (buckets, far), causal in itertools.product(shapes, [True, False]):
         bias = DistanceBias(1, RelativeBias(buckets=buckets, max_distance=far), causal=causal)

@@ -123,9 +123,8 @@ def test_balance_losses_have_their_closed_forms():
     x = inputs(2, 6, 12)
     logits = x @ routed().router.weight.T
     chance = logits.softmax(-1)
-    share = (
-        F.one_hot(logits.topk(2).indices, 8).sum(2).float() / 2
-    )  # of a token's choices, (B, S, E)
+    # Shares of a token's choices, (B, S, E).
+    share = F.one_hot(logits.topk(2).indices, 8).sum(2).float() / 2
     forms = {
         "aux_loss": 8 * (share.mean((0, 1)) * chance.mean((0, 1))).sum(),
         "seq_aux_loss": (8 * (share.mean(1) * chance.mean(1)).sum(-1)).mean(),
@@ -137,9 +136,8 @@ def test_balance_losses_have_their_closed_forms():
     even = routed(aux_loss=1.0)
     with torch.no_grad():
         even.router.weight.zero_()
-    assert float(even.router(x)[1].loss) == pytest.approx(
-        1.0
-    )  # even chances: 1, whatever was chosen
+    # Even chances: 1, whatever was chosen.
+    assert float(even.router(x)[1].loss) == pytest.approx(1.0)
     entropy = -(chance * chance.log()).sum(-1).mean()
     torch.testing.assert_close(routed().router(x)[1].entropy, entropy)
 
@@ -160,9 +158,8 @@ def test_further_tokens_are_predicted_as_in_the_paper():
     )
     further = []
     for depth, ahead in enumerate(model.ahead, start=1):
-        known = torch.cat(
-            (tokens[:, depth:-1], tokens[:, -depth:]), 1
-        )  # the depth-th next token of every place
+        # The depth-th next token of every place.
+        known = torch.cat((tokens[:, depth:-1], tokens[:, -depth:]), 1)
         h = ahead.join(torch.cat((ahead.h_norm(h), ahead.e_norm(model.embedding(known))), -1))
         h = sum(ahead.block(h, None, context)[:2])
         places = tokens.shape[1] - 1 - depth  # those whose answer exists

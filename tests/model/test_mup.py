@@ -117,6 +117,5 @@ def test_scales_by_width_under_mup():
         assert rates[id(p)] == (rate, 0.0 if kept else pytest.approx(0.1 / rate)), name
         assert std is None or float(p.detach().std()) == pytest.approx(std, rel=0.05), name
     assert cfg.logit_scale == 16 / 64
-    assert cfg.score_scale == pytest.approx(
-        math.sqrt(16 / 32) / math.sqrt(32 + 16)
-    )  # base's own 1/√d, and ∝ 1/d
+    # The base's own 1/√d, and ∝ 1/d.
+    assert cfg.score_scale == pytest.approx(math.sqrt(16 / 32) / math.sqrt(32 + 16))

@@ -145,9 +145,8 @@ def test_beams_carry_their_own_last_token():
         likely = model(torch.tensor([prompt + list(beam)])).log_softmax(-1)[0, 5:-1]
         score = sum(likely[i, token].item() for i, token in enumerate(beam))
         assert score <= best.score + 1e-3
-    assert score == pytest.approx(
-        sum(likely[i].max().item() for i in range(5)), abs=1e-3
-    )  # greedy takes the largest each time
+    # Greedy takes the largest each time.
+    assert score == pytest.approx(sum(likely[i].max().item() for i in range(5)), abs=1e-3)
 
 
 @torch.no_grad()

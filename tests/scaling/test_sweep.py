@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.sweep import execute
-from tests.conftest import environment, launch
+from tests.conftest import environment, launch, records
 from tests.forks import Launched
 from tests.track.mlflow_server import Server, until
 
@@ -26,10 +26,6 @@ sizes = ["tiny", "175b"]
 tokens = [51200, 81920]
 set = {list(SETS)}
 """
-
-
-def records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(1500)
@@ -87,7 +83,7 @@ def _holds_the_branch(branch: Path, corpus: Path, tmp_path: Path) -> None:
             for run in (tmp_path / "whole", branch)
         )
         assert branched == whole  # to the last bit
-    began = next(r for r in reversed(records(branch)) if r.get("event") == "resume")
+    began = next(r for r in reversed(records(branch)) if r.get("event") == "start")
     assert began["step"] == 40 == json.loads((branch / "run.json").read_text())["branch"]["step"]
     other = ("--branch", tmp_path / "whole", "--out", tmp_path / "no", "--seed", 5)
     line = launch(*call, *other, code=2).stderr

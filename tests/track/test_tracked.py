@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow_server import Server
 
-from tests.conftest import environment, launch
+from tests.conftest import environment, launch, records
 from tests.forks import Launched
 
 
@@ -33,8 +33,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
     assert process.wait(120) == 0
     launch("sync", out, **tracked)
 
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    steps = {r["step"]: r for r in log if r["kind"] == "step"}
+    steps = {r["step"]: r for r in records(out, "step")}
     assert sorted(steps) == list(range(1, 121))
 
     client = MlflowClient(server.uri)
@@ -50,7 +49,7 @@ def test_a_run_does_not_notice_its_server_dying(server: Server, corpus, tmp_path
 
     for key in ("loss", "grad_norm", "tokens"):
         assert history(f"train/{key}") == pytest.approx({s: r[key] for s, r in steps.items()})
-    evals = {r["step"]: r["bpb"] for r in log if r["kind"] == "eval"}
+    evals = {r["step"]: r["bpb"] for r in records(out, "eval")}
     assert history("eval/bpb") == pytest.approx(evals)
     assert run.data.params["model.width"] == "64" and "run.params.total" in run.data.params
     artifacts = {a.path for a in client.list_artifacts(run.info.run_id)}

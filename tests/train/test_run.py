@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import command, environment, launch, worlds
+from tests.conftest import command, environment, flip_bit, launch, records, worlds
 from tests.forks import Launched
 from tests.track.mlflow_server import until
 
@@ -27,11 +27,6 @@ GOLDEN = {
              5.997715, 5.963490, 5.918545, 5.882584, 5.815598, 5.792021],
     "eval": 5.794122,
 }  # fmt: skip
-
-
-def records(run: Path, kind: str) -> list[dict]:
-    lines = (run / "log.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
 
 
 def losses(run: Path, kind: str = "step") -> list[float]:
@@ -126,9 +121,7 @@ def test_resumed_runs_continue_bit_for_bit(base, layouts, corpus, tmp_path):
     damaged = Path(shutil.copytree(base, tmp_path / "damaged"))
     newest = sorted((damaged / "checkpoints").glob("step-*"))[-1]
     victim = max(newest.rglob("*.bin"), key=lambda p: p.stat().st_size)
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
+    flip_bit(victim)
     log = damaged / "log.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if '"finish"' not in line))
