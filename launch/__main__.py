@@ -12,9 +12,10 @@ from pipeline.errors import UserError
 
 # Every module registers its commands with the app, in the order in which --help lists them.
 MODULES = (
-    "data", "bench", "show", "pretrain", "finetune", "verify", "trained", "generate", "jobs", "law",
-    "dashboard", "doctor",
+    "data", "bench", "show", "pretrain", "finetune", "verify", "trained", "generate", "jobs",
+    "sweep", "law", "forecast", "dashboard", "doctor",
 )  # fmt: skip
+GROUPS = ("data", "bench", "sweep")
 MAX_MESSAGE = 400  # characters; some exceptions quote whole files
 
 app = typer.Typer(
@@ -54,7 +55,7 @@ def mount(names: Iterable[str] = MODULES) -> None:
         else:
             commands = module.app
         # Only a group of commands, such as `launch data prepare`, has a name.
-        app.add_typer(commands, name=name if name in ("data", "bench") else None)
+        app.add_typer(commands, name=name if name in GROUPS else None)
 
 
 def describe(error: Exception) -> tuple[str, int]:

@@ -7,6 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Option
 
 from launch import options, skill
@@ -374,3 +375,18 @@ def _print_decision(console: "Console", found: dict[str, Any], run: "Forecast") 
             f"{found['repeats_from']}); with new data only, the loss would be "
             f"{found['loss_with_new_data']:.4f}."
         )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command(
+        epilog=options.examples(
+            "launch forecast --runs runs/ladder --size 1b --register",
+            "launch forecast --points runs.csv --flops 1e24 --json",
+            "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
+            "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
+            "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
+            "launch forecast --points small.csv --targets large.csv",
+            "launch forecast --runs runs/ladder --task questions --size 1b --register",
+        )
+    )(forecast)

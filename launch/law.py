@@ -246,28 +246,12 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    # A sweep makes the runs that these commands fit, so --help lists them side by side.
-    from launch import sweep
-    from launch.forecast import forecast
-
-    app.add_typer(sweep.app, name="sweep")
     app.command(
         epilog=options.examples(
             "launch fit --runs runs/demo",
             "launch fit --points runs.csv --law chinchilla --bootstrap 1000 --json",
         )
     )(fit)
-    app.command(
-        epilog=options.examples(
-            "launch forecast --runs runs/ladder --size 1b --register",
-            "launch forecast --points runs.csv --flops 1e24 --json",
-            "launch forecast --points runs.csv --target-loss 2.1 --cluster h100 --gpus 256",
-            "launch forecast --points runs.csv --target-loss 2.1 --inference-tokens 1e13",
-            "launch forecast --points runs.csv --flops 1e22 --unique 25e9",
-            "launch forecast --points small.csv --targets large.csv",
-            "launch forecast --runs runs/ladder --task questions --size 1b --register",
-        )
-    )(forecast)
     app.command(
         epilog=options.examples(
             "launch score --runs runs/ladder", "launch score --experiment ladder --json"

@@ -11,16 +11,19 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import grimp
+import networkx
+
 ROOT = Path(__file__).parents[1]
 
-LINES = 36_897  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
+LINES = 36_908  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
 FILES = 171  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 LONGEST_LINE = 100
 PACKED_PER_1000_LINES = 4.0
 COMMENT_SHARE = 0.07
-TEST_LINES = 19_560  # the goal is 9,000
+TEST_LINES = 19_577  # the goal is 9,000
 
 
 def sources(*folders: str) -> list[Path]:
@@ -91,6 +94,18 @@ def test_code_stays_plain() -> None:
     assert now["repeated names"] == 0
     assert now["packed per 1000 lines"] <= PACKED_PER_1000_LINES
     assert now["comment share"] >= COMMENT_SHARE
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Counts imports inside functions and under TYPE_CHECKING, too."""
+    graph = grimp.build_graph("pipeline", "launch")
+    imports = networkx.DiGraph(
+        (module, target)
+        for module in graph.modules
+        for target in graph.find_modules_directly_imported_by(module)
+    )
+    circles = networkx.strongly_connected_components(imports)
+    assert [sorted(circle) for circle in circles if len(circle) > 1] == []
 
 
 if __name__ == "__main__":

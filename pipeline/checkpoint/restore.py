@@ -166,7 +166,7 @@ def load_teacher(config: RunConfig, device: torch.device) -> Teacher | None:
         for block in model.modules():
             if isinstance(block, Block):
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
-    return Teacher(model, config.distill)
+    return Teacher(model.requires_grad_(False).eval(), config.distill)
 
 
 class Weights(Mapping[str, Tensor]):

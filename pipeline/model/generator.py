@@ -4,16 +4,13 @@ find what it filled in (arXiv 2003.10555).
 B batch · S sequence · K predicted tokens of a row · W width · V vocabulary
 """
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from pipeline.model.head import Losses, at_targets
-from pipeline.model.side import Inputs
-
-if TYPE_CHECKING:  # a Decoder may have a generator, which is a Decoder
-    from pipeline.model.stack import Decoder
+from pipeline.model.side import Helper, Inputs
 
 
 class Filled(NamedTuple):
@@ -22,12 +19,10 @@ class Filled(NamedTuple):
     loss: Tensor  # of the generator, in nats per masked token
 
 
-def fill_masks(
-    generator: "Decoder", inputs: Inputs, targets_BS: Tensor, draws_BS: Tensor
-) -> Filled:
+def fill_masks(generator: Helper, inputs: Inputs, targets_BS: Tensor, draws_BS: Tensor) -> Filled:
     """Sample a token for every target. The random numbers are functions of the keys `draws_BS`, so
     that samples do not depend on how ranks divide the batch."""
-    h_BSW = generator.states(inputs).h_BSW
+    h_BSW = generator.hidden(inputs)
     losses = cast(Losses, generator.predict(h_BSW, targets_BS))
     with torch.no_grad():
         h_BKW, targets_BK, places_BK = at_targets(h_BSW, targets_BS, generator.most_targets)

@@ -4,7 +4,7 @@ B batch · S sequence · W width · H heads · Q queries · K keys
 R width of the embedding: W, unless model.embedding_rank is set
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from pipeline.config.shape import Model
 from pipeline.model.attention import Sequence
 from pipeline.model.block import Stream, recomputed
 from pipeline.model.context import Cache, Context, Mask, make_mask
+from pipeline.model.head import Head, Losses, Transform
 from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
 from pipeline.model.position import (
@@ -44,6 +45,19 @@ class Inputs(NamedTuple):
     source_documents_BE: Tensor | None = None
     segments_BS: Tensor | None = None
     prefix_B: Tensor | None = None
+
+
+class Helper(Protocol):
+    """A whole model beside the one that is trained: its generator or its teacher."""
+
+    head: Head
+    transform: Transform | None
+    most_targets: int | None
+    loss_chunk: int
+
+    def hidden(self, inputs: Inputs) -> Tensor: ...
+
+    def predict(self, h_BSW: Tensor, targets_BS: Tensor | None) -> Tensor | Losses: ...
 
 
 class Side(nn.Module):

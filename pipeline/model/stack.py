@@ -176,6 +176,10 @@ class Decoder(Side):
         x_BSW, h_BSW = add_and_norm(self.norm, x_BSW, pending)
         return States(x_BSW, h_BSW, places, context, routings)
 
+    def hidden(self, inputs: Inputs) -> Tensor:
+        """Return the normalized stream after the last layer."""
+        return self.states(inputs).h_BSW
+
     def _encode(
         self, context: Context, routings: list[Routing | None], inputs: Inputs, cache: Cache | None
     ) -> Context:

@@ -3,29 +3,26 @@
 B batch · S sequence · W width
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.config.distill import Distill
-from pipeline.model.side import Inputs
+from pipeline.model.side import Helper, Inputs
 from pipeline.objective.loss import Soft
-
-if TYPE_CHECKING:  # a Decoder may have a teacher, which is a Decoder
-    from pipeline.model.stack import Decoder
 
 
 class Teacher:
-    """A plain object, not a module: its weights are not trained, sharded or saved."""
+    """A plain object, not a module: the weights of the frozen model are not sharded or saved."""
 
-    def __init__(self, model: "Decoder", settings: Distill) -> None:
-        self.model = model.requires_grad_(False).eval()
+    def __init__(self, model: Helper, settings: Distill) -> None:
+        self.model = model
         self.settings = settings
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> "Taught":
-        return Taught(self, self.model.states(inputs).h_BSW)
+        return Taught(self, self.model.hidden(inputs))
 
 
 class Taught(NamedTuple):

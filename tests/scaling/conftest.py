@@ -5,7 +5,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from launch import law
+from launch import forecast, law, sweep
 from pipeline.errors import UserError
 from tests.scaling.made_runs import make_ladder
 
@@ -39,6 +39,8 @@ def launch():
     """Run a command, whose arguments may hold several words; raise a user's error as it is."""
     app = typer.Typer()
     law.register(app)
+    forecast.register(app)
+    app.add_typer(sweep.app, name="sweep")
 
     def call(*arguments: object) -> str:
         words = [word for argument in arguments for word in str(argument).split()]

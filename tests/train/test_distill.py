@@ -51,7 +51,7 @@ def test_the_loss_and_its_gradients_are_those_of_distilbert(tmp_path: Path) -> N
 
     settings = Distill(teacher="", temperature=3.0, soft=5.0, hard=2.0, hidden=1.0)
     model = ours["distilbert"].train()
-    model.teacher = Teacher(ours["bert, masked only"], settings)
+    model.teacher = Teacher(ours["bert, masked only"].requires_grad_(False).eval(), settings)
     found = model(tokens, targets)
     found.total.backward()
     torch.testing.assert_close(found.total, loss.detach(), atol=1e-5, rtol=1e-5)
