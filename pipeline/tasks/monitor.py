@@ -41,7 +41,8 @@ class Monitor:
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
             self._tasks.append(chosen)
             chosen_pairs = likelihood.pairs_of(chosen, tokenizer)
-            self._batches.append(list(likelihood.make_batches(chosen_pairs, longest, most_tokens)))
+            batches = likelihood.make_batches(chosen_pairs, longest, most_tokens)
+            self._batches.append([batch.to(world.device) for batch in batches])
 
     def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
@@ -75,14 +76,12 @@ class Monitor:
     ) -> list[likelihood.Likelihood]:
         """Return the likelihoods of all pairs, on every rank."""
         world = self._world
-        mine: dict[tuple[int, int], likelihood.Likelihood] = {}
         # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
         # same number of passes. A rank without a batch repeats one.
-        for at in range(0, math.ceil(len(batches) / world.size) * world.size, world.size):
-            batch = batches[(at + world.rank) % len(batches)]
-            with uncompiled(self._compiled):
-                found = likelihood.score_batch(logits, batch, world.device)
-            mine.update(zip(batch.windows, found, strict=True))
+        passes = math.ceil(len(batches) / world.size)
+        chosen = [batches[(at * world.size + world.rank) % len(batches)] for at in range(passes)]
+        with uncompiled(self._compiled):
+            mine = likelihood.score_batches(logits, chosen)
         everything: dict[tuple[int, int], likelihood.Likelihood] = {}
         for part in world.gather(mine):
             everything |= part
