@@ -1,7 +1,7 @@
 """The parts of every stack, also of both stacks of an encoder–decoder: inputs, masks, blocks.
 
 B batch · S sequence · W width · H heads · Q queries · K keys
-R width of the embedding: W, unless model.embedding_rank is set
+R width of the embedding: W, unless model.embedding_rank is set · N segments
 """
 
 from typing import NamedTuple
@@ -91,13 +91,23 @@ class Side(nn.Module):
             table = sinusoidal(places, self.cfg.input_width, halves=position.halves)
             x_BSR = x_BSR + table.type_as(x_BSR)
         if self.segments is not None:
-            # Without segments, every token belongs to the first.
-            first = torch.zeros_like(places).expand(x_BSR.shape[:2])
-            given = first if segments_BS is None else self.sequence.cut(segments_BS, 1)
-            x_BSR = x_BSR + self.segments(given)
+            x_BSR = x_BSR + self._segments_of(segments_BS, self.segments, x_BSR.device)
         if self.embedding_norm is not None:
             x_BSR = self.embedding_norm(x_BSR)
         return x_BSR if self.embedding_projection is None else self.embedding_projection(x_BSR)
+
+    def _segments_of(
+        self, segments_BS: Tensor | None, table: nn.Module, device: torch.device
+    ) -> Tensor:
+        """Return the embedding of each token's segment; without segments, that of the first."""
+        # A GPU's backward pass of a lookup adds the gradients of one row one after the other. Here
+        # each row is looked up once, and a product adds the gradients of its tokens.
+        all_N = torch.arange(self.cfg.segments, device=device)
+        rows_NR: Tensor = table(all_N)
+        if segments_BS is None:
+            return rows_NR[0]
+        chosen_BSN = self.sequence.cut(segments_BS, 1).unsqueeze(-1) == all_N
+        return chosen_BSN.type_as(rows_NR) @ rows_NR
 
     def step(
         self,
