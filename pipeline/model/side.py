@@ -18,6 +18,7 @@ from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
 from pipeline.model.position import (
     DistanceBias,
+    Rotary,
     alibi,
     distances,
     places_in,
@@ -166,18 +167,28 @@ class Side(nn.Module):
                 flex=device.type == "cuda" and cache is None and special,
             )
 
-        position = self.cfg.position
-        table = near_table = None
-        if isinstance(position, RoPE):
-            table = near_table = rotary(places, a.rotary_dim, position)
-            if position.window_theta is not None:
-                near_table = rotary(places, a.rotary_dim, position, windowed=True)
-            if device.type == "cpu":
-                table, near_table = spread(table), spread(near_table)
+        if cache is None or fixed is not None:
+            tables = self._tables(places)
+        else:
+            if not cache.tables:
+                cache.tables = self._tables(torch.arange(cache.capacity, device=device))
+            tables = [(cos[places], sin[places]) for cos, sin in cache.tables]
         bias_HQK = self._bias(queries, keys, device, fixed)
         far = mask(None)
         near = far if a.window is None else mask(a.window)
-        return places, Context(table, bias_HQK, near, far, near_table)
+        far_table = tables[0] if tables else None
+        near_table = tables[-1] if tables else None
+        return places, Context(far_table, bias_HQK, near, far, near_table)
+
+    def _tables(self, places: Tensor) -> list[Rotary]:
+        """Return the rotary table, and that of windowed layers if it is another one."""
+        position = self.cfg.position
+        if not isinstance(position, RoPE):
+            return []
+        kinds = (False, True) if position.window_theta is not None else (False,)
+        dim = self.cfg.attention.rotary_dim
+        tables = [rotary(places, dim, position, windowed=windowed) for windowed in kinds]
+        return [spread(table) for table in tables] if places.device.type == "cpu" else tables
 
     def _bias(
         self, queries: int, keys: int, device: torch.device, past: Tensor | None
