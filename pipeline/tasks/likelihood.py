@@ -123,7 +123,8 @@ def score_batch(logits: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     logits_BSV = logits(batch.tokens_BS)
     sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=logits_BSV.device)
     chunk = max(1, _CHUNK_LOGITS // logits_BSV.shape[-1])
-    parts = (index_T.split(chunk) for index_T in (batch.rows_T, batch.places_T, batch.targets_T))
+    answers = (batch.rows_T, batch.places_T, batch.targets_T)
+    parts = (torch.split(index_T, chunk) for index_T in answers)
     for rows_T, places_T, targets_T in zip(*parts, strict=True):
         # Only the places of the answers.
         logits_TV = logits_BSV[rows_T, places_T]

@@ -93,8 +93,9 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
     # By FLOPs, a forward pass is a third of a training step. With padding, whole logits and no
-    # compiler it takes up to half of the time.
-    tokens = 2 * config.eval.share * train.steps * train.batch_tokens
+    # compiler it takes up to half of the time on a CPU, and on a GPU, which waits for the host,
+    # about as long as the step if the model is small.
+    tokens = config.eval.share * train.steps * train.batch_tokens
     each = tokens / evaluations / len(config.eval.tasks)
     seq = config.model.seq
     asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)
