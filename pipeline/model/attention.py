@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import (
 from pipeline.config.parts import GQA, MLA
 from pipeline.config.shape import Model
 from pipeline.model.context import Context, LayerCache, Mask
-from pipeline.model.norm import LayerNorm, RMSNorm, make_norm
+from pipeline.model.norm import LayerNorm, RMSNorm, make_norm, rms_norm
 from pipeline.model.position import Rotary, rotate
 
 
@@ -267,12 +267,12 @@ class GroupedAttention(nn.Module):
         # Queries and keys together: decoding on a CPU spends most of its time on overhead.
         generating = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         if generating and isinstance(q_norm, RMSNorm):
-            qk_BSAD = F.rms_norm(qk_BSAD, (c.head_dim,), None, self.eps)
+            qk_BSAD = rms_norm(qk_BSAD, None, self.eps)
             q_gain = q_norm.gain
             k_gain = cast(RMSNorm, k_norm).gain
             if q_gain is not None and k_gain is not None:
-                each = (q_gain.expand(c.heads, -1), k_gain.expand(c.kv_heads, -1))
-                qk_BSAD = qk_BSAD * torch.cat(each)
+                qk_BSAD[:, :, : c.heads].mul_(q_gain)
+                qk_BSAD[:, :, c.heads :].mul_(k_gain)
         elif not isinstance(q_norm, nn.Identity):
             q_BSHD, k_BSGD = qk_BSAD.tensor_split((c.heads,), dim=2)
             qk_BSAD = torch.cat((q_norm(q_BSHD), k_norm(k_BSGD)), dim=2)

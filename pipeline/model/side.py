@@ -1,7 +1,7 @@
 """The parts of every stack, also of both stacks of an encoder–decoder: inputs, masks, blocks.
 
 B batch · S sequence · W width · H heads · Q queries · K keys
-R width of the embedding: W, unless model.embedding_rank is set
+R width of the embedding: W, unless model.embedding_rank is set · N segments
 """
 
 from typing import NamedTuple, Protocol
@@ -19,6 +19,7 @@ from pipeline.model.moe import Routing
 from pipeline.model.norm import PLACEMENTS, add_and_norm, make_norm, make_stream_norm
 from pipeline.model.position import (
     DistanceBias,
+    Rotary,
     alibi,
     distances,
     places_in,
@@ -105,13 +106,23 @@ class Side(nn.Module):
             table = sinusoidal(places, self.cfg.input_width, halves=position.halves)
             x_BSR = x_BSR + table.type_as(x_BSR)
         if self.segments is not None:
-            # Without segments, every token belongs to the first.
-            first = torch.zeros_like(places).expand(x_BSR.shape[:2])
-            given = first if segments_BS is None else self.sequence.cut(segments_BS, 1)
-            x_BSR = x_BSR + self.segments(given)
+            x_BSR = x_BSR + self._segments_of(segments_BS, self.segments, x_BSR.device)
         if self.embedding_norm is not None:
             x_BSR = self.embedding_norm(x_BSR)
         return x_BSR if self.embedding_projection is None else self.embedding_projection(x_BSR)
+
+    def _segments_of(
+        self, segments_BS: Tensor | None, table: nn.Module, device: torch.device
+    ) -> Tensor:
+        """Return the embedding of each token's segment; without segments, that of the first."""
+        # A GPU's backward pass of a lookup adds the gradients of one row one after the other. Here
+        # each row is looked up once, and a product adds the gradients of its tokens.
+        all_N = torch.arange(self.cfg.segments, device=device)
+        rows_NR: Tensor = table(all_N)
+        if segments_BS is None:
+            return rows_NR[0]
+        chosen_BSN = self.sequence.cut(segments_BS, 1).unsqueeze(-1) == all_N
+        return chosen_BSN.type_as(rows_NR) @ rows_NR
 
     def step(
         self,
@@ -170,18 +181,28 @@ class Side(nn.Module):
                 flex=device.type == "cuda" and cache is None and special,
             )
 
-        position = self.cfg.position
-        table = near_table = None
-        if isinstance(position, RoPE):
-            table = near_table = rotary(places, a.rotary_dim, position)
-            if position.window_theta is not None:
-                near_table = rotary(places, a.rotary_dim, position, windowed=True)
-            if device.type == "cpu":
-                table, near_table = spread(table), spread(near_table)
+        if cache is None or fixed is not None:
+            tables = self._tables(places)
+        else:
+            if not cache.tables:
+                cache.tables = self._tables(torch.arange(cache.capacity, device=device))
+            tables = [(cos[places], sin[places]) for cos, sin in cache.tables]
         bias_HQK = self._bias(queries, keys, device, fixed)
         far = mask(None)
         near = far if a.window is None else mask(a.window)
-        return places, Context(table, bias_HQK, near, far, near_table)
+        far_table = tables[0] if tables else None
+        near_table = tables[-1] if tables else None
+        return places, Context(far_table, bias_HQK, near, far, near_table)
+
+    def _tables(self, places: Tensor) -> list[Rotary]:
+        """Return the rotary table, and that of windowed layers if it is another one."""
+        position = self.cfg.position
+        if not isinstance(position, RoPE):
+            return []
+        kinds = (False, True) if position.window_theta is not None else (False,)
+        dim = self.cfg.attention.rotary_dim
+        tables = [rotary(places, dim, position, windowed=windowed) for windowed in kinds]
+        return [spread(table) for table in tables] if places.device.type == "cpu" else tables
 
     def _bias(
         self, queries: int, keys: int, device: torch.device, past: Tensor | None

@@ -6,6 +6,7 @@ after its previous occurrence. Heads that do this appear suddenly, together with
 in-context score: the induction phase change.
 
 B rows · S tokens · L layers · H heads · Q queries · K keys · T pairs of a query and a key
+P pieces of the tokenizer
 """
 
 import math
@@ -28,6 +29,7 @@ from pipeline.parallel.world import World
 
 PERIODS = 16  # number of different periods: a head with a fixed distance matches only one
 LONGEST = 64  # tokens until the random tokens repeat
+SAMPLE = 1_000_000  # held-out tokens of a shard in which a piece has to occur
 
 
 class Repeats(NamedTuple):
@@ -58,8 +60,7 @@ class InContext:
         self._tokens = config.in_context_tokens
         self._repeats: Repeats | None = None
         if self._tokens is not None:
-            tokenizer = corpus.manifest.tokenizer
-            made = make_repeats(config.model, tokenizer.vocab, tokenizer.eod)
+            made = make_repeats(config.model, used(corpus), corpus.manifest.tokenizer.eod)
             self._repeats = Repeats(*(part.to(world.device) for part in made))
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
@@ -110,19 +111,31 @@ def only(micro: Micro, token: int) -> Micro:
     return micro._replace(targets_BS=torch.where(asked_BS, micro.targets_BS, IGNORED))
 
 
-def make_repeats(model: Model, pieces: int, eod: int) -> Repeats:
-    """Make repeated tokens, the same for every run with this vocabulary. A row begins with the end
-    of a document, as in training, and has no repetition except by its period."""
+def used(corpus: Corpus) -> Tensor:
+    """Return the ids that held-out text uses, except for the end of a document.
+
+    Others hardly occur in training, and a head cannot match tokens that the model does not know.
+    Olsson et al. leave out rare tokens for this reason, too."""
+    counts = torch.zeros(corpus.manifest.tokenizer.vocab, dtype=torch.long)
+    for shard in corpus.split("valid").shards:
+        read = torch.from_numpy(corpus.tokens(shard)[:SAMPLE].astype("int64"))
+        counts += torch.bincount(read, minlength=len(counts))
+    counts[corpus.manifest.tokenizer.eod] = 0
+    return counts.nonzero().squeeze(1)
+
+
+def make_repeats(model: Model, pieces_P: Tensor, eod: int) -> Repeats:
+    """Make repeated tokens, the same for every run with these pieces. A row begins with the end of
+    a document, as in training, and has no repetition except by its period."""
     # A windowed head must reach the previous occurrence; within 4 tokens there is little to see.
     reach = max(4, model.attention.window or LONGEST)
-    longest = min(LONGEST, reach, (model.seq - 1) // 2, pieces - 1)
+    longest = min(LONGEST, reach, (model.seq - 1) // 2, len(pieces_P))
     periods = range(longest // 2 + 1, longest + 1)[-PERIODS:]
     generator = torch.Generator().manual_seed(0)
     tokens_BS = torch.full((len(periods), 2 * longest + 1), eod)
     pairs = []
     for row, period in enumerate(periods):
-        drawn = torch.randperm(pieces - 1, generator=generator)[:period]
-        drawn += drawn >= eod  # every piece but the end of a document
+        drawn = pieces_P[torch.randperm(len(pieces_P), generator=generator)[:period]]
         tokens_BS[row, 1:] = drawn[torch.arange(2 * longest) % period]
         # Only the second copy counts: in a third one, two earlier tokens would match.
         for query in range(period + 1, 2 * period + 1):

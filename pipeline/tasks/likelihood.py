@@ -15,8 +15,10 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.tasks.questions import Question, Score, Task, mean
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # in one forward pass, if the vocabulary is small
-# In one forward pass: 1.3 GB, because they exist in bf16, in fp32 and as logarithms in fp32.
-_PASS_LOGITS = 2**27
+# In one forward pass: half a GB in fp32 on a CPU, one in bf16 on a GPU, where small passes are slow
+# because the host cannot start kernels fast enough.
+_PASS_LOGITS = {"cpu": 2**27, "cuda": 2**29}
+_CHUNK_LOGITS = 2**26  # whose logarithms, in fp32, exist at the same time
 _ROUND = 16  # rows are padded to a multiple of this, so that few different shapes occur
 
 
@@ -47,7 +49,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, answer: str) -> Pair:
 
 def pass_tokens(vocab: int, device: torch.device) -> int:
     """Return the tokens of a forward pass, unless a single row has more."""
-    return min(_PASS_TOKENS[device.type], _PASS_LOGITS // vocab)
+    return min(_PASS_TOKENS[device.type], _PASS_LOGITS[device.type] // vocab)
 
 
 class Batch(NamedTuple):
@@ -57,6 +59,9 @@ class Batch(NamedTuple):
     rows_T: Tensor
     places_T: Tensor
     targets_T: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.windows, *(tensor.to(device) for tensor in self[1:]))
 
 
 def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Iterator[Batch]:
@@ -112,20 +117,35 @@ def join(found: Mapping[tuple[int, int], Likelihood]) -> list[Likelihood]:
 
 
 @torch.no_grad()
-def score_batch(
-    logits: Callable[[Tensor], Tensor], batch: Batch, device: torch.device
-) -> list[Likelihood]:
-    """Return the likelihoods of a batch, in its order."""
-    logits_BSV = logits(batch.tokens_BS.to(device))
-    rows_T = batch.rows_T.to(device)
-    targets_T = batch.targets_T.to(device)
-    # Only the places of the answers, in fp32.
-    logits_TV = logits_BSV[rows_T, batch.places_T.to(device)].float()
-    chosen_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None]).squeeze(1)
-    missed_T = (logits_TV.argmax(-1) != targets_T).double()
-    sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=device)
-    sums_B2.index_add_(0, rows_T, torch.stack((chosen_T.double(), missed_T), dim=1))
-    return [Likelihood(nats, missed == 0) for nats, missed in sums_B2.tolist()]
+def score_batch(logits: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Return the nats of each row's answer and the number of its tokens that are not the likeliest,
+    (B, 2), on the device of the batch, so that the host need not wait for it."""
+    logits_BSV = logits(batch.tokens_BS)
+    sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=logits_BSV.device)
+    chunk = max(1, _CHUNK_LOGITS // logits_BSV.shape[-1])
+    answers = (batch.rows_T, batch.places_T, batch.targets_T)
+    parts = (torch.split(index_T, chunk) for index_T in answers)
+    for rows_T, places_T, targets_T in zip(*parts, strict=True):
+        # Only the places of the answers.
+        logits_TV = logits_BSV[rows_T, places_T]
+        nats_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
+        chosen_T = nats_TV.gather(1, targets_T[:, None]).squeeze(1)
+        missed_T = logits_TV.argmax(-1) != targets_T
+        sums_B2.index_add_(0, rows_T, torch.stack((chosen_T, missed_T), dim=1).double())
+    return sums_B2
+
+
+def score_batches(
+    logits: Callable[[Tensor], Tensor], batches: Sequence[Batch]
+) -> dict[tuple[int, int], Likelihood]:
+    """Return the likelihood of every window of some batches."""
+    # All batches are started before the first result is read.
+    sums = [score_batch(logits, batch) for batch in batches]
+    return {
+        window: Likelihood(nats, missed == 0)
+        for batch, sums_B2 in zip(batches, sums, strict=True)
+        for window, (nats, missed) in zip(batch.windows, sums_B2.tolist(), strict=True)
+    }
 
 
 def scorer(
@@ -134,10 +154,8 @@ def scorer(
     """Return a function that scores any number of pairs on one device."""
 
     def score(pairs: Sequence[Pair]) -> list[Likelihood]:
-        found: dict[tuple[int, int], Likelihood] = {}
-        for batch in make_batches(pairs, longest, pass_tokens(vocab, device)):
-            found.update(zip(batch.windows, score_batch(logits, batch, device), strict=True))
-        return join(found)
+        batches = make_batches(pairs, longest, pass_tokens(vocab, device))
+        return join(score_batches(logits, [batch.to(device) for batch in batches]))
 
     return score
 

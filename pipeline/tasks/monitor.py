@@ -41,7 +41,8 @@ class Monitor:
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
             self._tasks.append(chosen)
             chosen_pairs = likelihood.pairs_of(chosen, tokenizer)
-            self._batches.append(list(likelihood.make_batches(chosen_pairs, longest, most_tokens)))
+            batches = likelihood.make_batches(chosen_pairs, longest, most_tokens)
+            self._batches.append([batch.to(world.device) for batch in batches])
 
     def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
@@ -75,14 +76,12 @@ class Monitor:
     ) -> list[likelihood.Likelihood]:
         """Return the likelihoods of all pairs, on every rank."""
         world = self._world
-        mine: dict[tuple[int, int], likelihood.Likelihood] = {}
         # ZeRO-3 and expert parallelism gather and exchange in every pass, so every rank makes the
         # same number of passes. A rank without a batch repeats one.
-        for at in range(0, math.ceil(len(batches) / world.size) * world.size, world.size):
-            batch = batches[(at + world.rank) % len(batches)]
-            with uncompiled(self._compiled):
-                found = likelihood.score_batch(logits, batch, world.device)
-            mine.update(zip(batch.windows, found, strict=True))
+        passes = math.ceil(len(batches) / world.size)
+        chosen = [batches[(at * world.size + world.rank) % len(batches)] for at in range(passes)]
+        with uncompiled(self._compiled):
+            mine = likelihood.score_batches(logits, chosen)
         everything: dict[tuple[int, int], likelihood.Likelihood] = {}
         for part in world.gather(mine):
             everything |= part
@@ -94,8 +93,9 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
     # By FLOPs, a forward pass is a third of a training step. With padding, whole logits and no
-    # compiler it takes up to half of the time.
-    tokens = 2 * config.eval.share * train.steps * train.batch_tokens
+    # compiler it takes up to half of the time on a CPU, and on a GPU, which waits for the host,
+    # about as long as the step if the model is small.
+    tokens = config.eval.share * train.steps * train.batch_tokens
     each = tokens / evaluations / len(config.eval.tasks)
     seq = config.model.seq
     asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)

@@ -13,7 +13,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.model.attention import ReportingSequence, Scoring, eager
 from pipeline.model.context import make_mask
 from pipeline.parallel.engine import Micro
-from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching
+from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching, used
 from pipeline.train.measure import loader
 from tests.conftest import launch
 from tests.model.test_decode import KINDS, POSITIONS, SCORES, made
@@ -21,6 +21,7 @@ from tests.train.test_run import TINY
 
 VOCAB = 80
 SEQ = 140
+EOD = 3
 SHARP = 300.0  # so large a score leaves nothing for the other keys
 TOKEN, BEFORE, PLACE = 0, VOCAB, 2 * VOCAB  # where the stream holds them, each as one of many
 
@@ -57,8 +58,12 @@ def matches(model, layer: int, to: int) -> None:
     key[:VOCAB, to : to + VOCAB] = torch.eye(VOCAB)
 
 
+def pieces(vocab: int) -> torch.Tensor:
+    return torch.tensor([piece for piece in range(vocab) if piece != EOD])
+
+
 def scores(model) -> torch.Tensor:
-    repeats = make_repeats(model.cfg, VOCAB, eod=3)
+    repeats = make_repeats(model.cfg, pieces(VOCAB), EOD)
     return prefix_matching(lambda micro: model.eval()(**micro.inputs), model, repeats)
 
 
@@ -85,19 +90,28 @@ def test_one_layer_cannot_match_prefixes():
 
 def test_repeats_have_one_match_per_query():
     """Found again by looking for the previous occurrence of each token."""
-    eod = 3
     for repeats in (made("gqa", seq=200, vocab=90), made("gqa", scores="window", seq=64, vocab=50)):
-        found = make_repeats(repeats.cfg, repeats.cfg.vocab, eod)
+        found = make_repeats(repeats.cfg, pieces(repeats.cfg.vocab), EOD)
         rows = found.tokens_BS.tolist()
         for row, query, key in torch.stack(
             (found.rows_T, found.queries_T, found.keys_T), 1
         ).tolist():
             tokens = rows[row]
             earlier = [i for i in range(query) if tokens[i] == tokens[query]]
-            assert earlier == [key - 1] and tokens[key] != eod
+            assert earlier == [key - 1] and tokens[key] != EOD
             window = repeats.cfg.attention.window
             assert window is None or query - key < window
         assert found.shares_T.sum().item() == pytest.approx(1)
+
+
+def test_repeats_are_of_pieces_that_the_text_uses(corpus):
+    """A tokenizer also has pieces, such as single bytes, that a corpus may never use."""
+    opened = Corpus.open(corpus)
+    tokenizer = opened.manifest.tokenizer
+    [shard] = opened.split("valid").shards
+    found = used(opened)
+    assert set(found.tolist()) == set(opened.tokens(shard).tolist()) - {tokenizer.eod}
+    assert 0 < len(found) < tokenizer.vocab - 1
 
 
 @pytest.mark.parametrize(
