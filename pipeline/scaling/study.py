@@ -86,11 +86,11 @@ class Study:
             return None
         a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
-        price = frontier.Price.of(self.fit.points)
+        unit_flops = frontier.UnitFlops.of(self.fit.points)
         log_c = np.log(C)
-        splits = [frontier.best_split(terms, np.full(len(terms), one), price) for one in log_c]
+        splits = [frontier.best_split(terms, np.full(len(terms), one), unit_flops) for one in log_c]
         n = np.array(splits).T
-        d = log_c - n - np.log(price.each(np.exp(n)))
+        d = log_c - n - np.log(unit_flops.each(np.exp(n)))
         columns = {"N": n, "D": d, "a": a_b[:, :1], "b": a_b[:, 1:]}
         found = {}
         for key, values in columns.items():
@@ -286,7 +286,7 @@ def _split_error(fitted: Fit) -> float:
     terms = frontier.terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
     assert terms is not None
     log_c = np.full(len(terms), np.log(10 * fitted.points.C.max()))
-    up, down = np.split(frontier.best_split(terms, log_c, frontier.Price.of(fitted.points)), 2)
+    up, down = np.split(frontier.best_split(terms, log_c, frontier.UnitFlops.of(fitted.points)), 2)
     slope = (up - down) / (2 * step)
     return float(np.sqrt(slope @ intervals.scatter(fitted).covariance @ slope))
 
