@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-LINES = 36_939  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
+LINES = 36_941  # the goal is 17,000 for what 0.1.0 had; 10,000 are for all that came later
 FILES = 171  # the goal is 115 for what 0.1.0 had
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60

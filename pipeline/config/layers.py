@@ -296,7 +296,8 @@ def _one_line(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     *above, last = map(str, first["loc"] or ("",))
     if first["type"] == "extra_forbidden":
         path, known = _follow(kind, above)
-        return f"{'.'.join((*path, last))} is not a setting{place}{nearest(last, known)}"
+        table = "".join(f"{part}." for part in path)
+        return f"{table}{last} is not a setting{place}{nearest(last, known, table)}"
     path, inner = _follow(kind, [*above, last])
     key = ".".join(path)
     if first["type"] == "missing":
@@ -340,11 +341,11 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a clause that suggests the closest known name, or lists all if none is close."""
+def nearest(name: str, known: Iterable[str], table: str = "") -> str:
+    """Return a clause that suggests the closest known name of a table, or lists all of them."""
     known = list(known)
     # 0.5: a name of four letters with two wrong still counts as close.
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        return f"; did you mean {table + close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else ""

@@ -52,8 +52,8 @@ def test_unknown_names_suggest_the_nearest(arguments, parts):
 @pytest.mark.parametrize(
     ("sets", "parts"),
     [
-        (["optim.lrr=1"], ["optim.lrr", "'lr'"]),
-        (["optim.schedule.warmup=1"], ["optim.schedule.warmup", "'warmup_steps'"]),
+        (["optim.lrr=1"], ["optim.lrr", "'optim.lr'"]),
+        (["optim.schedule.warmup=1"], ["optim.schedule.warmup", "'optim.schedule.warmup_steps'"]),
         (["parallel.zero=4"], ["parallel.zero=4"]),
         (["optim.lr=fast"], ["optim.lr='fast'"]),
         (["train.steps=1", "train.tokens=9"], ["steps and tokens"]),
