@@ -264,9 +264,13 @@ def _place(
             )
         case None, None, None, None, Path() if tokens is None:
             return partial(predict.at_targets, targets=predict.read_targets(targets))
+    values = (size, params, flops, target_loss, targets)
+    names = ("--size", "--params", "--flops", "--target-loss", "--targets")
+    named = [name for name, value in zip(names, values, strict=True) if value is not None]
+    problem = f"{' and '.join(named)} name {len(named)} targets; " if len(named) > 1 else ""
     raise ConfigError(
-        "give one of --size S, --params N with --tokens D, --flops C, --target-loss L or --targets "
-        "FILE.csv"
+        f"{problem}give one of --size S, --params N with --tokens D, --flops C, --target-loss L or "
+        f"--targets FILE.csv"
     )
 
 

@@ -14,7 +14,7 @@ from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.annealing import with_curves
 from pipeline.scaling.frontier import (
-    Price,
+    UnitFlops,
     at,
     bottom,
     budgets_of,
@@ -173,7 +173,7 @@ def grid(done: Study) -> dict[str, Any]:
         # One row per compute and size, in this order: the page computes the index from both.
         N = np.outer(best.N, SIZES).ravel()
         spent = np.repeat(C, len(SIZES))
-        D = spent / Price.of(done.fit.points).each(N) / N
+        D = spent / UnitFlops.of(done.fit.points).each(N) / N
         places = at(done.fit.points, spent, N, D)
         found |= {"sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist()}
         found["tokens"] = D.tolist()

@@ -48,7 +48,7 @@ class DDPEngine(engine.Engine):
         inner: Decoder = self._accelerator.unwrap_model(self.wrapped)
         return inner
 
-    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passed:
+    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passes:
         self.wrapped.train()
         nlls = []
         routings = []
@@ -61,21 +61,21 @@ class DDPEngine(engine.Engine):
                 self._accelerator.backward(losses.total / len(micros))
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        return engine.Passed(torch.stack(nlls).mean(), routings)
+        return engine.Passes(torch.stack(nlls).mean(), routings)
 
     def step(
-        self, passed: engine.Passed, lr: float, accept: engine.Accept = engine.accept_always
+        self, passes: engine.Passes, lr: float, accept: engine.Accept = engine.accept_always
     ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
         # DDP has averaged the gradients, so every rank computes the same norm by itself.
         norm = torch.nn.utils.get_total_norm(self.local_tensors().gradient_copies)
-        apply = accept(passed.nll, norm)
+        apply = accept(passes.nll, norm)
         gate_step(self.optimizer, apply)
         torch.nn.utils.clip_grads_with_norm_(self.wrapped.parameters(), self._clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        routing = engine.balance(self.module, passed.routings, self.world, apply)
-        return engine.Update(passed.nll, norm, routing)
+        routing = engine.balance(self.module, passes.routings, self.world, apply)
+        return engine.Update(passes.nll, norm, routing)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None)

@@ -40,7 +40,7 @@ class Micro(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-class Passed(NamedTuple):
+class Passes(NamedTuple):
     """The result of the forward and backward passes of one step on this rank."""
 
     nll: Tensor  # mean over the micro-batches, on the device
@@ -103,10 +103,10 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """The model itself."""
 
-    def forward_backward(self, micros: Sequence[Micro]) -> Passed:
+    def forward_backward(self, micros: Sequence[Micro]) -> Passes:
         """Accumulate the gradients of this rank's micro-batches; nothing waits for the device."""
 
-    def step(self, passed: Passed, lr: float, accept: Accept = accept_always) -> Update:
+    def step(self, passes: Passes, lr: float, accept: Accept = accept_always) -> Update:
         """Clip the gradients of all ranks and apply one optimizer step.
 
         `accept` is called once, before anything is written. If it rejects the step, weights and

@@ -101,7 +101,7 @@ class ZeroEngine(engine.Engine):
 
     # --- the step
 
-    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passed:
+    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passes:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []
@@ -116,13 +116,13 @@ class ZeroEngine(engine.Engine):
                 self._engine.backward(losses.total)
             nlls.append(losses.nll.detach())
             routings.append(losses.routing)
-        return engine.Passed(torch.stack(nlls).mean(), routings)
+        return engine.Passes(torch.stack(nlls).mean(), routings)
 
     def step(
-        self, passed: engine.Passed, lr: float, accept: engine.Accept = engine.accept_always
+        self, passes: engine.Passes, lr: float, accept: engine.Accept = engine.accept_always
     ) -> engine.Update:
         set_learning_rate(self._optimizer, lr)
-        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passed.nll, norm)
+        self._accept: Callable[[Tensor], Tensor] = lambda norm: accept(passes.nll, norm)
         if self._zero == 0:
             # DeepSpeed does not clip here, because its norm would count only local experts.
             self._judge(self._norm_of_copies())
@@ -130,8 +130,8 @@ class ZeroEngine(engine.Engine):
                 self._clip_gradients(self._engine.module.parameters())
         with self.clock("optimizer"):
             self._engine.step()
-        routing = engine.balance(self._engine.module, passed.routings, self.world, self._apply)
-        return engine.Update(passed.nll, self._grad_norm, routing)
+        routing = engine.balance(self._engine.module, passes.routings, self.world, self._apply)
+        return engine.Update(passes.nll, self._grad_norm, routing)
 
     def _judge(self, norm: Tensor) -> Tensor:
         """Call `accept` with the gradient norm, and gate the optimizer's step with the result."""

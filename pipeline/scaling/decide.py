@@ -21,7 +21,7 @@ from pipeline.planner.check import resolve
 from pipeline.planner.count import params
 from pipeline.planner.speed import plan, recommend
 from pipeline.scaling.fitting import Fit
-from pipeline.scaling.frontier import Price, at
+from pipeline.scaling.frontier import UnitFlops, at
 from pipeline.scaling.laws import DataConstrained
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import Study, quiet
@@ -57,9 +57,9 @@ def best(study: Study, C: Array, demand: Demand) -> Points:
     if demand == Demand():
         return study.frontier(C)
     needs_terms(study)
-    price = Price.of(study.fit.points)
-    N, D = np.array([_best_split(study.fit, price, c, demand) for c in C]).T
-    return at(study.fit.points, price.each(N) * N * D, N, D)
+    unit_flops = UnitFlops.of(study.fit.points)
+    N, D = np.array([_best_split(study.fit, unit_flops, c, demand) for c in C]).T
+    return at(study.fit.points, unit_flops.each(N) * N * D, N, D)
 
 
 def needs_terms(study: Study) -> None:
@@ -72,25 +72,25 @@ def needs_terms(study: Study) -> None:
 
 
 @quiet
-def _best_split(fit: Fit, price: Price, C: float, demand: Demand) -> tuple[float, float]:
-    """Return the N and D of the lowest loss with price · N · (D + served tokens) = C."""
-    middle = 0.5 * math.log(C / price.base)
+def _best_split(fit: Fit, unit_flops: UnitFlops, C: float, demand: Demand) -> tuple[float, float]:
+    """Return the N and D of the lowest loss with unit FLOPs · N · (D + served tokens) = C."""
+    middle = 0.5 * math.log(C / unit_flops.base)
     low = middle - WIDEST
     high = middle + WIDEST
     if demand.served:
-        high = min(high, math.log(C / price.base / demand.served) - 1e-9)  # D stays above zero
+        high = min(high, math.log(C / unit_flops.base / demand.served) - 1e-9)  # D stays above zero
         low = min(low, high - WIDEST)
     # The loss has one valley in log N. Each round narrows it a hundredfold, down to a flat bottom,
     # which is wide where more repetition gains nothing; there, the middle of it is returned.
     for _ in range(5):
         n = np.linspace(low, high, 201)
         N = np.exp(n)
-        D = C / price.each(N) / N - demand.served  # below zero, its loss is NaN
+        D = C / unit_flops.each(N) / N - demand.served  # below zero, its loss is NaN
         loss = loss_of(fit, at(fit.points, N * D, N, D), demand.unique)
         flat = np.flatnonzero(loss <= np.nanmin(loss) * (1 + FLAT))
         low, high = n[np.clip([flat[0] - 1, flat[-1] + 1], 0, 200)]
     N_best = np.exp((low + high) / 2)
-    return float(N_best), float(C / price.each(N_best) / N_best - demand.served)
+    return float(N_best), float(C / unit_flops.each(N_best) / N_best - demand.served)
 
 
 def loss_of(fit: Fit, places: Points, unique: float | None) -> Array:
@@ -132,7 +132,7 @@ def least_cost(study: Study, target: float, demand: Demand) -> float:
 
     low = math.log(study.fit.points.C.min()) - 15
     if demand.served:  # below, inference alone costs more
-        low = max(low, math.log(Price.of(study.fit.points).base * demand.served))
+        low = max(low, math.log(UnitFlops.of(study.fit.points).base * demand.served))
     high = math.log(LARGEST_FLOPS)
     floor = loss(high)
     if not target > floor * (1 + 1e-6):
@@ -154,7 +154,7 @@ def cost_range(
     # The interval widens with the distance from the runs, so its upper end may never get there.
     C = total * np.geomspace(1e-4, 1e4, 161)
     if demand.served:
-        C = C[Price.of(study.fit.points).base * demand.served < C]
+        C = C[UnitFlops.of(study.fit.points).base * demand.served < C]
     places = worth(study.fit, best(study, C, demand), demand.unique)
     _, low, high = study.interval(places)
     too_cheap = C[(total > C) & (low > target)]
@@ -165,10 +165,10 @@ def cost_range(
 
 def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
     """Describe the effect of the demand: inference FLOPs, epochs, and the run without it."""
-    price = Price.of(study.fit.points)
+    unit_flops = UnitFlops.of(study.fit.points)
     N = float(places.N[0])
     D = float(places.D[0])
-    each = float(price.each(places.N)[0])
+    each = float(unit_flops.each(places.N)[0])
     loss = float(loss_of(study.fit, places, demand.unique)[0])
     found: dict[str, Any] = {}
     if demand.inference_tokens:
@@ -180,7 +180,7 @@ def decision(study: Study, places: Points, demand: Demand) -> dict[str, Any]:
         with suppress(ConfigError):  # a loss at the floor of the law or far above the runs
             plain = best(study, np.array([least_cost(study, loss, without)]), without)
             found["training_optimum"] = {"N": float(plain.N[0]), "D": float(plain.D[0])}
-            usual = float((price.each(plain.N) * plain.N * (plain.D + demand.served))[0])
+            usual = float((unit_flops.each(plain.N) * plain.N * (plain.D + demand.served))[0])
             found["saved"] = max(0.0, 1 - total / usual)
     if demand.unique is not None:
         found["epochs"] = max(1.0, D / demand.unique)

@@ -23,6 +23,7 @@ KEPT_STARTS = 24
 THINNED = 2000  # points that the starts of a larger fit are descended on first
 POLISHED = 3  # number of those descents that continue with all points
 CACHED = 1 << 15  # numbers per array of a descent; larger arrays no longer fit the cache
+LONGEST = 2.0  # step of a logarithm; a factor above e² is too far for a local model
 EXPONENTS = np.array([0.03, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.65, 0.85, 1.2])
 
 Rows = npt.NDArray[np.intp]  # the indices of some of the problems
@@ -145,7 +146,6 @@ def descend(
             normal += curvature[:, :, None] * np.eye(theta.shape[1])
         if frozen is not None:
             normal[:, frozen, :] = normal[:, :, frozen] = 0
-            normal[:, frozen, frozen] = 1
         return normal
 
     # Blocks of starts whose arrays stay in the cache.
@@ -153,7 +153,8 @@ def descend(
     found: list[tuple[Array, Array]] = []
     for at in range(0, len(starts), size):
         rows = np.arange(at, min(at + size, len(starts)))
-        found.append(minimize(objective, metric, starts[rows], rows, tolerance=tolerance))
+        problem = (objective, metric, starts[rows], rows, law.bounded)
+        found.append(minimize(*problem, tolerance=tolerance))
         show(f"{len(starts)} descents", (rows[-1] + 1) / len(starts))
     return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
 
@@ -171,6 +172,7 @@ def minimize(
     metric: Metric,
     start: Array,
     rows: Rows,
+    bounded: tuple[int, ...] = (),
     *,
     tolerance: float = 1e-11,
     patience: int = 5,
@@ -186,20 +188,21 @@ def minimize(
         at = np.flatnonzero(live)
         if not len(at):
             break
+        old = theta[at]
         g = gradient[at]
         h = inverse[at]
-        step = -np.einsum("rij,rj->ri", h, g)
+        step = _direction(h, g, old, bounded)
         slope = np.einsum("ri,ri->r", g, step)
         lost = slope >= 0  # the approximation has gone bad: restart it from the metric
         if lost.any():
-            h[lost] = _inverse(metric(theta[at[lost]], rows[at[lost]]))
-            step[lost] = -np.einsum("rij,rj->ri", h[lost], g[lost])
+            h[lost] = _inverse(metric(old[lost], rows[at[lost]]))
+            step[lost] = _direction(h[lost], g[lost], old[lost], bounded)
             slope[lost] = np.einsum("ri,ri->r", g[lost], step[lost])
-        found = _backtrack(objective, theta[at], best[at], g, step, slope, rows[at])
+        found = _backtrack(objective, old, best[at], g, step, slope, rows[at])
         small = best[at] - found.value <= tolerance * np.abs(found.value)
         quiet[at] = np.where(small, quiet[at] + 1, 0)
         h = _updated(h, found.step, found.gradient - g)
-        theta[at] += found.step
+        theta[at] = old + found.step
         best[at] = found.value
         gradient[at] = found.gradient
         # After a few iterations without gain, try a new metric before giving up.
@@ -209,6 +212,24 @@ def minimize(
         inverse[at] = h
         live[at[(quiet[at] >= patience) | ~np.isfinite(found.value)]] = False
     return theta, best
+
+
+def _direction(inverse: Array, gradient: Array, theta: Array, bounded: tuple[int, ...]) -> Array:
+    """The step to the minimum of a quadratic model, with `bounded` columns in REPEAT_BOUNDS."""
+    low, high = laws.REPEAT_BOUNDS
+    step: Array = -np.einsum("rij,rj->ri", inverse, gradient)
+    for p in bounded:
+        # Near its bounds a parameter has almost no effect, and its step would be far too long. Cut
+        # only this step, and move to the best of the other parameters for it.
+        least = np.maximum(low - theta[:, p], -LONGEST)
+        most = np.minimum(high - theta[:, p], LONGEST)
+        column = inverse[:, p]
+        excess = np.clip(step[:, p], least, most) - step[:, p]
+        per_unit = np.where(column[:, p] > 0, 1 / np.maximum(column[:, p], 1e-300), 0)
+        step += (excess * per_unit)[:, None] * column
+        cut = np.where(excess == 0, 0, per_unit)
+        inverse = inverse - cut[:, None, None] * column[:, :, None] * column[:, None, :]
+    return step
 
 
 def _updated(inverse: Array, s: Array, y: Array) -> Array:
@@ -238,8 +259,7 @@ def _backtrack(
     rows: Rows,
 ) -> _Step:
     """Armijo's rule for each row; a row whose value never falls stays where it is."""
-    # Steps are in logarithms: more than 2 is a factor above e², too far for a local model.
-    scale = np.minimum(1.0, 2.0 / (np.abs(step).max(axis=1) + 1e-300))
+    scale = np.minimum(1.0, LONGEST / (np.abs(step).max(axis=1) + 1e-300))
     found = _Step(np.zeros_like(step), value.copy(), gradient.copy())
     left = np.arange(len(rows))
     for _ in range(14):  # down to 0.4^14 ≈ 3e-6 of the first step
@@ -258,7 +278,9 @@ def _backtrack(
 
 
 def _inverse(matrices: Array) -> Array:
-    scale = np.sqrt(np.maximum(np.einsum("rii->ri", matrices), 1e-300))
+    diagonal = np.einsum("rii->ri", matrices)
+    # A parameter without any effect keeps its value.
+    scale = np.where(diagonal > 0, np.sqrt(diagonal), np.inf)
     outer = scale[:, :, None] * scale[:, None, :]
     unit = matrices / outer + 1e-9 * np.eye(matrices.shape[1])  # flat directions stay finite
     return np.asarray(np.linalg.pinv(unit, hermitian=True) / outer)
@@ -366,22 +388,3 @@ def vpnls(points: Points) -> Fit:
     theta = np.array([E, A, best.x[0], B, best.x[1]])
     near = np.mean([result.fun <= best.fun * (1 + 1e-4) + 1e-12 for result in found])
     return Fit(Projected(), theta, x, points, norm**2, float(near))
-
-
-def refit_vpnls(fit: Fit, weights: Array) -> Array:
-    """Theta of the same least squares for each row of `weights`, descended from this optimum."""
-    loss = fit.points.loss
-
-    def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
-        value, jacobian = fit.law.log_loss(theta, fit.inputs)
-        gap = np.exp(value) - loss
-        gradient = np.einsum("pri,ri->rp", jacobian, weights[rows] * gap * np.exp(value))
-        return 0.5 * np.einsum("ri,ri->r", weights[rows] * gap, gap), gradient
-
-    def metric(theta: Array, rows: Rows) -> Array:
-        value, jacobian = fit.law.log_loss(theta, fit.inputs)
-        slope = jacobian * np.exp(value)
-        return np.asarray(np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True))
-
-    starts = np.repeat(fit.theta[None], len(weights), axis=0)
-    return minimize(objective, metric, starts, np.arange(len(starts)), tolerance=1e-10)[0]

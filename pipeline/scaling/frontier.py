@@ -12,7 +12,7 @@ from pipeline.scaling.points import Array, Points
 
 Method = Literal["akima", "parabola"]
 EQUAL = 1e-6  # relative difference of prices that are the same
-OFF_LINE = 0.05  # largest relative error of a price; above it the points have no common one
+OFF_LINE = 0.05  # largest relative error of UnitFlops; above it the points have no common one
 ROUNDS = 30  # of the search for N*; each makes the error at least five times smaller
 GAP = 1.1  # compute values more than 10% apart belong to two budgets
 UNEQUAL = 1.5  # the largest ratio of compute within one budget
@@ -24,7 +24,7 @@ def flops_per_parameter_token(points: Points) -> float:
 
 
 @dataclass(frozen=True)
-class Price:
+class UnitFlops:
     """Training FLOPs per parameter and token of models of one shape: base + extra · N^(−1/3).
 
     The second part is attention, whose FLOPs per token grow with layers × width, while N grows with
@@ -35,8 +35,8 @@ class Price:
     extra: float
 
     @classmethod
-    def of(cls, points: Points) -> "Price":
-        """Return the price that the points have in common, or their median if they have none."""
+    def of(cls, points: Points) -> "UnitFlops":
+        """Return the figure that the points have in common, or their median if they have none."""
         each = points.C / (points.N * points.D)
         if len(np.unique(points.N)) >= 3 and np.ptp(each) > EQUAL * each.max():
             extra, base = np.polyfit(np.cbrt(1 / points.N), each, 1)
@@ -50,7 +50,7 @@ class Price:
         return np.asarray(self.base + self.extra * np.cbrt(1 / N))
 
     def growth(self, N: Array) -> Array:
-        """d log(N · price) / d log N; 1 for C = 6·N·D."""
+        """d log(N · unit FLOPs) / d log N; 1 for C = 6·N·D."""
         return np.asarray(1 - self.extra * np.cbrt(1 / N) / (3 * self.each(N)))
 
 
@@ -86,17 +86,17 @@ def exponents(law: Law, natural: Array) -> Array | None:
     return np.asarray(terms[:, [3, 1]] / (terms[:, 1] + terms[:, 3])[:, None])
 
 
-def best_split(terms: Array, log_c: Array, price: Price) -> Array:
-    """Log N of the least A·N^−α + B·D^−β with C = price · N · D: αA·N^−α = βB·D^−β · growth."""
+def best_split(terms: Array, log_c: Array, unit_flops: UnitFlops) -> Array:
+    """Log N of the least A·N^−α + B·D^−β for each C: αA·N^−α = βB·D^−β · growth."""
     a, alpha, b, beta = terms.T
-    unit = log_c - np.log(price.base)  # log N + log D
+    unit = log_c - np.log(unit_flops.base)  # log N + log D
     growth: Array | float = 1.0
     with np.errstate(all="ignore"):  # a bad fit has no optimum: the result is NaN
-        for _ in range(ROUNDS if price.extra else 1):
+        for _ in range(ROUNDS if unit_flops.extra else 1):
             n = (np.log(alpha / beta / growth) + a - b + beta * unit) / (alpha + beta)
             N = np.exp(n)
-            unit = log_c - np.log(price.each(N))
-            growth = price.growth(N)
+            unit = log_c - np.log(unit_flops.each(N))
+            growth = unit_flops.growth(N)
     return np.asarray(n)
 
 
@@ -107,11 +107,11 @@ def optimum(fit: Fit, C: Array, experts: Array | None = None) -> Points | None:
     terms = terms_of(fit.law, natural, many) if len(C) else None
     if terms is None:
         return None
-    price = Price.of(fit.points)
-    n = best_split(terms, np.log(C), price)
+    unit_flops = UnitFlops.of(fit.points)
+    n = best_split(terms, np.log(C), unit_flops)
     with np.errstate(all="ignore"):
         N = np.exp(n)
-        D = C / price.each(N) / N
+        D = C / unit_flops.each(N) / N
     return at(fit.points, C, N, D, experts=experts)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import special  # importing scipy.stats would be a third of the start of `launch fit`
 
-from pipeline.scaling.fitting import DELTA, Fit, Projected, Show, descend, refit_vpnls, silent
+from pipeline.scaling.fitting import DELTA, Fit, Projected, Rows, Show, descend, minimize, silent
 from pipeline.scaling.laws import REPEAT_BOUNDS, Inputs, prior
 from pipeline.scaling.points import Array, Points, runs_across
 from pipeline.units import count
@@ -33,6 +33,25 @@ def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> A
     problem = (fit.points, fit.law, fit.inputs, starts, weights)
     forecasting = fit.weights is not None
     return descend(*problem, forecasting=forecasting, tolerance=1e-8, show=show)[0]
+
+
+def refit_vpnls(fit: Fit, weights: Array) -> Array:
+    """Theta of the same least squares for each row of `weights`, descended from this optimum."""
+    loss = fit.points.loss
+
+    def objective(theta: Array, rows: Rows) -> tuple[Array, Array]:
+        value, jacobian = fit.law.log_loss(theta, fit.inputs)
+        gap = np.exp(value) - loss
+        gradient = np.einsum("pri,ri->rp", jacobian, weights[rows] * gap * np.exp(value))
+        return 0.5 * np.einsum("ri,ri->r", weights[rows] * gap, gap), gradient
+
+    def metric(theta: Array, rows: Rows) -> Array:
+        value, jacobian = fit.law.log_loss(theta, fit.inputs)
+        slope = jacobian * np.exp(value)
+        return np.asarray(np.einsum("pri,qri->rpq", slope * weights[rows], slope, optimize=True))
+
+    starts = np.repeat(fit.theta[None], len(weights), axis=0)
+    return minimize(objective, metric, starts, np.arange(len(starts)), tolerance=1e-10)[0]
 
 
 @dataclass(frozen=True)
@@ -238,7 +257,8 @@ def _value_warnings(fit: Fit, of_e: Profile | None) -> list[str]:
                 f"{count(most[letter] / 16)}, everything else equal, would show it."
             )
     for name in (key for key in values if key in ("R_D", "R_N")):
-        if not REPEAT_BOUNDS[0] < np.log(values[name]) < REPEAT_BOUNDS[1]:
+        # exp and log do not return the bound itself to the last digit.
+        if not REPEAT_BOUNDS[0] + 1e-6 < np.log(values[name]) < REPEAT_BOUNDS[1] - 1e-6:
             found.append(
                 f"{name} = {values[name]:.3g} ran to its bound: these points do not determine it. "
                 f"Runs of N = {size} that see {count(most['D'] / 64)} distinct tokens 4, 16 and 64 "

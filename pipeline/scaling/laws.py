@@ -25,7 +25,7 @@ PRIOR_FLOOR = 0.5  # E over the lowest loss
 FLOOR_SPREAD = 1.0
 GAMMA_SPREAD = 1.0  # about γ = 1, which is Chinchilla's law
 FLATTEST = 0.02  # below this exponent, the cost uses the tangent of the logarithm
-REPEAT_BOUNDS = (-5, 12)  # of log R*: outside, repeats count for nothing or like new tokens
+REPEAT_BOUNDS = (-5.0, 12.0)  # of log R*: there, repeats count for nothing or like new tokens
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Law:
     formula: str
     parameters: tuple[str, ...]
     exponents: tuple[int, ...] = ()  # the columns of theta to which the exponents' prior applies
+    bounded: tuple[int, ...] = ()  # the columns of theta that stay within REPEAT_BOUNDS
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         raise NotImplementedError
@@ -188,6 +189,7 @@ class DataConstrained(Chinchilla):
     name = "data-constrained"
     formula = "L = E + A·N′^−α + B·D′^−β, D′ = U·(1 + R*(1 − exp(−(D/U − 1)/R*)))"
     parameters = ("E", "A", "alpha", "B", "beta", "R_D", "R_N")
+    bounded = (5, 6)
 
     def log_loss(self, theta: Array, x: Inputs) -> tuple[Array, Array]:
         e, a, alpha, b, beta, r_d, r_n = (column[:, None] for column in theta.T)

@@ -160,8 +160,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     found.setdefault("C", 6 * found["N"] * found["D"])
     if task is not None:
         found["accuracy"] = found.pop("task_accuracy")
-    # Numbered like the lines of the file, where line 1 is the header.
-    run = tuple(row.get("run") or f"row {i}" for i, row in enumerate(rows, 2))
+    run = tuple(row.get("run") or f"row {row[LINE]}" for row in rows)
     points = clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
     each = points.C / (points.N * points.D)
     if len(points) and each.max() > MIXED_COUNTS * each.min():
@@ -180,6 +179,7 @@ def _listed(kinds: Sequence[str]) -> str:
     return text if len(text) <= LONG_KINDS else f"{len(kinds)} different ones"
 
 
+LINE = ""  # key of a row's line in its file, which differs from its number after blank lines
 ACCURACY = "/accuracy"
 BITS = "/bpb"
 
@@ -225,8 +225,9 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
     try:
         # Spreadsheets write a byte-order mark, and spaces around names and numbers.
         with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
-            names = [name.strip() for name in next(csv.reader(file), [])]
-            cells = [row for row in csv.reader(file) if row]
+            reader = csv.reader(file)
+            names = [name.strip() for name in next(reader, [])]
+            cells = [(row, reader.line_num) for row in reader if row]
     except OSError as error:
         why = error.strerror
         raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
@@ -241,14 +242,17 @@ def read_table(path: Path, required: Sequence[str], key: str = "points") -> list
         raise DataError(f"{path}: column {', '.join(twice)} occurs twice; keep one of them")
     if not cells:
         raise DataError(f"{path} has a header and no rows; add one row per run")
-    for line, row in enumerate(cells, 2):
+    for row, line in cells:
         # `1,000,000` would put each group of digits into a separate cell.
         if any(text.strip() for text in row[len(names) :]) or len(row) < len(names):
             raise DataError(
                 f"{path}:{line}: {len(row)} cells under {len(names)} columns; write numbers "
                 f"without thousands separators, and a comma for each empty cell"
             )
-    return [dict(zip(names, map(str.strip, row), strict=False)) for row in cells]
+    return [
+        dict(zip(names, map(str.strip, row), strict=False)) | {LINE: str(line)}
+        for row, line in cells
+    ]
 
 
 def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
@@ -290,7 +294,7 @@ def read_columns(
     """Return the required columns as numbers, and the optional ones that have values."""
     present = [key for key in OPTIONAL if any(row.get(key) for row in rows)]
     for key in present:
-        empty = [line for line, row in enumerate(rows, 2) if not row.get(key)]
+        empty = [row[LINE] for row in rows if not row.get(key)]
         # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
         if empty:
             text = f"{path}:{empty[0]}: {key}= is empty here and filled in other rows"
@@ -300,16 +304,15 @@ def read_columns(
 
 def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
     values: list[float] = []
-    for line, row in enumerate(rows, 2):
+    for row in rows:
         text = row.get(key) or "nan"  # an empty cell is reported later, with its row
         try:
             values.append(float(text))
         except ValueError:
             remedy = "55% as 0.55" if key == "task_accuracy" else "it as 1e6 or 1000000"
             name = key.removeprefix("task_")
-            raise DataError(
-                f"{path}:{line}: {name}={text!r} is not a number; write {remedy}"
-            ) from None
+            problem = f"{path}:{row[LINE]}: {name}={text!r} is not a number"
+            raise DataError(f"{problem}; write {remedy}") from None
     return np.array(values)
 
 

@@ -23,8 +23,8 @@ from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
-from pipeline.scaling.frontier import Price, at
-from pipeline.scaling.points import MIXED_COUNTS, Points, read_columns, read_table
+from pipeline.scaling.frontier import UnitFlops, at
+from pipeline.scaling.points import LINE, MIXED_COUNTS, Points, read_columns, read_table
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
 
@@ -67,11 +67,11 @@ def read_targets(path: Path) -> dict[str, Any]:
     rows = read_table(path, ("N", "D"), "targets")
     found = read_columns(path, rows, ("N", "D"))
     for key, values in found.items():
-        wrong = np.flatnonzero(~((values > 0) & (values < MOST)))
-        if len(wrong):
-            cell = rows[wrong[0]].get(key) or "an empty cell"
+        wrong = [row for row, value in zip(rows, values, strict=True) if not 0 < value < MOST]
+        if wrong:
+            cell = wrong[0].get(key) or "an empty cell"
             raise ConfigError(
-                f"targets={path}:{wrong[0] + 2}: {key}={cell} must be a number above zero and "
+                f"targets={path}:{wrong[0][LINE]}: {key}={cell} must be a number above zero and "
                 f"below {MOST:g}, such as 1e9"
             )
     kinds = sorted({row["arch"] for row in rows if row.get("arch")})
@@ -80,7 +80,7 @@ def read_targets(path: Path) -> dict[str, Any]:
 
 
 def at_targets(study: Study, targets: dict[str, Any]) -> Points:
-    C = Price.of(study.fit.points).each(targets["N"]) * targets["N"] * targets["D"]
+    C = UnitFlops.of(study.fit.points).each(targets["N"]) * targets["N"] * targets["D"]
     # A column C of the file has priority over this product.
     return at(study.fit.points, **{"C": C, **targets})
 
@@ -94,9 +94,9 @@ def forecast(study: Study, targets: Points, unique: float | None = None) -> list
         raise ConfigError(
             "law=moe forecasts need the number of experts; give --targets with a column `experts`"
         )
-    # The exact FLOPs of a size differ a little from the price of the points. Its best split is for
-    # the FLOPs by this price, so that both are compared; N is NaN for a law of compute alone.
-    spent = Price.of(study.fit.points).each(targets.N) * targets.N * targets.D
+    # The exact FLOPs of a size differ a little from those of the points. Its best split is for
+    # the FLOPs by the points' rule, so that both are compared; N is NaN for a law of compute alone.
+    spent = UnitFlops.of(study.fit.points).each(targets.N) * targets.N * targets.D
     C = np.where(np.isfinite(spent), spent, targets.C)
     if unique is None:
         best = study.optimum(C, targets.experts)
@@ -235,7 +235,7 @@ def _misfits(study: Study, targets: Points) -> list[str]:
             f"parameters, D in tokens and C in FLOPs?"
         )
     # A law of compute alone has targets without N and D, for which no comparison is true.
-    each = targets.C / (targets.N * targets.D) / Price.of(points).each(targets.N)
+    each = targets.C / (targets.N * targets.D) / UnitFlops.of(points).each(targets.N)
     if ((each > MIXED_COUNTS) | (each < 1 / MIXED_COUNTS)).any():
         found.append("C / (N·D) of the targets is not that of the points: is their C right?")
     if None not in (points.arch, targets.arch) and targets.arch != points.arch:

@@ -20,6 +20,7 @@ from pipeline.units import count
 
 VERSION = 1
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
+ENDED = ("finished", "failed")  # states of a run that will not measure its loss any more
 
 
 def register(
@@ -115,7 +116,10 @@ def _number(value: object) -> float:
 
 @dataclass(frozen=True)
 class Score:
-    """A forecast and its run; the fields after `task` are None until the run has finished."""
+    """A forecast and its run; the fields after `task` are None until the run has finished.
+
+    A run that failed or diverged, or was not scored on the task, has a name and no measurement.
+    """
 
     N: float
     D: float
@@ -143,10 +147,12 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
         value = f["loss" if task is None else "accuracy"]
         landed: dict[str, Any] = {}
         for run in runs:
-            if not (run.finished and run.evals and _same(run, f["N"], f["D"])):
+            if not _same(run, f["N"], f["D"]):
                 continue
-            measured = _number(run.evals[-1].get(key))
+            measured = _number(run.evals[-1].get(key)) if run.finished and run.evals else math.nan
             if not math.isfinite(measured):  # not scored on the task, or diverged
+                if run.status(now=0.0) in ENDED:
+                    landed = landed or {"run": run.name}
                 continue
             # Only a forecast that is older than its run counts.
             # A run without events has an unknown start, so its forecast does not count either.
@@ -173,12 +179,14 @@ def about_targets(scores: Sequence[Score], used: Collection[str]) -> list[str]:
         f"points. That forecast does not change. The law here is fitted to {len(used)} points"
         f"{', and this run is one of them' if one.run in used else ' without this run'}."
         for one in scores
-        if one.run is not None and one.task is None
+        if one.measured is not None and one.task is None
     ]
 
 
 def _same(run: Run, N: float, D: float) -> bool:
-    tokens = run.evals[-1].get("tokens") or 0.0  # a damaged log may have none
+    tokens = _number(run.record.get("steps")) * _number(run.record.get("batch_tokens"))
+    if run.finished and run.evals:
+        tokens = run.evals[-1].get("tokens") or 0.0  # a damaged log may have none
     return abs(run.N / N - 1) < NEAR and abs(float(tokens) / D - 1) < NEAR
 
 

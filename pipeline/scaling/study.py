@@ -74,7 +74,8 @@ class Study:
         if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
             return self.draws
         rng = np.random.default_rng(0)
-        thetas = rng.multivariate_normal(self.fit.theta, self.scatter.covariance, 500)
+        spread = self.scatter.covariance  # of noise alone, it is not quite positive
+        thetas = rng.multivariate_normal(self.fit.theta, spread, 500, check_valid="ignore")
         return self.fit.law.natural(thetas, self.fit.inputs)
 
     @quiet
@@ -86,11 +87,11 @@ class Study:
             return None
         a_b = frontier.exponents(self.fit.law, drawn)
         assert a_b is not None
-        price = frontier.Price.of(self.fit.points)
+        unit_flops = frontier.UnitFlops.of(self.fit.points)
         log_c = np.log(C)
-        splits = [frontier.best_split(terms, np.full(len(terms), one), price) for one in log_c]
+        splits = [frontier.best_split(terms, np.full(len(terms), one), unit_flops) for one in log_c]
         n = np.array(splits).T
-        d = log_c - n - np.log(price.each(np.exp(n)))
+        d = log_c - n - np.log(unit_flops.each(np.exp(n)))
         columns = {"N": n, "D": d, "a": a_b[:, :1], "b": a_b[:, 1:]}
         found = {}
         for key, values in columns.items():
@@ -286,7 +287,7 @@ def _split_error(fitted: Fit) -> float:
     terms = frontier.terms_of(fitted.law, fitted.law.natural(nudged, fitted.inputs), np.ones(1))
     assert terms is not None
     log_c = np.full(len(terms), np.log(10 * fitted.points.C.max()))
-    up, down = np.split(frontier.best_split(terms, log_c, frontier.Price.of(fitted.points)), 2)
+    up, down = np.split(frontier.best_split(terms, log_c, frontier.UnitFlops.of(fitted.points)), 2)
     slope = (up - down) / (2 * step)
     return float(np.sqrt(slope @ intervals.scatter(fitted).covariance @ slope))
 

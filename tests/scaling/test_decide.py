@@ -157,7 +157,7 @@ def test_on_the_command_line(tmp_path: Path, launch) -> None:
     for wrong, words in {
         "--size 1b --inference-tokens 1e12": "target-loss",
         "--flops 1e22 --inference-mfu 0.1": "inference-tokens",
-        "--flops 1e22 --target-loss 2": "give one of",
+        "--flops 1e22 --target-loss 2": "--flops and --target-loss name 2 targets; give one of",
         "--target-loss nan": "target_loss=nan",
         "--target-loss 1": "out of reach",
         "--flops 1e22 --unique -1": "unique=-1",
@@ -186,7 +186,7 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
     found = best(done, np.array([1e14]), new)
     factors = np.array([1, 0.1, 0.5, 0.9, 1.1, 2, 10])
     N = found.N * factors
-    D = 1e14 / frontier.Price.of(done.fit.points).each(N) / N
+    D = 1e14 / frontier.UnitFlops.of(done.fit.points).each(N) / N
     others = at(done.fit.points, 1e14 + 0 * factors, N, D)
     first, *made = forecast(done, others, unique)
     same = pytest.approx(first.optimum)

@@ -344,6 +344,12 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     scores = score(registered(path.parent), runs)
     shown = law_data([run for run in runs if run.name != "base-20x"], "auto", scores)
     assert "fitted to 3 points without this run" in shown["plain"]
+    # Its last loss was not finite, and then it failed.
+    log.write_text(log.read_text().replace('"kind": "eval"', '"kind": "lost"'))
+    assert "failed or diverged" in launch("score --runs", ladder)
+    log.write_text(log.read_text().replace('"event": "finish"', '"event": "fail"'))
+    (failed,) = json.loads(launch(*compare))["scores"]
+    assert (failed["run"], failed["measured"]) == ("base-20x", None)
 
     path.chmod(0o644)
     content = json.loads(path.read_text())

@@ -1,13 +1,16 @@
 """Each law recovers the parameters that the points were drawn from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from scipy.optimize import minimize
 
 from pipeline.errors import DataError
-from pipeline.scaling.fitting import fit, refit_vpnls, vpnls
+from pipeline.scaling.fitting import fit, vpnls
 from pipeline.scaling.frontier import at, envelope, isoflop, optimum
-from pipeline.scaling.intervals import bootstrap
-from pipeline.scaling.laws import LAWS
+from pipeline.scaling.intervals import bootstrap, refit_vpnls
+from pipeline.scaling.laws import LAWS, REPEAT_BOUNDS, Inputs
 from pipeline.scaling.points import Points
 from pipeline.scaling.predict import at_sizes, cautions, forecast
 from pipeline.scaling.study import study
@@ -77,6 +80,40 @@ def test_repeated_data() -> None:
     assert "`unique`" in cautions(done, target, forecast(done, target))[0]
     with pytest.raises(DataError, match="column `unique`"):
         study(points(N, D, true_loss(N, D)), "data-constrained")
+
+
+@pytest.mark.parametrize("most_epochs", [60, 2])
+def test_resamples_of_repeated_data_reach_their_optimum(most_epochs: int) -> None:
+    """182 runs as in arXiv 2305.16264; scipy's L-BFGS-B for one resample at a time finds no better.
+
+    If no run repeats its data more than twice, R_D goes to its bound, where others must not stop.
+    """
+    rng = np.random.default_rng(11)
+    N = np.exp(rng.uniform(np.log(7e6), np.log(9e9), 182))
+    U = np.exp(rng.uniform(np.log(1e8), np.log(178e9), 182))
+    D = U * np.where(rng.random(182) < 0.8, 1, rng.uniform(1, most_epochs, 182))
+    law = LAWS["data-constrained"]
+    made = points(N, D, np.ones(182), unique=U)
+    x = Inputs.of(made)
+    truth = np.array([0.63, -0.64, 0.353, -0.9, 0.353, np.log(15.4), np.log(5.3)])
+    log_loss = law.log_loss(truth[None], x)[0][0] + rng.normal(0, 0.005, 182)
+    done = fit(replace(made, loss=np.exp(log_loss)), law)
+    assert (done.theta[5] >= REPEAT_BOUNDS[1]) == (most_epochs == 2)
+    found = bootstrap(done, 40)
+    assert (found[:, 5] < 5).any()
+    draws = np.random.default_rng(0).multinomial(182, np.full(182, 1 / 182), 40)
+    weights = draws[:, np.unique(np.array(made.run), return_inverse=True)[1]]
+
+    def objective(theta: np.ndarray, weight: np.ndarray) -> tuple[float, np.ndarray]:
+        value, jacobian = law.log_loss(theta[None], x)
+        clipped = np.clip(value[0] - log_loss, -1e-3, 1e-3)
+        total = weight @ (clipped * (value[0] - log_loss - 0.5 * clipped))
+        return total * 1e3, jacobian[:, 0] @ (weight * clipped) * 1e3
+
+    free = [(None, None)] * 5 + [REPEAT_BOUNDS] * 2
+    for theta, weight in zip(found, weights, strict=True):
+        slow = minimize(objective, truth, weight, jac=True, bounds=free, tol=1e-12)
+        assert objective(theta, weight)[0] < slow.fun * (1 + 1e-6)
 
 
 UNEVEN = {"E": 1.7, "A": 800.0, "alpha": 0.46, "B": 60.0, "beta": 0.27}

@@ -204,3 +204,13 @@ def test_targets_end_in_one_line(text: str, tmp_path: Path) -> None:
         assert "\n" not in str(error)
     else:
         assert (found["N"] > 0).all() and (found["D"] > 0).all()
+
+
+def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "p.csv"
+    file.write_text("N,D,loss\n1e6,2e7,3.5\n\n1e7,2e8,x\n")
+    with pytest.raises(UserError, match=r"p.csv:4: loss='x'"):
+        read_csv(file)
+    file.write_text("N,D\n\n1e7,-1\n")
+    with pytest.raises(UserError, match=r"p.csv:3: D=-1"):
+        predict.read_targets(file)
