@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.runs.directory import RunDir
 from tests.cluster.slurm import Slurm
 from tests.conftest import launch
 from tests.train.test_run import GOLDEN, TINY, hashes, losses, records
@@ -100,14 +101,14 @@ def test_the_curve_survives_every_event(slurm, runs, corpus, tmp_path):
     assert verdicts(run)[-1][0] == "requeue" and "as asked" in verdicts(run)[-1][1]
 
     # a rank hangs: for SLURM the job is running
-    hung = step(run) + 1
     os.kill(slurm.inside("node2", f"pipeline.train.worker {run}")[0], signal.SIGSTOP)
     training(5)
     action, reason = verdicts(run)[-1]
     assert action == "requeue" and "HangError: rank 1" in reason
 
     # a node restarts before SLURM notices: for SLURM the job is still running there
-    slurm.until(lambda: step(run) > hung)  # the same fault at the same step would end the job
+    hung = RunDir(run).past_faults()[-1]["step"]
+    slurm.until(lambda: step(run) > hung + 1)  # the same fault at the same step would end the job
     slurm.power_off("node2")
     slurm.power_on("node2")
     assert slurm.field(job, "state") == "RUNNING"
