@@ -30,7 +30,7 @@ def test_layouts_train_the_same_and_a_wrong_one_is_caught(arch, optimizer, nproc
     # A scaled embedding has a separate learning rate. Four rows per rank: gradients accumulate.
     shape = "model.layers=1 model.ffn.dense_layers=0" if optimizer == "muon" else "model.layers=2"
     few = sets(f"{shape} model.seq=16 train.batch_tokens={nproc * 64}")
-    few += sets("model.ffn.experts=8 model.scaled_embedding=true")
+    few += sets("recipe=adamw model.ffn.experts=8 model.scaled_embedding=true")
     few += sets(f"optim.optimizer.kind={optimizer}")
     *real, control = json.loads(launch("verify", *options, *few).stdout)
     # The reference runs, asked for or not.
