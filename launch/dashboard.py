@@ -4,6 +4,7 @@ import os
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -109,7 +110,7 @@ def serve(watcher: "Watcher", host: str, port: int, as_json: bool) -> None:
     url = f"http://{name}:{listening.getsockname()[1]}/"
     if token is not None:
         # The first request exchanges the token for a cookie, so it disappears from the address.
-        url += f"?token={token}"
+        url += f"?token={quote(token, safe='')}"
     if as_json:
         typer.echo(encode({"url": url, "source": watcher.source.title}))
     else:

@@ -302,4 +302,4 @@ def _print_stream(one: Input, tokens: Iterator[int], pieces: "Tokenizer") -> Non
         if not text.endswith("\ufffd"):  # U+FFFD stands for an incomplete character
             print(text.removeprefix(shown), end="", flush=True)
             shown = text
-    print()
+    print(pieces.decode(ids).removeprefix(shown))  # a character that stays incomplete

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from importlib import resources
 from typing import Annotated
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Header, Path, Query
@@ -209,11 +209,11 @@ class Guard:
                 return PlainTextResponse("401: wrong token", 401)
             # Redirect, so that the token stays out of the address bar and the history.
             home = RedirectResponse("/", 303)
-            home.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            home.set_cookie(COOKIE, quote(self.token), httponly=True, samesite="strict")
             return home
         # The page sends the cookie, and scripts send the header.
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        cookie = unquote(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""))
         if self._matches(bearer) or self._matches(cookie):
             return None
         return PlainTextResponse("401: open the address that `launch dashboard` printed", 401)

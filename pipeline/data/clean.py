@@ -32,7 +32,7 @@ from pipeline.data.corpus_recipe import (
 )
 from pipeline.data.readers import read
 from pipeline.data.shards import Stage
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.objective.draws import I64, U64
 
 BATCH_DOCUMENTS = 1024  # at most, and about a megabyte of text
@@ -149,8 +149,12 @@ def after_dedup(
 ) -> Iterator[Batch]:
     """Read again the documents that the sketch pass, which filtered and counted them, kept."""
     for batch in _read_batches(task, recipe, ledger):
-        kept = [document for document in batch if keep[document.item]]
+        kept = [document for document in batch if document.item < len(keep) and keep[document.item]]
         yield _normalized(kept, recipe, ledger)
+    found = sum(stage.documents_in for stage in ledger.stages() if stage.name == "read")
+    if found != len(keep):  # the flags would be those of other documents
+        text = f"source={task[0].source!r}: a file changed after dedup had read it"
+        raise DataError(f"{text}; run the command again")
 
 
 def _read_batches(task: Task, recipe: Recipe, ledger: Ledger) -> Iterator[Batch]:

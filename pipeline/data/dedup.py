@@ -19,7 +19,7 @@ from pipeline.atomic import sync_directory
 from pipeline.data.clean import Ledger
 from pipeline.data.corpus_recipe import Recipe
 from pipeline.data.ray_pool import run
-from pipeline.data.shards import Stage, save
+from pipeline.data.shards import Stage, replacing, save
 from pipeline.data.sketch import Sketched, part_of, similarity
 from pipeline.objective.draws import I64
 
@@ -39,10 +39,8 @@ def deduplicate(
     starts = np.cumsum([0, *(_length(part, "items") for part in parts)])
     size = int(starts[-1])
     # Union-find over all documents, on disk. One element more, as an empty file cannot be mapped.
-    parents = np.asarray(np.memmap(folder / "parents", np.int64, "w+", shape=(size + 1,)))
-    copies = np.memmap(folder / COPIES, bool, "w+", shape=(size + 1,))
-    for low in range(0, size, BLOCK):
-        parents[low : low + BLOCK] = np.arange(low, low + len(parents[low : low + BLOCK]))
+    parents = np.asarray(_mapped(folder / "parents", np.arange, size + 1))
+    copies = _mapped(folder / COPIES, lambda low, high: np.zeros(high - low, bool), size + 1)
     if recipe.dedup.exact:
         for pairs in _pairs(_exact_range, "exact", parts, starts, recipe):
             join(parents, pairs)
@@ -69,6 +67,18 @@ def deduplicate(
         save(stem.with_suffix(".keep.npy"), keep, flush_name=False)
     sync_directory(folder)
     return ledger.stages()
+
+
+def _mapped(
+    path: Path, values: Callable[[int, int], npt.NDArray[Any]], size: int
+) -> npt.NDArray[Any]:
+    """Write an array block by block, values(low, high) of each, and map the file."""
+    # A new file that is only mapped has no blocks yet: on a full disk, the first change of a page
+    # would kill the process.
+    with replacing(path, flush_name=False) as file:
+        for low in range(0, size, BLOCK):
+            file.write(values(low, min(low + BLOCK, size)))
+    return np.memmap(path, values(0, 0).dtype, "r+")
 
 
 def join(parents: I64, pairs: I64) -> None:

@@ -94,12 +94,12 @@ def _connect(address: str | None, workers: int | None) -> Path:
     try:
         context = ray.init(**options)
     except Exception as error:  # Ray raises a plain Exception if it starts too slowly
-        reason = first_line(error)
-        remedy = "check `ray status`"
-        if address:
-            remedy += " and that RAY_AUTH_MODE and RAY_AUTH_TOKEN are the cluster's"
+        if not address:  # a busy machine, on which it would need more than its 30 s
+            text = f"Ray does not start on this machine: {first_line(error)}"
+            raise DataError(f"{text}; run the command again") from error
         raise DataError(
-            f"RAY_ADDRESS={address or 'local'}: Ray does not start or answer ({reason}); {remedy}"
+            f"RAY_ADDRESS={address}: Ray does not answer ({first_line(error)}); check `ray status` "
+            "and that RAY_AUTH_MODE and RAY_AUTH_TOKEN are the cluster's"
         ) from error
     return Path(context.address_info["session_dir"])
 

@@ -114,7 +114,8 @@ def _decode(raw: bytes, path: str, position: int) -> str | Malformed:
     if b"\0" in raw:
         return Malformed(path, position + raw.index(b"\0"), "NUL byte: a binary file", len(raw))
     try:
-        return raw.decode()
+        # A byte order mark is not part of the text.
+        return raw.decode("utf-8" if position else "utf-8-sig")
     except UnicodeDecodeError as error:
         return Malformed(path, position + error.start, "not UTF-8", len(raw))
 

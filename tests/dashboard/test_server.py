@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvicorn
+from starlette.testclient import TestClient
 
 from pipeline.dashboard import server
 from pipeline.dashboard.live import Watcher
@@ -96,6 +98,22 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
         bearer = f"Bearer {TOKEN}"
         assert ask(port, "/api/runs", Authorization=bearer, Host="10.0.0.7:8080").status == 200
         assert ask(port, "/api/runs", Cookie="isoflop-token=\x7f; ;=;").status == 401
+
+
+@pytest.mark.parametrize("token", ["a+b&c=d", "#x y;z%20", "müde東京"])
+def test_any_token_works_as_address_and_cookie(tmp_path, monkeypatch, capsys, token) -> None:
+    from launch import dashboard
+
+    monkeypatch.setenv(dashboard.TOKEN, token)
+    monkeypatch.setattr(server, "web_server", lambda watcher, token: uvicorn.Server)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda sockets: sockets[0].close())
+    watcher = Watcher(Directories(tmp_path))
+    dashboard.serve(watcher, "0.0.0.0", 0, as_json=True)
+    address = json.loads(capsys.readouterr().out)["url"].replace("0.0.0.0", "here")
+    with TestClient(server.application(watcher, token), "http://here") as client:
+        assert client.get("/api/laws").status_code == 401
+        assert client.get(address).status_code == 200
+        assert client.get("/api/laws").status_code == 200
 
 
 def test_only_what_changed_is_sent_again(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.bench.data_stage import _peak_bytes
 from pipeline.data.corpus import Corpus, claimed
 from pipeline.data.corpus_recipe import Recipe
+from pipeline.data.dedup import _mapped, deduplicate
 from pipeline.data.encode import is_held_out
 from pipeline.data.prepare import prepare
-from pipeline.data.shards import MANIFEST
+from pipeline.data.shards import MANIFEST, save
 from pipeline.data.sources import plan
 from pipeline.data.tokenizer import Tokenizer, train
 from pipeline.errors import ConfigError
@@ -318,6 +320,33 @@ def test_full_disk_then_space(tmp_path, disk, tokenizer, fails):
     make([source], disk / "out", tokenizer)
     make([source], tmp_path / "out", tokenizer)
     assert contents(disk / "out") == contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_file_that_changes_between_the_passes(tmp_path, monkeypatch, fails, lost):
+    """What dedup keeps would be applied to other documents."""
+    source = tmp_path / "a.jsonl.gz"
+    lines = [json.dumps({"text": text}) + "\n" for text in some_texts(50)]
+    source.write_bytes(gzip.compress("".join(lines).encode()))
+
+    def change(*arguments: object) -> None:
+        found = lines[lost:] if lost else [*lines, lines[0]]
+        source.write_bytes(gzip.compress("".join(found).encode()))
+        return deduplicate(*arguments)
+
+    monkeypatch.setattr("pipeline.data.prepare.deduplicate", change)
+    fails("a file changed", [source], tmp_path / "out", dedup={"exact": True})
+
+
+def test_a_full_disk_is_an_error_of_every_writer(disk: Path) -> None:
+    """numpy's own writer has no error number, and a mapped file would end the process."""
+    with refused("disk full"):
+        save(disk / "a.npy", np.zeros(2**16))
+    with refused("disk full"):
+        _mapped(disk / "b", np.arange, 2**20)
+    assert not list(disk.iterdir())
+    save(disk / "c.npy", np.arange(5))
+    assert np.load(disk / "c.npy").tolist() == [*_mapped(disk / "d", np.arange, 5)]
 
 
 def test_read_only_disk(tmp_path: Path, disk: Path, fails: Fails) -> None:

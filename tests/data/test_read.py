@@ -268,6 +268,12 @@ def test_a_line_across_many_pieces_is_read_once(tmp_path, monkeypatch):
     assert sum(skipped) < 1_100_000
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "two"}')
+    assert documents(pieces_of(tmp_path)) == ["one\n", "two"]
+
+
 def test_binary_and_invalid_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc\0def")
     (tmp_path / "b.txt").write_bytes(b"abc\xffdef")
