@@ -3,7 +3,7 @@
 An hf: source is a hub name, a directory of data files, or a dataset saved by `save_to_disk`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -34,16 +34,22 @@ def row_group_bytes(path: Path) -> list[int]:
     return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
 
 
-def parquet_rows(path: str, index: int, keys: Sequence[str]) -> Iterator[Row]:
-    """Read the text columns of one row group, a few rows at a time."""
+def rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
+    """Read the text columns of a piece."""
+    read = {"parquet": _parquet_rows, "arrow": _arrow_rows, "hf": _hub_rows}[piece.kind]
+    return read(piece, keys)
+
+
+def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
+    """Read one row group, a few rows at a time."""
     # Without these options pyarrow loads whole row groups into memory.
-    file = pyarrow.parquet.ParquetFile(path, buffer_size=MB, pre_buffer=False)
-    present = _check_columns(path, keys, file.schema_arrow.names)
-    number = sum(file.metadata.row_group(i).num_rows for i in range(index))
-    group = file.metadata.row_group(index)
+    file = pyarrow.parquet.ParquetFile(piece.path, buffer_size=MB, pre_buffer=False)
+    present = _check_columns(piece.path, keys, file.schema_arrow.names)
+    number = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
+    group = file.metadata.row_group(piece.start)
     row_bytes = group.total_byte_size // max(1, group.num_rows)
-    rows = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
-    for batch in file.iter_batches(rows, row_groups=[index], columns=present):
+    count = min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, row_bytes)))
+    for batch in file.iter_batches(count, row_groups=[piece.start], columns=present):
         yield from _rows(batch, keys, present, number)
         number += batch.num_rows
 
@@ -57,10 +63,10 @@ def record_batch_bytes(path: Path) -> list[int]:
     return [message.body.size for message in messages if message.type == "record batch"]
 
 
-def arrow_rows(path: str, index: int, keys: Sequence[str]) -> Iterator[Row]:
-    """Read the text columns of one record batch, whose first row has number 0."""
-    [batch] = _read_batches(path, index, index + 1)
-    present = _check_columns(path, keys, batch.schema.names)
+def _arrow_rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
+    """Read one record batch, whose first row has number 0."""
+    [batch] = _read_batches(piece.path, piece.start, piece.start + 1)
+    present = _check_columns(piece.path, keys, batch.schema.names)
     for key in present:
         _check_offsets(batch.column(key))
     yield from _rows(batch, keys, present, 0)
@@ -157,16 +163,16 @@ def hub_folder(source: str) -> Path:
     return Path(_name_and_split(source)[0])
 
 
-def hub_rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
+def _hub_rows(piece: Piece, keys: Sequence[str]) -> Iterator[Row]:
     dataset, _ = _open_dataset(piece.source)
     if dataset.column_names is not None:
         _check_columns(piece.source, keys, dataset.column_names)
-    if _is_saved(piece.source):
-        records = ((number, dataset[number]) for number in range(piece.start, piece.stop))
-    else:
-        shard = dataset.shard(dataset.num_shards, piece.start)
-        records = ((number, record) for number, record in enumerate(shard))
-    for number, record in records:
+    records: Iterable[Any] = map(dataset.__getitem__, range(piece.start, piece.stop))
+    first = piece.start
+    if not _is_saved(piece.source):
+        records = dataset.shard(dataset.num_shards, piece.start)
+        first = 0
+    for number, record in enumerate(records, first):
         values = tuple(record.get(key) for key in keys)
         texts = [value for value in values if isinstance(value, str)]
         yield Row(number, values, sum(len(t.encode(errors="surrogatepass")) for t in texts))

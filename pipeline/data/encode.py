@@ -3,7 +3,8 @@
 A plain function: it runs the same in a Ray worker, in a test, or twice because a worker died.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipeline.config.parts import Frozen
 from pipeline.data import megatron
 from pipeline.data.clean import Batch, Ledger, after_dedup, before_dedup
 from pipeline.data.corpus_recipe import PAIR, Malformed, Recipe, Task
-from pipeline.data.shards import Shard, ShardWriter, Stage, dtype_for, replacing, save
+from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for, replacing, save
 from pipeline.data.sketch import decontaminated
 from pipeline.data.tokenizer import Tokenizer
 
@@ -44,7 +45,6 @@ def tokenize(
     `held_out` has the n-grams to decontaminate against, `keep` the documents that dedup keeps.
     """
     tokenizer = _open_tokenizer(folder)
-    dtype = dtype_for(tokenizer.vocab)
     tokenized = tuple(piece for piece in task if piece.kind == "megatron")
     text = tuple(piece for piece in task if piece.kind != "megatron")
     with replacing(folder / f"{name}.malformed", flush_name=False) as malformed_file:
@@ -62,11 +62,12 @@ def tokenize(
             _read_tokenized(tokenized, tokenizer, ledger),
             (document for batch in batches for document in _encode(batch, tokenizer, recipe)),
         )
-
-        def open_shard(split: str) -> ShardWriter:
-            return ShardWriter(folder, f"{split}-{name}", task[0].source, dtype)
-
-        shards = _write(documents, recipe.valid_share, open_shard)
+        writers = _write(documents, recipe.valid_share, folder, name, dtype_for(tokenizer.vocab))
+    shards = {
+        split: writers[split].index(folder / f"{split}-{name}", task[0].source)
+        for split in SPLITS
+        if split in writers
+    }
     sync_directory(folder)  # the shards are durable before the record exists
     record = Encoded(
         source=task[0].source,
@@ -110,21 +111,19 @@ def _read_tokenized(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterato
 
 
 def _write(
-    documents: Iterable[_Document], valid_share: float, open_shard: Callable[[str], ShardWriter]
-) -> dict[str, Shard]:
-    """Write one shard per split that has documents."""
+    documents: Iterable[_Document], valid_share: float, folder: Path, name: str, dtype: DType
+) -> dict[str, ShardWriter]:
+    """Write one .bin file per split that has documents."""
     writers: dict[str, ShardWriter] = {}
-    try:
+    with ExitStack() as files:
         for document in documents:
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
-                writers[split] = open_shard(split)
+                path = folder / f"{split}-{name}.bin"
+                file = files.enter_context(replacing(path, flush_name=False))
+                writers[split] = ShardWriter(file, dtype)
             writers[split].add(document.ids, len(document.raw))
-        return {split: writers[split].close() for split in SPLITS if split in writers}
-    except BaseException as error:
-        for writer in writers.values():
-            writer.abort(error)
-        raise
+    return writers
 
 
 def is_held_out(raw: bytes, share: float) -> bool:

@@ -276,13 +276,8 @@ class Loader:
 
     def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
         samples = range(step * self.rows + rows.start, step * self.rows + rows.stop)
-        examples = self._examples(samples, noise)
-        numbered = zip(rows, examples, strict=True)
-        digest = sum(xxhash.xxh3_64_intdigest(example.raw, number) for number, example in numbered)
-        if self._uneven:
-            targets = self._mean_targets(step)
-            examples = [example._replace(counts=targets) for example in examples]
-        return Batch.stack(examples, digest % 2**64)
+        counts = self._mean_targets(step) if self._uneven else None
+        return Batch.stack(self._examples(samples, noise), rows, counts)
 
     def _mean_targets(self, step: int) -> F32:
         """Return the mean number of targets per row of the global batch. Rows of answers, which are

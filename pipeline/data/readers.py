@@ -2,17 +2,14 @@
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO, assert_never
+from typing import IO, BinaryIO, assert_never
 
 from pipeline.data import synthetic
 from pipeline.data.corpus_recipe import DOCUMENT_BYTES, MB, PAIR, Malformed, Piece
 from pipeline.data.shards import read_error
 from pipeline.errors import DataError
-
-if TYPE_CHECKING:
-    from pipeline.data.columns import Row
 
 TEXT_DOCUMENT_BYTES = MB  # a longer .txt file becomes several documents, cut at line ends
 SEEK_BYTES = 64 * 1024  # search this far for a line end before cutting between two characters
@@ -66,14 +63,7 @@ def _documents(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
 def _columns(piece: Piece, keys: Sequence[str]) -> Iterator[str | Malformed]:
     from pipeline.data import columns  # pyarrow takes a while to import
 
-    rows: Iterable[Row]
-    if piece.kind == "hf":
-        rows = columns.hub_rows(piece, keys)
-    elif piece.kind == "parquet":
-        rows = columns.parquet_rows(piece.path, piece.start, keys)
-    else:
-        rows = columns.arrow_rows(piece.path, piece.start, keys)
-    for row in rows:
+    for row in columns.rows(piece, keys):
         found = _join(row.values, piece.path, row.number, keys, row.bytes)
         if isinstance(found, Malformed) and piece.kind == "arrow":
             first = columns.rows_before(piece.path, piece.start)

@@ -21,7 +21,16 @@ import numpy as np
 from pipeline.config.objective import LABEL_DIGITS, Answers, Labels
 from pipeline.data.encode import MODEL, is_held_out
 from pipeline.data.json_lines import Line, read_lines, shown
-from pipeline.data.shards import VERSION, Manifest, ShardWriter, SourceShare, Split, dtype_for, save
+from pipeline.data.shards import (
+    VERSION,
+    Manifest,
+    ShardWriter,
+    SourceShare,
+    Split,
+    dtype_for,
+    replacing,
+    save,
+)  # fmt: skip
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.errors import DataError
 from pipeline.objective.example import NO_LABEL
@@ -189,14 +198,15 @@ def write_rows(
     length = objective.text_length(seq)
     for split, rows in splits.items():
         blanks = -len(rows) % batch if split == "valid" else 0
-        writer = ShardWriter(out, split, "examples", dtype)
-        for row in [*rows, *[Encoded([], [], NO_LABEL, 0)] * blanks]:
-            tokens, shortened = make_row(row, objective, seq, tokenizer.eod)
-            writer.add(np.array(tokens), row.text_bytes)
-            cut += shortened
-        # A window of running text has one more token, its last target.
-        writer.add(np.array([tokenizer.eod]), 0)
-        shards[split] = Split.of([writer.close()])
+        with replacing(out / f"{split}.bin") as file:
+            writer = ShardWriter(file, dtype)
+            for row in [*rows, *[Encoded([], [], NO_LABEL, 0)] * blanks]:
+                tokens, shortened = make_row(row, objective, seq, tokenizer.eod)
+                writer.add(np.array(tokens), row.text_bytes)
+                cut += shortened
+            # A window of running text has one more token, its last target.
+            writer.add(np.array([tokenizer.eod]), 0)
+        shards[split] = Split.of([writer.index(out / split, "examples")])
     save(out / MODEL, tokenizer.model)
     train = shards["train"]
     source = SourceShare(

@@ -158,19 +158,14 @@ def _content_hash(table: dict[str, Any]) -> str:
 
 
 class ShardWriter:
-    """Stream the documents of one split into one shard; only the lengths stay in memory."""
+    """Stream the documents of one split into an open .bin file; only the lengths stay in memory."""
 
-    def __init__(self, directory: Path, name: str, source: str, dtype: DType) -> None:
-        self._directory = directory
-        self._name = name
-        self._source = source
+    def __init__(self, file: BinaryIO, dtype: DType) -> None:
+        self._file = file
         self._dtype: DType = dtype
         self._lengths: list[int] = []  # in tokens, for the index
         self._bytes = 0  # of text
         self._hash = xxhash.xxh3_128()
-        # Entered here and left in close() or abort(): the file stays open between documents.
-        self._context = replacing(directory / f"{name}.bin", flush_name=False)
-        self._file = self._context.__enter__()
 
     def add(self, ids: npt.NDArray[np.integer], text_bytes: int) -> None:
         """Append a document; its last id is the document end."""
@@ -180,24 +175,19 @@ class ShardWriter:
         self._lengths.append(len(ids))
         self._bytes += text_bytes
 
-    def close(self) -> Shard:
-        """Write both files to disk. Their names are durable once the caller syncs the folder."""
-        self._context.__exit__(None, None, None)
+    def index(self, stem: Path, source: str) -> Shard:
+        """Write STEM.idx. Its name is durable once the caller syncs the folder."""
         index = index_bytes(self._lengths, self._dtype)
-        save(self._directory / f"{self._name}.idx", index, flush_name=False)
+        save(stem.with_suffix(".idx"), index, flush_name=False)
         return Shard(
-            name=self._name,
-            source=self._source,
+            name=stem.name,
+            source=source,
             tokens=sum(self._lengths),
             documents=len(self._lengths),
             bytes=self._bytes,
             bin_hash=self._hash.hexdigest(),
             idx_hash=xxhash.xxh3_128_hexdigest(index),
         )
-
-    def abort(self, error: BaseException) -> None:
-        """Remove the temporary file."""
-        self._context.__exit__(type(error), error, error.__traceback__)
 
 
 def index_bytes(lengths: Sequence[int], dtype: DType) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from tokenizers import AddedToken, decoders, processors
 from tokenizers import Tokenizer as HubTokenizer
 from torch import Tensor
@@ -23,7 +23,7 @@ from pipeline.data.tokenizer import META, Tokenizer
 from pipeline.errors import DataError
 from pipeline.hub import sequences
 from pipeline.hub.families import Family, to_hub_config
-from pipeline.hub.importing import CONFIG, INDEX, WEIGHTS, check_logits, new_directory
+from pipeline.hub.importing import CONFIG, check_logits, new_directory
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
@@ -64,7 +64,10 @@ def export(
         with torch.no_grad():
             for parameter in model.parameters():  # so that both sides have the exported precision
                 parameter.copy_(parameter.to(dtype))
-        count, size = _write_tensors(hub_state(model, family, dtype), temporary, shard_bytes)
+        # Copies, because safetensors refuses tensors that share memory.
+        tensors = {name: tensor.clone() for name, tensor in hub_state(model, family, dtype)}
+        save_torch_state_dict(tensors, temporary, max_shard_size=shard_bytes)
+        size = sum(tensor.nbytes for tensor in tensors.values())
         config = hub_config(model.cfg, family, tokenizer, dtype)
         if labels is not None:
             config |= sequences.sequence_config(labels, tokenizer)
@@ -79,7 +82,7 @@ def export(
         for path in temporary.iterdir():
             path.chmod(mode)
         difference = check_logits(model, family, temporary, f"--to {directory}", labels)
-    return Exported(family.architecture, count, size, difference)
+    return Exported(family.architecture, len(tensors), size, difference)
 
 
 def _write_json(path: Path, table: dict[str, Any]) -> None:
@@ -127,42 +130,6 @@ def hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tu
         for layer in filter(cfg.routed, range(cfg.layers)):  # transformers always has a bias
             name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
             yield name, torch.zeros(cfg.ffn.experts)
-
-
-def _write_tensors(
-    tensors: Iterator[tuple[str, Tensor]], directory: Path, shard_bytes: int
-) -> tuple[int, int]:
-    """Write safetensors files of at most `shard_bytes`; returns how many tensors and bytes."""
-    shards: list[list[str]] = []  # names of each file
-    pending: dict[str, Tensor] = {}
-    pending_bytes = 0
-    total_bytes = 0
-
-    def flush() -> None:
-        # The final names contain the number of files, which is known only at the end.
-        save_file(pending, directory / f"{len(shards)}.part", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > shard_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor.contiguous().clone()  # safetensors refuses shared memory
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "0.part").rename(directory / WEIGHTS)
-        return len(shards[0]), total_bytes
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"{number}.part").rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(directory / INDEX, index)
-    return len(weight_map), total_bytes
 
 
 # ── Tokenizer ────────────────────────────────────────────────────────────────────────────────────

@@ -96,6 +96,12 @@ def layer_types(model: Model) -> list[str]:
     return [kinds[model.windowed(layer)] for layer in range(model.layers)]
 
 
+def _check_regular(key: str, what: str, layers: list[int], regular: range) -> None:
+    if layers != list(regular):
+        text = f"{key} in config.json: the {what} layers, {layers}, have no regular step"
+        raise ConfigError(f"{text} and so no counterpart here")
+
+
 def _write_windows(model: Model) -> Table:
     window = model.attention.window
     return {
@@ -112,11 +118,8 @@ def _read_windows(theirs: Mapping[str, Any]) -> Table:
         return {}
     # We have a window in all layers but every n-th.
     every = full[0] + 1 if full else None
-    if every and full != list(range(every - 1, len(kinds), every)):
-        raise ConfigError(
-            f"layer_types in config.json: the layers with full attention, {full}, have no regular "
-            "step and so no counterpart here"
-        )
+    if every:
+        _check_regular("layer_types", "full attention", full, range(every - 1, len(kinds), every))
     return {"attention": {"window": theirs["sliding_window"], "global_every": every}}
 
 
@@ -132,11 +135,8 @@ def _read_routed(theirs: Mapping[str, Any]) -> Table:
     # we route every n-th layer after the first dense ones
     every = routed[1] - routed[0] if len(routed) > 1 else 1
     first = routed[0] - every + 1 if routed else layers
-    if first < 0 or routed != list(range(first + every - 1, layers, every)):
-        raise ConfigError(
-            f"mlp_only_layers={dense} in config.json: the routed layers, {routed}, have no regular "
-            "step and so no counterpart here"
-        )
+    regular = range(first + every - 1, layers, every) if first >= 0 else range(0)
+    _check_regular(f"mlp_only_layers={dense}", "routed", routed, regular)
     return {"ffn": {"dense_layers": first, "every": every}}
 
 
@@ -188,11 +188,7 @@ def _read_modernbert(theirs: Mapping[str, Any]) -> Table:
     kinds = theirs["layer_types"]
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     every = full[1] if len(full) > 1 else len(kinds)
-    if full != list(range(0, len(kinds), every)):
-        raise ConfigError(
-            f"layer_types in config.json: the layers with full attention, {full}, have no regular "
-            "step from the first and so no counterpart here"
-        )
+    _check_regular("layer_types", "full attention", full, range(0, len(kinds), every))
     thetas = {kind: each["rope_theta"] for kind, each in theirs["rope_parameters"].items()}
     return {
         "position": {

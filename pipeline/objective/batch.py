@@ -3,8 +3,8 @@
 B rows of this rank · S tokens per row · E tokens per row of an encoder–decoder's encoder
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -12,18 +12,17 @@ import xxhash
 from torch import Tensor
 
 from pipeline.config.schema import RunConfig
-from pipeline.objective.draws import I64, Draws
+from pipeline.objective.draws import F32, I64, Draws
 from pipeline.objective.example import Example, Text, Vocabulary
 from pipeline.objective.noise import make_noise
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One rank's rows of one global step."""
+class Micro:
+    """The input of one forward pass on one rank: rows of text, and what the objective adds."""
 
     tokens_BS: Tensor  # int64 inputs
     targets_BS: Tensor  # int64, the token to predict at each position; -100 for none
-    hash: int  # summed over ranks mod 2**64: the same number for a step on any world size
     documents_BS: Tensor | None = None  # int64, each token's document, if documents are kept apart
     # For objectives that need them; int64 unless noted.
     source_BE: Tensor | None = None  # inputs of the encoder
@@ -36,29 +35,43 @@ class Batch:
     counts_B: Tensor | None = None
     draws_BS: Tensor | None = None  # int64 of 32 bits: keys by which a generator samples tokens
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of the model's forward pass."""
+        every = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+
+TENSORS = tuple(field.name for field in fields(Micro))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Micro):
+    """One rank's rows of one global step. They are cut into micro-batches."""
+
+    # Summed over ranks mod 2**64: the same number for a step on any world size.
+    hash: int = field(kw_only=True)
+
     @classmethod
-    def stack(cls, rows: Sequence[Example], hash: int) -> "Batch":
+    def stack(
+        cls, rows: Sequence[Example], numbers: Iterable[int], counts: F32 | None = None
+    ) -> "Batch":
+        """Join rows; their `numbers` in the batch of all ranks are part of the hash."""
+        numbered = zip(rows, numbers, strict=True)
+        digest = sum(xxhash.xxh3_64_intdigest(row.raw, number) for row, number in numbered)
+        rows = [row._replace(counts=counts) for row in rows]
         tensors = {}
         for name, column in zip(TENSORS, zip(*rows, strict=True), strict=True):
             if column[0] is not None:
                 stacked_BS = torch.from_numpy(np.stack(column))
                 # One number per row is a vector, not a matrix of one column.
                 tensors[name] = stacked_BS.squeeze(1) if name.endswith("_B") else stacked_BS
-        return cls(hash=hash, **tensors)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of this batch, by the names of the model's arguments."""
-        every = {name: getattr(self, name) for name in TENSORS}
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
+        return cls(hash=digest % 2**64, **tensors)
 
     def pinned(self) -> "Batch":
         """Return a copy in pinned memory, which a GPU reads while it computes."""
-        pinned = {name: tensor.pin_memory() for name, tensor in self.tensors.items()}
+        pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         return Batch(hash=self.hash, **pinned)
-
-
-TENSORS = tuple(field.name for field in fields(Batch) if field.name != "hash")
 
 
 def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = False) -> Batch:
@@ -76,7 +89,7 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
     if noise is None:
         digest = sum(xxhash.xxh3_64_intdigest(texts[row].numpy().data, row) for row in rows)
         texts = texts[rows.start : rows.stop]
-        return Batch(texts[:, :-1].contiguous(), texts[:, 1:].contiguous(), digest % 2**64)
+        return Batch(texts[:, :-1].contiguous(), texts[:, 1:].contiguous(), hash=digest % 2**64)
 
     def another(draws: Draws) -> I64:
         found: I64 = texts[int(draws.below(len(texts), 1)[0])].numpy()
@@ -86,9 +99,5 @@ def random_batch(config: RunConfig, seed: int, rows: range, *, same: bool = Fals
     examples = noise(whole, [Draws(seed, row) for row in rows])
     counts = [config.objective.row_targets(row, length) for row in range(config.rows)]
     uneven = [count for count in counts if count is not None]
-    if uneven:
-        mean = np.array([sum(uneven) / len(uneven)], np.float32)
-        examples = [example._replace(counts=mean) for example in examples]
-    made = zip(rows, examples, strict=True)
-    digest = sum(xxhash.xxh3_64_intdigest(example.raw, row) for row, example in made)
-    return Batch.stack(examples, digest % 2**64)
+    mean = np.array([sum(uneven) / len(uneven)], np.float32) if uneven else None
+    return Batch.stack(examples, rows, mean)

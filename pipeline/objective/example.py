@@ -60,11 +60,11 @@ Noise = Callable[[Sequence[Text], Sequence[Draws]], list[Example]]
 # empty. The end-of-document token ends each part and pads the text; no part contains it.
 
 
-def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
+def read_answer(vocabulary: Vocabulary, text: Text, _draws: Draws) -> Example:
     """Predict the answer after the prompt, and the end of the answer unless it was cut off."""
     eod = vocabulary.eod
-    seq = len(text) - 2
-    prompt, answer, ended = _two_parts(text, eod)
+    seq = len(text.tokens) - 2
+    prompt, answer, ended = _two_parts(text.tokens, eod)
     if not len(prompt):
         prompt = np.array([eod])  # an empty prompt starts like a document, as in `launch generate`
     whole = np.concatenate((prompt, answer, [eod] if ended else []))[: seq + 1].astype(np.int64)
@@ -78,15 +78,16 @@ def read_answer(text: I64, vocabulary: Vocabulary) -> Example:
     return Example(tokens, targets)
 
 
-def read_label(text: I64, objective: Labels, vocabulary: Vocabulary) -> Example:
+def read_label(objective: Labels, vocabulary: Vocabulary, text: Text, _draws: Draws) -> Example:
     """Predict the label, which is 32 bits at the start of the row, from the text or pair after it.
 
     A decoder reads each text and its end, and predicts the label at the last end: in GPT's terms,
     the ends are the delimiter and extract tokens. An encoder reads BERT's [CLS] text [SEP] text
     [SEP], or the same with the end of a document in place of both special tokens."""
-    bits = int("".join(f"{digit % 16:x}" for digit in text[:LABEL_DIGITS].tolist()), 16)
-    seq = len(text) - LABEL_DIGITS
-    first, second, _ = _two_parts(text[LABEL_DIGITS:], vocabulary.eod)
+    digits, rest = np.split(text.tokens, [LABEL_DIGITS])
+    bits = int("".join(f"{digit % 16:x}" for digit in digits.tolist()), 16)
+    seq = len(rest)
+    first, second, _ended = _two_parts(rest, vocabulary.eod)
     encoder = objective.reads == "first"
     framed = encoder and objective.special >= 3  # has the ids that noise.join_halves uses
     start = [vocabulary.pieces + 1 if framed else vocabulary.eod] if encoder else []

@@ -58,36 +58,27 @@ def make_noise(
             return partial(mask_rows, mask_with_draws, masks, vocabulary)
         case Spans():
             return partial(cut_rows, objective, vocabulary)
-    make = _row_noise(objective, vocabulary, source_seq)
-    return lambda texts, draws: list(map(make, texts, draws))
-
-
-def _row_noise(
-    objective: Prefix | Replaced | Mixture | Denoise | Pairs | Answers | Labels,
-    vocabulary: Vocabulary,
-    source_seq: int | None,
-) -> Callable[[Text, Draws], Example]:
-    """Return the function that makes one row."""
-    match objective:
+        # The others make one row at a time.
         case Prefix():
-            return lambda text, draws: continue_prefix(objective, text, draws)
+            make = partial(continue_prefix, objective)
         case Replaced():
-            return lambda text, draws: replace_tokens(objective, vocabulary, text, draws)
+            make = partial(replace_tokens, objective, vocabulary)
         case Mixture():
             # Computed once for all rows, because it is a search.
             lengths = objective.lengths(source_seq, source_seq) if source_seq else None
-            return lambda text, draws: mix_denoisers(objective, vocabulary, lengths, text, draws)
+            make = partial(mix_denoisers, objective, vocabulary, lengths)
         case Denoise():
-            return lambda text, draws: corrupt(objective, vocabulary, source_seq, text, draws)
+            make = partial(corrupt, objective, vocabulary, source_seq)
         case Pairs():
             # Real pairs come from data/pairs.py; this makes pairs from random text.
-            return lambda text, draws: cut_pairs(vocabulary, source_seq, text, draws)
+            make = partial(cut_pairs, vocabulary, source_seq)
         case Answers():
-            return lambda text, _draws: read_answer(text.tokens, vocabulary)
+            make = partial(read_answer, vocabulary)
         case Labels():
-            return lambda text, _draws: read_label(text.tokens, objective, vocabulary)
+            make = partial(read_label, objective, vocabulary)
         case _:
             assert_never(objective)
+    return lambda texts, draws: list(map(make, texts, draws))
 
 
 def continue_prefix(objective: Prefix, text: Text, draws: Draws) -> Example:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.config.schema import RunConfig
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
+from pipeline.objective.batch import Micro
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import engine
 from pipeline.parallel.fragments import Piece
@@ -48,7 +49,7 @@ class DDPEngine(engine.Engine):
         inner: Decoder = self._accelerator.unwrap_model(self.wrapped)
         return inner
 
-    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passes:
+    def forward_backward(self, micros: Sequence[Micro]) -> engine.Passes:
         self.wrapped.train()
         nlls = []
         routings = []

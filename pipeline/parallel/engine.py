@@ -14,30 +14,10 @@ from torch import Tensor, nn
 from pipeline.model.head import Losses
 from pipeline.model.moe import Routing
 from pipeline.model.stack import Decoder
+from pipeline.objective.batch import Micro
 from pipeline.parallel import fragments
 from pipeline.parallel.fragments import Fragment, Piece
 from pipeline.parallel.world import World
-
-
-class Micro(NamedTuple):
-    """The input of one forward pass of one rank: the tensors of a `Batch`, cut into parts."""
-
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    documents_BS: Tensor | None = None  # attention stays within each document
-    source_BE: Tensor | None = None
-    source_documents_BE: Tensor | None = None
-    segments_BS: Tensor | None = None
-    prefix_B: Tensor | None = None
-    labels_B: Tensor | None = None
-    last_B: Tensor | None = None
-    counts_B: Tensor | None = None
-    draws_BS: Tensor | None = None
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The arguments of the model's forward pass."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Passes(NamedTuple):

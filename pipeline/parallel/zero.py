@@ -15,6 +15,7 @@ from pipeline.config.schema import Offload, RunConfig
 from pipeline.model.block import Block
 from pipeline.model.head import Losses
 from pipeline.model.stack import Decoder
+from pipeline.objective.batch import Micro
 from pipeline.optim.groups import build_optimizer, gate_step, set_learning_rate
 from pipeline.parallel import engine, fragments
 from pipeline.parallel.fragments import Piece, on_disk
@@ -101,7 +102,7 @@ class ZeroEngine(engine.Engine):
 
     # --- the step
 
-    def forward_backward(self, micros: Sequence[engine.Micro]) -> engine.Passes:
+    def forward_backward(self, micros: Sequence[Micro]) -> engine.Passes:
         self._engine.train()
         nlls: list[Tensor] = []
         routings = []

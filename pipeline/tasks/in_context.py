@@ -12,6 +12,7 @@ P pieces of the tokenizer
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +25,8 @@ from pipeline.model.attention import ReportingSequence, Sequence
 from pipeline.model.head import IGNORED
 from pipeline.model.position import places_in
 from pipeline.model.stack import Decoder
-from pipeline.parallel.engine import Engine, Micro, uncompiled
+from pipeline.objective.batch import Micro
+from pipeline.parallel.engine import Engine, uncompiled
 from pipeline.parallel.world import World
 
 PERIODS = 16  # number of different periods: a head with a fixed distance matches only one
@@ -108,7 +110,7 @@ def only(micro: Micro, token: int) -> Micro:
         targets_BS[:, -1] = micro.targets_BS[:, token - 1]
         return Micro(micro.tokens_BS[:, :token], targets_BS)
     asked_BS = places_in(micro.documents_BS) == token - 1
-    return micro._replace(targets_BS=torch.where(asked_BS, micro.targets_BS, IGNORED))
+    return replace(micro, targets_BS=torch.where(asked_BS, micro.targets_BS, IGNORED))
 
 
 def used(corpus: Corpus) -> Tensor:

@@ -24,10 +24,9 @@ from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader
 from pipeline.data.pairs import PairRows
 from pipeline.model.head import IGNORED, Losses
-from pipeline.objective.batch import Batch
+from pipeline.objective.batch import Batch, Micro
 from pipeline.objective.example import Vocabulary
 from pipeline.objective.noise import make_noise
-from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 
 
@@ -113,10 +112,10 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
 
 def cut(batch: Batch, config: RunConfig, world: World) -> list[Micro]:
     """This rank's rows as micro-batches on its device; the copy does not wait for the device."""
-    names = list(batch.tensors)
-    rows = [t.to(world.device, non_blocking=True) for t in batch.tensors.values()]
+    inputs = batch.inputs
+    rows = [t.to(world.device, non_blocking=True) for t in inputs.values()]
     parts = zip(*(torch.split(t, config.train.micro_batch) for t in rows), strict=True)
-    return [Micro(**dict(zip(names, part, strict=True))) for part in parts]
+    return [Micro(**dict(zip(inputs, part, strict=True))) for part in parts]
 
 
 # Scores of labels: accuracy, or squared error and correlation

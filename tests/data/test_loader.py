@@ -29,8 +29,8 @@ def check_ranks(make: Callable[[], Loader], world: int, steps: Sequence[int]) ->
         loader = make()  # as after a restart
         parts = [loader.batch(step, rank, world) for rank in range(world)]
         assert sum(part.hash for part in parts) % 2**64 == batch.hash
-        for name, tensor in batch.tensors.items():
-            assert torch.equal(torch.cat([part.tensors[name] for part in parts]), tensor)
+        for name, tensor in batch.inputs.items():
+            assert torch.equal(torch.cat([part.inputs[name] for part in parts]), tensor)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_ranks_split_the_same_batch(corpus: Corpus, world: int, packing: str) ->
     def make() -> Loader:
         return Loader(corpus, "train", seq=SEQ, rows=ROWS, seed=3, packing=packing, boundaries=True)
 
-    assert {"tokens_BS", "targets_BS", "documents_BS"} <= make().batch(0).tensors.keys()
+    assert {"tokens_BS", "targets_BS", "documents_BS"} <= make().batch(0).inputs.keys()
     check_ranks(make, world, (0, 1, make().steps_per_epoch, 10**6))
 
 
@@ -109,8 +109,8 @@ def test_noise_is_the_same_on_any_number_of_ranks(corpus, objective, packing):
         loader = fresh(seed, "valid")
         batches = [loader.batch(step) for step in range(-(-loader.windows // ROWS))]
         # `counts_B` belongs to a batch, the others to a row.
-        names = [name for name in batches[0].tensors if name != "counts_B"]
-        columns = [torch.cat([b.tensors[name] for b in batches]) for name in names]
+        names = [name for name in batches[0].inputs if name != "counts_B"]
+        columns = [torch.cat([b.inputs[name] for b in batches]) for name in names]
         rows = torch.cat([c.reshape(len(c), -1) for c in columns], 1)
         found.append(sorted(map(str, rows[: loader.windows].tolist())))
     assert found[0] == found[1]

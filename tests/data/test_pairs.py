@@ -109,7 +109,7 @@ def test_an_epoch_has_every_pair_in_every_direction_once(triples, tokenizer) -> 
     found = []
     batches = [loader.batch(step) for step in range(-(-loader.windows // 12))]
     names = ("tokens_BS", "targets_BS", "documents_BS", "source_BE", "source_documents_BE")
-    columns = [torch.cat([b.tensors[name] for b in batches])[: loader.windows] for name in names]
+    columns = [torch.cat([b.inputs[name] for b in batches])[: loader.windows] for name in names]
     for row in zip(*(column.numpy() for column in columns), strict=True):
         tokens, targets, documents, source, source_documents = row
         for number in range(source_documents.max()):

@@ -62,10 +62,11 @@ def test_megatron_reads_them(corpus: Corpus) -> None:
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     assert dtype_for(65536) == "uint16" and dtype_for(65537) == "int32"
-    writer = ShardWriter(tmp_path, "wide", "s", dtype_for(100_000))
-    for ids in ([99_999, 2], [7, 2]):
-        writer.add(np.array(ids), 9)
-    writer.close()
+    with (tmp_path / "wide.bin").open("wb") as file:
+        writer = ShardWriter(file, dtype_for(100_000))
+        for ids in ([99_999, 2], [7, 2]):
+            writer.add(np.array(ids), 9)
+    writer.index(tmp_path / "wide", "s")
     assert megatron_documents(tmp_path / "wide") == [[99_999, 2], [7, 2]]
 
 

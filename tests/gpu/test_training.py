@@ -201,8 +201,8 @@ def _save_and_resume(_rank: int, config, root: Path) -> None:
     """Six steps, a checkpoint after the third; the last three steps again from that checkpoint."""
     from pipeline.checkpoint.restore import load, newest
     from pipeline.checkpoint.save import Saver
+    from pipeline.objective.batch import Micro
     from pipeline.parallel.build_engine import build_engine
-    from pipeline.parallel.engine import Micro
     from pipeline.parallel.world import World, leave
     from pipeline.process import one_node
 

@@ -127,7 +127,7 @@ def test_a_padded_source_is_the_source_alone(case, tmp_path):
     pairs = [
         Pair(s.numpy(), 2, t.numpy()) for s, t in zip(*(given[n] for n in _SIDES), strict=True)
     ]
-    row = Batch.stack([join_pairs(pairs, 2 * LENGTH + 3, 2 * SOURCE + 5, 2)], 0).tensors
+    row = Batch.stack([join_pairs(pairs, 2 * LENGTH + 3, 2 * SOURCE + 5, 2)], [0]).inputs
     logits = ours(**{name: tensor for name, tensor in row.items() if name != "targets_BS"})
     for number, pair in enumerate(pairs):
         tokens = torch.tensor([[2, *pair.target[:-1]]])

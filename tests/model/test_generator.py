@@ -145,7 +145,7 @@ def test_only_predicted_tokens_reach_the_head_and_the_count_follows(arch):
     more = ["model.generator=0.5"] if arch == "electra" else []
     spec = load(size="tiny", arch=arch, sets=["model.seq=64", *more], pieces=500)
     config = resolve(spec, ranks=1, gpu=False)
-    batch = random_batch(config, 0, range(2)).tensors
+    batch = random_batch(config, 0, range(2)).inputs
     most = spec.objective.most_targets(64)
     assert int((batch["targets_BS"] >= 0).sum(1).max()) == most
     results = []

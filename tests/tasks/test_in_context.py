@@ -12,7 +12,7 @@ from pipeline.checkpoint.restore import load_model
 from pipeline.data.corpus import Corpus
 from pipeline.model.attention import ReportingSequence, Scoring, eager
 from pipeline.model.context import make_mask
-from pipeline.parallel.engine import Micro
+from pipeline.objective.batch import Micro
 from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching, used
 from pipeline.train.measure import loader
 from tests.conftest import launch

@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from pipeline.bench.step_profile import count_host_reads
 from pipeline.config.layers import load
 from pipeline.config.schema import RunConfig
-from pipeline.objective.batch import Batch
+from pipeline.objective.batch import Batch, Micro
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import Engine, Micro
+from pipeline.parallel.engine import Engine
 from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
 from pipeline.process import StopRequest
@@ -60,7 +60,7 @@ def batch(step: int) -> list[Micro]:
 
 def rows(step: int) -> Batch:
     (micro,) = batch(step)
-    return Batch(micro.tokens_BS, micro.targets_BS, step)
+    return Batch(micro.tokens_BS, micro.targets_BS, hash=step)
 
 
 class Heard(list[dict[str, Any]]):

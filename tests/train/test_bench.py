@@ -14,9 +14,8 @@ from pipeline.bench.peers.trainers import HuggingFace
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError, RunError, first_line
 from pipeline.hub.tensors import gather
-from pipeline.objective.batch import random_batch
+from pipeline.objective.batch import Micro, random_batch
 from pipeline.parallel.build_engine import prepare_model
-from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 from pipeline.planner.check import resolve
 from pipeline.runs.directory import fault_line, out_of_memory
@@ -84,7 +83,7 @@ def test_the_model_of_transformers_has_our_loss_with_our_weights(arch):
     theirs = peer._model.state_dict().__getitem__
     found = gather(config.model, kind, dict(model.named_parameters()), theirs)
     model.load_state_dict(dict(found), strict=False)  # a tied head is the embedding
-    micro = Micro(**random_batch(config, 1, range(4)).tensors)
+    micro = Micro(**random_batch(config, 1, range(4)).inputs)
     if arch == "dense":  # transformers shifts the targets, so it has one less
         micro.targets_BS[:, -1] = -100
     else:  # RoBERTa of transformers does not count padding in its positions

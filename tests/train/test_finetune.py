@@ -236,7 +236,7 @@ def test_transformers_predicts_the_same(
     # Every held-out row, as `launch evaluate` reads them: padded on the right.
     batch = loader(config, Corpus.open(run / "examples"), "valid").batch(0)
     with torch.no_grad():
-        ours = model(**batch.tensors).rows_BC
+        ours = model(**batch.inputs).rows_BC
         inputs = {"input_ids": batch.tokens_BS}
         if batch.last_B is None:
             inputs["attention_mask"] = (batch.documents_BS == 0).long()

@@ -33,13 +33,14 @@ def few(corpus, tmp_path_factory) -> Path:
     out, whole = tmp_path_factory.mktemp("few"), Corpus.open(corpus)
     splits = {}
     for name, split in whole.manifest.splits.items():
-        writer = ShardWriter(out, f"{name}-00000", "synthetic", whole.manifest.dtype)
         (shard,) = split.shards
         lengths = whole.lengths(shard)[:16]
         tokens = np.asarray(whole.tokens(shard)[: lengths.sum()], np.uint32)
-        for document in np.split(tokens, np.cumsum(lengths)[:-1]):
-            writer.add(document, shard.bytes // len(lengths))
-        splits[name] = Split.of([writer.close()])
+        with (out / f"{name}.bin").open("wb") as file:
+            writer = ShardWriter(file, whole.manifest.dtype)
+            for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+                writer.add(document, shard.bytes // len(lengths))
+        splits[name] = Split.of([writer.index(out / name, "synthetic")])
     (out / "tokenizer.model").write_bytes((corpus / "tokenizer.model").read_bytes())
     whole.manifest.model_copy(update={"splits": splits}).save(out)
     return out

@@ -13,8 +13,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
 from pipeline.errors import ConfigError
 from pipeline.hub.families import Family, choose_family, to_hub_config
+from pipeline.objective.batch import Micro
 from pipeline.parallel.build_engine import build_engine
-from pipeline.parallel.engine import Micro
 from pipeline.parallel.world import World
 from pipeline.planner.count import params
 from pipeline.planner.rates import adamw_peak
