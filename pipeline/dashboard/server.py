@@ -239,7 +239,6 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.began = time.monotonic()
-        self.late = False
         self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
         # Beyond the limit the oldest connection without a request goes, to serve new ones.
         connections = [each for each in self.connections if isinstance(each, LimitedProtocol)]
@@ -253,15 +252,15 @@ class LimitedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expire(self) -> None:
-        if self.answering and not self.late:
-            self.late = True
-            self.deadline = self.loop.call_later(ANSWER_TIMEOUT_S, self._expire)
+        # close() would wait until a slow client has read everything.
+        abort = self.transport.abort
+        if self.answering:
+            self.deadline = self.loop.call_later(ANSWER_TIMEOUT_S, abort)
         else:
-            self.transport.abort()  # close() would wait until a slow client has read everything
+            abort()
 
     def on_response_complete(self) -> None:
         self.deadline.cancel()
-        self.late = False
         self.deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
         super().on_response_complete()
 

@@ -71,13 +71,13 @@ def deduplicate(
 
 def _mapped(
     path: Path, values: Callable[[int, int], npt.NDArray[Any]], size: int
-) -> npt.NDArray[Any]:
+) -> "np.memmap[Any, Any]":
     """Write an array block by block, values(low, high) of each, and map the file."""
     # A new file that is only mapped has no blocks yet: on a full disk, the first change of a page
     # would kill the process.
     with replacing(path, flush_name=False) as file:
         for low in range(0, size, BLOCK):
-            file.write(values(low, min(low + BLOCK, size)))
+            file.write(values(low, min(low + BLOCK, size)).data)
     return np.memmap(path, values(0, 0).dtype, "r+")
 
 

@@ -249,8 +249,10 @@ class Loader:
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         rows = range(rank * self.rows // world, (rank + 1) * self.rows // world)
+        counts = self._mean_targets(step) if self._uneven else None
         if self._noise is not None:
-            return self._noisy_batch(step, rows, self._noise)
+            samples = range(step * self.rows + rows.start, step * self.rows + rows.stop)
+            return Batch.stack(self._examples(samples, self._noise), rows, counts)
         # Tokens, targets and documents are separate and contiguous; each row is read once.
         tokens_BS, targets_BS, documents_BS = np.zeros((3, len(rows), self.seq), np.int64)
         digest = 0  # a sum, so that the hashes of the ranks add up to that of the batch
@@ -262,7 +264,6 @@ class Loader:
             if row.documents is not None:
                 documents_BS[i] = row.documents
             digest += xxhash.xxh3_64_intdigest(row.raw, number)
-        counts_B = np.repeat(self._mean_targets(step), len(rows)) if self._uneven else None
         if self._boundaries and not self._packed:
             # Count the document ends before each token: an end belongs to the document it ends.
             np.cumsum(tokens_BS[:, :-1] == self._eod, axis=1, out=documents_BS[:, 1:])
@@ -271,13 +272,8 @@ class Loader:
             targets_BS=torch.from_numpy(targets_BS),
             hash=digest % 2**64,
             documents_BS=torch.from_numpy(documents_BS) if self._boundaries else None,
-            counts_B=None if counts_B is None else torch.from_numpy(counts_B),
+            counts_B=None if counts is None else torch.from_numpy(counts.repeat(len(rows))),
         )
-
-    def _noisy_batch(self, step: int, rows: range, noise: Noise) -> Batch:
-        samples = range(step * self.rows + rows.start, step * self.rows + rows.stop)
-        counts = self._mean_targets(step) if self._uneven else None
-        return Batch.stack(self._examples(samples, noise), rows, counts)
 
     def _mean_targets(self, step: int) -> F32:
         """Return the mean number of targets per row of the global batch. Rows of answers, which are

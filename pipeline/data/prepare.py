@@ -283,7 +283,7 @@ def _manifest(
     if stages[-1].documents_kept == 0:
         shutil.rmtree(job.work)  # useless once the input or the recipe is fixed
         dropped = (item for stage in stages for item in stage.dropped.items())
-        reasons = ", ".join(f"{count:,} {reason}" for reason, (count, _) in dropped)
+        reasons = ", ".join(f"{reason}: {count:,}" for reason, (count, _) in dropped)
         raise DataError(
             f"sources={', '.join(job.recipe.sources)}: none of {stages[0].documents_in:,} "
             f"documents is left ({reasons}); check the text or loosen the filters"

@@ -213,11 +213,12 @@ def replacing(path: Path, flush_name: bool = True) -> Iterator[BinaryIO]:
 
 def save(path: Path, content: bytes | npt.NDArray[Any], flush_name: bool = True) -> None:
     with replacing(path, flush_name) as file:
-        if isinstance(content, np.ndarray):
-            # Like np.save, whose error on a full disk has no number.
+        if isinstance(content, bytes):
+            file.write(content)
+        else:  # like np.save, whose error on a full disk has no number
             header = np.lib.format.header_data_from_array_1_0(content)
             np.lib.format.write_array_header_1_0(file, header)
-        file.write(content)
+            file.write(np.ascontiguousarray(content).data)
 
 
 def has_utf8_name(path: Path) -> bool:

@@ -202,18 +202,15 @@ def join_halves(objective: Masked, vocabulary: Vocabulary, text: Text, draws: Dr
 def cut_rows(
     objective: Spans, vocabulary: Vocabulary, texts: Sequence[Text], draws: Sequence[Draws]
 ) -> list[Example]:
-    tokens_RS = np.stack([text.tokens for text in texts])
-    return cut_spans(objective, vocabulary, tokens_RS, Draws.together(draws)).rows()
-
-
-def cut_spans(objective: Spans, vocabulary: Vocabulary, text: I64, draws: Draws) -> Example:
     """Replace each span by a sentinel; predict the sentinels, each followed by its span.
 
     As in T5's random_spans_noise_mask, text and noise are each divided into as many random parts as
     there are spans, and the parts alternate, beginning with text."""
-    source, targets = cut_out(text, *objective.noise(text.shape[-1]), vocabulary, draws)
+    tokens_RS = np.stack([text.tokens for text in texts])
+    cut, spans = objective.noise(tokens_RS.shape[1])
+    source, targets = cut_out(tokens_RS, cut, spans, vocabulary, Draws.together(draws))
     tokens = np.roll(targets, 1, axis=-1)  # the end of the targets is the decoder's first input
-    return Example(tokens, targets, source=source)
+    return Example(tokens, targets, source=source).rows()
 
 
 def cut_out(

@@ -257,6 +257,21 @@ def test_one_file_opens_from_disk_with_the_network_off(opened, file, grid, forec
     page.wait_for_selector("#overview:not([hidden])")
 
 
+def test_a_run_that_is_gone_shows_nothing_of_another(opened, tmp_path: Path) -> None:
+    watcher = Watcher(Directories(make_ladder(tmp_path / "demo", 2)))
+    watcher.refresh()
+    (tmp_path / "page.html").write_bytes(static_page(watcher.everything()))
+    page = opened((tmp_path / "page.html").as_uri())
+    page.locator("#table tbody a.name").first.click()
+    page.wait_for_selector("#run-loss .trace")
+    page.evaluate("location.hash = '#run/ffffffffffff'")
+    until(lambda: "does not exist" in text(page, "#run-title"), 90)
+    for part in ("#run-words", "#run-tiles", "#run-charts", "#agreement"):
+        assert not page.is_visible(part), part
+    page.go_back()
+    page.wait_for_selector("#run-tiles", state="visible")
+
+
 def test_fifty_hostile_names_stay_text(opened, served, tmp_path: Path) -> None:
     root = tmp_path / "iso"
     for i, payload in enumerate(PAYLOADS):

@@ -245,6 +245,19 @@ def test_an_error_in_a_worker_has_its_traceback(ray_cluster: None) -> None:
     assert "in slow_abs" in str(caught.value.__cause__)
 
 
+def test_a_killed_worker_leaves_stdout_to_the_result(ray_cluster, tmp_path, capsys) -> None:
+    assert run(dies_once, [(tmp_path / "died",)]) == [3]
+    printed = capsys.readouterr()
+    assert printed.out == "" and "died" in printed.err
+
+
+def dies_once(marker: Path) -> int:
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return slow_abs(3)
+
+
 def slow_abs(number: int) -> int:
     time.sleep(0.5)
     return abs(number)

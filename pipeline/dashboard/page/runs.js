@@ -188,12 +188,14 @@
     openRun = id;
     const page = await iso.fetch(`runs/${id}`);
     if (openRun !== id) return;
-    if (!page) {
-      $("run-title").textContent = "This run does not exist, or cannot be read now";
-      return;
-    }
     const isNew = $("run").dataset.id !== id;
     $("run").dataset.id = id;
+    // What is below the title is of the run that was shown before.
+    $("run").classList.toggle("missing", !page);
+    if (!page) {
+      setText($("run-title"), "This run does not exist, or cannot be read now");
+      return;
+    }
     drawSummary(page);
     if (isNew) makeCharts(page.steps);
     drawCharts(page);
@@ -378,8 +380,9 @@
         "Two runs with the same data agree at every step they have in common.");
     }
     select.oninput = async () => {
-      const other = select.value && (await iso.fetch(`runs/${select.value}`));
-      if (other) setText($("agreement"), agreement(page.tokens, other.tokens));
+      const id = select.value;
+      const other = id && (await iso.fetch(`runs/${id}`));
+      if (other && select.value === id) setText($("agreement"), agreement(page.tokens, other.tokens));
     };
   }
 
