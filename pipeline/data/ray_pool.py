@@ -47,8 +47,6 @@ def cluster(workers: int | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
-    if not address:
-        _remove_session(session)  # only after success: the logs of a session that failed stay
 
 
 def _set_environment(address: str | None) -> None:
@@ -115,11 +113,17 @@ def _killed_with_driver(session: Path) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not reach it
     )
     assert guard.stdin is not None
+    failed = False
     try:
         yield
+    except Exception:  # but not Ctrl-C
+        failed = True
+        raise
     finally:
         guard.stdin.close()
         guard.wait()  # it also kills what ray.shutdown() left
+        if not failed:  # otherwise the logs stay
+            _remove_session(session)
 
 
 def _remove_session(session: Path) -> None:

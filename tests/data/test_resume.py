@@ -168,9 +168,10 @@ SESSIONS = """
 import sys
 from contextlib import suppress
 from pipeline.data.ray_pool import cluster, run
-for number in range(2):
-    with suppress(ZeroDivisionError), cluster(1):
-        1 / number
+for ending in (ZeroDivisionError, KeyboardInterrupt, None):
+    with suppress(ZeroDivisionError, KeyboardInterrupt), cluster(1):
+        if ending:
+            raise ending
 with cluster(1):
     run(abs, [(1,)])
     import ray

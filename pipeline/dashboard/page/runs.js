@@ -189,7 +189,7 @@
     const page = await iso.fetch(`runs/${id}`);
     if (openRun !== id) return;
     const isNew = $("run").dataset.id !== id;
-    $("run").dataset.id = id;
+    $("run").dataset.id = page ? id : "";
     // What is below the title is of the run that was shown before.
     $("run").classList.toggle("missing", !page);
     if (!page) {
