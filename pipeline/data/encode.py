@@ -18,13 +18,14 @@ from pipeline.atomic import sync_directory
 from pipeline.config.parts import Frozen
 from pipeline.data import megatron
 from pipeline.data.clean import Batch, Ledger, after_dedup, before_dedup
-from pipeline.data.corpus_recipe import PAIR, Malformed, Recipe, Task
+from pipeline.data.corpus_recipe import PAIR, Dedup, Malformed, Recipe, Task
 from pipeline.data.shards import DType, Shard, ShardWriter, Stage, dtype_for, replacing, save
 from pipeline.data.sketch import decontaminated
 from pipeline.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid")
 MODEL = "tokenizer.model"
+HELD_OUT = "held-out.npz"
 CONVERTED = "tokenizer.json"  # written once, so that workers need not convert the model again
 
 
@@ -37,46 +38,43 @@ class Encoded(Frozen):
     malformed: Malformed | None  # the first; all are in NAME.malformed
 
 
-def tokenize(
-    task: Task, name: str, folder: Path, recipe: Recipe, held_out: Path | None, keep: Path | None
-) -> Encoded:
+def tokenize(task: Task, stem: Path, recipe: Recipe) -> Encoded:
     """Write the shards and the record of one task; the same task always gives the same bytes.
 
-    `held_out` has the n-grams to decontaminate against, `keep` the documents that dedup keeps.
+    Earlier steps have written the tokenizer, the n-grams to decontaminate against, and the
+    documents that dedup keeps into the same folder.
     """
-    tokenizer = _open_tokenizer(folder)
+    tokenizer = _open_tokenizer(stem.parent)
     tokenized = tuple(piece for piece in task if piece.kind == "megatron")
     text = tuple(piece for piece in task if piece.kind != "megatron")
-    with replacing(folder / f"{name}.malformed", flush_name=False) as malformed_file:
+    with replacing(stem.with_suffix(".malformed"), flush_name=False) as malformed_file:
         reading = Ledger(malformed_file)
-        if keep is None:
+        if recipe.dedup == Dedup():
             ledger = reading
             batches = before_dedup(text, recipe, reading)
         else:
             ledger = Ledger()  # the sketch pass has counted the stages before dedup
-            batches = after_dedup(text, recipe, np.load(keep), reading)
-        if held_out:
-            grams = {int(n): known for n, known in np.load(held_out).items()}
+            keep = np.load(stem.with_name(f"sketch-{stem.name}.keep.npy"))
+            batches = after_dedup(text, recipe, keep, reading)
+        if recipe.decontaminate:
+            grams = {int(n): known for n, known in np.load(stem.with_name(HELD_OUT)).items()}
             batches = (decontaminated(batch, grams, ledger) for batch in batches)
         documents = chain(
             _read_tokenized(tokenized, tokenizer, ledger),
             (document for batch in batches for document in _encode(batch, tokenizer, recipe)),
         )
-        writers = _write(documents, recipe.valid_share, folder, name, dtype_for(tokenizer.vocab))
-    shards = {
-        split: writers[split].index(folder / f"{split}-{name}", task[0].source)
-        for split in SPLITS
-        if split in writers
-    }
-    sync_directory(folder)  # the shards are durable before the record exists
+        writers = _write(documents, recipe.valid_share, stem, dtype_for(tokenizer.vocab))
+    source = task[0].source
+    shards = {split: writer.index(_shard(stem, split), source) for split, writer in writers.items()}
+    sync_directory(stem.parent)  # the shards are durable before the record exists
     record = Encoded(
-        source=task[0].source,
+        source=source,
         shards=shards,
         stages=ledger.stages(),
         malformed=reading.first_malformed,
     )
     # If a power cut loses the record's name, the task runs again.
-    save(folder / f"{name}.done.json", record.model_dump_json().encode(), flush_name=False)
+    save(stem.with_suffix(".done.json"), record.model_dump_json().encode(), flush_name=False)
     return record
 
 
@@ -111,7 +109,7 @@ def _read_tokenized(task: Task, tokenizer: Tokenizer, ledger: Ledger) -> Iterato
 
 
 def _write(
-    documents: Iterable[_Document], valid_share: float, folder: Path, name: str, dtype: DType
+    documents: Iterable[_Document], valid_share: float, stem: Path, dtype: DType
 ) -> dict[str, ShardWriter]:
     """Write one .bin file per split that has documents."""
     writers: dict[str, ShardWriter] = {}
@@ -119,11 +117,15 @@ def _write(
         for document in documents:
             split = SPLITS[is_held_out(document.raw, valid_share)]
             if split not in writers:
-                path = folder / f"{split}-{name}.bin"
+                path = _shard(stem, split).with_suffix(".bin")
                 file = files.enter_context(replacing(path, flush_name=False))
                 writers[split] = ShardWriter(file, dtype)
             writers[split].add(document.ids, len(document.raw))
-    return writers
+    return {split: writers[split] for split in SPLITS if split in writers}
+
+
+def _shard(stem: Path, split: str) -> Path:
+    return stem.with_name(f"{split}-{stem.name}")
 
 
 def is_held_out(raw: bytes, share: float) -> bool:

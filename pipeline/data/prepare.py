@@ -7,11 +7,13 @@ the result has the same bytes.
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -22,7 +24,7 @@ from pipeline.data.clean import normalize, total
 from pipeline.data.corpus import WORK, Corpus, claimed, is_finished, publish
 from pipeline.data.corpus_recipe import Dedup, Malformed, Recipe, Task
 from pipeline.data.dedup import deduplicate
-from pipeline.data.encode import CONVERTED, MODEL, SPLITS, Encoded, tokenize
+from pipeline.data.encode import CONVERTED, HELD_OUT, MODEL, SPLITS, Encoded, tokenize
 from pipeline.data.order import check_mixture, mixed
 from pipeline.data.ray_pool import cluster, run
 from pipeline.data.readers import read, tokens_not_text
@@ -52,9 +54,9 @@ class Job:
     malformed_share: float
     report: Report
 
-    @property
-    def names(self) -> list[str]:  # of the tasks; shards and records are named after them
-        return [f"{number:05d}" for number in range(len(self.tasks))]
+    def stems(self, prefix: str = "") -> list[Path]:
+        """Name the files that a pass writes, by task."""
+        return [self.work / f"{prefix}{number:05d}" for number in range(len(self.tasks))]
 
 
 def prepare(
@@ -96,11 +98,12 @@ def prepare(
         return manifest, True
     with claimed(out, fingerprint, warn) as work:
         job = Job(recipe, tasks, work, workers, malformed_share, report)
-        with cluster(workers):
+        # Ray prints that it has lost a worker or a node; stdout is for the result of the command.
+        with redirect_stdout(sys.stderr), cluster(workers):
             tokenizer = _make_tokenizer(job, model)
-            held_out = _held_out_ngrams(job, against, warn)
+            _write_held_out_ngrams(job, against, warn)
             counted = _deduplicate(job)
-            encoded = _tokenize(job, held_out, dedup=counted is not None)
+            encoded = _run_pass(job, "tokenize", tokenize, job.stems(), Encoded)
         stages = total([counted or (), *(record.stages for record in encoded)])
         _check_read(job, stages, encoded)
         manifest = _manifest(job, encoded, stages, tokenizer, fingerprint)
@@ -144,13 +147,11 @@ def _held_out_tasks(recipe: Recipe, out: Path, warn: Warn) -> list[Task]:
         raise DataError(rename(str(error))) from error
 
 
-def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | None:
+def _write_held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> None:
     """Write all n-grams of the held-out texts, by n, sorted; a shorter text is one n-gram."""
-    if job.recipe.decontaminate is None:
-        return None
-    path = job.work / "held-out.npz"
-    if path.exists():
-        return path
+    path = job.work / HELD_OUT
+    if job.recipe.decontaminate is None or path.exists():
+        return
     n = job.recipe.decontaminate.ngram
     shortest = min(n, SHORTEST_HELD_OUT_WORDS)
     grams: dict[int, list[U64]] = {}
@@ -179,7 +180,6 @@ def _held_out_ngrams(job: Job, against: Sequence[Task], warn: Warn) -> Path | No
     file = BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     shards.save(path, file.getvalue())
-    return path
 
 
 def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
@@ -189,10 +189,8 @@ def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
     counts = job.work / "dedup.json"
     if counts.exists():
         return tuple(shards.Stage.model_validate(stage) for stage in json.loads(counts.read_text()))
-    stems = [job.work / f"sketch-{name}" for name in job.names]
-    calls = [(task, stem, job.recipe) for task, stem in zip(job.tasks, stems, strict=True)]
-    records = [stem.with_suffix(".done.json") for stem in stems]
-    sketched = _run_pass(job, "sketch", sketch, calls, records, Sketched)
+    stems = job.stems("sketch-")
+    sketched = _run_pass(job, "sketch", sketch, stems, Sketched)
     stages = total(s.stages for s in sketched)
     _check_read(job, stages, sketched)
     job.report("dedup", 0, 1)
@@ -202,28 +200,23 @@ def _deduplicate(job: Job) -> tuple[shards.Stage, ...] | None:
     return stages
 
 
-def _tokenize(job: Job, held_out: Path | None, dedup: bool) -> list[Encoded]:
-    calls = []
-    for task, name in zip(job.tasks, job.names, strict=True):
-        keep = job.work / f"sketch-{name}.keep.npy" if dedup else None
-        calls.append((task, name, job.work, job.recipe, held_out, keep))
-    records = [job.work / f"{name}.done.json" for name in job.names]
-    return _run_pass(job, "tokenize", tokenize, calls, records, Encoded)
-
-
 def _run_pass(
     job: Job,
     what: str,
-    function: Callable[..., Record],
-    calls: Sequence[tuple[Any, ...]],
-    paths: Sequence[Path],
+    function: Callable[[Task, Path, Recipe], Record],
+    stems: Sequence[Path],
     kind: type[Record],
 ) -> list[Record]:
-    """Run one call per task, except those whose record exists."""
-    found = {i: kind.model_validate_json(p.read_bytes()) for i, p in enumerate(paths) if p.exists()}
+    """Call the function for each task, except those whose record exists."""
+    records = [stem.with_suffix(".done.json") for stem in stems]
+    found = {
+        i: kind.model_validate_json(record.read_bytes())
+        for i, record in enumerate(records)
+        if record.exists()
+    }
     sizes = [sum(piece.bytes for piece in task) for task in job.tasks]
     done = sum(sizes[i] for i in found)
-    missing = [i for i in range(len(calls)) if i not in found]
+    missing = [i for i in range(len(stems)) if i not in found]
     job.report(what, done, sum(sizes))
 
     # Progress in bytes: tasks differ in size.
@@ -232,9 +225,9 @@ def _run_pass(
         done += sizes[missing[index]]
         job.report(what, done, sum(sizes))
 
-    results = run(function, [calls[i] for i in missing], on_done, job.workers)
-    found.update(zip(missing, results, strict=True))
-    return [found[i] for i in range(len(calls))]
+    calls = [(job.tasks[i], stems[i], job.recipe) for i in missing]
+    found.update(zip(missing, run(function, calls, on_done, job.workers), strict=True))
+    return [found[i] for i in range(len(stems))]
 
 
 # The result
@@ -262,8 +255,8 @@ def _check_read(
 
 def _join_malformed(job: Job, encoded: Sequence[Encoded]) -> list[str]:
     """Join the tasks' lists of malformed documents into one file, if there are any."""
-    records = zip(job.names, encoded, strict=True)
-    parts = [job.work / f"{name}.malformed" for name, record in records if record.malformed]
+    records = zip(job.stems(), encoded, strict=True)
+    parts = [stem.with_suffix(".malformed") for stem, record in records if record.malformed]
     if not parts:
         return []
     with shards.replacing(job.work / MALFORMED) as whole:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -164,8 +164,7 @@ def run(
     running: dict[Any, int] = {}  # reference → index of the call
     waiting = iter(enumerate(calls))
     try:
-        # Ray prints to stdout that a worker was killed; that is for the result, maybe JSON.
-        with redirect_stdout(sys.stderr), _interrupts() as interrupted:
+        with _interrupts() as interrupted:
             while True:
                 # Ask again: nodes come and go.
                 slots = max(1, int(ray.cluster_resources().get("CPU", 1)))

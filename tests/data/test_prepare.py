@@ -177,17 +177,17 @@ def test_bad_input(tmp_path: Path, tokenizer: Tokenizer, fails: Fails) -> None:
     for against, key in (
         ("nosuch.txt", "decontaminate.against='nosuch.txt'"),
         (str(evals), "decontaminate.against"),
-        (str(some), "9 overlap"),
+        (str(some), "overlap: 9"),
     ):
         fails(key, [some], out, decontaminate={"against": [against]})
     nothing = {"quality": {"words": [0, 0]}}
-    fails("9 words", [some], out, filters=nothing, dedup={"exact": True})
+    fails("words: 9", [some], out, filters=nothing, dedup={"exact": True})
     for function in ("nowhere:f", "math:sqrt"):
         with refused(f"filters.score.function={function!r}", ConfigError):
             make([some], out, tokenizer, filters={"score": {"function": function, "least": 0}})
     with refused("mixture.weights", ConfigError):
         make([some], out, tokenizer, mixture={"weights": {"other": 1}})
-    fails("1 empty", [file("blank.jsonl", b'{"text": " "}\n\n')], out)
+    fails("empty: 1", [file("blank.jsonl", b'{"text": " "}\n\n')], out)
     fails("NUL byte", [file("binary.txt", bytes(range(256)))], out)
     fails("not UTF-8", [file("latin.txt", "é".encode("latin-1"))], out)
     assert not out.exists()
