@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch.generate import Input, _print_stream
 from pipeline.checkpoint.restore import load_model
 from pipeline.data.shards import Manifest
 from pipeline.data.tokenizer import Tokenizer, train
@@ -169,3 +170,14 @@ def test_contradicting_options_are_one_line(trained, inside, tmp_path):
     }.items():
         assert key in inside(*refused, code=2)
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+
+
+def test_a_stream_prints_a_character_that_stays_incomplete(capsys):
+    class Bytes:
+        eod = 0
+
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    _print_stream(Input("a", [1], None), iter([*"é".encode(), 0xE6, 0]), Bytes())
+    assert capsys.readouterr().out == "aé\ufffd\n"
