@@ -15,7 +15,6 @@ from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipeline.train.finetuning import FineTuning
-    from pipeline.train.request import Request
 
 EXAMPLES = options.examples(
     "launch finetune --run runs/1b --data answers.jsonl --out runs/assistant",
@@ -103,15 +102,14 @@ def finetune(
     from pipeline.train.request import Request, plan_run
 
     pretrain.refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
-    machine = (cluster, config, sets or (), out if resume else None)  # have cluster settings
-    job, devices, ranks = pretrain.where(slurm, nodes, nproc, gpus_per_node, *machine)
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        out=out, nproc=ranks, cluster=cluster, file=config, sets=sets or (),
-        over=pretrain.given_only(over), resume=resume, fewest=job.worlds[0] if job else None,
+        out=out, cluster=cluster, file=config, sets=sets or (), over=pretrain.given_only(over),
+        resume=resume,
     )  # fmt: skip
-    start = pretrain.Start(devices, ranks, job, track, dry_run, as_json, quiet)
+    request, devices, job = pretrain.place(request, slurm, nodes, nproc, gpus_per_node)
+    start = pretrain.Start(request, devices, job, track, dry_run, as_json, quiet)
     if resume:
         _refuse_options_of_new_runs(context)
         start.begin(plan_run(replace(request, data=_examples_of(out)), devices))
@@ -121,28 +119,25 @@ def finetune(
         batch=batch, epochs=epochs, lr=lr, regression=regression, lm_weight=lm_weight, lora=lora,
         scratch=scratch, tokenizer=tokenizer,
     )  # fmt: skip
-    _begin_new(asked, request, start)
+    _begin_new(asked, start)
 
 
-def _begin_new(asked: "FineTuning", request: "Request", start: pretrain.Start) -> None:
+def _begin_new(asked: "FineTuning", start: pretrain.Start) -> None:
     """Write the examples into the new run's directory, plan the run and begin it."""
     from pipeline.runs.directory import RunDir
     from pipeline.train.finetuning import prepare
     from pipeline.train.request import plan_run
 
     name = f"{asked.start.resolve().name}-{asked.data.name.partition('.')[0]}"
-    out = request.out or Path("runs") / "finetune" / name
-    _check_batch(asked.batch, start.job.worlds if start.job else [start.ranks])
+    out = start.request.out or Path("runs") / "finetune" / name
+    _check_batch(asked.batch, start.job.worlds if start.job else [start.request.nproc])
     was_there = out.exists()
     prepared = prepare(asked, out)
     try:
         if not start.quiet:
             typer.echo(prepared.note, err=True)
-        new = replace(request, out=out, init=asked.start, defaults=prepared.defaults)
-        planned = plan_run(replace(new, data=prepared.rows), start.devices)
-        if planned.note and not start.quiet:
-            typer.echo(planned.note, err=True)
-        start.begin(planned)
+        new = replace(start.request, out=out, init=asked.start, defaults=prepared.defaults)
+        start.begin(plan_run(replace(new, data=prepared.rows), start.devices))
     finally:
         # A run that was refused, interrupted or only shown leaves nothing behind.
         if not RunDir(out).exists:

@@ -5,6 +5,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -82,7 +83,7 @@ def logs(
     if not printed:
         which = "any process" if rank is None else f"rank {rank}"
         raise RunError(
-            f"{folder} has no log of {which} yet; `launch status {run}` shows whether it runs"
+            f"{folder} has no log of {which} yet; `launch status {quote(str(run))}` shows whether it runs"
         )
 
 
@@ -120,7 +121,7 @@ def cancel(
     job = job_of(run)
     entry = queue.entry(job) if job else None
     if job is None or entry is None or not entry.alive:
-        raise RunError(f"run {run} has no job in the queue; see `launch status {run}`")
+        raise RunError(f"run {run} has no job in the queue; see `launch status {quote(str(run))}`")
     # A pending job has nothing to save, and no batch step that could receive the signal.
     save = entry.state == "RUNNING" and not now
     queue.cancel(job, save=save)

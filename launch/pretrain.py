@@ -5,8 +5,9 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import join, quote
 from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +18,9 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.config.schema import RunConfig
+    from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
-    from pipeline.train.request import Devices, PlannedRun
+    from pipeline.train.request import Devices, PlannedRun, Request
 
 EXAMPLES = options.examples(
     "launch pretrain --size tiny --data data/python --nproc 2 --steps 200",
@@ -113,25 +115,19 @@ def pretrain(
     from pipeline.train.request import Request, plan_run
 
     refuse_job_options(slurm, nodes, gpus_per_node, time, dry_run)
-    before = out if resume else None  # the run to continue
-    machine = (cluster, config, sets or (), before)  # every source of cluster settings
-    job, devices, ranks = where(slurm, nodes, nproc, gpus_per_node, *machine)
     length = {"steps": steps, "tokens": tokens, "flops": flops}  # at most one
     train = {**length, "dtype": dtype, "auto_batch": auto_batch or None}
     layout = {"zero": zero, "ep": ep, "sp": sp, "engine": engine}
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": train}
     over |= {"recipe": recipe, "parallel": layout, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        size=size, arch=arch, data=data, out=out, nproc=ranks, cluster=cluster, file=config,
-        sets=sets or (), over=given_only(over), resume=resume,
-        fresh=job is not None and not resume, fewest=job.worlds[0] if job else None,
-        branch=branch, init=init,
+        size=size, arch=arch, data=data, out=out, cluster=cluster, file=config, sets=sets or (),
+        over=given_only(over), resume=resume, fresh=slurm and not resume, branch=branch, init=init,
     )  # fmt: skip
+    request, devices, job = place(request, slurm, nodes, nproc, gpus_per_node)
     planned = plan_run(request, devices)
-    if planned.note and not quiet:  # such as how the layout was chosen
-        typer.echo(planned.note, err=True)
     if context.obj != _PLAN_ONLY:
-        Start(devices, ranks, job, track, dry_run, as_json, quiet).begin(planned)
+        Start(request, devices, job, track, dry_run, as_json, quiet).begin(planned)
     return planned, job  # for `as_job`; typer ignores it
 
 
@@ -155,8 +151,8 @@ def given_only(table: dict[str, Any]) -> dict[str, Any]:
 class Start:
     """Where a planned run trains, and what is printed about it."""
 
+    request: "Request"
     devices: "Devices"
-    ranks: int
     job: "Nodes | None"  # None: on this machine
     track: bool
     dry_run: bool
@@ -165,10 +161,12 @@ class Start:
 
     def begin(self, planned: "PlannedRun") -> None:
         """Train the run here, or submit it as a job."""
+        if planned.note and not self.quiet:  # such as how the layout was chosen
+            typer.echo(planned.note, err=True)
         if self.job is None:
             self._train_here(planned)
             return
-        submit(planned, self.job, track=self.track, dry_run=self.dry_run, as_json=self.as_json)
+        self._submit(planned, self.job)
         if not self.quiet:
             self._announce(planned.config, header=False)
 
@@ -192,7 +190,11 @@ class Start:
                 f"MLflow at {place}" if self.track else "in the run directory only (--no-track)"
             )
             lines = console.header(
-                config, self.ranks, train_tokens=tokens, device=self.devices.name, tracked=tracked
+                config,
+                self.request.nproc,
+                train_tokens=tokens,
+                device=self.devices.name,
+                tracked=tracked,
             )
             for line in lines:
                 print(line, flush=True)
@@ -219,7 +221,7 @@ class Start:
                 self._announce(planned.config, header=not self.as_json)
             note, signalled = start(
                 run,
-                nproc=self.ranks,
+                nproc=self.request.nproc,
                 gpu=self.devices.gpus > 0,
                 max_restarts=config.max_restarts,
                 quiet=self.quiet or self.as_json,
@@ -227,10 +229,10 @@ class Start:
             )
         elif not list_checkpoints(run.checkpoints):  # finished, but its checkpoints were deleted
             note = f"{run.checkpoints} is empty: restore it from a copy, or choose another --out"
+        finished = run.finished
         # A script must not continue with half a model. Ctrl-C gives 130, as in a shell; any other
         # stop gives 75 (EX_TEMPFAIL), which means "run the same command again".
-        stopped = 128 + signalled if signalled == SIGINT else STOPPED
-        code = 0 if run.finished else stopped
+        code = 0 if finished else 128 + SIGINT if signalled == SIGINT else STOPPED
         # After a stop request the command ends, even if nobody reads its output (Ctrl-S).
         timer = threading.Timer(_PRINT_S, os._exit, (code,))
         if signalled:
@@ -238,12 +240,81 @@ class Start:
         try:
             if note:
                 typer.echo(note, err=True)
-            _print_result(run.path, planned.config, as_json=self.as_json, quiet=self.quiet)
+            self._print_result(run, planned.config, finished)
             sys.stdout.flush()
         finally:
             timer.cancel()
         if code:
             raise typer.Exit(code)
+
+    def _submit(self, planned: "PlannedRun", job: "Nodes") -> None:
+        """Submit a job. Refuse it before the run directory is created, where possible."""
+        from pipeline.slurm import queue
+        from pipeline.slurm.submit import job_of, remember, step, train
+
+        # Absolute, because a job may start in another directory.
+        run = planned.run.path.absolute()
+        site = planned.config.cluster.slurm
+        batch = train(run, planned.config.name, site, job, track=self.track)
+        if self.dry_run:
+            # The script is a fixed template; its srun command depends on the nodes it gets.
+            inner = step(run, site, job.most, job.tasks, site.cpus_per_task)
+            print(f"{batch.shown()}\n# what it starts, on nodes: {job}\n{join(inner)}\n")
+            try:
+                print(f"# {batch.test()}")
+            except ConfigError as error:
+                print(f"# not validated: {error}")
+            return
+        # Without facts the run exists already, and may have a job.
+        old = job_of(run) if planned.facts is None else None
+        entry = queue.entry(old) if old else None
+        if entry is not None and entry.alive:
+            queued = f"is in the queue as job {old} ({entry.state})"
+            raise RunError(f"run {run} {queued}; `launch cancel {quote(str(run))}` ends it")
+        if planned.run.finished:
+            raise RunError(f"run {run} has finished; there is nothing to submit")
+        starts = batch.test()  # sbatch may refuse it; nothing is written yet
+        planned = planned.commit()  # perhaps in a new directory beside the existing one
+        run = planned.run.path.absolute()
+        # Built again, because `commit` may have chosen another directory.
+        number = train(run, planned.config.name, site, job, track=self.track).submit()
+        remember(run, number, job)  # for `launch status`, `logs` and `cancel`
+        if self.as_json:  # one line, for scripts
+            print(json.dumps({"job": number, "run": str(run)}))
+        else:
+            print(f"job {number} │ {job} nodes × {job.tasks} processes │ {run}")
+            print(f"{starts}\nwatch it with: launch status {quote(str(run))}")
+
+    def _print_result(self, run: "RunDir", config: "RunConfig", finished: bool) -> None:
+        """Print the last held-out figures and how to continue."""
+        from pipeline.runs.log import read
+
+        last: dict[str, Any] = {}
+        steps = config.train.steps
+        step = 0
+        goodput = None
+        # The log has every attempt of the run. The last evaluation counts.
+        for record in read(run.log):
+            step = max(step, int(record["step"]))
+            if record["kind"] == "eval":
+                last = record
+            goodput = record.get("goodput", goodput)
+        status = "finished" if finished else "stopped"
+        if self.as_json:
+            about = {"run": str(run.path), "status": status, "step": step, "steps": steps}
+            print(json.dumps({**about, "goodput": goodput, "eval": last or None}))
+        elif not self.quiet:
+            figures = ""
+            if last:
+                scores = {k.partition("/")[2]: last[k] for k in last if k.startswith("labels/")}
+                unit = "per row" if scores else "nats/token"
+                figures = f"held-out loss {last['loss']:.4f} {unit}"
+                figures += f", {last['bpb']:.4f} bits/byte" if last.get("bpb") is not None else ""
+                figures += "".join(f", {name} {score:.4f}" for name, score in scores.items())
+            print(f"{status} at step {step}/{steps} in {run.path}  {figures}".rstrip())
+            if not finished:
+                command = "finetune" if config.objective.examples else "pretrain"
+                print(f"continue with: launch {command} --resume --out {quote(str(run.path))}")
 
 
 def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
@@ -256,107 +327,27 @@ def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
     return planned, nodes
 
 
-def where(
-    slurm: bool,
-    nodes: str | None,
-    nproc: int | None,
-    gpus: int | None,
-    cluster_name: str | None,
-    file: Path | None,
-    sets: Sequence[str],
-    run: Path | None,
-) -> "tuple[Nodes | None, Devices, int]":
-    """The nodes of a job, if it is one, the devices of one node, and the number of processes."""
+def place(
+    request: "Request", slurm: bool, nodes: str | None, nproc: int | None, gpus: int | None
+) -> "tuple[Request, Devices, Nodes | None]":
+    """Add the number of processes to a request. Return it, the devices of one node, and the nodes
+    of the job if it is one."""
     from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes
     from pipeline.train.request import Devices
 
+    before = RunDir(request.out) if request.resume and request.out is not None else None
     if not slurm:
         here = Devices.here()
         # A resumed run keeps its number of processes unless the user gives another.
-        world = RunDir(run).world if run is not None else None
-        return None, here, nproc or world or max(1, here.gpus)
+        world = before.world if before is not None else None
+        return replace(request, nproc=nproc or world or max(1, here.gpus)), here, None
     # A resumed run continues on its own cluster, unless --cluster names another.
-    before = RunDir(run).config if run is not None and RunDir(run).exists else None
-    cluster = load_cluster(cluster_name, run=before, file=file, sets=sets)
+    own = before.config if before is not None and before.exists else None
+    cluster = load_cluster(request.cluster, run=own, file=request.file, sets=request.sets)
     # One process per GPU, unless the two options say otherwise. 0 GPUs train on CPUs.
     gpus = gpus if gpus is not None else nproc or cluster.gpus_per_node
     job = Nodes.parse(nodes or "1", nproc or max(1, gpus), gpus)
-    return job, Devices.of(cluster, gpus), job.worlds[-1]
-
-
-def submit(
-    planned: "PlannedRun", nodes: "Nodes", *, track: bool, dry_run: bool, as_json: bool
-) -> None:
-    """Submit a job. Refuse it before the run directory is created, where possible."""
-    import shlex
-
-    from pipeline.slurm import queue
-    from pipeline.slurm.submit import job_of, remember, step, train
-
-    # Absolute, because a job may start in another directory.
-    run = planned.run.path.absolute()
-    site = planned.config.cluster.slurm
-    job = train(run, planned.config.name, site, nodes, track=track)
-    if dry_run:
-        # The script is a fixed template; its srun command depends on the nodes it gets.
-        inner = step(run, site, nodes.most, nodes.tasks, site.cpus_per_task)
-        print(f"{job.shown()}\n# what it starts, on nodes: {nodes}\n{shlex.join(inner)}\n")
-        try:
-            print(f"# {job.test()}")
-        except ConfigError as error:
-            print(f"# not validated: {error}")
-        return
-    # Without facts the run exists already, and may have a job.
-    old = job_of(run) if planned.facts is None else None
-    entry = queue.entry(old) if old else None
-    if entry is not None and entry.alive:
-        queued = f"is in the queue as job {old} ({entry.state})"
-        raise RunError(f"run {run} {queued}; `launch cancel {run}` ends it")
-    if planned.run.finished:
-        raise RunError(f"run {run} has finished; there is nothing to submit")
-    starts = job.test()  # sbatch may refuse it; nothing is written yet
-    planned = planned.commit()  # perhaps in a new directory beside the existing one
-    run = planned.run.path.absolute()
-    # Built again, because `commit` may have chosen another directory.
-    number = train(run, planned.config.name, site, nodes, track=track).submit()
-    remember(run, number, nodes)  # for `launch status`, `logs` and `cancel`
-    if as_json:  # one line, for scripts
-        print(json.dumps({"job": number, "run": str(run)}))
-    else:
-        print(f"job {number} │ {nodes} nodes × {nodes.tasks} processes │ {run}")
-        print(f"{starts}\nwatch it with: launch status {run}")
-
-
-def _print_result(path: Path, config: "RunConfig", *, as_json: bool, quiet: bool) -> None:
-    """Print the last held-out figures and how to continue."""
-    from pipeline.runs.directory import RunDir
-    from pipeline.runs.log import read
-
-    last: dict[str, Any] = {}
-    steps = config.train.steps
-    step = 0
-    goodput = None
-    # The log has every attempt of the run. The last evaluation counts.
-    for record in read(RunDir(path).log):
-        step = max(step, int(record.get("step", 0)))
-        if record.get("kind") == "eval":
-            last = record
-        goodput = record.get("goodput", goodput)
-    status = "finished" if step >= steps else "stopped"
-    if as_json:
-        about = {"run": str(path), "status": status, "step": step, "steps": steps}
-        print(json.dumps({**about, "goodput": goodput, "eval": last or None}))
-    elif not quiet:
-        figures = ""
-        if last:
-            scores = {key.partition("/")[2]: last[key] for key in last if key.startswith("labels/")}
-            unit = "per row" if scores else "nats/token"
-            figures = f"held-out loss {last['loss']:.4f} {unit}"
-            figures += f", {last['bpb']:.4f} bits/byte" if last.get("bpb") is not None else ""
-            figures += "".join(f", {name} {score:.4f}" for name, score in scores.items())
-        print(f"{status} at step {step}/{steps} in {path}  {figures}".rstrip())
-        if status == "stopped":
-            command = "finetune" if config.objective.examples else "pretrain"
-            print(f"continue with: launch {command} --resume --out {path}")
+    request = replace(request, nproc=job.worlds[-1], fewest=job.worlds[0])
+    return request, Devices.of(cluster, gpus), job

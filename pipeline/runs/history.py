@@ -249,7 +249,7 @@ def goodput(records: Iterable[Record]) -> dict[str, float]:
                 lost[key] += record.get(key) or 0.0
                 wall_s += record.get(key) or 0.0
         else:
-            wall_s += until - last
+            wall_s += max(0.0, until - last)  # a clock may be set back
         last = until
         if event == "save":
             lost["checkpoint_s"] += _blocked_s(record)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 
 from pipeline.atomic import locked
 from pipeline.process import python_module
@@ -83,7 +84,8 @@ class Sidecar:
 
 
 def _behind(run_dir: Path, fault: str) -> str:
-    return f"MLflow does not have all of {run_dir} ({fault}); launch sync {run_dir} sends the rest"
+    sync = f"launch sync {quote(str(run_dir))}"
+    return f"MLflow does not have all of {run_dir} ({fault}); {sync} sends the rest"
 
 
 def _stdin_closed() -> bool:

@@ -61,43 +61,47 @@ class Forked:
 class Preloader:
     """The launcher's side: start the process, ask it for ranks, end it."""
 
-    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        self._log = log
+    def __init__(
+        self, command: list[str], env: dict[str, str], log: Path, *, wanted: bool = True
+    ) -> None:
+        self.obstacle = ""  # why the last process was not used
+        self._command = [*command, "--preload"]
+        self._env = env | _VARIABLES
         self._own = {name: env[name] for name in _VARIABLES if name in env}
-        self._obstacle = "it was killed"
+        self._log = log
+        self._wanted = wanted and sys.platform == "linux"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, unless it is alive or the last one failed: another would fail too."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        if not self._wanted:
+            return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, log.open("ab") as output:
+        with theirs, self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, "--preload"],
-                env=env | _VARIABLES,
+                self._command,
+                env=self._env,
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def cannot_fork(self) -> bool:
-        """Whether it ended by itself: another one would too."""
-        return (self._process.poll() or 0) > 0
-
-    @property
-    def obstacle(self) -> str:
-        """Why it was not used; the last line of its log if it ended by itself."""
-        return last_line(self._log) if self.cannot_fork else self._obstacle
+        self.obstacle = "it was killed"
 
     def ready(self, give_up: Callable[[], object]) -> bool:
-        """Wait for the imports; return False if the process ended or `give_up` returned true."""
+        """Start it and wait for the imports; False if it ended or `give_up` returned true."""
+        self.start()
+        if self._process is None:
+            return False
         end_s = time.monotonic() + _IMPORT_S
         while not select.select([self._socket], [], [], _TICK_S)[0]:
             late = time.monotonic() > end_s
             if late or give_up():
-                self._obstacle = f"its imports took more than {_IMPORT_S:.0f} s" if late else ""
+                self.obstacle = f"its imports took more than {_IMPORT_S:.0f} s" if late else ""
                 return False
         with suppress(OSError):
             if self._socket.recv(1, socket.MSG_PEEK):  # it stays readable: ready for good
@@ -106,13 +110,13 @@ class Preloader:
         return False
 
     def fork(self, variables: dict[str, str], stdout: int, stderr: int) -> Forked | None:
-        """Fork a rank with these variables; return None if that failed."""
+        """Fork a rank with these variables; return None if that failed, now or before."""
+        # An orphaned process becomes a child of this one while this is set.
+        if self._process is None or not _adopt_orphans(True):
+            return None
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(_FORK_S)
-            # An orphaned process becomes a child of this one while this is set.
-            if not _adopt_orphans(True):
-                return None
             try:
                 ends = [theirs.fileno(), stdout, stderr]
                 socket.send_fds(self._socket, [json.dumps(self._own | variables).encode()], ends)
@@ -125,14 +129,19 @@ class Preloader:
                 pass
             finally:
                 _adopt_orphans(False)
-            self._obstacle = "it does not answer"
-            self._process.kill()  # so that the next request fails at once
-            return None
+        self.obstacle = "it does not answer"
+        self.close()
+        return None
 
     def close(self) -> None:
         """End the process; the ranks that it forked continue."""
+        if self._process is None:
+            return
         self._process.kill()
-        self._process.wait()
+        if self._process.wait() > 0:  # it had ended by itself
+            self._wanted = False
+            self.obstacle = last_line(self._log)
+        self._process = None
         self._socket.close()
 
 

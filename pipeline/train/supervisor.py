@@ -7,11 +7,11 @@ other fault.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -48,17 +48,13 @@ _GRACE_S = 5.0  # time for the other ranks to report their own errors after one 
 _PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
 
 
-class Ended(NamedTuple):
-    note: str  # a line about tracking to show; may be empty
-    signal: int | None  # the signal that stopped the run
-
-
 def start(
     run: RunDir, *, nproc: int, gpu: bool, max_restarts: int, quiet: bool, track: bool
-) -> Ended:
+) -> tuple[str, int | None]:
     """Train until the run is finished or stopped on request; otherwise raise a one-line RunError.
 
-    After a fault the whole group of ranks is restarted from the last checkpoint.
+    Return a line about tracking, which may be empty, and the signal that stopped the run. After a
+    fault the whole group of ranks is restarted from the last checkpoint.
     """
     run.forget_fault()
     run.note_host(here=True)
@@ -73,7 +69,7 @@ def start(
     finally:
         if sidecar is not None:
             note = sidecar.finish()
-    return Ended(note, stop.signal)
+    return note, stop.signal
 
 
 def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> bool:
@@ -252,72 +248,59 @@ class _Groups:
         self._run = run
         self._nproc = nproc
         self._options = ["--quiet"] if quiet else []
-        self._wanted = preload and sys.platform == "linux"
-        self._preloader: Preloader | None = None
-        self._obstacle = ""  # why the last preloader was not used
         self._shared: dict[str, str] = {} if gpu else {"DS_ACCELERATOR": "cpu"}
         if "OMP_NUM_THREADS" not in os.environ:
             self._shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // nproc))
+        logs = run.path / "logs"
+        logs.mkdir(exist_ok=True)
+        # It reads no variable of a rank before it forks.
+        env = {**os.environ, **self._shared, **loopback(), "PYTHONSAFEPATH": "1"}
+        command = python_module(WORKER, run.path, *self._options)
+        self._preloader = Preloader(command, env, logs / "preload.log", wanted=preload)
+        self._preload_at_s: float | None = None  # None until the group trains
         self._made = 0
         self._forked = False  # whether the last group was forked
-        self._made_s = 0.0
-        self._training_since_s: float | None = None
+        self._log_changed_ns = 0  # when the log was written last, before the group was made
         # mkdtemp uses mode 0700: no other user can join the group or write to its store.
         self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
-        (run.path / "logs").mkdir(exist_ok=True)
 
     def new(self, stop: StopRequest) -> Group:
         """Start a group of ranks, by forks if there was one before."""
-        ready = False
-        again = self._forked and self._training_since_s is None  # perhaps because they were forks
-        if self._made and not again:
-            self._preload()
-            ready = self._preloader is not None and self._preloader.ready(lambda: stop.signal)
-        if not ready:
-            self._end_preloader()
-        reason = "its last forks did not train" if again else self._obstacle
-        note = {NOT_FORKED: reason} if reason and not ready else {}  # for rank 0 to log
+        idle = self._forked and self._preload_at_s is None  # perhaps because they were forks
+        self._forked = bool(self._made and not idle and self._preloader.ready(lambda: stop.signal))
+        shared = self._shared
+        if not self._forked:
+            self._preloader.close()
+            reason = "its last forks did not train" if idle else self._preloader.obstacle
+            shared = shared | ({NOT_FORKED: reason} if reason else {})  # for rank 0 to log
         self._made += 1
-        self._forked = ready
-        self._made_s = time.time()
-        self._training_since_s = None
+        self._preload_at_s = None
+        self._log_changed_ns = self._log_time_ns()
         store = self._private / f"store-{self._made}"
-        ranks = [self._shared | note | one_node(i, self._nproc, store) for i in range(self._nproc)]
-        return Group(self._run, ranks, *self._options, terminal=True, preloader=self._preloader)
+        ranks = [shared | one_node(rank, self._nproc, store) for rank in range(self._nproc)]
+        forks = self._preloader if self._forked else None
+        return Group(self._run, ranks, *self._options, terminal=True, preloader=forks)
 
     def prepare(self) -> None:
         """Start the preloader once the group has trained for a while; called at every tick."""
-        now_s = time.time()
-        log = self._run.log
-        if self._training_since_s is None:
-            if log.exists() and log.stat().st_mtime > self._made_s:
-                self._training_since_s = now_s
-            return
-        # The imports compete for the CPU, so they wait until the first steps are done.
-        due = now_s > self._training_since_s + _PRELOAD_AFTER_S
-        if self._preloader is None and due:
-            self._preload()
+        now_s = time.monotonic()
+        if self._preload_at_s is None:
+            if self._log_time_ns() != self._log_changed_ns:
+                # The imports compete for the CPU, so they wait until the first steps are done.
+                self._preload_at_s = now_s + _PRELOAD_AFTER_S
+        elif now_s > self._preload_at_s:
+            self._preloader.start()
+            self._preload_at_s = math.inf  # once for each group
 
     def close(self) -> None:
-        self._end_preloader()
+        self._preloader.close()
         shutil.rmtree(self._private, ignore_errors=True)
 
-    def _preload(self) -> None:
-        """Start the preloader, unless it is alive or cannot be used."""
-        if self._preloader is not None and not self._preloader.alive:
-            self._end_preloader()
-        if self._preloader is None and self._wanted:
-            # It reads no variable of a rank before it forks.
-            env = {**os.environ, **self._shared, **loopback(), "PYTHONSAFEPATH": "1"}
-            command = python_module(WORKER, self._run.path, *self._options)
-            self._preloader = Preloader(command, env, self._run.path / "logs" / "preload.log")
-
-    def _end_preloader(self) -> None:
-        if self._preloader is not None:
-            self._wanted = not self._preloader.cannot_fork
-            self._obstacle = self._preloader.obstacle
-            self._preloader.close()
-            self._preloader = None
+    def _log_time_ns(self) -> int:
+        try:
+            return self._run.log.stat().st_mtime_ns
+        except OSError:  # there is none yet
+            return 0
 
 
 def _warn(line: str) -> None:

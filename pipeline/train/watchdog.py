@@ -127,7 +127,9 @@ class Watchdog:
         ranks = set()
         for rank in range(self._world.size):
             with contextlib.suppress(OSError):
-                if self._stacks(rank).stat().st_mtime > self._phase.began_time:
+                found = self._stacks(rank).stat()
+                # A rank that starts later creates an empty file.
+                if found.st_size and found.st_mtime > self._phase.began_time:
                     ranks.add(rank)
         return ranks
 

@@ -191,12 +191,13 @@ def test_a_stuck_rank_is_found_with_its_stacks(poisoned):
 def test_a_hanging_start_is_found_after_first_s(tmp_path):
     (tmp_path / "logs").mkdir()
     if (child := os.fork()) == 0:
-        Watchdog(RunDir(tmp_path), World(0, 1, torch.device("cpu")), hang_s=60.0, first_s=0.5)
+        Watchdog(RunDir(tmp_path), World(0, 2, torch.device("cpu")), hang_s=60.0, first_s=0.5)
+        (tmp_path / "logs" / "stacks-rank-1.txt").touch()  # rank 1 starts later, and hangs as well
         time.sleep(120)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     fault = json.loads((tmp_path / "error.json").read_text())
-    assert fault["kind"] == "HangError" and "limit 0.5 s" in fault["message"]
+    assert fault["kind"] == "HangError" and "limit 0.5 s): rank 1 is stuck" in fault["message"]
     assert "in start 0" in (tmp_path / "logs" / "stacks-rank-0.txt").read_text()
 
 

@@ -163,9 +163,9 @@ def test_a_process_that_cannot_fork_ranks_says_so_and_is_not_used(tmp_path):
     log = tmp_path / "log"
     preloader = preload.Preloader([sys.executable, "-c", "raise SystemExit('why')"], {}, log)
     assert not preloader.ready(lambda: False) and preloader.fork({}, 1, 2) is None
-    until(lambda: not preloader.alive)
-    assert preloader.cannot_fork and preloader.obstacle == "why"
     preloader.close()
+    preloader.start()  # it would fail again
+    assert preloader._process is None and preloader.obstacle == "why"
 
 
 def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
@@ -177,8 +177,9 @@ def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "python_module", lambda *_: [sys.executable, "-c", shown])
     serve = [sys.executable, "-c", f"from pipeline.train import preload\npreload.serve()\n{shown}"]
     preloader = preload.Preloader(serve, dict(os.environ), tmp_path / "log")
-    fork = preloader.fork
-    monkeypatch.setattr(preloader, "fork", lambda *fds: (fork(*fds), preloader._process.kill())[0])
+    preloader.start()
+    fork, process = preloader.fork, preloader._process
+    monkeypatch.setattr(preloader, "fork", lambda *fds: (fork(*fds), process.kill())[0])
     group = supervisor.Group(run, [{"RANK": "0"}, {"RANK": "1"}], preloader=preloader)
     assert set(group.wait(StopRequest()).values()) == {0}
     assert [group.last_line(n) for n in (0, 1)] == ["own it does not answer", "own None"]

@@ -155,6 +155,10 @@ def test_goodput_is_what_the_steps_left():
     share = goodput(log)
     assert share["wall_s"] == pytest.approx(5 + 1.5 + 23.5 + 1 + 4 + 3)
     assert share["goodput"] == pytest.approx(1 - (5 + 20 + 4 + 3.5 + 0.25 + 0.5 + 1) / 38)
+    # the clock is set back by an hour between two steps
+    log = [at(4000, event="start", start_s=2.0), at(4001, kind="step"), at(402, kind="step")]
+    share = goodput([*log, at(403, kind="step")])
+    assert (share["wall_s"], share["goodput"]) == (4, 0.5)
 
 
 def test_a_save_that_is_logged_late_does_not_count_as_a_kept_step(monkeypatch):
