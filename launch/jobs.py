@@ -82,9 +82,8 @@ def logs(
         time.sleep(0.5)
     if not printed:
         which = "any process" if rank is None else f"rank {rank}"
-        raise RunError(
-            f"{folder} has no log of {which} yet; `launch status {quote(str(run))}` shows whether it runs"
-        )
+        text = f"{folder} has no log of {which} yet"
+        raise RunError(f"{text}; `launch status {quote(str(run))}` shows whether it runs")
 
 
 def _log_files(folder: Path, rank: int | None) -> list[Path]:

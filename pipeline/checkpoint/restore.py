@@ -42,10 +42,11 @@ def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     if world.first:
         for leftover in root.glob(".step-*"):  # from a process killed during a save or a removal
             shutil.rmtree(leftover, ignore_errors=True)
-    world.barrier()
+    # From rank 0: a network file system may show another list to another node.
+    paths = world.broadcast(list(list_checkpoints(root).values()) if world.first else [])
     damaged: list[str] = []
     # The ranks check some files each. All of them must then agree, so faults are gathered.
-    for path in reversed(list_checkpoints(root).values()):
+    for path in reversed(paths):
         checkpoint = None
         fault = ""
         try:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -262,5 +263,6 @@ def prune(
 def remove(path: Path) -> None:
     """Rename a checkpoint first, so that a half-removed one is never read."""
     gone = path.with_name(f".{path.name}.gone")
-    path.rename(gone)
+    with suppress(FileNotFoundError):  # a user has just deleted it
+        path.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -32,7 +32,6 @@ class DDPEngine(engine.Engine):
         assert ranks == world.size, "Accelerate did not join the process group"
         self._clip = config.optim.clip
         self.world = world
-        self.clock: engine.Clock = engine.untimed
         optimizer = build_optimizer(model.to(world.device), config)
         self.wrapped, self._optimizer = self._accelerator.prepare(model, optimizer)
         wrapped = isinstance(self.wrapped, DistributedDataParallel)

@@ -113,10 +113,6 @@ class World:
             dist.broadcast_object_list(values)
         return values[0]
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
 
 def join(world: World, env: Mapping[str, str]) -> None:
     """Create the process group, unless this process is already in one."""

@@ -63,7 +63,6 @@ class ZeroEngine(engine.Engine):
         self._zero = config.parallel.zero
         self._ep = config.parallel.ep
         self._clip = config.optim.clip
-        self.clock: engine.Clock = engine.untimed
         # The device that Adam runs on.
         self._adam_device = world.device
         if config.parallel.offload.optimizer:

@@ -226,9 +226,9 @@ def startup_cost(before: list[Record], start: int, *, failed: bool) -> dict[str,
     start_s = now - psutil.Process().create_time()
     replay_s = 0.0
     if failed and before:
-        start_s = now - before[-1]["time"]
+        start_s = max(0.0, now - before[-1]["time"])  # a clock may be set back
     if kept and (failed or kept != before):
-        replay_s = before[-1]["time"] - reduce(_accounted_until, kept, 0.0)
+        replay_s = max(0.0, before[-1]["time"] - reduce(_accounted_until, kept, 0.0))
     return {"start_s": start_s, "replay_s": replay_s}
 
 
@@ -279,13 +279,16 @@ def _blocked_s(save: Record) -> float:
 
 def remaining_s(steps: Sequence[Record], total: int, now: float | None = None) -> float | None:
     """Return the seconds from `now`, or the last step, to step `total` at the pace of `steps`."""
-    if len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
+    if len(steps) < 2:
         return None
     first = steps[0]
     last = steps[-1]
-    pace_s = (last["time"] - first["time"]) / (last["step"] - first["step"])
+    took_s = last["time"] - first["time"]
+    done = last["step"] - first["step"]
+    if done <= 0 or took_s <= 0:  # the run went back to a checkpoint, or the clock was set back
+        return None
     since_s = 0.0 if now is None else now - last["time"]
-    return float(max(0.0, pace_s * (total - last["step"]) - since_s))
+    return float(max(0.0, took_s / done * (total - last["step"]) - since_s))
 
 
 def write_environment(run_dir: Path) -> None:

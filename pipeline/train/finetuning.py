@@ -64,7 +64,9 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     if RunDir(out).exists:
         remedy = "give another --out"
         if corpus.exists():  # otherwise it is a run of `launch pretrain`
-            remedy = f"continue it with `launch finetune --resume --out {quote(str(out))}`, or {remedy}"
+            remedy = (
+                f"continue it with `launch finetune --resume --out {quote(str(out))}`, or {remedy}"
+            )
         raise RunError(f"--out {out} already contains a run; {remedy}")
     # Never deleted here: it may be the user's own, or belong to a process that is starting a run.
     if os.path.lexists(corpus):

@@ -213,7 +213,6 @@ class Loop:
         tokens = done * self.batch_tokens
         record = {
             "kind": kind,
-            "time": time.time(),
             "step": done,
             "tokens": tokens,
             "flops": tokens * self.flops_per_token,

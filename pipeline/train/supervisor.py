@@ -44,6 +44,7 @@ WORKER = "pipeline.train.worker"
 
 _TICK_S = 0.2  # how soon a signal is passed on
 _LOOK_EVERY = 5  # ticks between two looks at the state of all ranks
+_STOPPING = b"stopping: a checkpoint is written first; a second signal ends it at once\n"
 _GRACE_S = 5.0  # time for the other ranks to report their own errors after one has failed
 _PRELOAD_AFTER_S = 15.0  # training time before the preloader starts; short runs do not need one
 
@@ -178,7 +179,8 @@ class Group:
                 asked = True
                 for rank in living:
                     self._ranks[rank].send_signal(stop.signal)
-                _warn("stopping: a checkpoint is written first; a second signal ends it at once\n")
+                # From a thread, because a terminal that is not read would block.
+                threading.Thread(target=os.write, args=(2, _STOPPING), daemon=True).start()
             if stop.at_once:
                 self._end(living, signal.SIGKILL)
             if ticks % _LOOK_EVERY == 0:
@@ -301,8 +303,3 @@ class _Groups:
             return self._run.log.stat().st_mtime_ns
         except OSError:  # there is none yet
             return 0
-
-
-def _warn(line: str) -> None:
-    """Write to standard error from a thread, because a terminal that is not read would block."""
-    threading.Thread(target=os.write, args=(2, line.encode()), daemon=True).start()

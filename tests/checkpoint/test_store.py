@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.atomic import digest
 from pipeline.checkpoint.format import _checksum
 from pipeline.checkpoint.restore import Weights, find, load, newest
-from pipeline.checkpoint.save import Saver, prune
+from pipeline.checkpoint.save import Saver, prune, remove
 from pipeline.errors import RunError
 from pipeline.parallel.fragments import split
 from pipeline.parallel.world import World
@@ -262,6 +262,15 @@ def test_which_checkpoints_are_kept(tmp_path, last, every, kept):
     (tmp_path / "step-00000095").mkdir()
     prune(tmp_path, 95, last, every)
     assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
+    remove(tmp_path / "step-00000100")  # a user was faster
+
+
+def test_every_rank_reads_the_checkpoints_that_rank_0_sees(saved, monkeypatch):
+    """A network file system may show them to another node later."""
+    monkeypatch.setattr(World, "broadcast", lambda *_: [saved / "step-00000003"])
+    monkeypatch.setattr(World, "gather", lambda _, value: [value])
+    monkeypatch.setattr("pipeline.checkpoint.restore.list_checkpoints", lambda _: {})
+    assert find(saved, World(1, 2, ALONE.device))[0].step == 3
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.corpus import Corpus
 from pipeline.data.shards import ShardWriter, Split
 from pipeline.runs.directory import no_restart as verdict
-from pipeline.runs.history import goodput, startup_cost
+from pipeline.runs.history import goodput, remaining_s, startup_cost
 from tests.train.test_run import hashes, losses, pretrain, processes, records, train_all
 
 STEPS = 40
@@ -159,6 +159,9 @@ def test_goodput_is_what_the_steps_left():
     log = [at(4000, event="start", start_s=2.0), at(4001, kind="step"), at(402, kind="step")]
     share = goodput([*log, at(403, kind="step")])
     assert (share["wall_s"], share["goodput"]) == (4, 0.5)
+    assert remaining_s([{**each, "step": step} for step, each in enumerate(log)], 9) is None
+    costs = startup_cost([{**log[0], "time": time.time() + 60, "step": 0}], 0, failed=True)
+    assert costs["start_s"] == 0
 
 
 def test_a_save_that_is_logged_late_does_not_count_as_a_kept_step(monkeypatch):
