@@ -151,7 +151,7 @@ def train_layout(
     for step in range(steps):
         batch = draw_batch(config, step, world)
         update = engine.update(cut(batch, config, world), config.optim.lr, check)
-        run.losses.append(world.sum([], first=update.nll).item() / world.size)
+        run.losses.append(world.sum(update.nll).item() / world.size)
         run.norms.append(float(update.grad_norm))
         # Ranks that share sequences read the same rows, so each hash counts `sp` times.
         hashes = sum(world.gather(batch.hash))

@@ -291,7 +291,7 @@ def _save_costs(timer: _LoopTimer, saver: Saver, step_s: float) -> Figures:
     timer.save()
     saved = saver.finished()
     # Ranks whose save has ended continue with those whose save has not.
-    while timer.loop.world.sum([float(saved is None)]).item():
+    while any(timer.loop.world.gather(saved is None)):
         timer.step()
         steps += 1
         saved = saved or saver.finished()

@@ -202,7 +202,7 @@ def _step(engine: Engine, config: RunConfig, world: World, batch: Batch, lr: flo
     """The least that the training loop does: update, one sum over ranks, one read of the loss."""
     update = engine.update(cut(batch, config, world), lr)
     # The loop sums parts of the token hash along with the loss, so this does too.
-    loss, _ = world.sum([float(batch.hash & 0xFFFF)], first=update.nll).tolist()
+    loss, _ = world.sum(update.nll, [float(batch.hash & 0xFFFF)]).tolist()
     return float(loss) / world.size
 
 

@@ -69,15 +69,10 @@ class World:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def sum(self, values: Sequence[float], first: Tensor | None = None) -> Tensor:
-        """Sum over ranks, in fp64: integers up to 2^53 stay exact.
-
-        `first`, a tensor on the device, is placed before the values.
-        """
-        total = self.to_device(values)
-        if first is not None:
-            total = torch.cat((first.detach().double().reshape(-1), total))
-        return self.reduce(total)
+    def sum(self, values: Tensor, more: Sequence[float] = ()) -> Tensor:
+        """Sum over ranks, in fp64: integers up to 2^53 stay exact. `more` numbers of the host are
+        placed after the values."""
+        return self.reduce(torch.cat((values.detach().double().reshape(-1), self.to_device(more))))
 
     def reduce(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place."""

@@ -124,24 +124,9 @@ def decide(end: Ending, *, restarts: int, most: int, run: Path) -> Verdict:
     return Verdict("requeue", reason, STOPPED)
 
 
-def ending(
-    run: RunDir,
-    job: str,
-    began: float,
-    code: int,
-    asked: str | None,
-    printed: str,
-    max_restarts: int,
-) -> Ending:
-    """Determine how an attempt ended, from the run's log, its faults and srun's output."""
-    records = list(read(run.log))
-    step = max((int(r["step"]) for r in records if r.get("kind") == "step"), default=0)
-    last = next((r for r in reversed(records) if r.get("kind") == "event"), {})
-    finished = last.get("event") == "finish"
-    saved = last.get("event") == "interrupt" and float(last["time"]) >= began
+def attribute(run: RunDir, code: int, printed: str) -> Record:
+    """Record why an attempt failed: the reason that a rank left, or what srun printed."""
     known = run.fault()
-    if finished or saved or (asked is not None and known is None):
-        return Ending(step, finished, saved, asked, None, None)
     ended = _TASK_ENDED.search(printed)
     if ended is not None:
         node, task, how = ended.groups()
@@ -150,12 +135,7 @@ def ending(
         if known is None or not (how.startswith("Exited") or known["user"]):
             run.forget_fault()
             run.fail(ChildProcessError(f"rank {task} on {node}: {how}"))
-    fault = run.note_fault(code)
-    began_first = min(
-        (r["time"] for r in past_attempts(run.path) if r["job"] == job), default=began
-    )
-    of_this_job = [f for f in run.past_faults() if float(f["time"]) >= began_first]
-    return Ending(step, finished, saved, asked, fault, no_restart(of_this_job, max_restarts))
+    return run.note_fault(code)
 
 
 class Batch:
@@ -189,7 +169,7 @@ class Batch:
             self.run.fail(RunError(limit))
         elif not self.run.finished:
             code, printed = self._train()
-        end = ending(self.run, here.job, began, code, self.asked, printed, self.max_restarts)
+        end = self._ending(began, code, printed)
         verdict = decide(end, restarts=here.restarts, most=most, run=self.run.path)
         result = {"event": verdict.action, "step": end.step, "reason": verdict.reason}
         log.append({**about, "time": time.time(), **result})
@@ -198,6 +178,21 @@ class Batch:
         if verdict.action == "requeue":
             self._requeue()
         return verdict.code
+
+    def _ending(self, began: float, code: int, printed: str) -> Ending:
+        """Determine how an attempt ended, from the run's log, its faults and srun's output."""
+        records = list(read(self.run.log))
+        step = max((int(r["step"]) for r in records if r["kind"] == "step"), default=0)
+        last = next((r for r in reversed(records) if r["kind"] == "event"), {})
+        finished = last.get("event") == "finish"
+        saved = last.get("event") == "interrupt" and float(last["time"]) >= began
+        if finished or saved or (self.asked is not None and self.run.fault() is None):
+            return Ending(step, finished, saved, self.asked, None, None)
+        fault = attribute(self.run, code, printed)
+        starts = [r["time"] for r in past_attempts(self.run.path) if r["job"] == self.here.job]
+        of_this_job = [f for f in self.run.past_faults() if float(f["time"]) >= min(starts)]
+        hopeless = no_restart(of_this_job, self.max_restarts)
+        return Ending(step, finished, saved, self.asked, fault, hopeless)
 
     def _train(self) -> tuple[int, str]:
         """Run srun and the sidecar to their end; return srun's exit code and output."""

@@ -148,6 +148,9 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
     note = str(ended.get("reason", ""))
     if job is None and state == "FAILED":
         note = "nothing trains it any more; --resume continues it"
+    restarts = sum(attempt["event"] == "begin" for attempt in attempts) - 1
+    if not attempts:  # no job: it was restarted after every fault, but not after one that ended it
+        restarts = len(run.past_faults()) - (state == "FAILED")
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=printable(path),
@@ -158,6 +161,6 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
         steps=total,
         loss=steps[-1].get("loss") if steps else None,
         eta_s=remaining_s(steps[-32:], total, time.time()) if state == "RUNNING" else None,
-        restarts=max(0, sum(r["event"] == "begin" for r in attempts) - 1),
+        restarts=max(0, restarts),
         note=silence or waits or note,
     )

@@ -52,7 +52,7 @@ class StepCheck:
         on_device = torch.cat((loss_and_norm, flags))
         stopping = float(self.stop.signal is not None)
         hash_parts = [float(self.batch_hash >> shift & 0xFFFF) for shift in _SHIFTS]
-        self.sums = self.world.sum([stopping, *hash_parts], first=on_device)
+        self.sums = self.world.sum(on_device, [stopping, *hash_parts])
         means = self.sums[_LOSS_AND_NORM] / self.world.size
         # NaN fails the comparison, so such a step is rejected too
         within = means <= self.world.to_device(self.limits)

@@ -174,7 +174,7 @@ class Loop:
     def save(self, done: int) -> None:
         """Check that all ranks have the same weights, then begin a checkpoint of them."""
         comparison = self.replicas.compare()
-        if self.world.sum([], first=comparison.flags).any():
+        if self.world.sum(comparison.flags).any():
             raise self.replicas.blame(comparison, done)
         self.log_save(self.saver.save(done))
 

@@ -46,8 +46,8 @@ class Evaluator:
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
-        """Nats per predicted token, and bits per byte of the raw text, which compare across
-        tokenizers, if the objective predicts running text. Of labels, the figures of their rows."""
+        """Return the loss in nats per predicted token. For running text add bits per byte, which
+        do not depend on the tokenizer; for labels add their scores."""
         if self._config.objective.examples:
             return self._evaluate_examples(evaluate)
         total = torch.zeros((), device=self._world.device)
@@ -55,7 +55,7 @@ class Evaluator:
         for micro in self.micros():
             total += evaluate(micro).nll  # stays on the device: read once, at the end
             count += 1
-        loss = self._world.sum([], first=total).item() / count / self._world.size
+        loss = self._world.sum(total).item() / count / self._world.size
         if not self._config.objective.whole_text:
             return {"loss": loss}
         return {"loss": loss, "bpb": loss * self._bits_per_nat_token}
@@ -67,8 +67,7 @@ class Evaluator:
             yield from cut(batch, self._config, self._world)
 
     def _evaluate_examples(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
-        """Every example counts once, and each token of an answer the same. The rows that fill up
-        the last batch count nothing."""
+        """Average labels over rows and answers over tokens; without rows that only fill a batch."""
         sums: list[Tensor] = []
         for micro in self.micros():
             losses = evaluate(micro)
@@ -78,7 +77,7 @@ class Evaluator:
                 assert micro.counts_B is not None
                 tokens = micro.counts_B.double().sum()
                 sums.append(torch.stack((tokens, losses.nll * tokens)))
-        total = self._world.sum([], first=torch.stack(sums).sum(0))
+        total = self._world.sum(torch.stack(sums).sum(0))
         if len(total) > 2:
             return label_figures(total)
         return {"loss": (total[1] / total[0]).item()}

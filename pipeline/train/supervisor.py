@@ -137,7 +137,7 @@ class Group:
         self._preloader = preloader
         self._ranks: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._ended_by_us: set[int] = set()
-        for env in reversed(environments):  # rank 0 last: it logs why any of them is no fork
+        for env in reversed(environments):  # rank 0 last: it logs whether one is no fork
             rank = int(env["RANK"])
             self._ranks[rank] = self._start(env, terminal=terminal and rank == 0)
 

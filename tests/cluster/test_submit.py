@@ -16,7 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.planner.check import resolve
 from pipeline.runs.directory import RunDir
 from pipeline.runs.directory import fault_line as line
-from pipeline.slurm.job import Allocation, Ending, decide, ending, usable
+from pipeline.slurm.job import Allocation, Ending, attribute, decide, usable
 from pipeline.slurm.submit import TEMPLATES
 from tests.cluster.test_jobs import submit, verdicts
 from tests.conftest import environment, launch
@@ -215,5 +215,4 @@ def test_the_first_to_end_is_the_cause(tmp_path, known, reason):
     output = (
         "srun: error: node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Killed\n"
     )
-    fault = ending(run, "1", 0.0, 137, None, output, max_restarts=3).fault
-    assert fault is not None and line(fault) == reason
+    assert line(attribute(run, 137, output)) == reason

@@ -163,7 +163,7 @@ def strike(
             now = worker.local_tensors()
             flip([*now.expert_gradient_copies] or now.gradient_copies, mine)
         comparison = replicas.compare()
-        if wrong := WORLD.sum([], first=comparison.flags).any():
+        if wrong := WORLD.sum(comparison.flags).any():
             messages.append(str(replicas.blame(comparison, step)))
         return ~wrong
 
@@ -224,7 +224,7 @@ def routed(zero: int) -> str:
     if WORLD.rank == 1:
         flip([worker.module.routers()[0].steps], random.Random(zero))
     comparison = replicas.compare()
-    return str(replicas.blame(comparison, 1)) if WORLD.sum([], first=comparison.flags).any() else ""
+    return str(replicas.blame(comparison, 1)) if WORLD.sum(comparison.flags).any() else ""
 
 
 def war(world: World) -> None:

@@ -120,6 +120,7 @@ def test_forks_of_the_preloader_replace_a_group(corpus, tmp_path):
         assert not processes(f"pipeline.train.worker {out}"), "orphans"
         curves.append((losses(out), hashes(out)))
     assert curves[0] == curves[1] and len(curves[0][0]) == 300
+    assert statuses([tmp_path / "disturbed"])[0].restarts == 3
     unused = "the preloader was not used: it does not answer"
     assert [event["notes"] for event in restarts(tmp_path / "disturbed")] == ["", "", unused]
     reasons = [event["reason"] for event in restarts(tmp_path / "disturbed")]
