@@ -7,12 +7,17 @@ or by a SLURM task. They set RANK, WORLD_SIZE and the address at which the ranks
 
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import cast
+
+if __name__ == "__main__":
+    # Until it can save, a rank ends at Ctrl-C: some imports ignore any exception.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 

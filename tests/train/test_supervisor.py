@@ -187,6 +187,22 @@ def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
     preloader.close()
 
 
+def test_ctrl_c_ends_a_rank_in_an_import_that_ignores_exceptions(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "import time\ntry:\n    print(flush=True)\n    time.sleep(60)\nexcept:\n    pass\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    rank = subprocess.Popen(
+        supervisor.python_module(supervisor.WORKER, tmp_path),
+        stdout=subprocess.PIPE,
+        env=environment(PYTHONPATH=path),
+    )
+    rank.stdout.read(1)
+    rank.send_signal(signal.SIGINT)
+    assert rank.wait(60) == -signal.SIGINT
+    rank.stdout.close()
+
+
 def test_a_worker_that_cannot_start_is_a_fault_not_a_stop(corpus, tmp_path, monkeypatch, inside):
     monkeypatch.setattr(supervisor, "WORKER", "pipeline.train.nothing")
     never = ("--nproc", 1, "--set", "train.max_restarts=0")
