@@ -158,7 +158,8 @@ def read_manifest(path: Path) -> Checkpoint:
         elif version != VERSION:
             raise DamagedError(f"{MANIFEST}: version {version}, this release reads {VERSION}")
         manifest = Manifest.model_validate(content)
-        if path != checkpoint_path(path.parent, manifest.step):
+        # The path may be "." or a link.
+        if checkpoint_path(path, manifest.step).name not in (path.name, path.resolve().name):
             raise DamagedError(f"{MANIFEST}: belongs to step {manifest.step}")
         _check_places(path, manifest)
     except OSError as error:

@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,6 +264,12 @@ def test_which_checkpoints_are_kept(tmp_path, last, every, kept):
     prune(tmp_path, 95, last, every)
     assert (tmp_path / "step-00000095").exists() and not (tmp_path / "step-00000100").exists()
     remove(tmp_path / "step-00000100")  # a user was faster
+
+
+def test_a_checkpoint_is_found_by_any_path(saved, monkeypatch):
+    monkeypatch.chdir(saved / "step-00000003")
+    (saved / "latest").symlink_to("step-00000002")
+    assert [newest(Path(path)).step for path in (".", "..", "../latest")] == [3, 3, 2]
 
 
 def test_every_rank_reads_the_checkpoints_that_rank_0_sees(saved, monkeypatch):
