@@ -245,7 +245,7 @@ class Start:
         finally:
             timer.cancel()
         if code:
-            raise typer.Exit(code)
+            sys.exit(code)  # typer.Exit(130) would print "interrupted" below the result
 
     def _submit(self, planned: "PlannedRun", job: "Nodes") -> None:
         """Submit a job. Refuse it before the run directory is created, where possible."""

@@ -79,11 +79,13 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
     with closing(group):  # ends all ranks, even after an exception
         codes = group.wait(stop, groups.prepare)
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
+    death = group.death(codes)
+    if death and death.signal == stop.signal:
+        run.forget_fault()  # a rank that was still starting ended at once; the others only lost it
+    elif death:
+        record_death(run, death)
     if run.fault() is None and (stop.signal or not failed):
         return True
-    death = group.death(codes)
-    if death and not stop.signal:
-        record_death(run, death)
     if run.fault() is None and shutil.disk_usage(run.path).free < 1 << 20:
         text = f"disk full at {run.path}: not even the error could be written"
         raise RunError(f"{text}; the last checkpoint is intact; free some space and --resume")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -185,6 +186,21 @@ def test_a_preloader_that_dies_between_two_forks(corpus, tmp_path, monkeypatch):
     assert set(group.wait(StopRequest()).values()) == {0}
     assert [group.last_line(n) for n in (0, 1)] == ["own it does not answer", "own None"]
     preloader.close()
+
+
+def test_a_rank_that_dies_during_a_stop(corpus, tmp_path, monkeypatch):
+    """By the stop request itself, while it starts, or by another signal, which is the cause."""
+    request = Request("7k", "dense", corpus, tmp_path / "run", 2, sets=["model.seq=64"])
+    run = plan_run(request, Devices(0, 2**30, "CPU")).commit().run
+    groups = SimpleNamespace(new=lambda _: supervisor.Group(run, []), prepare=None)
+    for number in (signal.SIGINT, signal.SIGKILL):
+        run.fail(RuntimeError("connection lost"))  # by rank 0
+        codes = {0: 1, 1: -number}
+        monkeypatch.setattr(supervisor.Group, "wait", lambda *_, codes=codes: codes)
+        stop = SimpleNamespace(signal=signal.SIGINT)
+        stopped = supervisor._attempt(run, groups, stop, 2)
+        assert stopped == (number == signal.SIGINT) and run.fault() is None
+    assert [fault["message"] for fault in run.past_faults()] == ["rank 1 was killed by SIGKILL"]
 
 
 def test_ctrl_c_ends_a_rank_in_an_import_that_ignores_exceptions(tmp_path):
