@@ -82,8 +82,8 @@ def logs(
         time.sleep(0.5)
     if not printed:
         which = "any process" if rank is None else f"rank {rank}"
-        text = f"{folder} has no log of {which} yet"
-        raise RunError(f"{text}; `launch status {quote(str(run))}` shows whether it runs")
+        missing = f"{folder} has no log of {which} yet"
+        raise RunError(f"{missing}; `launch status {quote(str(run))}` shows whether it runs")
 
 
 def _log_files(folder: Path, rank: int | None) -> list[Path]:
