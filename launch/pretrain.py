@@ -200,7 +200,7 @@ class Start:
                 print(line, flush=True)
         # Of labelled examples a few thousand are enough, and several passes are usual.
         if not config.objective.examples:
-            notes += console.data_warnings(config, tokens, corpus.split("valid").tokens)
+            notes += console.run_warnings(config, tokens, corpus.split("valid").tokens)
         # Without a header stdout may be JSON, so the notes go to stderr.
         for line in notes:
             typer.echo(line, err=not header)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.config.objective import Replaced
 from pipeline.config.schema import RunConfig
 from pipeline.planner.count import params
 from pipeline.runs.history import remaining_s
@@ -127,9 +128,15 @@ def header(
     yield f"tracked {tracked}"
 
 
-def data_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) -> Iterator[str]:
-    """Yield a line for data that is too small for the run, or for measuring its loss."""
+def run_warnings(config: RunConfig, train_tokens: int, held_out_tokens: int) -> Iterator[str]:
+    """Yield a line for each reason why the run may learn little, or measure its loss badly."""
     train = config.train
+    objective = config.objective
+    if isinstance(objective, Replaced) and not objective.trained:
+        yield (
+            "warning: a small model needs thousands of steps before it finds replacements from "
+            "other texts; --set model.generator=0.25 trains a generator that makes better ones"
+        )
     epochs = train.steps * train.batch_tokens / train_tokens
     if epochs > MAX_EPOCHS:
         yield (

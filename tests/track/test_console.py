@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.layers import load
 from pipeline.planner.check import resolve
-from pipeline.track.console import Console, data_warnings, format_record, header
+from pipeline.track.console import Console, format_record, header, run_warnings
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -89,9 +89,13 @@ def test_header_and_warnings() -> None:
     assert "410k tokens │ 10 epochs over 41k" in lines[1]
     assert lines[5].endswith("sqlite:///x.db")
     assert all(len(line) <= 100 for line in lines)
-    assert [line.split()[0] for line in data_warnings(config, 40_960, 99_999)] == ["warning:"] * 2
-    assert list(data_warnings(config, 102_400, 100_000)) == []
-    assert "--valid-share" in next(data_warnings(config, 5_000_000, 57_196))
+    assert [line.split()[0] for line in run_warnings(config, 40_960, 99_999)] == ["warning:"] * 2
+    assert list(run_warnings(config, 102_400, 100_000)) == []
+    assert "--valid-share" in next(run_warnings(config, 5_000_000, 57_196))
+    for sets, noted in ((["model.seq=64"], 1), (["model.seq=64", "model.generator=0.5"], 0)):
+        spec = load(size="tiny", arch="electra", sets=["train.steps=9", *sets])
+        notes = run_warnings(resolve(spec, ranks=1, gpu=False), 10**9, 10**9)
+        assert ["model.generator" in note for note in notes] == [True] * noted
 
 
 @pytest.mark.parametrize(
