@@ -21,7 +21,7 @@ from pipeline.planner.check import resolve
 from pipeline.planner.count import params
 from pipeline.planner.speed import plan, recommend
 from pipeline.scaling.fitting import Fit
-from pipeline.scaling.frontier import UnitFlops, at
+from pipeline.scaling.frontier import ROUNDS, UnitFlops, at
 from pipeline.scaling.laws import DataConstrained
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.study import Study, quiet
@@ -108,10 +108,15 @@ def worth(fit: Fit, places: Points, unique: float | None) -> Points:
         return replace(places, unique=np.full(len(places), unique))
     terms = fit.law.terms(fit.values, 1.0)
     assert terms is not None
-    # N*(U): where more parameters and more tokens help equally, αA·N^−α = βB·U^−β.
+    # N*(U), the N of the best split with U tokens: αA·N^−α = βB·U^−β · growth, as in `best_split`.
     level = math.log(terms.alpha / terms.beta) + terms.log_a - terms.log_b
-    # With very much data, exp would overflow; exp(700) is above every N.
-    filled = math.exp(min((level + terms.beta * math.log(unique)) / terms.alpha, 700.0))
+    unit_flops = UnitFlops.of(fit.points)
+    filled = unique
+    for _ in range(ROUNDS if unit_flops.extra else 1):
+        growth = math.log(float(unit_flops.growth(np.array(filled))))
+        # With very much data, exp would overflow; exp(700) is above every N.
+        power_of_n = level - growth + terms.beta * math.log(unique)
+        filled = math.exp(min(power_of_n / terms.alpha, 700.0))
     return replace(
         places, D=_worth(places.D, unique, R_TOKENS), N=_worth(places.N, filled, R_PARAMETERS)
     )

@@ -193,6 +193,15 @@ def test_no_answer_contradicts_another(unique: float | None) -> None:
     assert all(one.loss >= first.loss and one.optimum == same for one in made)
 
 
+def test_the_best_split_does_not_move_where_all_its_tokens_are_new() -> None:
+    """The ladder counts attention; N*(U) for C = 6·N·D would lower the best N by 6%."""
+    done = study(read_csv(DEMO.with_name("h200.csv")), "chinchilla", profiled=False)
+    C = done.fit.points.C.max(keepdims=True)
+    new = best(done, C, Demand())
+    same = best(done, C, Demand(unique=float(new.D[0])))
+    assert same.N[0] == pytest.approx(new.N[0], rel=1e-4)
+
+
 def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
     done = study(read_csv(DEMO), "chinchilla")
     for N, D, words in (
