@@ -1,6 +1,7 @@
 """The uncertainty of a fit: the bootstrap, standard errors, the profile of E, and warnings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from pipeline.units import count
 
 # The exponents of all laws, each with the variable that it belongs to.
 EXPONENT_OF = {"alpha": "N", "beta": "D", "g": "C", "alpha_N": "N", "alpha_D": "D"}
+STEEPEST = 2.0  # published exponents are below 1
 
 
 def bootstrap(fit: Fit, resamples: int, seed: int = 0, show: Show = silent) -> Array:
@@ -195,8 +197,16 @@ def _objective_at(fit: Fit, E: Array) -> Array:
     return value * DELTA
 
 
-def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[str]:
-    """Warn about figures of this fit that should not be quoted, and name runs that would help."""
+def name_runs(warnings: Sequence[str]) -> bool:
+    """Whether one of these names runs that would help: a second list would differ from it."""
+    return any(" would" in text for text in warnings)
+
+
+def interval_warnings(
+    fit: Fit, spread: Scatter, of_e: Profile | None, earlier: Sequence[str] = ()
+) -> list[str]:
+    """Warn about figures of this fit that should not be quoted, and name runs that would help,
+    unless `earlier` warnings do."""
     found: list[str] = []
     if spread.freedom <= 0:
         found.append("The law has as many parameters as there are points, so its error is unknown.")
@@ -204,12 +214,12 @@ def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[s
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         found.append(f"Only {spare} more than parameters, so the interval is wide.")
-    found += _value_warnings(fit, of_e)
+    found += _value_warnings(fit, of_e, named=name_runs(earlier))
     if spread.condition > 1e10:
-        found.append(
-            "Some parameters can compensate for each other: quote predictions, not "
-            f"parameters. Runs that would separate them: {runs_across(fit.points)}."
-        )
+        text = "Some parameters can compensate for each other: quote predictions, not parameters."
+        if not name_runs([*earlier, *found]):
+            text += f" Runs that would separate them: {runs_across(fit.points)}."
+        found.append(text)
     if fit.agreement < 0.2:
         # The 4500 starts are Hoffmann's, for his law alone.
         remedy = " (--full-grid)" if fit.law.name == "chinchilla" else ""
@@ -220,29 +230,31 @@ def interval_warnings(fit: Fit, spread: Scatter, of_e: Profile | None) -> list[s
     return found
 
 
-def exponent_warnings(table: dict[str, dict[str, float]]) -> list[str]:
+def exponent_warnings(table: dict[str, dict[str, float]], earlier: Sequence[str]) -> list[str]:
     """Warn about exponents that may be zero; `table` is that of `Study.parameters`."""
     # Another warning is about exponents below zero.
     known = {name: p for name, p in table.items() if name in EXPONENT_OF}
     zero = [name for name, p in known.items() if p["low"] <= 0 < p["value"]]
     text = f"The 95% interval of {' and of '.join(zero)} contains zero: these points do not "
-    text += "determine it. Quote forecasts, not exponents; runs over a wider range would help."
+    text += "determine it. Quote forecasts, not exponents"
+    text += "." if name_runs(earlier) else "; runs over a wider range would help."
     return [text] if zero else []
 
 
-def _value_warnings(fit: Fit, of_e: Profile | None) -> list[str]:
+def _value_warnings(fit: Fit, of_e: Profile | None, *, named: bool) -> list[str]:
     found: list[str] = []
     values = fit.values
     most = {letter: float(getattr(fit.points, letter).max()) for letter in "NDC"}
     size = count(4 * most["N"])
-    larger = f"Larger runs would determine it, such as N = {size} on {count(4 * most['D'])} tokens."
+    steep = [name for name in values if name in EXPONENT_OF and values[name] > STEEPEST]
+    unknown = "these points do not determine it. Do not quote it."
+    if not (named or steep):
+        tokens = count(4 * most["D"])
+        unknown += f" Larger runs would determine it, such as N = {size} on {tokens} tokens."
     if "E" in values and values["E"] < 1e-2 * fit.points.loss.min():
-        found.append(f"E ran to zero: these points do not determine it. Do not quote it. {larger}")
+        found.append(f"E ran to zero: {unknown}")
     elif "E" in values and of_e is not None and of_e.low == 0:
-        found.append(
-            f"E = {values['E']:.3g}, but zero fits as well: these points do not determine it. "
-            f"Do not quote it. {larger}"
-        )
+        found.append(f"E = {values['E']:.3g}, but zero fits as well: {unknown}")
     for name in (key for key in values if key in EXPONENT_OF):
         letter = EXPONENT_OF[name]
         if values[name] <= 0:
@@ -250,7 +262,7 @@ def _value_warnings(fit: Fit, of_e: Profile | None) -> list[str]:
                 f"{name} = {values[name]:.3g} is not above zero: in these points the loss does not "
                 f"fall with {letter}."
             )
-        elif values[name] > 2:
+        elif values[name] > STEEPEST:
             found.append(
                 f"{name} = {values[name]:.3g} is steeper than any known law: these points hardly "
                 f"show its term. Runs with {letter} = {count(most[letter] * 4)} and "

@@ -246,12 +246,12 @@ def study(
     of_e = _profile(even, result, free=law == "auto") if wanted else None
     draws = _draws(result, resamples, show)
     spread = intervals.scatter(result)
-    notes += intervals.interval_warnings(result, spread, of_e)
+    notes += intervals.interval_warnings(result, spread, of_e, notes)
     fitted = quality.goodness(even)
     notes += quality.fit_warnings(fitted)
     found = (result, spread, test, scale, of_e, minima, valleys, draws)
     done = Study(chosen.name if law == "auto" else law, *found, tuple(notes), fitted)
-    return replace(done, warnings=(*notes, *intervals.exponent_warnings(done.parameters())))
+    return replace(done, warnings=(*notes, *intervals.exponent_warnings(done.parameters(), notes)))
 
 
 def _draws(fitted: Fit, resamples: int, show: Show) -> Array | None:

@@ -77,6 +77,16 @@ def test_five_runs_on_a_ladder_give_a_floor_but_not_n_and_d(tmp_path: Path) -> N
     assert any("more runs would" in warning for warning in done.warnings)
 
 
+@pytest.mark.parametrize("count", [5, 9])
+def test_only_one_warning_names_runs_that_would_help(count: int) -> None:
+    """Five of the demo's runs determine no law of N and D, and nine no floor and no exponent."""
+    points = read_csv(Path(__file__).with_name("demo.csv")).take(np.arange(count))
+    words = ("more runs would", "Larger runs would", "would separate", "wider range would help")
+    warnings = study(points).warnings
+    assert any("zero fits as well" in text for text in warnings)
+    assert sum(any(word in text for word in words) for text in warnings) == 1
+
+
 def test_a_grid_gives_the_whole_law_without_complaint() -> None:
     done = study(grid(0.001))
     assert done.name in ("chinchilla", "gamma")  # γ = 1 is Chinchilla's law
