@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Argument, Option
 
 from launch.law import progress
@@ -70,8 +71,7 @@ def plan(
         )
     if target_size is None and any(given is not None for given in (width, noise, save)):
         raise ConfigError("--width, --noise and --save need a run to forecast; give --target-size")
-    if save is not None and width is None:
-        raise ConfigError("--save writes the proposed ladder; give --width")
+    _check_save(save, width)
     wanted = None if width is None else _share("width", width)
     scatter = design.NOISE if noise is None else _share("noise", noise)
     sweep, runs = read_plan("ladder" if file is None else file, budget, hours, points, data, mfu)
@@ -100,6 +100,14 @@ def plan(
     _print_plan(console, figures)
     if target is not None and found is not None:
         _print_width(console, target, found, scatter)
+
+
+def _check_save(save: Path | None, width: str | None) -> None:
+    """Refuse a file that cannot be written before the search, which takes a minute."""
+    if save is not None and width is None:
+        raise ConfigError("--save writes the proposed ladder; give --width")
+    if save is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise ConfigError(f"save={save} is not a file name in an existing directory; give one")
 
 
 def _share(key: str, text: str) -> float:
@@ -190,6 +198,8 @@ def _known_best(points: Path) -> Callable[[float], float]:
         return float(found.N[0])
 
     best(1.0)  # refuse before planning
+    for warning in done.warnings:
+        typer.echo(f"points={points}: {warning}", err=True)
     return best
 
 

@@ -4,7 +4,6 @@ Laws are drawn from a prior, the losses of the runs are drawn from each law with
 simulated sweep is fitted by the code that will fit the real one (`study`).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +12,7 @@ import numpy as np
 import tomli_w
 
 from pipeline.config.schema import RunSpec
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 from pipeline.planner import count as account
 from pipeline.planner.work import training_flops
 from pipeline.scaling.backtest import CUTS, ENOUGH, FEWEST, TYPICAL, TYPICAL_CUTS, half_width
@@ -23,6 +22,7 @@ from pipeline.scaling.study import study
 from pipeline.sweep.grid import Planned, Sweep, branched, configs_of, plan
 from pipeline.units import count, power
 
+MOST_TOKENS = 1e18  # of a target; the planner refuses longer runs too
 NOISE = 0.003  # relative scatter of runs about a law; ladders of one recipe have 0.2 to 1%
 DRAWS = 8
 SEARCH_DRAWS = 3  # for a ladder that may be rejected
@@ -105,8 +105,9 @@ MIDDLE = PriorLaw(E=1.8, a=0.8, alpha=0.35, b=0.8, beta=0.35, D0=2e9)
 
 def target_of(sweep: Sweep, size: str, tokens: float | None = None) -> Target:
     """Return a size as the target, trained on this many tokens or for its usual length."""
-    if tokens is not None and not 0 < tokens < math.inf:
-        raise ConfigError(f"target_tokens={tokens:g} must be a number above zero, such as 4e8")
+    if tokens is not None and not 0 < tokens < MOST_TOKENS:
+        limits = f"above zero and below {MOST_TOKENS:g}"
+        raise ConfigError(f"target_tokens={tokens:g} must be a number {limits}, such as 4e8")
     spec = configs_of(sweep.model_copy(update={"sizes": (size,)}))[size]
     N = float(account.params(spec.model).scaling)
     D = tokens or spec.train.tokens_per_param * N
@@ -130,7 +131,12 @@ def width(
         law = PriorLaw.draw(rng)
         loss = law.loss(N, D) * np.exp(rng.normal(0, noise, len(N)))
         points = Points(N, D, C, loss, tuple(run.name for run in runs), "planned")
-        middle, low, high = (float(x[0]) for x in study(points, profiled=False).interval(place))
+        try:
+            simulated = study(points, profiled=False)
+        except DataError as failure:  # the noise hides the effect of compute
+            text = f"noise={noise:.3g}: in a simulated sweep {str(failure).partition(' (')[0]}"
+            raise ConfigError(f"{text}; give a smaller --noise or a wider ladder") from None
+        middle, low, high = (float(x[0]) for x in simulated.interval(place))
         truth = float(law.loss(place.N, place.D)[0])
         found.append((np.log(high / low) / 2, abs(np.log(middle / truth)), low <= truth <= high))
         show(f"simulating {len(runs)} runs", (seed + 1) / draws)

@@ -143,6 +143,11 @@ def plan(sweep: Sweep, best: Best | None = None, mfu: float | None = None) -> li
         if len(sweep.budgets) < 3:
             text = f"budgets={list(sweep.budgets)}: a law through valleys needs three budgets"
             raise ConfigError(f"{text}; add larger ones")
+        if len(sweep.tokens_per_param) != 1:
+            raise ConfigError(
+                f"tokens_per_param={list(sweep.tokens_per_param)}: an isoFLOP grid has one, its "
+                f"guess of the best split; give one, such as [20]"
+            )
         runs = [run for C in sweep.budgets for run in _valley(sweep, configs, C, best, mfu)]
     for name, many in Counter(run.name for run in runs).items():
         if many > 1:  # they would share a directory

@@ -44,6 +44,9 @@ def test_an_optimum_bound_to_an_edge_is_refused() -> None:
         plan(sweep)
     with pytest.raises(ConfigError, match="three budgets"):
         plan(sweep.model_copy(update={"budgets": (1e16,)}))
+    for lengths in ((), (5.0, 20.0)):
+        with pytest.raises(ConfigError, match=r"tokens_per_param=\[.*has one"):
+            plan(sweep.model_copy(update={"tokens_per_param": lengths}))
 
 
 def test_a_total_is_kept() -> None:
