@@ -61,7 +61,7 @@ def mount(names: Iterable[str] = MODULES) -> None:
 def describe(error: Exception) -> tuple[str, int]:
     """Return an error as one line, and the exit code."""
     if isinstance(error, UserError):  # its message already names key, value and remedy
-        return str(error), 2
+        return " ".join(str(error).splitlines()), 2  # it may quote a name with a line break
     if isinstance(error, typer.TyperException):
         return _shorten(_usage(error)), 2
     if isinstance(error, OSError) and error.filename is not None:

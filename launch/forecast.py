@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.config.schema import Cluster as Site
+    from pipeline.runs.history import Run
     from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.decide import Demand
     from pipeline.scaling.points import Points
@@ -49,7 +50,7 @@ _INFERENCE_MFU = (
 InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, max=1)]
 Unique = Annotated[float | None, Option(help="Distinct tokens available; all others are repeats.")]
 _TARGETS = "CSV with columns N, D (optional: C, run, experts, unique)."
-Targets = Annotated[Path | None, Option(help=_TARGETS)]
+Targets = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_TARGETS)]
 Gpus = Annotated[int, Option(help="Number of GPUs, to compute the hours.", min=1)]
 _REGISTER = "Save the forecast for `launch score`; it cannot be changed later."
 Register = Annotated[bool, Option("--register", help=_REGISTER)]
@@ -113,7 +114,7 @@ def forecast(
     data |= _recipe_and_cost(made, recipe, site, gpus, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
-        _register(folder, scored or made, done, runs, experiment, data)
+        _register(folder, scored or made, done, rows, found, runs, experiment, data)
     print_json(data) if as_json else _print_forecast(data, made, scored)
 
 
@@ -151,6 +152,8 @@ def _register(
     folder: Path,
     made: "Sequence[Forecast | TaskForecast]",
     done: "Study",
+    rows: "Points",
+    found: "list[Run]",
     runs: Path | None,
     experiment: str | None,
     data: dict[str, Any],
@@ -160,7 +163,8 @@ def _register(
     from pipeline.track.mlflow_runs import keep
     from pipeline.units import finite
 
-    paths = record.register(folder, made, finite(done.to_json()), now=time.time())
+    fitted = finite({**done.to_json(), "kind": record.kind_of(rows, found)})
+    paths = record.register(folder, made, fitted, now=time.time())
     data["registered"] = [str(path) for path in paths]
     # By default the directory of a sweep has the name of its experiment. The files are the record:
     # a store that cannot be reached is a warning.

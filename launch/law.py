@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from pipeline.scaling.predict import Ladder
     from pipeline.scaling.record import Score
 
-Resamples = Annotated[int, Option(help="Resamples for the standard errors; 0 for none.", min=0)]
+_RESAMPLES = "Resamples for the standard errors; 0 for none."
+Resamples = Annotated[int, Option(help=_RESAMPLES, min=0, max=100_000)]
 _FULL_GRID = "Use all 4,500 starts of Hoffmann et al.; slow."
 FullGrid = Annotated[bool, Option("--full-grid", help=_FULL_GRID)]
 _FORECASTS_DIR = "Directory of registered forecasts (default: beside the runs)."
-ForecastsDir = Annotated[Path | None, Option("--forecasts", help=_FORECASTS_DIR)]
+ForecastsDir = Annotated[
+    Path | None,
+    Option("--forecasts", parser=options.parse_path, metavar="PATH", help=_FORECASTS_DIR),
+]
 SPLIT = {"N*": "a", "D*": "b"}
 LEFT_OUT_SHOWN = 12  # reasons printed for points that were left out
 

@@ -63,7 +63,9 @@ RunsDir = Annotated[
 _EXPERIMENT = "Experiment name: runs/NAME if it exists, otherwise the MLflow store."
 Experiment = Annotated[str | None, Option(help=_EXPERIMENT)]
 _POINTS_FILE = "CSV with columns N, D, loss (optional: C, run, experts, unique, vocab, convention)."
-PointsFile = Annotated[Path | None, Option("--points", help=_POINTS_FILE)]
+PointsFile = Annotated[
+    Path | None, Option("--points", parser=parse_path, metavar="PATH", help=_POINTS_FILE)
+]
 _LAW = (
     "auto, chinchilla, gamma, kaplan, isoflop, parabola, envelope, vpnls, moe, "
     "data-constrained, compute or power."

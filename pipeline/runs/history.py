@@ -100,6 +100,18 @@ class Run:
         return status_of([*self.steps[-1:], *self.evals[-1:], *self.events], now, path)
 
     @property
+    def final(self) -> Record | None:
+        """The evaluation after the last step; None if the run has not finished, or the log lacks
+        it or is that of another run."""
+        if not (self.finished and self.evals):
+            return None
+        last = self.evals[-1]
+        steps = self.record.get("steps") or 0
+        tokens = steps * (self.record.get("batch_tokens") or 0)
+        of_another = tokens > 0 and abs((last.get("tokens") or tokens) / tokens - 1) > 0.01
+        return None if last["step"] < steps or of_another else last
+
+    @property
     def finished(self) -> bool:
         return self.status(now=0.0) == "finished"  # `now` only distinguishes running from stale
 

@@ -142,7 +142,7 @@ def with_curves(points: Points, runs: Sequence[Run]) -> Points:
 
 
 def _has_loss(run: Run) -> bool:
-    return run.finished and bool(run.evals) and _is_whole(run.evals[-1])
+    return run.final is not None and _is_whole(run.final)
 
 
 def _is_whole(entry: Record) -> bool:

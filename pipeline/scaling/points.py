@@ -1,7 +1,5 @@
 """The points that a law is fitted to: one per finished run, with how N and C were counted."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,17 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.atomic import read_regular
 from pipeline.errors import DataError
 from pipeline.runs.history import Run
 from pipeline.runs.log import Record
-from pipeline.units import count, power
+from pipeline.scaling.csv_table import LINE, OPTIONAL, is_number, listed, read_columns, read_table
+from pipeline.units import count, parse_count, power
 
 Array = npt.NDArray[np.float64]
 
 # The convention of Hoffmann et al. (arXiv 2203.15556), and of any file without a column C.
 SIX_ND = "C = 6·N·D"
-OPTIONAL = ("C", "experts", "unique")
 FIGURES = ("N", "D", "loss", *OPTIONAL, "accuracy")  # the numeric columns
 # A difference in one of these changes the loss or N for reasons that a law does not describe.
 ONE_KIND = {
@@ -30,11 +27,8 @@ ONE_KIND = {
     "arch": "a law describes one architecture; fit each separately",
     "objective": "losses of different objectives are not comparable; fit each separately",
 }
-LONG_KINDS = 80  # characters; a convention is a sentence, and a tokenizer a digest
-# Because of attention and the head, C / (N·D) of a small model may be several times that of a large
-# one, but not ten times.
-MIXED_COUNTS = 10.0
 LOSSES = (1e-6, 1e6)  # anything else is not a loss, and would overflow the fit
+EXTREME = 1e40  # no column has this or its inverse in any unit, and products would overflow
 
 
 @dataclass(frozen=True)
@@ -99,15 +93,18 @@ def clean(points: Points) -> Points:
         # NaN fails the comparison, so an empty cell or a loss that was not finite is dropped too.
         row = {key: float(values[i]) for key, values in points.columns.items()}
         accuracy = row.get("accuracy", 0.5)
-        wrong = [
+        extreme = [
             f"{key}={value:g}"
             for key, value in row.items()
-            if key != "accuracy" and not 0 < value < np.inf
+            if key != "accuracy" and not 1 / EXTREME < value < EXTREME
         ]
+        wrong = [text for text in extreme if not 0 < row[text.partition("=")[0]] < np.inf]
         if wrong:
             dropped.append(f"{name}: {wrong[0]} is not a number above zero")
         elif not LOSSES[0] < row["loss"] < LOSSES[1]:
             dropped.append(f"{name}: loss={row['loss']:g} is not a loss in nats per token")
+        elif extreme:
+            dropped.append(f"{name}: {extreme[0]} is not a figure of any run")
         elif row.get("experts", 1.0) % 1:
             dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:
@@ -145,11 +142,14 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     for key, remedy in ONE_KIND.items():
         kinds = sorted({row.get(key) or "none given" for row in rows})
         if len(kinds) > 1:
-            raise DataError(f"{path}: {key}={_listed(kinds)} are mixed; {remedy}")
+            raise DataError(f"{path}: {key}={listed(kinds)} are mixed; {remedy}")
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
+    digits = vocab.replace(",", "").replace(" ", "")
+    if parse_count(vocab) or (digits != vocab and digits.isdigit()):
+        raise DataError(f"{path}: vocab={vocab} is not a number; write it as 32768")
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
-    if _is_number(vocab) and float(vocab) < 10_000_000:  # tables may have 4096 as 4096.0
+    if is_number(vocab) and float(vocab) < 10_000_000:  # tables may have 4096 as 4096.0
         if float(vocab) < 2:
             raise DataError(f"{path}: vocab={vocab} is not a vocabulary; give its number of tokens")
         found["vocab"] = int(float(vocab))
@@ -157,29 +157,14 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     convention = rows[0].get("convention")
     if not convention:
         convention = "N, D and C as the file gives them" if "C" in found else SIX_ND
-    found.setdefault("C", 6 * found["N"] * found["D"])
+    with np.errstate(over="ignore"):  # such rows are left out later
+        found.setdefault("C", 6 * found["N"] * found["D"])
     if task is not None:
         found["accuracy"] = found.pop("task_accuracy")
     run = tuple(row.get("run") or f"row {row[LINE]}" for row in rows)
-    points = clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
-    each = points.C / (points.N * points.D)
-    if len(points) and each.max() > MIXED_COUNTS * each.min():
-        low = f"{each.min():.3g} ({points.run[int(each.argmin())]})"
-        high = f"{each.max():.3g} ({points.run[int(each.argmax())]})"
-        warning = (
-            f"C / (N·D) ranges from {low} to {high}: do all rows count N and C in the same way? If "
-            f"not, N* and D* are meaningless."
-        )
-        points = replace(points, warnings=(*points.warnings, warning))
-    return points
+    return clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
 
 
-def _listed(kinds: Sequence[str]) -> str:
-    text = ", ".join(kinds)
-    return text if len(text) <= LONG_KINDS else f"{len(kinds)} different ones"
-
-
-LINE = ""  # key of a row's line in its file, which differs from its number after blank lines
 ACCURACY = "/accuracy"
 BITS = "/bpb"
 
@@ -220,41 +205,6 @@ def scored_runs(runs: Sequence[Run], task: str) -> list[Run]:
     return found
 
 
-def read_table(path: Path, required: Sequence[str], key: str = "points") -> list[dict[str, str]]:
-    """Return the rows of a CSV file as text; its columns are checked, its cells are not."""
-    try:
-        # Spreadsheets write a byte-order mark, and spaces around names and numbers.
-        with io.StringIO(read_regular(path).decode("utf-8-sig"), newline="") as file:
-            reader = csv.reader(file)
-            names = [name.strip() for name in next(reader, [])]
-            cells = [(row, reader.line_num) for row in reader if row]
-    except OSError as error:
-        why = error.strerror
-        raise DataError(f"{key}={path} cannot be read ({why}); give a CSV file") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise DataError(f"{key}={path} is not a CSV text file") from None
-    missing = [key for key in required if key not in names]
-    if missing:
-        problem = f"{path}: columns {missing} are missing (found {names})"
-        raise DataError(f"{problem}; it needs {', '.join(required)}, separated by commas")
-    twice = sorted({name for name in names if name and names.count(name) > 1})
-    if twice:
-        raise DataError(f"{path}: column {', '.join(twice)} occurs twice; keep one of them")
-    if not cells:
-        raise DataError(f"{path} has a header and no rows; add one row per run")
-    for row, line in cells:
-        # `1,000,000` would put each group of digits into a separate cell.
-        if any(text.strip() for text in row[len(names) :]) or len(row) < len(names):
-            raise DataError(
-                f"{path}:{line}: {len(row)} cells under {len(names)} columns; write numbers "
-                f"without thousands separators, and a comma for each empty cell"
-            )
-    return [
-        dict(zip(names, map(str.strip, row), strict=False)) | {LINE: str(line)}
-        for row, line in cells
-    ]
-
-
 def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     """Warn about columns that are not read but have a name like one that is, or divide the rows."""
     known = {key.lower(): key for key in (*OPTIONAL, *ONE_KIND, "run")}
@@ -271,49 +221,13 @@ def _unread_columns(rows: Sequence[dict[str, str]]) -> tuple[str, ...]:
     for name in rows[0].keys() - known.values() - set(FIGURES):
         kinds = {row[name] for row in rows}
         # Words that several rows share name groups of runs; numbers may be settings of each run.
-        words = not any(_is_number(kind) for kind in kinds)
+        words = not any(is_number(kind) for kind in kinds)
         if words and 1 < len(kinds) < len(rows):
             warnings.append(
-                f"The rows differ in `{name}` ({_listed(sorted(kinds))}), which is not read: one "
+                f"The rows differ in `{name}` ({listed(sorted(kinds))}), which is not read: one "
                 f"law for all of them mixes unlike runs. Fit each group separately."
             )
     return tuple(warnings)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def read_columns(
-    path: Path, rows: Sequence[dict[str, str]], required: Sequence[str]
-) -> dict[str, Array]:
-    """Return the required columns as numbers, and the optional ones that have values."""
-    present = [key for key in OPTIONAL if any(row.get(key) for row in rows)]
-    for key in present:
-        empty = [row[LINE] for row in rows if not row.get(key)]
-        # An empty cell might mean "as usual" or "unknown"; a guess would bias the law.
-        if empty:
-            text = f"{path}:{empty[0]}: {key}= is empty here and filled in other rows"
-            raise DataError(f"{text}; fill all {len(empty)} empty cells, or remove the column")
-    return {key: _column(path, rows, key) for key in (*required, *present)}
-
-
-def _column(path: Path, rows: Sequence[dict[str, str]], key: str) -> Array:
-    values: list[float] = []
-    for row in rows:
-        text = row.get(key) or "nan"  # an empty cell is reported later, with its row
-        try:
-            values.append(float(text))
-        except ValueError:
-            remedy = "55% as 0.55" if key == "task_accuracy" else "it as 1e6 or 1000000"
-            name = key.removeprefix("task_")
-            problem = f"{path}:{row[LINE]}: {name}={text!r} is not a number"
-            raise DataError(f"{problem}; write {remedy}") from None
-    return np.array(values)
 
 
 def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
@@ -322,6 +236,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
     Earlier losses are not points of a law, because the learning rate had not decayed yet.
     """
     dropped: list[str] = []
+    damaged: list[str] = []
     used: list[tuple[Run, Record]] = []
     for run in runs:
         if curves:
@@ -329,10 +244,11 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
         elif not run.finished:
             steps = run.record.get("steps", "?")
             dropped.append(f"{run.name}: not finished (step {run.last['step']} of {steps})")
-        elif not run.evals:
-            dropped.append(f"{run.name}: finished without a held-out loss, or without the task")
+        elif run.final is None:
+            without = "a held-out loss of its last step, or without the task"
+            damaged.append(f"{run.name}: finished without {without}; is its log damaged?")
         else:
-            used.append((run, run.evals[-1]))  # after the learning rate has decayed
+            used.append((run, run.final))  # after the learning rate has decayed
     if not used:
         missing = "finished with a held-out loss; let them finish, then fit"
         if curves:
@@ -342,7 +258,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
     for key, remedy in ONE_KIND.items():
         kinds = sorted({str(record.get(key)) for record in records})
         if len(kinds) > 1:
-            mixed = f"{key}={_listed(kinds)} are mixed in these runs"
+            mixed = f"{key}={listed(kinds)} are mixed in these runs"
             raise DataError(f"{mixed}; {remedy}, with its own --runs")
 
     # Of runs from `scored_runs`; their bits per byte do not depend on the vocabulary.
@@ -364,8 +280,8 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             vocab=int(vocab) if vocab and not scored else None,
             arch=records[0].get("arch"),
             accuracy=figures("task_accuracy") if scored else None,
-            dropped=tuple(dropped),
-            warnings=_roughly_comparable(records),
+            dropped=(*dropped, *damaged),
+            warnings=(*_roughly_comparable(records), *damaged),
         )
     )
 

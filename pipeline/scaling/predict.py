@@ -23,8 +23,10 @@ from pipeline.planner.work import training_flops
 from pipeline.runs.directory import FREE
 from pipeline.runs.history import Run
 from pipeline.scaling import decide
+from pipeline.scaling.csv_table import LINE, read_columns, read_table
 from pipeline.scaling.frontier import UnitFlops, at
-from pipeline.scaling.points import LINE, MIXED_COUNTS, Points, read_columns, read_table
+from pipeline.scaling.points import Points
+from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
 
@@ -166,11 +168,10 @@ def cautions(
         low = float(ratio.min())
         high = float(ratio.max())
         if any(not 0.5 * low <= f.D / f.N <= 2 * high for f in made):
-            first = made[0]
             found.append(
                 f"This law depends on compute alone, along runs of {low:.3g} to {high:.3g} tokens "
-                f"per parameter; a target of {first.D / first.N:.3g} (N = {count(first.N)}) is off "
-                f"that line."
+                f"per parameter; a target of {made[0].D / made[0].N:.3g} (N = {count(made[0].N)}) "
+                f"is off that line."
             )
     return found
 
@@ -243,8 +244,7 @@ def _misfits(study: Study, targets: Points) -> list[str]:
             f"The targets are of arch={targets.arch} and the law of arch={points.arch}: a law "
             f"describes one architecture."
         )
-    used = {"experts": "moe", "unique": "data-constrained"}
-    for key, law in used.items():
+    for key, law in (("experts", "moe"), ("unique", "data-constrained")):
         if getattr(targets, key) is not None and study.name != law:
             found.append(
                 f"law={study.name} ignores the column `{key}` of the targets; --law {law} uses it."

@@ -20,11 +20,19 @@ UNTRAINED_LOSS = 7.5
 FEWEST_PARAMETERS = 2000.0  # the smallest shipped size has 15,000
 # Tokens per parameter. Published runs have 0.3 to 60,000 (Qwen3-0.6B); a wrong unit is 1000× off.
 TOKENS_PER_PARAMETER = (0.02, 2e5)
+# No ladder has only runs outside of these: its N and D are swapped, or one of them is in thousands.
+LADDER_TOKENS_PER_PARAMETER = (1.0, 1000.0)
 MOST_EPOCHS = 1e4  # published runs have up to 1,500 (arXiv 2305.16264)
 UNIT_GAP = 100.0  # between two groups of tokens per parameter; units differ by 1000×
 # C / (N·D) is 6 without attention. Small models with a large head or a long context have more, and
 # 2 is a forward pass alone.
 FLOPS_PER_PARAMETER_TOKEN = (3.0, 100.0)
+# Because of attention and the head, C / (N·D) of a small model may be several times that of a large
+# one, but not ten times. In runs of one size it is the same, apart from the length of sequences.
+MIXED_COUNTS = 10.0
+MIXED_IN_SIZE = 1.5
+TWIN = 3e-4  # relative difference of two losses; those of two random seeds differ by ten times this
+MOST_TWINS = 0.25  # share of rows
 WORSE = 0.03  # relative; noise between seeds is a tenth of it
 SAMPLE = 1500  # points in the pairwise comparison, which takes their square in memory
 NOISE = 0.02  # relative; ladders of one recipe scatter 0.2 to 1% around a law
@@ -118,6 +126,7 @@ def point_warnings(points: Points) -> list[str]:
     if not len(points):
         return []
     found = [*unit_warnings(points), *_loss_warnings(points), *_lost_to_smaller(points)]
+    found += _count_warnings(points) + _twin_warnings(points)
     names, rows = np.unique(np.array(points.run), return_inverse=True)
     largest = np.zeros(len(names))
     np.maximum.at(largest, rows, points.N)
@@ -132,7 +141,9 @@ def point_warnings(points: Points) -> list[str]:
 
 def unit_warnings(points: Points) -> list[str]:
     """Return warnings about N, D and C that cannot be parameters, tokens and FLOPs."""
-    warnings = []
+    warnings: list[str] = []
+    if not len(points):
+        return warnings
     if points.N.max() < FEWEST_PARAMETERS:
         warnings.append(
             f"The largest N is {points.N.max():g}: N counts parameters, not millions or billions."
@@ -145,6 +156,12 @@ def unit_warnings(points: Points) -> list[str]:
         warnings.append(
             f"{_rows(points, odd)}: {ratio[first]:.2g} tokens per parameter (N = "
             f"{points.N[first]:g}, D = {points.D[first]:g}): is N in parameters and D in tokens?"
+        )
+    few, many = LADDER_TOKENS_PER_PARAMETER
+    if not len(odd) and (ratio.max() < few or ratio.min() > many):
+        warnings.append(
+            f"Every run has {ratio.min():.2g} to {ratio.max():.2g} tokens per parameter: are the "
+            f"columns N and D swapped, or is one of them in thousands?"
         )
     gap = _gap(ratio)
     if gap is not None:
@@ -168,6 +185,47 @@ def unit_warnings(points: Points) -> list[str]:
             f"N parameters and D tokens. N* and D* are meaningless until they agree."
         )
     return warnings
+
+
+def _count_warnings(points: Points) -> list[str]:
+    """Warn if some rows count N, D or C unlike others."""
+    each = points.C / (points.N * points.D)
+    order = np.lexsort((each, points.N))
+    size = points.N[order]
+    ends = np.append(size[1:] != size[:-1], True)
+    low = order[np.roll(ends, 1)]
+    high = order[ends]
+    worst = int(np.argmax(each[high] / each[low]))
+    if each[high[worst]] > MIXED_IN_SIZE * each[low[worst]]:
+        first, last = low[worst], high[worst]
+    elif each.max() > MIXED_COUNTS * each.min():
+        first, last = np.argmin(each), np.argmax(each)
+    else:
+        return []
+    return [
+        f"C / (N·D) ranges from {each[first]:.3g} ({points.run[int(first)]}) to {each[last]:.3g} "
+        f"({points.run[int(last)]}): do all rows count N and C in the same way? If not, N* and D* "
+        f"are meaningless."
+    ]
+
+
+def _twin_warnings(points: Points) -> list[str]:
+    """Warn if many rows are nearly copies of others, which would make intervals too narrow."""
+    order = np.lexsort((points.loss, points.D, points.N))
+    every = points.take(order)
+    same = (every.N[1:] == every.N[:-1]) & (every.D[1:] == every.D[:-1])
+    same &= every.loss[1:] < every.loss[:-1] * (1 + TWIN)
+    for column in (every.experts, every.unique):
+        if column is not None:
+            same &= column[1:] == column[:-1]
+    twins = [i for i in np.flatnonzero(same) if every.run[i] != every.run[i + 1]]
+    if len(twins) <= MOST_TWINS * len(points):
+        return []
+    return [
+        f"{len(twins)} of {len(points)} rows have the N, D and nearly the loss of another row, "
+        f"such as {every.run[twins[0]]} and {every.run[twins[0] + 1]}: if they are copies of one "
+        f"run, intervals are too narrow; keep one of them."
+    ]
 
 
 def _gap(values: Array) -> tuple[float, float] | None:

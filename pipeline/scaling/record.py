@@ -14,7 +14,7 @@ from pipeline.atomic import read_regular
 from pipeline.errors import RunError
 from pipeline.runs.history import Run
 from pipeline.scaling.accuracy import TaskForecast
-from pipeline.scaling.points import ACCURACY
+from pipeline.scaling.points import ACCURACY, ONE_KIND, Points
 from pipeline.scaling.predict import Forecast
 from pipeline.units import count
 
@@ -105,13 +105,16 @@ def _is_complete(content: dict[str, Any]) -> bool:
             value = "loss" if one.get("task") is None else "accuracy"
             above_zero = [_number(one.get(key)) > 0 for key in ("N", "D", "C", value)]
             ends = [math.isfinite(_number(one.get(key))) for key in ("low", "high")]
-            return all((*above_zero, *ends))
+            return all((*above_zero, *ends)) and isinstance(one.get("task"), str | None)
     return False
 
 
 def _number(value: object) -> float:
     """Return a value of a file if it is a number, otherwise NaN."""
-    return float(value) if isinstance(value, float | int) else math.nan
+    try:
+        return float(value) if isinstance(value, float | int) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,9 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
         value = f["loss" if task is None else "accuracy"]
         landed: dict[str, Any] = {}
         for run in runs:
-            if not _same(run, f["N"], f["D"]):
+            if not (_same(run, f["N"], f["D"]) and _of_kind(run, content["fit"])):
                 continue
-            measured = _number(run.evals[-1].get(key)) if run.finished and run.evals else math.nan
+            measured = math.nan if run.final is None else _number(run.final.get(key))
             if not math.isfinite(measured):  # not scored on the task, or diverged
                 if run.status(now=0.0) in ENDED:
                     landed = landed or {"run": run.name}
@@ -185,9 +188,24 @@ def about_targets(scores: Sequence[Score], used: Collection[str]) -> list[str]:
 
 def _same(run: Run, N: float, D: float) -> bool:
     tokens = _number(run.record.get("steps")) * _number(run.record.get("batch_tokens"))
-    if run.finished and run.evals:
-        tokens = run.evals[-1].get("tokens") or 0.0  # a damaged log may have none
+    if run.final is not None:
+        tokens = run.final.get("tokens") or 0.0  # a damaged log may have none
     return abs(run.N / N - 1) < NEAR and abs(float(tokens) / D - 1) < NEAR
+
+
+def kind_of(points: Points, runs: Sequence[Run]) -> dict[str, Any]:
+    """What the run of a forecast must have in common with the fitted runs; a CSV names less."""
+    if not runs:
+        return {"arch": points.arch, "vocab": points.vocab}
+    return {key: runs[0].record.get(key) for key in ONE_KIND}
+
+
+def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
+    """Whether a run has the tokenizer, architecture, … of the runs that the forecast is from."""
+    kind = fitted.get("kind")  # earlier releases did not write it
+    known = kind.items() if isinstance(kind, dict) else ()
+    # Numbers may be text in MLflow.
+    return all(str(run.record.get(key)) == str(value) for key, value in known if value is not None)
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:

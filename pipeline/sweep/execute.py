@@ -243,8 +243,8 @@ def _write_points(path: Path, runs: Sequence[Run]) -> None:
     rows = csv.writer(text)
     rows.writerow(["run", "N", "D", "C", "loss", *COUNTS, "vocab", "convention"])
     for run in runs:
-        if run.finished and run.evals:
-            last = run.evals[-1]
+        last = run.final
+        if last is not None:
             record = run.record
             figures = [run.name, run.N, *(last.get(key) for key in ("tokens", "flops", "loss"))]
             counts = [record["params"].get(key) for key in COUNTS]

@@ -344,6 +344,12 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     scores = score(registered(path.parent), runs)
     shown = law_data([run for run in runs if run.name != "base-20x"], "auto", scores)
     assert "fitted to 3 points without this run" in shown["plain"]
+    # A run with another tokenizer has another loss.
+    kind = late / "run.json"
+    own = kind.read_text()
+    kind.write_text(own.replace("f00d", "beef"))
+    assert score(registered(path.parent), read_runs(late))[0].run is None
+    kind.write_text(own)
     # Its last loss was not finite, and then it failed.
     log.write_text(log.read_text().replace('"kind": "eval"', '"kind": "lost"'))
     assert "failed or diverged" in launch("score --runs", ladder)
@@ -353,7 +359,8 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
 
     path.chmod(0o644)
     content = json.loads(path.read_text())
-    for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, {"time": None}):
+    forged = [{"forecast": content["forecast"] | p} for p in ({"task": 5}, {"loss": 10**400})]
+    for part in ({"version": 2}, {"forecast": {}}, {"fit": None}, {"time": None}, *forged):
         other = {key: value for key, value in {**content, **part}.items() if key != "sha256"}
         path.write_text(json.dumps({**other, "sha256": _digest(other)}))
         with pytest.raises(RunError, match=f"{path.name} is not a complete forecast"):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.plan import _known_best
 from pipeline.errors import UserError
 from pipeline.scaling import predict
 from pipeline.scaling.points import read_csv
@@ -104,6 +105,11 @@ def shapes() -> Iterator[tuple[str, str]]:
     made["experts"] = [str(2 ** (i % 3)) for i in range(15)]
     made["D"] = ["1000000000"] * 15
     yield "experts with one D", text_of(made)
+    noted = text_of({**table(), "note": [f"run {i}" for i in range(15)]})
+    yield "unclosed quote", noted.replace(",run 8", ',"run 8')
+    yield "two unclosed quotes", noted.replace(",run 3", ',"run 3').replace("run 11", 'run 11"')
+    for vocab in ("32k", "50 257"):
+        yield f"vocab {vocab}", text_of({**table(), "vocab": [vocab] * 15})
     for repeated in (1, 6):
         yield f"{repeated} rows twice", good + "\n".join(lines[1 : 1 + repeated]) + "\n"
 
@@ -127,6 +133,16 @@ def figures() -> Iterator[tuple[str, str]]:
                 f"a third of {key} × {factor:g}, {start}",
                 text_of(column(key, lambda x, f=factor: x * f, rows)),
             )
+    yield "N and D swapped", text_of({**table(), "N": table()["D"], "D": table()["N"]})
+    for factor in (0.25, 4.0):
+        made = {**table(), "D": column("D", lambda x, f=factor: x * f, every)["D"]}
+        yield f"N and D swapped, × {factor:g}", text_of({**made, "N": made["D"], "D": made["N"]})
+    yield "N in thousands", text_of(column("N", lambda x: x / 1e3, every))
+    for noise in (1e-6, 1e-4):
+        again = {key: 4 * values for key, values in table().items()}
+        rng = np.random.default_rng(0)
+        again["loss"] = [f"{float(x) * (1 + noise * rng.normal()):.9g}" for x in again["loss"]]
+        yield f"four copies of each run, noise {noise:g}", text_of(again)
     yield "perplexities", text_of(column("loss", np.exp, every))
     for start in (0, 1):
         yield f"half perplexities {start}", text_of(column("loss", np.exp, slice(start, None, 2)))
@@ -155,6 +171,11 @@ def figures() -> Iterator[tuple[str, str]]:
         yield f"vocab {vocab}", text_of({**table(), "vocab": [vocab] * 15})
     for key in ("model", "dataset"):
         yield f"two kinds of {key}", text_of({**table(), key: ["a", "b", "b"] * 5})
+    for factor in (0.5, 5):
+        mixed = [f"{c * (factor if i % 3 == 0 else 1):g}" for i, c in enumerate(compute)]
+        yield f"a third of C × {factor:g}", text_of({**table(), "C": mixed})
+    for extreme in ("1e-308", "1e200"):
+        yield f"a C of {extreme}", text_of({**table(), "C": [*map(str, compute[1:]), extreme]})
     for factor in (1e-18, 1e-3, 1e3, 8.64e-20):
         yield f"C × {factor:g}", text_of({**table(), "C": [f"{c * factor:g}" for c in compute]})
         mixed = [f"{c * (factor if i % 4 == 0 else 1):g}" for i, c in enumerate(compute)]
@@ -204,6 +225,29 @@ def test_targets_end_in_one_line(text: str, tmp_path: Path) -> None:
         assert "\n" not in str(error)
     else:
         assert (found["N"] > 0).all() and (found["D"] > 0).all()
+
+
+def test_odd_rows_end_in_one_line(
+    tmp_path: Path, launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `auto`, and in commands that use points before they are fitted."""
+    file = tmp_path / "p.csv"
+    rows = [f"{10**n},{2 * 10 ** (n + 1)},{{}},{5 - n / 4}" for n in range(6, 11)]
+    for compute in ("1e-308", "1e300"):
+        file.write_text("\n".join(["N,D,C,loss", *(row.format(compute) for row in rows)]))
+        with pytest.raises(UserError, match="is not a figure of any run"):
+            launch("fit --points", file)
+    file.write_text("N,D,loss\n1e6,2e7,nan\n")
+    for call in ("forecast --size 1b", "sweep plan isoflop"):
+        with pytest.raises(UserError, match="points=0"):
+            launch(call, "--points", file)
+    file.write_text(text_of(column("loss", lambda x: 1.3 * x, [7])))
+    _known_best(file)
+    assert "row 9 lies" in capsys.readouterr().err
+    for words in ("--target-tokens 1e30", "--noise 90%"):
+        key = words.split()[0].strip("-").replace("-", "_")
+        with pytest.raises(UserError, match=f"{key}="):
+            launch("sweep plan cpu --target-size 1m", words)
 
 
 def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.runs.history import read_run, read_runs
 from pipeline.scaling.points import points_of, read_csv
+from pipeline.scaling.quality import point_warnings
 from tests.scaling.made_runs import make_run
 
 
@@ -123,7 +124,22 @@ def test_a_half_empty_column_is_refused(tmp_path: Path) -> None:
 def test_a_warning_if_rows_count_compute_differently(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text("N,D,C,loss\n1e6,2e7,1.2e14,3.5\n2e6,4e7,4.8e17,3.2\n")
-    assert "from 6 (row 2) to 6e+03 (row 3)" in read_csv(file).warnings[0]
+    (warning,) = (text for text in point_warnings(read_csv(file)) if "C / (N·D) ranges" in text)
+    assert "from 6 (row 2) to 6e+03 (row 3)" in warning
+
+
+@pytest.mark.parametrize("damage", ["last evaluation lost", "log of another run"])
+def test_a_loss_before_the_end_is_not_a_point(damage: str, ladder: Path) -> None:
+    log = ladder / "mini-20x" / "log.jsonl"
+    if damage == "log of another run":
+        log.write_text((ladder / "small-20x" / "log.jsonl").read_text())
+    else:
+        lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join(x for x in lines if '"eval"' not in x or '"step": 400' not in x))
+    points = points_of(read_runs(ladder))
+    assert points.run == ("tiny-20x", "small-20x")
+    assert "mini-20x: finished without a held-out loss of its last step" in points.dropped[0]
+    assert points.dropped[0] in points.warnings
 
 
 def test_damaged_runs_are_named(ladder: Path, launch) -> None:
