@@ -194,18 +194,21 @@ def _same(run: Run, N: float, D: float) -> bool:
 
 
 def kind_of(points: Points, runs: Sequence[Run]) -> dict[str, Any]:
-    """What the run of a forecast must have in common with the fitted runs; a CSV names less."""
-    if not runs:
-        return {"arch": points.arch, "vocab": points.vocab}
-    return {key: runs[0].record.get(key) for key in ONE_KIND}
+    """Return what the run of a forecast must have in common with the fitted runs or rows."""
+    if not runs:  # a CSV file may name these two
+        named = {"arch": points.arch, "vocab": points.vocab}
+        return {key: value for key, value in named.items() if value is not None}
+    # Runs that did not finish are not fitted, and may be of another kind.
+    fitted = next((run for run in runs if run.final is not None), runs[0])
+    return {key: fitted.record.get(key) for key in ONE_KIND}
 
 
 def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
     """Whether a run has the tokenizer, architecture, … of the runs that the forecast is from."""
     kind = fitted.get("kind")  # earlier releases did not write it
     known = kind.items() if isinstance(kind, dict) else ()
-    # Numbers may be text in MLflow.
-    return all(str(run.record.get(key)) == str(value) for key, value in known if value is not None)
+    # None is a value: a causal run names no objective. Numbers may be text in MLflow.
+    return all(str(run.record.get(key)) == str(value) for key, value in known)
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from pipeline.planner.count import params
 from pipeline.runs.history import read_runs
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
-from pipeline.scaling.points import Points
+from pipeline.scaling.points import Points, points_of
 from pipeline.scaling.predict import at_sizes
-from pipeline.scaling.record import _digest, registered, score
+from pipeline.scaling.record import _digest, kind_of, registered, score
 from pipeline.scaling.study import study
 from tests.scaling.made_runs import make_run, true_loss
 
@@ -309,6 +309,13 @@ def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
     assert made["optimum"] is None
 
 
+def test_a_forecast_names_the_kind_of_the_fitted_runs(ladder: Path) -> None:
+    make_run(ladder, "unfinished", 1e5, 2e6, finish=False, tokenizer="beef")
+    runs = read_runs(ladder)
+    assert runs[0].name == "unfinished"
+    assert kind_of(points_of(runs), runs)["tokenizer"] == "f00d"
+
+
 def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     call = ("forecast --params 7e6 --tokens 1.4e8 --register --json --runs", ladder)
     compare = ("score --json --runs", ladder)
@@ -347,8 +354,9 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     # A run with another tokenizer has another loss.
     kind = late / "run.json"
     own = kind.read_text()
-    kind.write_text(own.replace("f00d", "beef"))
-    assert score(registered(path.parent), read_runs(late))[0].run is None
+    for other in ('"tokenizer": "beef"', '"objective": "causal distilled"'):
+        kind.write_text(own.removesuffix("}") + f", {other}}}")
+        assert score(registered(path.parent), read_runs(late))[0].run is None
     kind.write_text(own)
     # Its last loss was not finite, and then it failed.
     log.write_text(log.read_text().replace('"kind": "eval"', '"kind": "lost"'))
