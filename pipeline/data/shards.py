@@ -216,9 +216,10 @@ def save(path: Path, content: bytes | npt.NDArray[Any], flush_name: bool = True)
         if isinstance(content, bytes):
             file.write(content)
         else:  # like np.save, whose error on a full disk has no number
-            header = np.lib.format.header_data_from_array_1_0(content)
+            rows_first = np.ascontiguousarray(content)  # the header names the order
+            header = np.lib.format.header_data_from_array_1_0(rows_first)
             np.lib.format.write_array_header_1_0(file, header)
-            file.write(np.ascontiguousarray(content).data)
+            file.write(rows_first.data)
 
 
 def has_utf8_name(path: Path) -> bool:

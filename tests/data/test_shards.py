@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.corpus import Corpus
-from pipeline.data.shards import MANIFEST, ShardWriter, dtype_for
+from pipeline.data.shards import MANIFEST, ShardWriter, dtype_for, save
 from tests.conftest import flip_bit
 from tests.data.conftest import refused
 
@@ -35,6 +35,13 @@ def megatron_documents(stem: Path) -> list[list[int]]:
 def all_documents(corpus: Corpus, split: str) -> list[list[int]]:
     shards = corpus.split(split).shards
     return [ids for shard in shards for ids in megatron_documents(corpus.path / shard.name)]
+
+
+def test_saved_arrays_are_those_of_np_save(tmp_path):
+    numbers = np.arange(6).reshape(2, 3)
+    for array in (numbers, numbers.T, numbers[:0]):
+        save(tmp_path / "array.npy", array)
+        assert np.array_equal(np.load(tmp_path / "array.npy"), array)
 
 
 def test_shards_contain_every_document_in_order(corpus, tokenizer, texts):
