@@ -74,15 +74,20 @@ def describe(error: Exception) -> tuple[str, int]:
 
 
 def _usage(error: typer.TyperException) -> str:
-    """Return what is wrong with the words of a command, and where its options are listed."""
+    """Return what is wrong with the words of a command, and where its options are listed; empty if
+    there is nothing to add."""
+    from pydantic import ValidationError
+
     text = error.format_message().rstrip(".").replace("Input should be", "must be")
-    if isinstance(error.__cause__, ValueError):  # pydantic's, which has the refused value
-        value = error.__cause__.errors()[0]["input"]  # type: ignore[attr-defined]
+    if not text:  # a group without a command has printed its help
+        return ""
+    if isinstance(error.__cause__, ValidationError):  # it has the refused value
+        value = error.__cause__.errors()[0]["input"]
         name, _, problem = text.removeprefix("Invalid value for '").partition("': ")
         text = f"{name}={value}: {problem}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context else app.info.name
-    return text and f"{text}; see `{command} --help`"  # a group without a command prints its help
+    return f"{text}; see `{command} --help`"
 
 
 def _shorten(value: object) -> str:
@@ -98,8 +103,9 @@ def main() -> None:
     Typer itself ends a command whose output pipe is closed (`launch show | head`), with 1.
     """
     try:
-        # A module with the name of the command is the only one that is imported.
-        mount(sys.argv[1:2] if {*sys.argv[1:2]} & {*MODULES} else MODULES)
+        # If a module has the name of the command, no other one is imported.
+        first = sys.argv[1:2]
+        mount(first if set(first) & set(MODULES) else MODULES)
         # Not standalone: typer returns exit codes and lets its own errors pass.
         code = app(standalone_mode=False, prog_name=app.info.name)
         if code == 130:  # typer's exit code for Ctrl-C

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipeline.config.schema import Cluster as Site
-    from pipeline.runs.history import Run
     from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.decide import Demand
     from pipeline.scaling.points import Points
@@ -83,7 +82,7 @@ def forecast(
     as_json: options.AsJson = False,
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
-    from pipeline.scaling import decide, predict
+    from pipeline.scaling import decide, predict, record
 
     of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
     skill.check(task, law, chance, **of_the_loss, unique=unique)
@@ -114,7 +113,7 @@ def forecast(
     data |= _recipe_and_cost(made, recipe, site, gpus, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
-        _register(folder, scored or made, done, rows, found, runs, experiment, data)
+        _register(folder, scored or made, record.fit_of(done, rows, found), runs, experiment, data)
     print_json(data) if as_json else _print_forecast(data, made, scored)
 
 
@@ -151,9 +150,7 @@ def _recipe_and_cost(
 def _register(
     folder: Path,
     made: "Sequence[Forecast | TaskForecast]",
-    done: "Study",
-    rows: "Points",
-    found: "list[Run]",
+    fit: dict[str, Any],
     runs: Path | None,
     experiment: str | None,
     data: dict[str, Any],
@@ -161,10 +158,8 @@ def _register(
     """Save the forecasts beside the runs, and also in the experiment's MLflow store."""
     from pipeline.scaling import record
     from pipeline.track.mlflow_runs import keep
-    from pipeline.units import finite
 
-    fitted = finite({**done.to_json(), "kind": record.kind_of(rows, found)})
-    paths = record.register(folder, made, fitted, now=time.time())
+    paths = record.register(folder, made, fit, now=time.time())
     data["registered"] = [str(path) for path in paths]
     # By default the directory of a sweep has the name of its experiment. The files are the record:
     # a store that cannot be reached is a warning.

@@ -226,8 +226,12 @@ def _print_scores(scores: "list[Score]", so_far: dict[str, Any]) -> None:
     rows = []
     for one in scores:
         form = "{:.4f}" if one.task is None else "{:.1%}"
-        nothing = "–" if one.run is None else "failed or diverged" if not one.task else "no score"
-        measured = nothing if one.measured is None else form.format(one.measured)
+        if one.measured is not None:
+            measured = form.format(one.measured)
+        elif one.run is None:
+            measured = "–"
+        else:
+            measured = "failed or diverged" if one.task is None else "no score"
         error = "–"
         if one.error is not None:
             error = f"{one.error:+.2%}" if one.task is None else f"{100 * one.error:+.1f} points"

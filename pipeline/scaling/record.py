@@ -16,7 +16,8 @@ from pipeline.runs.history import Run
 from pipeline.scaling.accuracy import TaskForecast
 from pipeline.scaling.points import ACCURACY, ONE_KIND, Points
 from pipeline.scaling.predict import Forecast
-from pipeline.units import count
+from pipeline.scaling.study import Study
+from pipeline.units import count, finite
 
 VERSION = 1
 NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
@@ -191,6 +192,11 @@ def _same(run: Run, N: float, D: float) -> bool:
     if run.final is not None:
         tokens = run.final.get("tokens") or 0.0  # a damaged log may have none
     return abs(run.N / N - 1) < NEAR and abs(float(tokens) / D - 1) < NEAR
+
+
+def fit_of(done: Study, points: Points, runs: Sequence[Run]) -> Any:
+    """Return what a registered forecast says about its law and the fitted runs."""
+    return finite({**done.to_json(), "kind": kind_of(points, runs)})
 
 
 def kind_of(points: Points, runs: Sequence[Run]) -> dict[str, Any]:
