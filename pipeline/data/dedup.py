@@ -72,7 +72,7 @@ def deduplicate(
 def _mapped(
     path: Path, values: Callable[[int, int], npt.NDArray[Any]], size: int
 ) -> "np.memmap[Any, Any]":
-    """Write an array block by block, values(low, high) of each, and map the file."""
+    """Write an array block by block and map its file; values(low, high) returns one block."""
     # A new file that is only mapped has no blocks yet: on a full disk, the first change of a page
     # would kill the process.
     with replacing(path, flush_name=False) as file:

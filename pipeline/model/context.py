@@ -143,7 +143,7 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(layers)]
         self.padding_B = padding_B  # tokens to ignore on the left of each row
         self.source_documents_BE: Tensor | None = None  # for the mask of cross-attention
-        self.tables: list[Rotary] = []  # of all positions, computed once
+        self.tables: list[Rotary] = []  # rotary tables of all positions, computed once
         self.last_B1: Tensor | None = None  # the last token, which `smear` mixes into the next
 
     @property

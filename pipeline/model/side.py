@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Helper(Protocol):
-    """A whole model beside the one that is trained: its generator or its teacher."""
+    """A second whole model that the main one calls: ELECTRA's generator or a teacher."""
 
     head: Head
     transform: Transform | None
@@ -115,8 +115,8 @@ class Side(nn.Module):
         self, segments_BS: Tensor | None, table: nn.Module, device: torch.device
     ) -> Tensor:
         """Return the embedding of each token's segment; without segments, that of the first."""
-        # A GPU's backward pass of a lookup adds the gradients of one row one after the other. Here
-        # each row is looked up once, and a product adds the gradients of its tokens.
+        # In the backward pass of a lookup, a GPU adds the gradients of a row's tokens one by one.
+        # Here each row is looked up once, and a matrix product adds the gradients of its tokens.
         all_N = torch.arange(self.cfg.segments, device=device)
         rows_NR: Tensor = table(all_N)
         if segments_BS is None:
@@ -195,7 +195,7 @@ class Side(nn.Module):
         return places, Context(far_table, bias_HQK, near, far, near_table)
 
     def _tables(self, places: Tensor) -> list[Rotary]:
-        """Return the rotary table, and that of windowed layers if it is another one."""
+        """Return the rotary table and, if windowed layers have their own, that one as well."""
         position = self.cfg.position
         if not isinstance(position, RoPE):
             return []

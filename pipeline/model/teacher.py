@@ -14,7 +14,7 @@ from pipeline.objective.loss import Soft
 
 
 class Teacher:
-    """A plain object, not a module: the weights of the frozen model are not sharded or saved."""
+    """Not a module, so that the weights of the frozen model are neither sharded nor saved."""
 
     def __init__(self, model: Helper, settings: Distill) -> None:
         self.model = model

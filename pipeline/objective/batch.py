@@ -42,12 +42,12 @@ class Micro:
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 
-TENSORS = tuple(field.name for field in fields(Micro))
+TENSORS = tuple(each.name for each in fields(Micro))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(Micro):
-    """One rank's rows of one global step. They are cut into micro-batches."""
+    """One rank's rows of one step, before they are cut into micro-batches."""
 
     # Summed over ranks mod 2**64: the same number for a step on any world size.
     hash: int = field(kw_only=True)
@@ -56,7 +56,8 @@ class Batch(Micro):
     def stack(
         cls, rows: Sequence[Example], numbers: Iterable[int], counts: F32 | None = None
     ) -> "Batch":
-        """Join rows; their `numbers` in the batch of all ranks are part of the hash."""
+        """Join rows. `numbers` are their places in the batch of all ranks, for the hash; `counts`
+        is the mean number of targets per row of that batch."""
         numbered = zip(rows, numbers, strict=True)
         digest = sum(xxhash.xxh3_64_intdigest(row.raw, number) for row, number in numbered)
         rows = [row._replace(counts=counts) for row in rows]

@@ -153,8 +153,8 @@ def descend(
     found: list[tuple[Array, Array]] = []
     for at in range(0, len(starts), size):
         rows = np.arange(at, min(at + size, len(starts)))
-        problem = (objective, metric, starts[rows], rows, law.bounded)
-        found.append(minimize(*problem, tolerance=tolerance))
+        ends = minimize(objective, metric, starts[rows], rows, law.bounded, tolerance=tolerance)
+        found.append(ends)
         show(f"{len(starts)} descents", (rows[-1] + 1) / len(starts))
     return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
 
@@ -220,7 +220,7 @@ def _direction(inverse: Array, gradient: Array, theta: Array, bounded: tuple[int
     step: Array = -np.einsum("rij,rj->ri", inverse, gradient)
     for p in bounded:
         # Near its bounds a parameter has almost no effect, and its step would be far too long. Cut
-        # only this step, and move to the best of the other parameters for it.
+        # only this step, and move the other parameters to their minimum for the shorter one.
         least = np.maximum(low - theta[:, p], -LONGEST)
         most = np.minimum(high - theta[:, p], LONGEST)
         column = inverse[:, p]

@@ -197,8 +197,9 @@ def _objective_at(fit: Fit, E: Array) -> Array:
     return value * DELTA
 
 
-def name_runs(warnings: Sequence[str]) -> bool:
-    """Whether one of these names runs that would help: a second list would differ from it."""
+def names_runs(warnings: Sequence[str]) -> bool:
+    """Whether one of these warnings proposes runs, such as "Runs that would separate them". Others
+    then propose none, because their runs would be different ones."""
     return any(" would" in text for text in warnings)
 
 
@@ -214,10 +215,10 @@ def interval_warnings(
         # With two degrees of freedom t is 4.3, and with one 12.7, instead of about 2.
         spare = f"{spread.freedom:.0f} point{'s' * (spread.freedom > 1)}"
         found.append(f"Only {spare} more than parameters, so the interval is wide.")
-    found += _value_warnings(fit, of_e, named=name_runs(earlier))
+    found += _value_warnings(fit, of_e, named=names_runs(earlier))
     if spread.condition > 1e10:
         text = "Some parameters can compensate for each other: quote predictions, not parameters."
-        if not name_runs([*earlier, *found]):
+        if not names_runs([*earlier, *found]):
             text += f" Runs that would separate them: {runs_across(fit.points)}."
         found.append(text)
     if fit.agreement < 0.2:
@@ -237,7 +238,7 @@ def exponent_warnings(table: dict[str, dict[str, float]], earlier: Sequence[str]
     zero = [name for name, p in known.items() if p["low"] <= 0 < p["value"]]
     text = f"The 95% interval of {' and of '.join(zero)} contains zero: these points do not "
     text += "determine it. Quote forecasts, not exponents"
-    text += "." if name_runs(earlier) else "; runs over a wider range would help."
+    text += "." if names_runs(earlier) else "; runs over a wider range would help."
     return [text] if zero else []
 
 

@@ -93,18 +93,16 @@ def clean(points: Points) -> Points:
         # NaN fails the comparison, so an empty cell or a loss that was not finite is dropped too.
         row = {key: float(values[i]) for key, values in points.columns.items()}
         accuracy = row.get("accuracy", 0.5)
-        extreme = [
-            f"{key}={value:g}"
-            for key, value in row.items()
-            if key != "accuracy" and not 1 / EXTREME < value < EXTREME
-        ]
-        wrong = [text for text in extreme if not 0 < row[text.partition("=")[0]] < np.inf]
+        amounts = {key: value for key, value in row.items() if key != "accuracy"}
+        wrong = [key for key, value in amounts.items() if not 0 < value < np.inf]
+        extreme = [key for key, value in amounts.items() if not 1 / EXTREME < value < EXTREME]
         if wrong:
-            dropped.append(f"{name}: {wrong[0]} is not a number above zero")
+            dropped.append(f"{name}: {wrong[0]}={row[wrong[0]]:g} is not a number above zero")
         elif not LOSSES[0] < row["loss"] < LOSSES[1]:
             dropped.append(f"{name}: loss={row['loss']:g} is not a loss in nats per token")
         elif extreme:
-            dropped.append(f"{name}: {extreme[0]} is not a figure of any run")
+            value = row[extreme[0]]
+            dropped.append(f"{name}: {extreme[0]}={value:g} is not a figure of any run")
         elif row.get("experts", 1.0) % 1:
             dropped.append(f"{name}: experts={row['experts']:g} is not a whole number")
         elif not 0 <= accuracy <= 1:
@@ -147,7 +145,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
     vocab = rows[0].get("vocab") or ""
     digits = vocab.replace(",", "").replace(" ", "")
     if parse_count(vocab) or (digits != vocab and digits.isdigit()):
-        raise DataError(f"{path}: vocab={vocab} is not a number; write it as 32768")
+        raise DataError(f"{path}: vocab={vocab} is not a number; write all digits, such as 32768")
     # Our own points.csv has the tokenizer's digest there, which is longer than any size.
     if is_number(vocab) and float(vocab) < 10_000_000:  # tables may have 4096 as 4096.0
         if float(vocab) < 2:

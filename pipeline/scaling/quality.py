@@ -190,6 +190,7 @@ def unit_warnings(points: Points) -> list[str]:
 def _count_warnings(points: Points) -> list[str]:
     """Warn if some rows count N, D or C unlike others."""
     each = points.C / (points.N * points.D)
+    # The rows with the lowest and the highest figure of each size.
     order = np.lexsort((each, points.N))
     size = points.N[order]
     ends = np.append(size[1:] != size[:-1], True)
@@ -211,8 +212,8 @@ def _count_warnings(points: Points) -> list[str]:
 
 def _twin_warnings(points: Points) -> list[str]:
     """Warn if many rows are nearly copies of others, which would make intervals too narrow."""
-    order = np.lexsort((points.loss, points.D, points.N))
-    every = points.take(order)
+    # Sorted, a twin is next to its original.
+    every = points.take(np.lexsort((points.loss, points.D, points.N)))
     same = (every.N[1:] == every.N[:-1]) & (every.D[1:] == every.D[:-1])
     same &= every.loss[1:] < every.loss[:-1] * (1 + TWIN)
     for column in (every.experts, every.unique):

@@ -74,7 +74,8 @@ class Study:
         if self.draws is not None or not np.isfinite(self.scatter.covariance).all():
             return self.draws
         rng = np.random.default_rng(0)
-        spread = self.scatter.covariance  # of noise alone, it is not quite positive
+        # Where the points are mostly noise, rounding gives the covariance a negative eigenvalue.
+        spread = self.scatter.covariance
         thetas = rng.multivariate_normal(self.fit.theta, spread, 500, check_valid="ignore")
         return self.fit.law.natural(thetas, self.fit.inputs)
 

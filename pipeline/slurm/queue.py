@@ -149,8 +149,9 @@ def _status(path: Path, job: str | None, entry: Entry | None, silence: str) -> S
     if job is None and state == "FAILED":
         note = "nothing trains it any more; --resume continues it"
     restarts = sum(attempt["event"] == "begin" for attempt in attempts) - 1
-    if not attempts:  # no job: it was restarted after every fault, but not after one that ended it
-        restarts = len(run.past_faults()) - (state == "FAILED")
+    if not attempts:  # without a job, every fault led to a restart, except the one that ended it
+        faults = len(run.past_faults())
+        restarts = faults - 1 if state == "FAILED" else faults
     waits = entry.reason if entry is not None and state == "PENDING" else ""
     return Status(
         run=printable(path),

@@ -31,7 +31,7 @@ from pipeline.parallel.world import World
 
 PERIODS = 16  # number of different periods: a head with a fixed distance matches only one
 LONGEST = 64  # tokens until the random tokens repeat
-SAMPLE = 1_000_000  # held-out tokens of a shard in which a piece has to occur
+SAMPLE = 1_000_000  # tokens of each held-out shard that are searched for pieces in use
 
 
 class Repeats(NamedTuple):
@@ -62,7 +62,7 @@ class InContext:
         self._tokens = config.in_context_tokens
         self._repeats: Repeats | None = None
         if self._tokens is not None:
-            made = make_repeats(config.model, used(corpus), corpus.manifest.tokenizer.eod)
+            made = make_repeats(config.model, used_pieces(corpus), corpus.manifest.tokenizer.eod)
             self._repeats = Repeats(*(part.to(world.device) for part in made))
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def only(micro: Micro, token: int) -> Micro:
     return replace(micro, targets_BS=torch.where(asked_BS, micro.targets_BS, IGNORED))
 
 
-def used(corpus: Corpus) -> Tensor:
+def used_pieces(corpus: Corpus) -> Tensor:
     """Return the ids that held-out text uses, except for the end of a document.
 
-    Others hardly occur in training, and a head cannot match tokens that the model does not know.
-    Olsson et al. leave out rare tokens for this reason, too."""
+    All other ids hardly occur in training, and a head cannot match tokens that the model does not
+    know. For the same reason, Olsson et al. leave out rare tokens."""
     counts = torch.zeros(corpus.manifest.tokenizer.vocab, dtype=torch.long)
     for shard in corpus.split("valid").shards:
         read = torch.from_numpy(corpus.tokens(shard)[:SAMPLE].astype("int64"))

@@ -15,10 +15,10 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.tasks.questions import Question, Score, Task, mean
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}  # in one forward pass, if the vocabulary is small
-# In one forward pass: half a GB in fp32 on a CPU, one in bf16 on a GPU, where small passes are slow
-# because the host cannot start kernels fast enough.
+# In one forward pass: half a GB in fp32 on a CPU, 1 GB in bf16 on a GPU. A GPU gets larger passes,
+# because the host cannot start the kernels of small ones fast enough.
 _PASS_LOGITS = {"cpu": 2**27, "cuda": 2**29}
-_CHUNK_LOGITS = 2**26  # whose logarithms, in fp32, exist at the same time
+_CHUNK_LOGITS = 2**26  # turned into logarithms at the same time, in fp32: 256 MB
 _ROUND = 16  # rows are padded to a multiple of this, so that few different shapes occur
 
 
@@ -118,8 +118,8 @@ def join(found: Mapping[tuple[int, int], Likelihood]) -> list[Likelihood]:
 
 @torch.no_grad()
 def score_batch(logits: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Return the nats of each row's answer and the number of its tokens that are not the likeliest,
-    (B, 2), on the device of the batch, so that the host need not wait for it."""
+    """Return two numbers for each row, (B, 2): the nats of its answer, and how many of the answer's
+    tokens are not the likeliest. They stay on the device, so that the host need not wait."""
     logits_BSV = logits(batch.tokens_BS)
     sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=logits_BSV.device)
     chunk = max(1, _CHUNK_LOGITS // logits_BSV.shape[-1])

@@ -92,9 +92,9 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     """Return how many questions of a task the run can afford with its part of `eval.share`."""
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
-    # By FLOPs, a forward pass is a third of a training step. With padding, whole logits and no
-    # compiler it takes up to half of the time on a CPU, and on a GPU, which waits for the host,
-    # about as long as the step if the model is small.
+    # Count a forward pass as a whole training step. By FLOPs it is a third, but with padding, whole
+    # logits and no compiler it takes up to half of a step on a CPU, and for small models on a GPU,
+    # which waits for the host, about as long as a step.
     tokens = config.eval.share * train.steps * train.batch_tokens
     each = tokens / evaluations / len(config.eval.tasks)
     seq = config.model.seq

@@ -46,8 +46,8 @@ class Evaluator:
         self._bits_per_nat_token = split.tokens / split.bytes / math.log(2)
 
     def __call__(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
-        """Return the loss in nats per predicted token. For running text add bits per byte, which
-        do not depend on the tokenizer; for labels add their scores."""
+        """Return the loss in nats per predicted token, and of running text the bits per byte, which
+        do not depend on the tokenizer. Of labels, return the loss per row and the scores."""
         if self._config.objective.examples:
             return self._evaluate_examples(evaluate)
         total = torch.zeros((), device=self._world.device)
@@ -67,7 +67,8 @@ class Evaluator:
             yield from cut(batch, self._config, self._world)
 
     def _evaluate_examples(self, evaluate: Callable[[Micro], Losses]) -> dict[str, float]:
-        """Average labels over rows and answers over tokens; without rows that only fill a batch."""
+        """Average labels over rows, and answers over tokens. Rows that only fill a batch have no
+        label and no answer, and do not count."""
         sums: list[Tensor] = []
         for micro in self.micros():
             losses = evaluate(micro)

@@ -81,7 +81,9 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     death = group.death(codes)
     if death and death.signal == stop.signal:
-        run.forget_fault()  # a rank that was still starting ended at once; the others only lost it
+        # A rank that was still importing died of the stop request. If other ranks recorded a fault,
+        # it is that they lost this one.
+        run.forget_fault()
     elif death:
         record_death(run, death)
     if run.fault() is None and (stop.signal or not failed):
@@ -139,7 +141,9 @@ class Group:
         self._preloader = preloader
         self._ranks: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._ended_by_us: set[int] = set()
-        for env in reversed(environments):  # rank 0 last: it logs whether one is no fork
+        for env in reversed(
+            environments
+        ):  # rank 0 last, because it logs whether a rank is not a fork
             rank = int(env["RANK"])
             self._ranks[rank] = self._start(env, terminal=terminal and rank == 0)
 
@@ -264,7 +268,7 @@ class _Groups:
         self._preload_at_s: float | None = None  # None until the group trains
         self._made = 0
         self._forked = False  # whether the last group was forked
-        self._log_changed_ns = 0  # when the log was written last, before the group was made
+        self._log_changed_ns = 0  # last change of the log before the group was made
         # mkdtemp uses mode 0700: no other user can join the group or write to its store.
         self._private = Path(tempfile.mkdtemp(prefix="isoflop-"))
 

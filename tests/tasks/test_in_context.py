@@ -13,7 +13,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.model.attention import ReportingSequence, Scoring, eager
 from pipeline.model.context import make_mask
 from pipeline.objective.batch import Micro
-from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching, used
+from pipeline.tasks.in_context import _watched, make_repeats, only, prefix_matching, used_pieces
 from pipeline.train.measure import loader
 from tests.conftest import launch
 from tests.model.test_decode import KINDS, POSITIONS, SCORES, made
@@ -109,7 +109,7 @@ def test_repeats_are_of_pieces_that_the_text_uses(corpus):
     opened = Corpus.open(corpus)
     tokenizer = opened.manifest.tokenizer
     [shard] = opened.split("valid").shards
-    found = used(opened)
+    found = used_pieces(opened)
     assert set(found.tolist()) == set(opened.tokens(shard).tolist()) - {tokenizer.eod}
     assert 0 < len(found) < tokenizer.vocab - 1
 
