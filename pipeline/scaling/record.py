@@ -155,7 +155,8 @@ def score(forecasts: Sequence[dict[str, Any]], runs: Sequence[Run]) -> list[Scor
                 continue
             measured = math.nan if run.final is None else _number(run.final.get(key))
             if not math.isfinite(measured):  # not scored on the task, or diverged
-                if run.status(now=0.0) in ENDED:
+                # With its path, because a run that was killed has not logged its end.
+                if run.status(now=0.0, path=run.path) in ENDED:
                     landed = landed or {"run": run.name}
                 continue
             # Only a forecast that is older than its run counts.

@@ -1,6 +1,7 @@
 """Forecasts: their errors, their agreement with the printed law, and their registration."""
 
 import json
+import platform
 import shlex
 import stat
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pipeline.dashboard.law_view import law_data, line, size_lines
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
-from pipeline.runs.history import read_runs
+from pipeline.runs.history import HOST_FILE, read_runs
 from pipeline.scaling.backtest import backtest, focus
 from pipeline.scaling.laws import LAWS
 from pipeline.scaling.points import Points, points_of
@@ -361,7 +362,10 @@ def test_a_forecast_is_registered_once_and_scored(ladder: Path, launch) -> None:
     # Its last loss was not finite, and then it failed.
     log.write_text(log.read_text().replace('"kind": "eval"', '"kind": "lost"'))
     assert "failed or diverged" in launch("score --runs", ladder)
-    log.write_text(log.read_text().replace('"event": "finish"', '"event": "fail"'))
+    log.write_text(log.read_text().replace('"event": "finish"', '"event": "save"'))
+    (running,) = json.loads(launch(*compare))["scores"]
+    assert (running["run"], running["measured"]) == (None, None)
+    (late / HOST_FILE).write_text(platform.node())  # it was started here, and no process is left
     (failed,) = json.loads(launch(*compare))["scores"]
     assert (failed["run"], failed["measured"]) == ("base-20x", None)
 
