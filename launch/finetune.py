@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launch import options, pretrain
+from launch.pretrain import given_only
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,11 +106,12 @@ def finetune(
     over: dict[str, Any] = {"experiment": experiment, "seed": seed, "train": {"dtype": dtype}}
     over |= {"parallel": {"zero": zero, "engine": engine}, "cluster": {"slurm": {"time": time}}}
     request = Request(
-        out=out, cluster=cluster, file=config, sets=sets or (), over=pretrain.given_only(over),
-        resume=resume,
+        out=out, cluster=cluster, file=config, sets=sets or (), over=given_only(over), resume=resume
     )  # fmt: skip
     request, devices, job = pretrain.place(request, slurm, nodes, nproc, gpus_per_node)
-    start = pretrain.Start(request, devices, job, track, dry_run, as_json, quiet)
+    start = pretrain.Start(
+        request, devices, job, track=track, dry_run=dry_run, as_json=as_json, quiet=quiet
+    )
     if resume:
         _refuse_options_of_new_runs(context)
         start.begin(plan_run(replace(request, data=_examples_of(out)), devices))

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from shlex import join, quote
 from signal import SIGINT
@@ -127,7 +127,9 @@ def pretrain(
     request, devices, job = place(request, slurm, nodes, nproc, gpus_per_node)
     planned = plan_run(request, devices)
     if context.obj != _PLAN_ONLY:
-        Start(request, devices, job, track, dry_run, as_json, quiet).begin(planned)
+        Start(
+            request, devices, job, track=track, dry_run=dry_run, as_json=as_json, quiet=quiet
+        ).begin(planned)
     return planned, job  # for `as_job`; typer ignores it
 
 
@@ -154,6 +156,7 @@ class Start:
     request: "Request"
     devices: "Devices"
     job: "Nodes | None"  # None: on this machine
+    _: KW_ONLY
     track: bool
     dry_run: bool
     as_json: bool
@@ -330,8 +333,8 @@ def as_job(arguments: Sequence[str]) -> "tuple[PlannedRun, Nodes]":
 def place(
     request: "Request", slurm: bool, nodes: str | None, nproc: int | None, gpus: int | None
 ) -> "tuple[Request, Devices, Nodes | None]":
-    """Add the number of processes to a request. Return it, the devices of one node, and the nodes
-    of the job if it is one."""
+    """Decide where a run trains. Return its request with the number of processes, the devices of
+    one node, and the nodes of the job if it is one."""
     from pipeline.config.layers import load_cluster
     from pipeline.runs.directory import RunDir
     from pipeline.slurm.submit import Nodes

@@ -132,7 +132,8 @@ def _start_log(
     log.truncate_after(start)  # later steps are trained and logged again
     if NOT_FORKED in os.environ:  # removed, so that a rollback does not log it again
         notes = [*notes, f"the preloader was not used: {os.environ.pop(NOT_FORKED)}"]
-    branch = directory.fact("branch") or {"step": 0}  # which begins with its trunk's log
+    # A branch begins with the log of its trunk, and its own first step is not a resume.
+    branch = directory.fact("branch") or {"step": 0}
     kind = "resume" if start > branch["step"] else "start"
     reason = ""
     if rollback:
