@@ -81,9 +81,10 @@ def _attempt(run: RunDir, groups: "_Groups", stop: StopRequest, nproc: int) -> b
     failed = {rank: code for rank, code in codes.items() if code not in (0, STOPPED)}
     death = group.death(codes)
     if death and death.signal == stop.signal:
-        # A rank that was still importing died of the stop request. If other ranks recorded a fault,
-        # it is that they lost this one.
-        run.forget_fault()
+        # A rank that was still importing died of the stop request. Other ranks recorded that they
+        # lost it, unless they found something that the user has to fix.
+        if not (run.fault() or {"user": False})["user"]:
+            run.forget_fault()
     elif death:
         record_death(run, death)
     if run.fault() is None and (stop.signal or not failed):
@@ -141,9 +142,8 @@ class Group:
         self._preloader = preloader
         self._ranks: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._ended_by_us: set[int] = set()
-        for env in reversed(
-            environments
-        ):  # rank 0 last, because it logs whether a rank is not a fork
+        # Rank 0 last, because it logs whether a rank is not a fork.
+        for env in reversed(environments):
             rank = int(env["RANK"])
             self._ranks[rank] = self._start(env, terminal=terminal and rank == 0)
 
