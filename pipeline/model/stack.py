@@ -142,7 +142,9 @@ class Decoder(Side):
         if filled is not None:
             total = filled.loss + self.cfg.replaced_weight * total
         if self.training and self.cfg.mtp:
-            total = self._predict_ahead(total, x_BSW, targets_BS, places, context, routings)
+            total = self._predict_ahead(
+                total, x_BSW, tokens_BS, targets_BS, places, context, routings
+            )
         if counts_B is not None:
             # These rows' share of the sum over the whole batch: losses are means of means.
             share = (targets_BS >= 0).sum() / counts_B.sum()
@@ -280,6 +282,7 @@ class Decoder(Side):
         self,
         total: Tensor,
         x_BSW: Tensor,
+        tokens_BS: Tensor,
         targets_BS: Tensor,
         places: Tensor,
         context: Context,
@@ -288,8 +291,9 @@ class Decoder(Side):
         """Add the losses of further tokens to the total; append their routings."""
         for ahead in self.ahead:
             # The next token is known and the one after it is predicted, so targets move by one.
-            # The last position of a row or a document has no target.
-            next_BS = self.sequence.cut(targets_BS.clamp(min=0), 1)
+            # The last position of a row or a document has no target, nor has a prompt.
+            tokens_BS = torch.where(targets_BS < 0, tokens_BS.roll(-1, 1), targets_BS)
+            next_BS = self.sequence.cut(tokens_BS, 1)
             embedded_BSW = self.embed(self._look_up(next_BS), places)
             x_BSW, pending, routing = recomputed(
                 ahead, x_BSW, embedded_BSW, context, on=self.recompute

@@ -171,6 +171,18 @@ def test_further_tokens_are_predicted_as_in_the_paper():
         torch.testing.assert_close(model.eval()(inputs_, targets).total, main, atol=1e-5, rtol=1e-5)
 
 
+def test_further_tokens_are_predicted_from_a_prompt_without_targets():
+    model = made(mtp=2, mtp_weight=0.3).train()
+    tokens = torch.tensor(prompts(13, 13))
+    read = []
+    for ahead in model.ahead:
+        ahead.e_norm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0][:, :10]))
+    targets = tokens[:, 1:]
+    model(tokens[:, :-1], targets)
+    model(tokens[:, :-1], torch.where(torch.arange(12) < 6, -100, targets))
+    torch.testing.assert_close(read[2:], read[:2], atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich", "deepnorm"])
 def test_norms_are_placed_correctly(placement):
     model = made(placement=placement, multipliers={"residual": 0.7})
