@@ -53,6 +53,9 @@ class Input(NamedTuple):
     text: str
     prompt: list[int]  # first tokens of the decoder
     source: list[int] | None  # input of the encoder, if there is one
+    # The tokens before the new ones in the same text: alone, with the tokenizer of Llama, the new
+    # ones would lose their first space. An answer is tokenized alone in fine-tuning.
+    before: tuple[int, ...] = ()
 
 
 @app.command(
@@ -136,6 +139,7 @@ def _inputs(
     to: str | None,
 ) -> list[Input]:
     """Return the inputs for each text, which is given as the user wrote it and with examples."""
+    from pipeline.config.objective import Answers
     from pipeline.config.spans import MODES, Mixture
 
     languages = _languages(config, from_, to)
@@ -144,7 +148,8 @@ def _inputs(
         ids: list[int] = pieces.encode(text).tolist()
         if config.model.stack != "encoder-decoder":
             # An empty prompt starts like a document: after the end of another one.
-            found.append(Input(shown, ids or [pieces.eod], None))
+            before = () if isinstance(config.objective, Answers) else tuple(ids)
+            found.append(Input(shown, ids or [pieces.eod], None, before))
             continue
         # As in training: a source has its end, and the decoder starts after the end of a document.
         if isinstance(config.objective, Mixture):
@@ -280,7 +285,8 @@ def _print(
 ) -> None:
     # The end of the document is a flag in the JSON and never part of the text.
     ended = tokens[-1:] == [pieces.eod]
-    text = pieces.decode(tokens[:-1] if ended else tokens)
+    new = tokens[:-1] if ended else tokens
+    text = pieces.decode([*one.before, *new]).removeprefix(pieces.decode(one.before))
     name = "prompt" if one.source is None else "source"
     row = {name: one.text, "text": text, "tokens": tokens, "ended": ended, **more}
     # A continuation follows its prompt; a translation stands alone.
@@ -291,8 +297,8 @@ def _print(
 def _print_stream(one: Input, tokens: Iterator[int], pieces: "Tokenizer") -> None:
     """Print what each token adds; an incomplete character waits for its last byte."""
     print("" if one.source else one.text, end="", flush=True)
-    ids: list[int] = []
-    shown = ""
+    ids = [*one.before]
+    shown = pieces.decode(ids)
     for token in tokens:
         if token == pieces.eod:
             break

@@ -262,6 +262,11 @@ def export_(
             "no tokenizer files: the run has none and names no data; add them yourself, or export "
             "again with --tokenizer FILE"
         )
+    elif not (to / "tokenizer.json").exists():
+        print(
+            "transformers has no tokenizer with the ids of this one: encode texts with "
+            f"sentencepiece and {to / 'spiece.model'}"
+        )
 
 
 @app.command(

@@ -135,6 +135,11 @@ class Tokenizer:
         across_spaces = any(META in word or " " in word for word in words)
         return self.lossless and bpe and not user_defined and not across_spaces
 
+    @cached_property
+    def adds_space(self) -> bool:
+        """Whether it adds a space before every text, and removes it again in `decode`."""
+        return bool(self._spec.normalizer_spec.add_dummy_prefix)
+
     def encode(self, text: str) -> Ids:
         """Encode words that contain a special string with sentencepiece, the rest with gigatoken.
 
@@ -227,7 +232,8 @@ class Tokenizer:
 
     @cached_property
     def converted(self) -> str:
-        """The model as a tokenizer.json, which gigatoken reads. Only for fast models."""
+        """The model as a tokenizer.json, which gigatoken reads. ValueError if there is none, as for
+        unigram models; only for fast ones are the ids sure to be the same."""
         from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
         return sentencepiece_to_tokenizer_json(self.model)  # type: ignore[no-any-return]

@@ -20,10 +20,9 @@ from pipeline.config.objective import Labels
 from pipeline.config.parts import MoE
 from pipeline.config.shape import Model
 from pipeline.data.tokenizer import META, Tokenizer
-from pipeline.errors import DataError
 from pipeline.hub import sequences
 from pipeline.hub.families import Family, to_hub_config
-from pipeline.hub.importing import CONFIG, check_logits, new_directory
+from pipeline.hub.importing import CONFIG, SPIECE, TOKENIZER, check_logits, new_directory
 from pipeline.hub.tensors import rows, to_hub_tensors
 from pipeline.model.stack import Decoder
 
@@ -136,8 +135,13 @@ def hub_state(model: Decoder, family: Family, dtype: torch.dtype) -> Iterator[tu
 
 
 def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | None) -> None:
-    """Write tokenizer.model and, for lossless BPE, a tokenizer.json that gives the same ids."""
-    (directory / "tokenizer.model").write_bytes(tokenizer.model)
+    """Write the SentencePiece model, and a tokenizer.json if one can give the same ids."""
+    converted = _to_hub_tokenizer(tokenizer)
+    if converted is None:
+        # From a tokenizer.model, transformers would make its own, with other ids.
+        (directory / SPIECE).write_bytes(tokenizer.model)
+        return
+    (directory / TOKENIZER).write_bytes(tokenizer.model)
     about: dict[str, Any] = {
         "unk_token": "<unk>",
         "eos_token": tokenizer.sentencepiece.id_to_piece(tokenizer.eod),
@@ -148,31 +152,32 @@ def _write_tokenizer(tokenizer: Tokenizer, directory: Path, labels: Labels | Non
     }
     if labels is not None:
         about["pad_token"] = tokenizer.sentencepiece.id_to_piece(sequences.padding_id(tokenizer))
-    if tokenizer.fast:
-        converted = _to_hub_tokenizer(tokenizer)
-        for text in _PROBES:
-            ids = converted.encode(text, add_special_tokens=False).ids
-            if ids != tokenizer.encode(text).tolist():
-                problem = f"{tokenizer.name}: tokenizer.json would give other ids for {text[:20]!r}"
-                raise DataError(f"{problem}; nothing was written")
-        if labels is not None and labels.reads == "last":
-            end = about["eos_token"]
-            # Each text and its end, as in training (objective/noise.py).
-            converted.post_processor = processors.TemplateProcessing(
-                single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eod)]
-            )
-        converted.save(str(directory / "tokenizer.json"))
-    else:
-        about |= {"tokenizer_class": "LlamaTokenizer", "legacy": True, "add_bos_token": False}
+    if labels is not None and labels.reads == "last":
+        end = about["eos_token"]
+        # Each text and its end, as in training (objective/noise.py).
+        converted.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eod)]
+        )
+    converted.save(str(directory / "tokenizer.json"))
     _write_json(directory / "tokenizer_config.json", about)
 
 
-def _to_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer:
-    out = HubTokenizer.from_str(tokenizer.converted)
+def _to_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer | None:
+    """Return a tokenizer with the same ids; None if there is none, as for unigram models."""
+    try:
+        out = HubTokenizer.from_str(tokenizer.converted)
+    except ValueError:
+        return None
     # Undo SentencePiece's encoding: its mark for spaces, then bytes, then one string.
-    out.decoder = decoders.Sequence(
-        [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    parts = [decoders.Replace(META, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if tokenizer.adds_space:
+        parts.append(decoders.Strip(" ", 1, 0))
+    out.decoder = decoders.Sequence(parts)
+    for text in _PROBES:
+        ids = tokenizer.encode(text).tolist()
+        same = out.encode(text, add_special_tokens=False).ids == ids
+        if not same or out.decode(ids) != tokenizer.decode(ids):
+            return None
     controls = [AddedToken(text, normalized=False, special=True) for text in tokenizer.controls]
     out.add_special_tokens(controls)
     return out

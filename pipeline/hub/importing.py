@@ -44,6 +44,8 @@ AutoModelForCausalLM.register(IsoflopConfig, IsoflopForCausalLM)
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.model"
+SPIECE = "spiece.model"  # the same kind of file in a directory of T5 or ALBERT
 _JSON_BYTES = 64 * 2**20  # far above the index of any published model
 # Code, kernels and quantizers that config.json can make transformers load.
 _LOADS_CODE = re.compile(r"auto_map|.*_implementation(_internal)?|quantization_config")
@@ -86,10 +88,10 @@ def import_model(source: Path, out: Path) -> Imported:
             layer["model"] |= {"seq": seq, "source_seq": source_seq}
         base = read_toml(CONFIGS / "base.toml")
         config = validate(RunSpec, reduce(merge, [base, recipe_layer(), layer]))
-        tokenizer = source / "tokenizer.model"
-        # Without the file, commands that need it ask for --tokenizer.
-        if tokenizer.exists() and tokenizer.stat().st_size:
-            shutil.copyfile(_regular_file(source, tokenizer.name), temporary / tokenizer.name)
+        # Without a file, commands that need it ask for --tokenizer.
+        for file in (SPIECE, TOKENIZER):
+            if (source / file).exists() and (source / file).stat().st_size:
+                shutil.copyfile(_regular_file(source, file), temporary / TOKENIZER)
         save_weights(model, resolve(config, ranks=1, gpu=False), temporary / "checkpoints")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Imported(model.cfg.arch, parameters, difference)

@@ -1,18 +1,23 @@
 """A run to Hugging Face's files and back, and what it writes: through the command line."""
 
+import io
 import json
 import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.generate import Input, _print_stream
+from launch.generate import Input, _inputs, _print, _print_stream
 from pipeline.checkpoint.restore import load_model
+from pipeline.config.layers import load
 from pipeline.data.shards import Manifest
 from pipeline.data.tokenizer import Tokenizer, train
+from pipeline.hub.exporting import _write_tokenizer
 from tests.conftest import launch, records
 from tests.data.conftest import some_texts
 
@@ -72,8 +77,10 @@ def test_a_run_is_exported_imported_and_continued(trained, exported, corpus, ins
     out = tmp_path / "on"
     on = ("pretrain", "--init", begun, "--data", corpus, "--out", out, "--steps", 1, *SMALL)
     assert "--size tiny" in launch(*on, "--size", "tiny", code=2).stderr
-    for setting in ("model.tied=true", 'model.parametrization="mup"'):
+    for setting in ("model.tied=true", 'model.parametrization="mup"', "model.attention.heads=1"):
         assert setting in launch(*on, "--set", setting, code=2).stderr
+    assert "another model" in inside(*on, "--set", "model.ffn.hidden=16", code=2)
+    assert not out.exists()
     launch(*on, "--set", "optim.lr=1e-9", "--set", "train.eval_every=1")
     before, after = (records(run, "eval")[-1]["loss"] for run in (trained, out))
     assert after == pytest.approx(before, abs=1e-4)  # training continues where the other stopped
@@ -181,3 +188,40 @@ def test_a_stream_prints_a_character_that_stays_incomplete(capsys):
 
     _print_stream(Input("a", [1], None), iter([*"é".encode(), 0xE6, 0]), Bytes())
     assert capsys.readouterr().out == "aé\ufffd\n"
+
+
+def test_other_tokenizers_keep_their_ids_or_have_no_class(tmp_path):
+    for kind in ("bpe", "unigram"):
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(some_texts(300)), model_writer=model, model_type=kind,
+            vocab_size=400, byte_fallback=True, normalization_rule_name="identity",
+            remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        pieces = Tokenizer(model.getvalue())
+        (tmp_path / kind).mkdir()
+        _write_tokenizer(pieces, tmp_path / kind, None)
+        if kind == "bpe":  # as Llama's, with a space before every text
+            theirs = AutoTokenizer.from_pretrained(tmp_path / kind)
+            for text in ("the state", " two  words\n", "é\t🦊"):
+                ids = theirs(text)["input_ids"]
+                assert ids == pieces.encode(text).tolist() and theirs.decode(ids) == text
+    # AutoTokenizer would read a tokenizer.model as BPE.
+    assert [path.name for path in (tmp_path / "unigram").iterdir()] == ["spiece.model"]
+
+
+def test_a_continuation_keeps_its_first_space(capsys):
+    class Stripping:  # as the tokenizer of Llama, which adds a space to the start of every text
+        eod = 0
+
+        def encode(self, text):
+            return np.frombuffer(f" {text}".encode(), np.uint8)
+
+        def decode(self, ids):
+            return bytes(ids).decode().removeprefix(" ")
+
+    config = load(size="tiny")
+    (one,) = _inputs(config, Stripping(), [("a", "a")], None, None)
+    _print(one, [*b" b", 0], Stripping(), as_json=False)
+    _print_stream(one, iter([*b" b", 0]), Stripping())
+    assert capsys.readouterr().out == "a b\na b\n"
