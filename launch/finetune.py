@@ -174,7 +174,7 @@ def _refuse_options_of_new_runs(context: typer.Context) -> None:
 
 def _examples_of(run: Path | None) -> Path | None:
     """Return the examples in the run's directory, which may have moved since they were written."""
-    from pipeline.train.finetuning import ROWS
+    from pipeline.runs.directory import ROWS
 
     rows = None if run is None else run / ROWS
     return rows if rows is not None and rows.is_dir() else None

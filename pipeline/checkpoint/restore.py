@@ -1,7 +1,8 @@
 """Find the newest intact checkpoint, load it into an engine of any layout, or read its weights."""
 
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -17,6 +18,7 @@ from pipeline.checkpoint.format import (
     check_files,
     read_manifest,
 )
+from pipeline.config.dump import changed
 from pipeline.config.layers import reload
 from pipeline.config.schema import RunConfig
 from pipeline.config.shape import Model
@@ -30,7 +32,10 @@ from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
 from pipeline.parallel.fragments import WEIGHTS, Fragment, random_state, set_random_state, split
 from pipeline.parallel.world import World
-from pipeline.runs.directory import list_checkpoints
+from pipeline.runs.directory import ROWS, list_checkpoints
+
+# Keys of the tensors that have a row for each id.
+_OF_VOCABULARY = re.compile(r"/(value_embeddings\.\d+|(.*\.)?(embedding|head))\.(weight|bias)")
 
 
 def find(root: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
@@ -114,7 +119,17 @@ def starting_point(path: Path) -> Path:
 
 def load_initial_weights(engine: Engine, path: Path) -> None:
     """Load the weights of another run, and not its optimizer state; every rank calls it."""
-    checkpoint = newest(path)
+    _begin(engine.state(), cast(Decoder, engine.module).cfg, newest(path))
+    engine.sync_weights()
+
+
+def check_initial_weights(own: Model, path: Path) -> None:
+    """Refuse a model that cannot start from a checkpoint, whose files are not read."""
+    with torch.device("meta"):
+        _begin(fragments.weights(build_model(own)), own, read_manifest(path))
+
+
+def _begin(state: Iterable[Fragment], own: Model, checkpoint: Checkpoint) -> None:
     known = checkpoint.manifest.tensors
 
     def is_new(fragment: Fragment) -> bool:
@@ -124,18 +139,16 @@ def load_initial_weights(engine: Engine, path: Path) -> None:
         other = stored is None or stored.numel != fragment.global_numel
         return is_adapter(fragment.key) or (head and other)
 
-    own = cast(Decoder, engine.module).cfg
     stored = reload(checkpoint.path / CONFIG).model
     weights = []
-    for fragment in engine.state():
+    for fragment in state:
         kind, _, name = fragment.key.partition("/")
         if kind == WEIGHTS:
             source = replace(fragment, key=f"{WEIGHTS}/{_thinned(name, own, stored)}")
             weights += [] if is_new(source) else [source]
     # A larger vocabulary, such as one with a mask, has further rows at the end.
-    grown = [f"{WEIGHTS}/{name}" for name in ("embedding.weight", "head.weight", "head.bias")]
+    grown = [each.key for each in weights if _OF_VOCABULARY.search(each.key)]
     Reader(checkpoint).fill(weights, grown=grown if own.vocab > stored.vocab else ())
-    engine.sync_weights()
 
 
 def _thinned(name: str, own: Model, stored: Model) -> str:
@@ -144,6 +157,7 @@ def _thinned(name: str, own: Model, stored: Model) -> str:
     DistilBERT's."""
     sides = {
         "blocks.": (own.layers, stored.layers),
+        "value_embeddings.": (own.layers, stored.layers),
         "encoder.blocks.": (own.source_layers, stored.source_layers),
     }
     for prefix, (layers, of) in sides.items():
@@ -209,7 +223,16 @@ class Weights(Mapping[str, Tensor]):
 
 def run_config(directory: Path) -> RunConfig:
     """The config of a run, or of the run that a checkpoint belongs to."""
-    return reload(newest(directory).path / CONFIG)
+    return _config_of(newest(directory))
+
+
+def _config_of(checkpoint: Checkpoint) -> RunConfig:
+    config = reload(checkpoint.path / CONFIG)
+    rows = checkpoint.path.absolute().parent.parent / ROWS
+    # The run may have been moved, and another one may be at its old place.
+    if config.objective.examples and rows.is_dir():
+        config = changed(config, {"data.dir": str(rows)})
+    return config
 
 
 def load_model(
@@ -220,7 +243,7 @@ def load_model(
     The model is built without memory and filled tensor by tensor: it needs its own size once.
     """
     checkpoint = newest(directory)
-    config = reload(checkpoint.path / CONFIG)
+    config = _config_of(checkpoint)
     weights = Weights(checkpoint, dtype)
     with torch.device("meta"):
         model = build_model(

@@ -37,7 +37,7 @@ from pipeline.errors import RunError
 from pipeline.model.stack import Decoder
 from pipeline.parallel import fragments
 from pipeline.parallel.engine import Engine
-from pipeline.parallel.fragments import WEIGHTS, Fragment, on_disk, random_state
+from pipeline.parallel.fragments import Fragment, on_disk, random_state
 from pipeline.parallel.world import TIMEOUT, World
 from pipeline.planner.memory import checkpoint_bytes
 from pipeline.runs.directory import checkpoint_path, list_checkpoints
@@ -218,13 +218,8 @@ def save_weights(model: Decoder, config: RunConfig, root: Path) -> None:
     """Write a checkpoint at step 0 without optimizer state, for a new run to start from."""
     temporary = _temporary(root, 0)
     temporary.mkdir(parents=True)
-    state = list(fragments.buffers(model, (0, 1), share=True))
-    for name, p in model.named_parameters():
-        flat = p.detach().contiguous().view(-1)
-        expert = getattr(p, "expert", None)
-        state += fragments.split(f"{WEIGHTS}/{name}", tuple(p.shape), expert, 0, flat)
     name = "rank-00000.bin"
-    tensors, checksum = write_numbers(temporary / name, state)
+    tensors, checksum = write_numbers(temporary / name, fragments.weights(model))
     files = {name: checksum}
     commit(temporary, config, Manifest(step=0, adam_steps=0, world=1, tensors=tensors, files=files))
 

@@ -78,6 +78,15 @@ def buffers(module: nn.Module, replica: tuple[int, int], *, share: bool) -> Iter
             yield from split(f"{WEIGHTS}/{name}", tuple(tensor.shape), None, low, part)
 
 
+def weights(model: nn.Module) -> Iterator[Fragment]:
+    """Yield the weights and buffers of a whole model."""
+    yield from buffers(model, (0, 1), share=True)
+    for name, p in model.named_parameters():
+        flat = p.detach().contiguous().view(-1)
+        expert = getattr(p, "expert", None)
+        yield from split(f"{WEIGHTS}/{name}", tuple(p.shape), expert, 0, flat)
+
+
 def split(
     key: str, shape: tuple[int, ...], expert: tuple[int, int] | None, offset: int, part: Tensor
 ) -> Iterator[Fragment]:

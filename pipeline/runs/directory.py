@@ -41,6 +41,7 @@ FREE = (
     *("train.*_batch", "train.recompute", "train.compile", "parallel.*", "cluster.*"),
     *("data.dir", "name", "experiment"),
 )
+ROWS = "examples"  # directory of the corpus of a fine-tuning run, inside the run's directory
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 # torch has an exception type only for its own device allocator, not for the CPU's or a library's.
 _OUT_OF_MEMORY = (

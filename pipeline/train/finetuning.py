@@ -18,7 +18,7 @@ from pipeline.data import rows
 from pipeline.errors import ConfigError, DataError, RunError
 from pipeline.planner.count import params
 from pipeline.planner.rates import adamw_peak
-from pipeline.runs.directory import RunDir, tokenizer_of
+from pipeline.runs.directory import ROWS, RunDir, tokenizer_of
 
 # As for GPT (Radford et al. 2018): three epochs in small batches, at a quarter of the peak rate of
 # pretraining (6.25e-5 of 2.5e-4), decayed to zero. BERT's are similar (arXiv 1810.04805, A.3).
@@ -30,7 +30,6 @@ PUBLISHED_TOKENS = 2000
 WARMUP_SHARE = 0.06  # share of the steps (RoBERTa: arXiv 1907.11692, table 10)
 DECAY = 0.01  # weight decay, as for GPT and BERT
 BATCH = 32  # examples per step by default, also if there are fewer
-ROWS = "examples"  # directory of the corpus inside the run's directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.train.space import check_disk, check_offload
 
 # Settings with which the weights of --init were initialized and trained.
 _OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding", "stack", "width")
+_OF_THE_WEIGHTS += ("share_layers", "attention.heads")
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
@@ -257,7 +259,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
         pieces = None  # the weights have a vocabulary already
         # Imports torch, which takes seconds.
         from pipeline.checkpoint.format import CONFIG
-        from pipeline.checkpoint.restore import starting_point
+        from pipeline.checkpoint.restore import check_initial_weights, starting_point
 
         remedy = "prepare the data with --tokenizer, the .model file of that run"
         found = corpus.manifest.tokenizer.fingerprint
@@ -288,6 +290,8 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
     _check_corpus(corpus, spec)
     if before is not None:
         _check_weights(spec.model, before.model, f"--init {request.init}")
+        if spec.init is not None:  # None: `launch finetune --scratch`
+            check_initial_weights(spec.model, start)
     # Absolute, because a job may start in another directory; and readable, before anything starts.
     tasks = tuple(str(Path(file).absolute()) for file in spec.eval.tasks)
     for task in read_tasks(tasks):
@@ -298,7 +302,8 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
 
 def _check_weights(own: Model, weights: Model, source: str) -> None:
     """Refuse a model that cannot start from the weights of another one."""
-    wrong = [key for key in _OF_THE_WEIGHTS if getattr(own, key) != getattr(weights, key)]
+    read = {key: attrgetter(key) for key in (*_OF_THE_WEIGHTS, "layers", "encoder_layers")}
+    wrong = [key for key in _OF_THE_WEIGHTS if read[key](own) != read[key](weights)]
     # An encoder may start from a decoder, and a model from some of the layers (restore.py).
     if own.stack == "encoder" and weights.stack == "decoder":
         wrong.remove("stack")
@@ -307,8 +312,8 @@ def _check_weights(own: Model, weights: Model, source: str) -> None:
             wrong.append(key)
     if wrong:
         key = wrong[0]
-        asked = json.dumps(getattr(own, key))
-        was = json.dumps(getattr(weights, key))
+        asked = json.dumps(read[key](own))
+        was = json.dumps(read[key](weights))
         text = f"the weights of {source} were trained with {was}"
         raise ConfigError(f"model.{key}={asked}: {text}; remove this setting")
 

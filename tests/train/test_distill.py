@@ -193,3 +193,5 @@ def test_half_of_the_layers_are_those_of_distilbert() -> None:
     names = [_thinned(f"blocks.{layer}.norm.gain", student, bert) for layer in range(6)]
     # scripts/extract_distilbert.py of transformers' research projects.
     assert [int(name.split(".")[1]) for name in names] == [0, 2, 4, 7, 9, 11]
+    # The table of a layer goes with the layer.
+    assert _thinned("value_embeddings.5.weight", student, bert) == "value_embeddings.11.weight"

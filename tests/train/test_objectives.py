@@ -53,7 +53,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append({"do": "launch", "arguments": resume})
     # A decoder that continues as an encoder, with a mask, which its vocabulary has no space for.
     for name, options in {
-        "decoder": ("--size", "tiny", "--steps", 2),
+        "decoder": ("--size", "tiny", "--steps", 2, "--set", "model.value_embeddings=1"),
         "encoder": ("--init", folder / "decoder", "--steps", 1, "--set", "optim.lr=1e-12"),
     }.items():
         command = ["pretrain", *COMMON[4:], *options, "--data", corpus, "--out", folder / name]
