@@ -173,7 +173,7 @@ def make_row(
         second = len(row.second)
         for _ in range(excess):  # the longer text of a pair gets shorter first
             longer = first >= second
-            first -= longer
+            first = max(0, first - longer)  # a row of two tokens has no space for three ends
             second -= not longer
         digits = [int(digit, 16) for digit in f"{row.bits:0{LABEL_DIGITS}x}"]
         tokens = [*digits, *row.first[:first], eod, *row.second[:second]]

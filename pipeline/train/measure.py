@@ -93,6 +93,8 @@ def loader(config: RunConfig, corpus: Corpus, split: Literal["train", "valid"]) 
         boundaries = boundaries or packing == "best-fit"
         packing = "concatenate"
     corpus.check_pairs(config.objective)
+    if config.objective.examples:
+        corpus.check_rows(config.text_length)
     tokenizer = corpus.manifest.tokenizer
     return Loader(
         corpus,

@@ -14,6 +14,7 @@ from pipeline.checkpoint.restore import Weights, load_model, newest, run_config
 from pipeline.config.layers import load
 from pipeline.config.objective import LABEL_DIGITS, Labels
 from pipeline.data.corpus import Corpus
+from pipeline.data.rows import Encoded, make_row
 from pipeline.errors import ConfigError
 from pipeline.hub.exporting import export
 from pipeline.model.adapter import adapt
@@ -156,10 +157,12 @@ def test_a_stopped_run_continues_bit_for_bit(runs: Path, task: str) -> None:
     assert losses(stopped) == losses(runs / task / "one")
 
 
-def test_an_easy_task_is_learned(runs: Path, inside) -> None:
+def test_an_easy_task_is_learned(runs: Path, corpus: Path, inside) -> None:
     assert records(runs / "learned", "eval")[-1]["labels/accuracy"] == 1
     found = json.loads(inside("evaluate", "--run", runs / "learned", "--json"))
     assert found["labels/accuracy"] == 1
+    text = ("evaluate", "--run", runs / "learned", "--data", corpus)
+    assert "not examples in rows" in inside(*text, code=2)  # its tokens would be read as labels
     out = inside("generate", "--run", runs / "echoes", "--prompt", "blue one red>", "--json")
     assert json.loads(out)["text"] == "blue"
     assert json.loads(out)["ended"]
@@ -355,6 +358,8 @@ def test_a_moved_run_continues(runs: Path, inside, tmp_path: Path) -> None:
     config.write_text(config.read_text().replace(str(runs), "/nowhere"))
     inside("finetune", "--resume", "--out", tmp_path / "moved", "--no-track", "--quiet")
     assert "/nowhere/classes" not in config.read_text()
+    found = json.loads(inside("evaluate", "--run", tmp_path / "moved", "--json"))
+    assert found["data"] == str(tmp_path / "moved" / "examples")  # not those of the old place
 
 
 def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
@@ -364,6 +369,8 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
         *(runs / "decoder-base", file, None, 0.3, 32, 4, 1.0, None, False, None, None, False, None)
     )
     prepared = prepare(asked, tmp_path / "run")
+    reads = Labels(names=("a", "b"), reads="first")  # with both texts, three special tokens
+    assert len(make_row(Encoded([4, 5, 6], [7, 8], 0, 0), reads, 2, 0)[0]) == 2 + LABEL_DIGITS
     assert "1 examples are longer" in prepared.note
     assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0, "generator": None}
     Corpus.open(prepared.rows, verify=True).check_rows(32 + LABEL_DIGITS)
