@@ -1,5 +1,6 @@
 """`launch`: one typer app. Each command imports its own parts, so that --help answers at once."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterable
@@ -68,6 +69,8 @@ def describe(error: Exception) -> tuple[str, int]:
         # The system refuses a path: it is missing, not permitted, too long, on a full disk, …
         path = _shorten(error.filename)
         return f"{path}: {error.strerror}; check the path and its permissions", 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the output of the command
+        return f"the output cannot be written: {error.strerror}; make space on its disk", 2
     # A bug of ours, not a wrong setting. Exit code 1 lets scripts distinguish the two.
     what = _shorten(f"{type(error).__name__}: {error}")
     return f"unexpected {what}; set ISOFLOP_TRACEBACK=1 to see the traceback", 1

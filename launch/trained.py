@@ -233,7 +233,7 @@ def export_(
     from pipeline.config.objective import Labels
     from pipeline.hub.exporting import export
     from pipeline.hub.sequences import export_family
-    from pipeline.runs.directory import tokenizer_of
+    from pipeline.runs.directory import run_of, tokenizer_of
 
     # Both sides are rounded to this dtype before their logits are compared.
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -244,7 +244,7 @@ def export_(
     labels = config.objective if isinstance(config.objective, Labels) else None
     export_family(config.model, labels)  # refuse before the slow part
     # An imported model may come without a tokenizer and has no data to take one from.
-    known = tokenizer or config.data.dir or (run / "tokenizer.model").exists()
+    known = tokenizer or config.data.dir or (run_of(run) / "tokenizer.model").exists()
     found = None
     if known:
         found = tokenizer_of(run, config.data.dir, tokenizer, vocab=config.model.vocab)

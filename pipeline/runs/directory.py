@@ -242,7 +242,7 @@ def tokenizer_of(
     from pipeline.data.corpus import Corpus
     from pipeline.data.tokenizer import Tokenizer
 
-    beside = _run_of(run) / "tokenizer.model"
+    beside = run_of(run) / "tokenizer.model"
     if given is not None or beside.is_file():
         found = Tokenizer.open(given or beside)
     elif data is not None and Path(data).is_dir():
@@ -258,7 +258,7 @@ def tokenizer_of(
     return found
 
 
-def _run_of(path: Path) -> Path:
+def run_of(path: Path) -> Path:
     """RUN, RUN/checkpoints and RUN/checkpoints/step-00000100 all belong to RUN."""
     folder = path.absolute()
     for place in (folder, folder.parent):
@@ -269,7 +269,7 @@ def _run_of(path: Path) -> Path:
 
 def same_tokenizer(run: Path, found: str, what: str, remedy: str) -> None:
     """Refuse a tokenizer other than that of the run, or of the run that a checkpoint belongs to."""
-    known = RunDir(_run_of(run)).tokenizer
+    known = RunDir(run_of(run)).tokenizer
     if known not in (None, found):
         raise DataError(f"{what}: its tokenizer is {found}, but that of {run} is {known}; {remedy}")
 

@@ -70,6 +70,8 @@ def test_a_run_is_exported_imported_and_continued(trained, exported, corpus, ins
     again = json.loads(inside("import", "--from", exported, "--out", begun, "--json"))
     assert again["family"] == "deepseek_v3" and again["difference"] < 1e-5
     assert "--out" in inside("import", "--from", exported, "--out", begun, code=2)
+    inside("export", "--run", begun / "checkpoints" / "step-00000000", "--to", tmp_path / "hub")
+    assert (tmp_path / "hub" / "tokenizer.json").exists()
     back = load_model(begun)[0]
     for name, tensor in ours.state_dict().items():
         if not name.endswith("steps"):

@@ -54,6 +54,8 @@ def test_a_path_that_the_system_refuses_is_named(monkeypatch, capsys) -> None:
     assert run(monkeypatch, OSError(36, "File name too long", "/some/" + "a" * 1000)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: /some/") and "File name too long" in line and len(line) < 600
+    assert run(monkeypatch, OSError(28, "No space left on device")) == 2  # of stdout
+    assert "output cannot be written" in capsys.readouterr().err
 
 
 def test_the_traceback_is_shown_on_request(monkeypatch) -> None:
