@@ -27,8 +27,10 @@ from pipeline.train.branch import branch_step, copy_trunk
 from pipeline.train.space import check_disk, check_offload
 
 # Settings with which the weights of --init were initialized and trained.
-_OF_THE_WEIGHTS = ("tied", "parametrization", "scaled_embedding", "stack", "width")
-_OF_THE_WEIGHTS += ("share_layers", "attention.heads")
+_OF_THE_WEIGHTS = (
+    *("tied", "parametrization", "scaled_embedding", "stack", "width"),
+    *("share_layers", "attention.heads"),
+)
 _VERIFY_BYTES = 4 * 2**30  # a second or two from a warm disk
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, and either under WSL
 
