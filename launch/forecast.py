@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.decide import Demand
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Forecast, Recipe
+    from pipeline.scaling.predict import Forecast, Ladder, Recipe
     from pipeline.scaling.study import Study
 
     Place = Callable[[Study], Points]  # the targets, which may depend on the law
@@ -110,7 +110,7 @@ def forecast(
     scored = None
     if task is not None:
         scored, data = skill.forecast(task, chance, found, done, made, data["warnings"])
-    data |= _recipe_and_cost(made, recipe, site, gpus, size)
+    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
         _register(folder, scored or made, record.fit_of(done, rows, found), runs, experiment, data)
@@ -132,18 +132,23 @@ def _study(rows: "Points", law: str, task: str | None) -> "Study":
 def _recipe_and_cost(
     made: "list[Forecast]",
     recipe: "Recipe | None",
+    ladder: "Ladder",
+    sets: list[str],
     site: "Site | None",
     gpus: int,
     size: str | None,
 ) -> dict[str, Any]:
+    from pipeline.config.layers import as_sets
     from pipeline.scaling import decide
 
     found: dict[str, Any] = {}
+    shared = dict(ladder.settings)  # a batch of 1,024 tokens is slow on any GPU
     if recipe is not None:
-        keys = ("lr", "batch_tokens", "steps", "command")
-        found["recipe"] = {key: getattr(recipe, key) for key in keys}
+        found["recipe"] = {key: value for key, value in vars(recipe).items() if key not in "NDC"}
+        shared["train.batch_tokens"] = recipe.batch_tokens
     if site is not None:
-        found["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, size)
+        runs = [(run.C, run.N) for run in made]
+        found["cost"] = decide.cost(runs, site, gpus, size, ladder.arch, [*as_sets(shared), *sets])
     return found
 
 

@@ -144,7 +144,8 @@ def _print_width(console: "Console", target: "Target", found: "Width", noise: fl
         f"Forecast of {target.name} (N = {count(target.N)} on {count(target.D)} tokens, "
         f"{found.beyond:.3g}× the largest run): interval ± {found.median:.1%}, at worst "
         f"± {found.worst:.1%}, in {found.draws} simulated sweeps with {noise:.1%} noise; "
-        f"{found.inside} of them contain the truth, {found.error:.1%} off on average."
+        f"{found.inside} of them contain the truth, {found.error:.1%} off on average. `launch fit` "
+        f"prints how far your runs scatter; --noise takes it."
     )
 
 

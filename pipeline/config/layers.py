@@ -5,6 +5,7 @@ ones. The recipe is a setting, so --set can change it. An architecture may name 
 its recipe.
 """
 
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -277,6 +278,14 @@ def parse_set(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"--set {key}=...: the value is nested too deeply") from None
     return nested(key, parsed)
+
+
+def as_sets(settings: Table) -> list[str]:
+    """Return settings by dotted key as `--set` takes them."""
+    # A `kind` comes first: setting it later would reset the settings of its table.
+    ordered = sorted(settings.items(), key=lambda item: not item[0].endswith("kind"))
+    values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in ordered}
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

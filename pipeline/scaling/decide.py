@@ -211,11 +211,17 @@ def priced(cluster: str) -> Cluster:
 
 
 def cost(
-    runs: Sequence[tuple[float, float]], site: Cluster, gpus: int, size: str | None = None
+    runs: Sequence[tuple[float, float]],
+    site: Cluster,
+    gpus: int,
+    size: str | None = None,
+    arch: str | None = None,
+    sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return GPU-hours, hours and price of runs (C, N) at the speed that the planner predicts."""
+    """Return GPU-hours, hours and price of runs (C, N) at the speed that the planner predicts for
+    their architecture and settings."""
     assert site.peak_flops is not None
-    planned = [planned_mfu(N, site, gpus, size) for _, N in runs]
+    planned = [planned_mfu(N, site, gpus, size, arch, sets) for _, N in runs]
     # peak_flops is the peak of one GPU, so these are GPU-hours.
     busy = [
         C / (site.peak_flops * (mfu or MFU)) / 3600
@@ -241,7 +247,14 @@ def known_sizes() -> dict[str, float]:
     return {name: float(params(load(size=name).model).scaling) for name in names("size")}
 
 
-def planned_mfu(N: float, site: Cluster, gpus: int, size: str | None) -> float | None:
+def planned_mfu(
+    N: float,
+    site: Cluster,
+    gpus: int,
+    size: str | None,
+    arch: str | None = None,
+    sets: Sequence[str] = (),
+) -> float | None:
     """Return the MFU of this size, or of the shipped size nearest to N; None if it is unknown."""
     if site.rates is None or not math.isfinite(N):
         return None
@@ -251,7 +264,7 @@ def planned_mfu(N: float, site: Cluster, gpus: int, size: str | None) -> float |
         if abs(math.log(known[size] / N)) > math.log(FARTHEST):
             return None
     try:
-        spec = load(size=size).model_copy(update={"cluster": site})
+        spec = load(size=size, arch=arch, sets=sets).model_copy(update={"cluster": site})
         chosen = recommend(spec, plan(resolve(spec, ranks=gpus, gpu=True), gpus, spec))
     except ConfigError:  # the batch does not divide over these GPUs
         return None

@@ -1,6 +1,5 @@
 """Forecast a run that has not been trained: its loss with an interval, and its recipe."""
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.dump import differences
-from pipeline.config.layers import RECIPE, load, reload
+from pipeline.config.layers import RECIPE, as_sets, load, reload
 from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.planner.check import resolve
@@ -219,8 +218,8 @@ def _repeated(study: Study, run: Forecast, unique: float) -> list[str]:
         enough = decide.least_cost(study, SAME_LOSS * run.loss, decide.Demand(unique=unique))
         if enough < run.C / 2:
             found.append(
-                f"{power(enough)} FLOPs already reach this loss on {count(unique)} distinct "
-                f"tokens: more compute gains nothing."
+                f"The best split of {power(enough)} FLOPs comes within {SAME_LOSS - 1:.2%} of this "
+                f"loss on {count(unique)} distinct tokens."
             )
     return found
 
@@ -348,10 +347,7 @@ def recipe_of(
             f"arch={arch}: the law is one of {ladder.arch}, and describes one architecture; fit "
             f"runs of {arch}, or leave out --arch"
         )
-    # A `kind` comes first: setting it later would reset the settings of its table.
-    # `recipe` may come anywhere.
-    ordered = sorted(ladder.settings.items(), key=lambda item: not item[0].endswith("kind"))
-    given = [f"{key}={_text(value)}" for key, value in ordered]
+    given = as_sets(ladder.settings)
     over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
     layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
     loaded = load(size=size, arch=arch or ladder.arch, data=layer, sets=[*given, *sets], over=over)
@@ -365,8 +361,7 @@ def recipe_of(
         "optim.schedule.warmup_steps": config.optim.schedule.warmup_steps,
         "train.batch_tokens": train.batch_tokens,
     }
-    every = {text.partition("=")[0]: text for text in (*given, *sets)}
-    every |= {key: f"{key}={_text(value)}" for key, value in spelled.items()}
+    every = {text.partition("=")[0]: text for text in (*given, *sets, *as_sets(spelled))}
     every.pop("train.tokens_per_param", None)  # --steps replaces it
     words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
     words += ["--data", ladder.data or "DATA"]
@@ -376,11 +371,6 @@ def recipe_of(
     C = D * training_flops(config).model
     N = params(config.model).scaling
     return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
-
-
-def _text(value: Any) -> str:
-    """Return a value as --set parses it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:
