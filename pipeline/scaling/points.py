@@ -254,7 +254,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
         raise DataError(f"none of {len(runs)} runs has {missing}")
     records = [run.record for run, _ in used]
     for key, remedy in ONE_KIND.items():
-        kinds = sorted({str(record.get(key)) for record in records})
+        kinds = sorted({str(record.get(key) or "none given") for record in records})
         if len(kinds) > 1:
             mixed = f"{key}={listed(kinds)} are mixed in these runs"
             raise DataError(f"{mixed}; {remedy}, with its own --runs")

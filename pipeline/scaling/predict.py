@@ -33,7 +33,7 @@ PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets
 MOST = 1e40  # parameters, tokens and FLOPs; products of larger numbers would overflow
 NO_FLOOR = ("kaplan", "power")
 SAME_LOSS = 1.0005  # ratio of losses that make no difference
-FAR = 10.0  # times the largest N or D of the runs, or below the smallest
+FAR = 10.0  # times the largest N, D or D / N of the runs, or below the smallest
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
 # Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
 OWN_SETTINGS = (
@@ -177,15 +177,17 @@ def cautions(
 
 def _outside(points: Points, made: Sequence[Forecast]) -> list[str]:
     """Return warnings about runs and best splits far outside of the fitted runs."""
-    ends = {"N": (points.N.min(), points.N.max()), "D": (points.D.min(), points.D.max())}
+    columns = {"N": points.N, "D": points.D, "D / N": points.D / points.N}
+    ends = {key: (float(values.min()), float(values.max())) for key, values in columns.items()}
     runs = ", ".join(
         f"{key} from {count(low)} to {count(high)}" for key, (low, high) in ends.items()
     )
 
     def is_far(place: dict[str, float]) -> bool:
         # False for a law of compute alone, where N and D are NaN.
+        values = {**place, "D / N": place["D"] / place["N"]}
         return any(
-            FAR * place[key] < low or place[key] > FAR * high for key, (low, high) in ends.items()
+            FAR * values[key] < low or values[key] > FAR * high for key, (low, high) in ends.items()
         )
 
     targets = [vars(one) for one in made if is_far(vars(one))]

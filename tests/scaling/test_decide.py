@@ -210,6 +210,8 @@ def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
     for N, D, words in (
         (2e4, 7.3e8, "The run (N = 20k, D = 730M) is far outside"),
         (652640, 2e6, "The best split of its compute (N = "),
+        # N and D within a factor of ten of the runs, but not their ratio.
+        (done.fit.points.N.min() / 5, done.fit.points.D.max() * 5, "D / N from"),
         (59616, 1e5, None),
     ):
         place = at_sizes(done, N, D)
