@@ -147,8 +147,8 @@ def _recipe_and_cost(
         found["recipe"] = {key: value for key, value in vars(recipe).items() if key not in "NDC"}
         shared["train.batch_tokens"] = recipe.batch_tokens
     if site is not None:
-        runs = [(run.C, run.N) for run in made]
-        found["cost"] = decide.cost(runs, site, gpus, size, ladder.arch, [*as_sets(shared), *sets])
+        exact = (size, ladder.arch, [*as_sets(shared), *sets]) if size else ()
+        found["cost"] = decide.cost([(run.C, run.N) for run in made], site, gpus, *exact)
     return found
 
 
