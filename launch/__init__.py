@@ -8,9 +8,9 @@ from types import FrameType
 def _interrupt(_number: int, frame: FrameType | None) -> None:
     """End the process at once if Ctrl-C arrives during an import.
 
-    Python's own handler raises an exception, which ends the first imports with a traceback and
-    is ignored in others, so that the command goes on. At a late import this is as safe as a
-    kill: files get their names when they are complete."""
+    Python's own handler raises an exception. The first imports end with a traceback, and some
+    libraries ignore it, so that the command continues. Ending here leaves no damaged file, because
+    a file gets its name when it is complete."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os.write(2, b"interrupted\n")

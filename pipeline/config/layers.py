@@ -355,8 +355,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def nearest(name: str, known: Iterable[str], above: Iterable[str] = ()) -> str:
-    """Return a clause that suggests the closest known name, with the tables that it is in, or lists
-    all if none is close."""
+    """Return the end of an error message: the closest known name, with the tables that contain it,
+    or all known names if none is similar."""
     known = list(known)
     # 0.5: a name of four letters with two wrong still counts as close.
     close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
