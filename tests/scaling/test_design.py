@@ -17,8 +17,8 @@ def test_a_shipped_ladder_has_spread_and_smooth_rates() -> None:
         runs = plan(read(name))
         C = [run.C for run in runs]
         ratio = [run.D / run.N for run in runs]
-        # The compute of `gpu` spreads by 26, and that ladder was measured (docs/SCALING.md).
-        assert max(C) > 20 * min(C), name
+        # The compute of `gpu` spreads by 15, and that ladder was measured (docs/SCALING.md).
+        assert max(C) > 14 * min(C), name
         assert max(ratio) / min(ratio) > 3.9, name
         assert len({run.size for run in runs}) >= 3, name
     # Neighboring sizes of a grid have neighboring rates, along each budget.
