@@ -14,6 +14,10 @@ from pipeline.tasks import likelihood
 from pipeline.tasks.questions import Task, mean, read_tasks
 
 FEWEST = 32  # questions of a task: with fewer, a score is meaningless
+# A forward pass over questions counts as this many training steps of as many tokens. By FLOPs it is
+# a third of one, but with padding, whole logits and no compiler it takes half of a step on a CPU,
+# and one and a half for 15m on an H200, where the host starts its kernels one by one.
+PASS_STEPS = 2
 
 
 class Monitor:
@@ -92,10 +96,7 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     """Return how many questions of a task the run can afford with its part of `eval.share`."""
     train = config.train
     evaluations = math.ceil(train.steps / train.eval_every)
-    # Count a forward pass as a whole training step. By FLOPs it is a third, but with padding, whole
-    # logits and no compiler it takes up to half of a step on a CPU, and for small models on a GPU,
-    # which waits for the host, about as long as a step.
-    tokens = config.eval.share * train.steps * train.batch_tokens
+    tokens = config.eval.share * train.steps * train.batch_tokens / PASS_STEPS
     each = tokens / evaluations / len(config.eval.tasks)
     seq = config.model.seq
     asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)
