@@ -166,12 +166,12 @@ def _inputs(
 
 def _check_lengths(inputs: list[Input], max_new: int, config: "RunConfig") -> None:
     """Warn about texts longer than a training row, and refuse those that would take too long."""
-    most = max(MOST_NEW, MOST_LENGTHS * config.model.seq)
+    most = max(MOST_NEW, MOST_LENGTHS * config.model.longest)
     if max_new > most:
         raise ConfigError(f"--max-new {max_new} is too many for this run; use at most {most}")
-    for key, trained in (("prompt", config.model.seq), ("source", config.model.source_seq)):
+    for key, trained in (("prompt", config.model.longest), ("source", config.model.source_seq)):
         longest = max((len(getattr(one, key) or ()) for one in inputs), default=0)
-        limit = trained or config.model.seq
+        limit = trained or config.model.longest
         text = f"a {key} has {longest:,} tokens, and the run was trained on {limit:,} at a time"
         if longest > MOST_LENGTHS * limit:
             raise DataError(f"{text}; shorten it")
@@ -214,7 +214,7 @@ def _refuse_kind(stack: str, given: list[Given]) -> None:
         if both and kind == "prompt":
             problem = f'prompt {shown(text)}: model.stack="{stack}" reads a source'
             raise ConfigError(f"{problem}; give it as --source, or as source in --file")
-        if kind == "source" and not both:
+        if kind == "source" and stack == "decoder":  # an encoder cannot generate at all
             problem = f'source {shown(text)}: model.stack="{stack}" has no encoder to read it'
             raise ConfigError(f"{problem}; give it as --prompt, or as prompt in --file")
 

@@ -101,7 +101,8 @@ def _teacher(distill: object, objective: Objective) -> dict[str, Any]:
     refusal = teacher_kind_refusal(config.objective, objective)
     if refusal:
         raise ConfigError(refusal)
-    model = config.model.model_dump(exclude_none=True)
+    # The weights of the student are new.
+    model = config.model.model_dump(exclude_none=True, exclude={"context"})
     return {"distill": {"teacher": str(folder), "model": model}}
 
 

@@ -58,6 +58,8 @@ class Model(Design):
     arch: str = "custom"
     vocab: Positive
     seq: Positive
+    # Tokens that the weights were trained to read, if the rows of fine-tuning are shorter.
+    context: Positive | None = None
     width: Positive
     layers: Layers
     # The encoder of an encoder–decoder. None: the same as the decoder's `layers` and `seq`.
@@ -172,6 +174,11 @@ class Model(Design):
         """Layers of the encoder of an encoder–decoder."""
         both = self.stack == "encoder-decoder"
         return (self.encoder_layers or self.layers) if both else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the weights were trained to read, in this run or before fine-tuning."""
+        return max(self.seq, self.context or 0)
 
     @property
     def source_length(self) -> int:

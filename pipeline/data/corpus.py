@@ -94,14 +94,14 @@ class Corpus:
                 f"{','.join(columns)}; prepare it with --pairs {','.join(wanted)}"
             )
 
-    def check_rows(self, length: int) -> None:
+    def check_rows(self, length: int, otherwise: str = "") -> None:
         """Check that every document is a row of so many tokens (data/rows.py)."""
         for shard in (shard for split in self.manifest.splits.values() for shard in split.shards):
             lengths = self.lengths(shard)
             if (lengths[:-1] != length).any() or lengths[-1] != 1:
                 raise DataError(
                     f"{self.path}: not examples in rows of {length} tokens; make them with "
-                    "`launch finetune`, whose --seq is the length of a row"
+                    f"`launch finetune`, whose --seq is the length of a row{otherwise}"
                 )
 
     def check_same(self, data: Data) -> None:

@@ -103,12 +103,15 @@ def label_names(
         raise DataError(
             f"{train[0].where}: label={train[0].label!r} is a text; leave --regression out"
         )
-    if regression or any(isinstance(row.label, float) for row in every):
-        return ()
-    classes: list[Any] = sorted({row.label for row in train})
+    numbers = regression or any(isinstance(row.label, float) for row in every)
+    kept: Any = np.float32 if numbers else lambda label: label
+    classes: list[Any] = sorted({kept(row.label) for row in train})
     if len(classes) < 2:
-        text = f"every label of the {len(train)} training examples is {classes[0]!r}"
-        raise DataError(f"{text}; add examples of another class")
+        text = f"every label of the {len(train)} training examples is {train[0].label!r}"
+        stored = " as a 32-bit float" if numbers else ""
+        raise DataError(f"{text}{stored}; add examples with another label")
+    if numbers:
+        return ()
     other = "held-out ones with --valid" if texts else "--regression if labels are numbers"
     for row in valid:
         if row.label not in classes:

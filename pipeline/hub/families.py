@@ -173,7 +173,7 @@ def _in_numbers(model: Model) -> Model:
         residual=model.multipliers.residual,
         logits=model.logit_multiplier,
     )
-    changes: Table = {"multipliers": scales}
+    changes: Table = {"multipliers": scales, "seq": model.longest, "context": None}
     if model.stack == "encoder-decoder":
         changes |= {"encoder_layers": model.source_layers, "source_seq": model.source_length}
     if isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK):

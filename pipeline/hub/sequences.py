@@ -31,7 +31,12 @@ def export_family(cfg: Model, labels: Labels | None) -> Family:
         return choose_family(cfg)
     # BERT's pretraining class has a row head with two classes.
     plain = 2 if cfg.stack == "encoder" else 0
-    family = choose_family(cfg.model_copy(update={"row_classes": plain}))
+    try:
+        family = choose_family(cfg.model_copy(update={"row_classes": plain}))
+    except ConfigError:
+        family = choose_family(cfg.model_copy(update={"row_classes": 0}))
+        if family.row_head:  # so the labels are not what has no counterpart
+            raise
     if not family.row_head:
         known = ", ".join(dict.fromkeys(each.kind for each in FAMILIES if each.row_head))
         raise ConfigError(

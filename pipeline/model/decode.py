@@ -245,8 +245,10 @@ def _longest(model: Decoder, prompts: Sequence[Sequence[int]], most: int) -> int
         )
     longest = max(map(len, prompts))
     if isinstance(model.cfg.position, Learned) and longest + most > model.cfg.seq:
+        left = model.cfg.seq - longest
+        remedy = f"give at most --max-new {left}" if left > 0 else "give a shorter prompt"
         raise ConfigError(
             f"a prompt of {longest} tokens and --max-new {most} exceed the {model.cfg.seq} "
-            f"learned positions; give at most --max-new {max(0, model.cfg.seq - longest)}"
+            f"learned positions; {remedy}"
         )
     return longest

@@ -31,7 +31,7 @@ class Model:
     def __init__(self, run: Path, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model, config = load_model(run, dtype=dtype, device=device)
-        self.longest = config.model.seq  # tokens that the model reads at once
+        self.longest = config.model.longest  # tokens that the model reads at once
         self.score = scorer(self._model, self.longest, config.model.vocab, device)
 
     def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ def open_model(run: Path, processes: int) -> Iterator[Reader]:
     )
     with workers:
         try:
-            yield Pool(workers, processes, run_config(run).model.seq)
+            yield Pool(workers, processes, run_config(run).model.longest)
         except KeyboardInterrupt:
             for process in active_children():  # do not wait for what they import or compute
                 process.kill()

@@ -38,7 +38,7 @@ class Monitor:
         if not config.eval.tasks:
             return
         tokenizer = corpus.tokenizer
-        longest = config.model.seq
+        longest = config.model.longest
         most_tokens = likelihood.pass_tokens(config.model.vocab, world.device)
         for task in read_tasks(config.eval.tasks):
             pairs = likelihood.pairs_of(task, tokenizer)
@@ -98,6 +98,6 @@ def affordable(config: RunConfig, task: Task, pairs: list[likelihood.Pair]) -> i
     evaluations = math.ceil(train.steps / train.eval_every)
     tokens = config.eval.share * train.steps * train.batch_tokens / PASS_STEPS
     each = tokens / evaluations / len(config.eval.tasks)
-    seq = config.model.seq
-    asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), seq)) for p in pairs)
+    longest = config.model.longest
+    asked = sum(max(len(p.answer), min(len(p.context) + len(p.answer), longest)) for p in pairs)
     return max(FEWEST, math.floor(each / asked * len(task.questions)))

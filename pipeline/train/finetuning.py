@@ -106,7 +106,7 @@ def prepare(asked: FineTuning, out: Path) -> Prepared:
     note = f"{len(train):,} examples to train on, {len(valid):,} held out, rows of {seq} tokens"
     if isinstance(objective, Labels):
         note += f", {len(objective.names)} classes" if objective.names else ", labels are numbers"
-    trained = before.model.seq
+    trained = before.model.longest
     if seq > trained and not asked.scratch:
         note += f"\nwarning: --seq {asked.seq} makes rows of {seq:,} tokens, and the run was "
         note += f"trained on {trained:,}; lower it to {trained} unless your texts need more"
@@ -147,7 +147,7 @@ def _objective(
 
 def _length(asked: FineTuning, before: RunConfig) -> int:
     """Return the longest row that the user and the model allow."""
-    longest = before.model.seq
+    longest = before.model.longest
     if asked.seq is None or asked.seq == longest:
         return longest
     if isinstance(before.model.position, Learned):
@@ -165,7 +165,11 @@ def _defaults(
     valid: int,
 ) -> dict[str, Any]:
     steps = max(1, math.ceil(asked.epochs * train / asked.batch))
-    model: dict[str, Any] = {"seq": seq, "row_classes": 0, "generator": None}
+    # The rows are as short as the examples; the model still reads as much as before.
+    longest = before.model.longest
+    context = None if asked.scratch or longest <= seq else longest
+    model: dict[str, Any] = {"seq": seq, "context": context}
+    model |= {"row_classes": 0, "generator": None}
     if isinstance(objective, Labels):
         # No multi-token prediction.
         model |= {"row_classes": objective.classes, "mtp": 0}

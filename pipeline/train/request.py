@@ -325,7 +325,11 @@ def _check_corpus(corpus: Corpus, spec: RunSpec) -> None:
     check_pairs(corpus, spec)
     corpus.check(spec, "train", "valid")
     if spec.objective.examples:
-        corpus.check_rows(spec.text_length)
+        kind = "masked" if spec.model.stack == "encoder" else "causal"
+        text = f"--set objective.kind={kind} --set model.seq={spec.model.longest}"
+        if spec.model.row_classes:
+            text += " --set model.row_classes=0"
+        corpus.check_rows(spec.text_length, f"; or train on text with {text}")
     if spec.distill is not None:
         remedy = "give a teacher that was trained with the tokenizer of the data"
         teacher = Path(spec.distill.teacher)

@@ -255,6 +255,8 @@ def test_a_step_costs_one_token_and_its_attention(kind):
 def test_generation_beyond_learned_positions_is_refused():
     with pytest.raises(ConfigError, match="at most --max-new 54"):
         generate(made(position="learned"), prompts(10), 60)
+    with pytest.raises(ConfigError, match="give a shorter prompt"):
+        generate(made(position="learned"), prompts(64), 1)
 
 
 def test_a_tiny_temperature_is_greedy() -> None:

@@ -61,7 +61,7 @@ def run(corpus, tmp_path_factory):
     return out
 
 
-def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
+def test_scores_equal_lm_evals_own_backend_on_the_export(run, corpus, tmp_path):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -98,22 +98,26 @@ def test_scores_equal_lm_evals_own_backend_on_the_export(run, tmp_path):
     bits = found["our_loglikelihood_rolling"]["bits_per_byte"]
     assert bits == pytest.approx(rolling["bits_per_byte,none"], rel=1e-4)
     # The likelihoods themselves, not only who is ahead; and what was generated.
-    from pipeline.checkpoint.restore import load_model
     from pipeline.runs.directory import tokenizer_of
-    from pipeline.tasks.answering import Model
+    from pipeline.tasks.answering import open_model
     from pipeline.tasks.harness import _adapter
 
-    _model, config = load_model(run)
-    ours = _adapter(Model(run, torch.device("cpu")), tokenizer_of(run, config.data.dir))
-    for kind in ("multiple_choice", "generate_until"):
-        for sample in truth["samples"][f"our_{kind}"]:
-            requests = [_Request(arguments) for arguments in sample["arguments"]]
-            if kind == "generate_until":
-                assert ours.generate_until(requests) == sample["resps"][0]
-                continue
-            likelihoods = [float(response[0][0]) for response in sample["resps"]]
-            mine = [nats for nats, _ in ours.loglikelihood(requests, disable_tqdm=True)]
-            assert mine == pytest.approx(likelihoods, abs=1e-4)
+    samples = [
+        (kind, sample)
+        for kind in ("multiple_choice", "generate_until")
+        for sample in truth["samples"][f"our_{kind}"]
+    ]
+    for processes in (1, 2):
+        with open_model(run, processes) as reader:
+            ours = _adapter(reader, tokenizer_of(run, corpus))
+            for kind, sample in samples:
+                requests = [_Request(arguments) for arguments in sample["arguments"]]
+                if kind == "generate_until":
+                    assert ours.generate_until(requests) == sample["resps"][0]
+                    continue
+                likelihoods = [float(response[0][0]) for response in sample["resps"]]
+                mine = [nats for nats, _ in ours.loglikelihood(requests, disable_tqdm=True)]
+                assert mine == pytest.approx(likelihoods, abs=1e-4)
 
 
 class _Request:
@@ -307,6 +311,14 @@ def test_bad_requests_are_one_line(run, tmp_path, inside):
         refuse_unknown(["\udcff"], None)  # a byte of the shell that is not UTF-8
     assert "add --tasks" in inside("evaluate", "--run", run, "--shots", 2, code=2)
     assert "lm-eval: the first" in " ".join(inside("evaluate", "--help").split())
+
+
+def test_without_lm_eval_only_its_tasks_are_refused(run, tmp_path, inside, monkeypatch):
+    monkeypatch.setattr("pipeline.tasks.harness.find_spec", lambda name: None)
+    refused = inside("evaluate", "--run", run, "--tasks", "hellaswag", code=2)
+    assert "--tasks hellaswag: lm-eval is not installed; run `pip install" in refused
+    (tmp_path / "mine.jsonl").write_text('{"good": "a", "bad": "b"}')
+    assert "mine" in inside("evaluate", "--run", run, "--tasks", tmp_path / "mine.jsonl")
 
 
 def test_without_a_connection_an_error_comes_at_once(run, tmp_path):

@@ -168,13 +168,23 @@ def test_an_easy_task_is_learned(runs: Path, corpus: Path, inside) -> None:
     assert json.loads(out)["ended"]
 
 
-def test_runs_that_cannot_serve_are_refused_before_anything_is_written(runs: Path, inside) -> None:
+def test_runs_that_cannot_serve_are_refused_before_anything_is_written(
+    runs: Path, corpus: Path, inside
+) -> None:
     begin = ("finetune", "--run", runs / "lora" / "one", "--data", runs / "colors.jsonl")
     assert "was trained with LoRA" in inside(*begin, "--out", runs / "again", code=2)
     assert not (runs / "again").exists()
+    begin = ("pretrain", "--init", runs / "classes" / "one", "--data", corpus, "--steps", 1)
+    remedy = ("objective.kind=causal", "model.seq=64", "model.row_classes=0")
+    asked = inside(*begin, "--out", runs / "again", code=2)
+    assert asked.strip().endswith("with --set " + " --set ".join(remedy))
+    sets = [part for value in remedy for part in ("--set", value)]
+    inside(*begin, *sets, "--no-track", "--quiet", "--out", runs / "on-text")
     pairs = lines(runs / "t.jsonl", [{"good": "red", "bad": "one"}])
     begin = ("evaluate", "--run", runs / "encoder-base", "--tasks", pairs)
     assert "tasks need a decoder" in inside(*begin, code=2)
+    begin = ("generate", "--run", runs / "encoder-base", "--source", "red")
+    assert "cannot continue a text" in inside(*begin, code=2)
 
 
 def test_adapters_merge_into_the_model_that_was_trained(runs: Path) -> None:
@@ -250,6 +260,9 @@ def test_transformers_predicts_the_same(
         found = theirs(**inputs).logits
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
     assert found.shape[1] == config.model.row_classes == theirs.config.num_labels
+    # The rows are as short as the examples, but the model reads as much as before.
+    assert theirs.config.max_position_embeddings == 64 == config.model.longest
+    assert (config.model.seq < 64) == (task != "encoder")  # learned positions keep their number
     if task == "lora":
         assert list(theirs.config.id2label.values()) == ["color", "number"]
         # The exported tokenizer frames a text as training does.
@@ -325,6 +338,7 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
         ([{"text": "a", "label": 1}, {"text": "b", "label": "x"}], (), "all texts or all numbers"),
         ([{"text": t, "label": "x"} for t in "abcdef"], ("--regression",), "leave --regression"),
         ([{"text": t, "label": 1} for t in "abcdef"], (), "training examples is 1"),
+        ([{"text": t, "label": 2**53 + i} for i, t in enumerate("abcdef")], ("--regression",), "as a 32-bit float"),
         ([{"text": "a", "label": 1}], (), "--valid-share 0.5 leaves"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lm-weight", 1), "is for labels"),
         ([{"prompt": t, "answer": t} for t in "abcdef"], ("--lora", 1000, "--quiet"), "lora.rank=1000"),
@@ -372,7 +386,8 @@ def test_long_texts_are_cut_and_counted(runs: Path, tmp_path: Path) -> None:
     reads = Labels(names=("a", "b"), reads="first")  # with both texts, three special tokens
     assert len(make_row(Encoded([4, 5, 6], [7, 8], 0, 0), reads, 2, 0)[0]) == 2 + LABEL_DIGITS
     assert "1 examples are longer" in prepared.note
-    assert prepared.defaults["model"] == {"seq": 32, "row_classes": 2, "mtp": 0, "generator": None}
+    model = {"seq": 32, "context": 64, "row_classes": 2, "mtp": 0, "generator": None}
+    assert prepared.defaults["model"] == model
     Corpus.open(prepared.rows, verify=True).check_rows(32 + LABEL_DIGITS)
     # The base was trained on 64 tokens at a time, and the longest text has more.
     longer = prepare(replace(asked, seq=100_000), tmp_path / "longer")
