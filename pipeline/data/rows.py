@@ -104,8 +104,9 @@ def label_names(
             f"{train[0].where}: label={train[0].label!r} is a text; leave --regression out"
         )
     numbers = regression or any(isinstance(row.label, float) for row in every)
-    kept: Any = np.float32 if numbers else lambda label: label
-    classes: list[Any] = sorted({kept(row.label) for row in train})
+    classes: list[Any] = sorted({row.label for row in train})
+    if numbers:  # as they are stored
+        classes = list(np.unique(np.array(classes, np.float32)))
     if len(classes) < 2:
         text = f"every label of the {len(train)} training examples is {train[0].label!r}"
         stored = " as a 32-bit float" if numbers else ""

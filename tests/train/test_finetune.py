@@ -17,6 +17,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.data.rows import Encoded, make_row
 from pipeline.errors import ConfigError
 from pipeline.hub.exporting import export
+from pipeline.hub.sequences import export_family
 from pipeline.model.adapter import adapt
 from pipeline.model.build import build_model, init_weights
 from pipeline.planner.memory import Layout, disk_bytes, memory
@@ -323,6 +324,12 @@ def test_every_family_with_a_class_for_sequences(arch: str, tmp_path: Path) -> N
     done = export(model, tmp_path / "hub", None, torch.float32, labels=labels)
     assert done.architecture.endswith("ForSequenceClassification")
     assert done.difference < 1e-5
+
+
+def test_labels_without_a_class_for_sequences_name_the_architecture() -> None:
+    cfg = load(size="tiny", arch="roberta", sets=["model.seq=64", "model.vocab=512"]).model
+    with pytest.raises(ConfigError, match="arch=roberta with labels has no counterpart"):
+        export_family(cfg.model_copy(update={"row_classes": 3}), Labels(reads="first"))
 
 
 @pytest.mark.parametrize(
