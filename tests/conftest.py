@@ -61,7 +61,6 @@ SLOW = (
     "objective/test_noise.py::test_spans_are_as_likely",
     "optim/test_muon.py::test_a_step_is_that_of_torch_bit_for_bit[mla-moe",
     "parallel/",
-    "scaling/test_accuracy.py::test_olmos_ladder",
     "scaling/test_accuracy.py::test_the_forecast_of_a_real_ladder",
     "scaling/test_annealing.py::test_curves_on_the_command_line",
     "scaling/test_annealing.py::test_one_length_per_size",

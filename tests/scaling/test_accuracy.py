@@ -129,27 +129,6 @@ def test_the_forecast_of_a_real_ladder_contains_two_larger_runs(tmp_path: Path, 
         assert one["method"] == "combined" and one["extrapolation"] > 5
 
 
-CHANCE = {"arc_challenge": 0.25, "arc_easy": 0.25, "csqa": 0.2, "hellaswag": 0.25, "openbookqa": 0.25, "piqa": 0.5, "socialiqa": 1 / 3}  # fmt: skip
-
-
-def test_olmos_ladder_forecasts_its_larger_runs(tmp_path: Path, launch) -> None:
-    """Final scores of allenai/OLMo, scripts/scaling/data/peteish-moreeval (arXiv 2412.04403): 16
-    runs of 190M to 1B, and six of 3B to 13B with up to 177 times the compute (docs/TASKS.md)."""
-    head, *rows = Path(__file__).with_name("olmo.csv").read_text().splitlines()
-    (tmp_path / "ladder.csv").write_text("\n".join([head, *rows[:16]]))
-    (tmp_path / "larger.csv").write_text("\n".join([head, *rows[16:]]))
-    errors = []
-    for task, chance in CHANCE.items():
-        call = f"--task {task} --chance {chance} --points {tmp_path}/ladder.csv --json"
-        found = json.loads(launch(f"forecast --targets {tmp_path}/larger.csv", call))["forecasts"]
-        place = head.split(",").index(f"{task}/accuracy")
-        for one, row in zip(found, rows[16:], strict=True):
-            measured = float(row.split(",")[place])
-            assert one["low"] < measured < one["high"], (task, one["name"])
-            errors.append(abs(one["accuracy"] - measured))
-    assert len(errors) == 42 and np.mean(errors) < 0.02
-
-
 def test_at_chance_the_interval_is_wide_and_says_so() -> None:
     flat = CURVE | {"middle": -2.0}
     done = study(drawn(np.random.default_rng(0), 200, flat), "compute", tested=True)
