@@ -257,6 +257,11 @@ def export_(
         f"{done.architecture} in {to}: {done.tensors} tensors, {done.bytes / 2**20:,.1f} MiB; "
         f"logits differ from transformers' by {done.difference:.1e} of the largest"
     )
+    if config.objective.whole_prompts:
+        print(
+            f'objective.kind="{config.objective.kind}" reads prompts in both directions, but '
+            "transformers from left to right; use `launch generate` to continue texts"
+        )
     if found is None:
         print(
             "no tokenizer files: the run has none and names no data; add them yourself, or export "

@@ -264,4 +264,5 @@ def load_model(
     # Not strict: of tied weights only one name is filled, and `tie` restores the other.
     model.load_state_dict(filled, strict=False, assign=True)
     model.tie()
+    model.whole_prompts = config.objective.whole_prompts
     return model.eval(), config

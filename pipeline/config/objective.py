@@ -27,6 +27,7 @@ class Prefix(BaseObjective):
     kind: Literal["prefix"] = "prefix"
     share: OpenShare = 0.5  # of a row's tokens that are predicted, the same number in every row
     whole_text: ClassVar[bool] = True
+    whole_prompts: ClassVar[bool] = True
 
     def text_length(self, seq: int, source_seq: int | None = None) -> int:
         return seq + 1  # the last token is predicted but not read

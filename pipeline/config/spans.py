@@ -18,6 +18,8 @@ class BaseObjective(Frozen):
     stack: ClassVar[Stack] = "decoder"  # the stack that this objective needs
     # Whether the loss covers running text, so that bits per byte exist.
     whole_text: ClassVar[bool] = False
+    # Whether every token of a prompt attends to all of it, also when generating.
+    whole_prompts: ClassVar[bool] = False
     # Whether a row is one example of a file (`launch finetune`), and not running text.
     examples: ClassVar[bool] = False
 

@@ -79,6 +79,7 @@ class Decoder(Side):
         self.row_head = RowHead(cfg) if cfg.row_classes else None
         self.generator = generator
         self.teacher: Teacher | None = None  # set for a distilled run
+        self.whole_prompts = False  # set for a prefix LM: a prompt is read in both directions
         self.tie()
 
     def tie(self) -> None:
@@ -161,6 +162,9 @@ class Decoder(Side):
         tokens_BS = inputs.tokens_BS
         # Positions, masks and biases are computed once and shared by all layers.
         seen = Seen(inputs.documents_BS, inputs.prefix_B)
+        if self.whole_prompts and cache is not None and not cache.length:
+            rows, prompt = tokens_BS.shape
+            seen = seen._replace(prefix_B=tokens_BS.new_full((rows,), prompt))
         places, context = self.context(tokens_BS, seen, cache)
         routings: list[Routing | None] = []
         if self.encoder is not None:

@@ -105,10 +105,10 @@ class Engine(Protocol):
         return losses
 
     @torch.no_grad()
-    def logits(self, tokens_BS: Tensor) -> Tensor:
+    def logits(self, **inputs: Tensor) -> Tensor:
         """Return the logits of every position, without gradients."""
         self.wrapped.eval()
-        out: Tensor = self.wrapped(tokens_BS)
+        out: Tensor = self.wrapped(**inputs)
         return out
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,13 @@ class Model:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._model, config = load_model(run, dtype=dtype, device=device)
         self.longest = config.model.longest  # tokens that the model reads at once
-        self.score = scorer(self._model, self.longest, config.model.vocab, device)
+        self.score = scorer(
+            self._model,
+            self.longest,
+            config.model.vocab,
+            device,
+            whole_contexts=config.objective.whole_prompts,
+        )
 
     def generate(self, prompts: Sequence[Prompt], most: int, end: int) -> list[list[int]]:
         found: list[list[int]] = []

@@ -54,18 +54,22 @@ def pass_tokens(vocab: int, device: torch.device) -> int:
 
 class Batch(NamedTuple):
     windows: list[tuple[int, int]]  # number of a pair, and of a window of its answer
-    tokens_BS: Tensor
+    inputs: dict[str, Tensor]  # of the model
     # Rows and positions at which the answers are predicted, and the answers.
     rows_T: Tensor
     places_T: Tensor
     targets_T: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.windows, *(tensor.to(device) for tensor in self[1:]))
+        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        return Batch(self.windows, inputs, *(tensor.to(device) for tensor in self[2:]))
 
 
-def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Iterator[Batch]:
-    """Group pairs of similar length; a context that is too long is cut on the left."""
+def make_batches(
+    pairs: Sequence[Pair], longest: int, most_tokens: int, *, whole_contexts: bool = False
+) -> Iterator[Batch]:
+    """Group pairs of similar length; a context that is too long is cut on the left. With
+    `whole_contexts`, every token of a context attends to all of it."""
     windows = {
         (number, window): each
         for number, pair in enumerate(pairs)
@@ -92,8 +96,11 @@ def make_batches(pairs: Sequence[Pair], longest: int, most_tokens: int) -> Itera
             rows_T += [row] * answer
             places_T += range(len(whole) - 1 - answer, len(whole) - 1)
             targets_T += whole[len(whole) - answer :]
+        inputs = {"tokens_BS": tokens_BS}
+        if whole_contexts:
+            inputs["prefix_B"] = torch.tensor([len(windows[key].context) for key in chosen])
         indices = (torch.tensor(each, dtype=torch.long) for each in (rows_T, places_T, targets_T))
-        yield Batch(chosen, tokens_BS, *indices)
+        yield Batch(chosen, inputs, *indices)
 
 
 def _windows(pair: Pair, longest: int) -> Iterator[Pair]:
@@ -117,10 +124,10 @@ def join(found: Mapping[tuple[int, int], Likelihood]) -> list[Likelihood]:
 
 
 @torch.no_grad()
-def score_batch(logits: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+def score_batch(logits: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Return two numbers for each row, (B, 2): the nats of its answer, and how many of the answer's
     tokens are not the likeliest. They stay on the device, so that the host need not wait."""
-    logits_BSV = logits(batch.tokens_BS)
+    logits_BSV = logits(**batch.inputs)
     sums_B2 = torch.zeros(len(batch.windows), 2, dtype=torch.double, device=logits_BSV.device)
     chunk = max(1, _CHUNK_LOGITS // logits_BSV.shape[-1])
     answers = (batch.rows_T, batch.places_T, batch.targets_T)
@@ -136,7 +143,7 @@ def score_batch(logits: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def score_batches(
-    logits: Callable[[Tensor], Tensor], batches: Sequence[Batch]
+    logits: Callable[..., Tensor], batches: Sequence[Batch]
 ) -> dict[tuple[int, int], Likelihood]:
     """Return the likelihood of every window of some batches."""
     # All batches are started before the first result is read.
@@ -149,12 +156,18 @@ def score_batches(
 
 
 def scorer(
-    logits: Callable[[Tensor], Tensor], longest: int, vocab: int, device: torch.device
+    logits: Callable[..., Tensor],
+    longest: int,
+    vocab: int,
+    device: torch.device,
+    *,
+    whole_contexts: bool = False,
 ) -> Scorer:
     """Return a function that scores any number of pairs on one device."""
 
     def score(pairs: Sequence[Pair]) -> list[Likelihood]:
-        batches = make_batches(pairs, longest, pass_tokens(vocab, device))
+        most_tokens = pass_tokens(vocab, device)
+        batches = make_batches(pairs, longest, most_tokens, whole_contexts=whole_contexts)
         return join(score_batches(logits, [batch.to(device) for batch in batches]))
 
     return score

@@ -45,10 +45,13 @@ class Monitor:
             chosen = task.sample(config.eval.questions or affordable(config, task, pairs))
             self._tasks.append(chosen)
             chosen_pairs = likelihood.pairs_of(chosen, tokenizer)
-            batches = likelihood.make_batches(chosen_pairs, longest, most_tokens)
+            whole = config.objective.whole_prompts
+            batches = likelihood.make_batches(
+                chosen_pairs, longest, most_tokens, whole_contexts=whole
+            )
             self._batches.append([batch.to(world.device) for batch in batches])
 
-    def __call__(self, logits: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    def __call__(self, logits: Callable[..., Tensor]) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task, as figures of an evaluation."""
         figures: dict[str, float] = {}
         began_s = time.perf_counter()
@@ -76,7 +79,7 @@ class Monitor:
         return f"eval.tasks took {share:.1%} of the time, {limit}; raise train.eval_every{fewer}"
 
     def _likelihoods(
-        self, logits: Callable[[Tensor], Tensor], batches: list[likelihood.Batch]
+        self, logits: Callable[..., Tensor], batches: list[likelihood.Batch]
     ) -> list[likelihood.Likelihood]:
         """Return the likelihoods of all pairs, on every rank."""
         world = self._world

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline.config.parts import RelativeBias, RoPE
@@ -44,6 +45,15 @@ def visible(row: int, query: int, key: int, how: dict) -> bool:
     if "padding_B" in how:
         seen &= key >= int(PADDING[row]) or key == query
     return seen
+
+
+def test_the_mask_of_a_prefix_is_that_of_transformers():
+    """PaliGemma's: the tokens of the prefix are one block."""
+    config = AutoConfig.for_model("llama", attn_implementation="sdpa")
+    block = torch.where(torch.arange(16) < PADDING[:, None], 0, -1)
+    embedded = torch.zeros(2, 16, 8)
+    theirs = create_causal_mask(config, embedded, None, None, block_sequence_ids=block)
+    assert make_mask(16, 16, torch.device("cpu"), prefix_B=PADDING).equal(theirs)
 
 
 def tensors(grouped: bool = True) -> list[Tensor]:

@@ -14,6 +14,7 @@ from pipeline.model.build import build_model, init_weights
 from pipeline.model.context import Cache
 from pipeline.model.decode import Sampling, beam_search, generate, lay_out, pick, source_fields
 from pipeline.planner import count as account
+from pipeline.tasks.likelihood import Pair, scorer
 
 MLA = {
     "kind": "mla",
@@ -168,6 +169,26 @@ def test_greedy_takes_the_likeliest_and_a_batch_is_each_prompt_alone(kind, posit
             with torch.no_grad():
                 assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
             tokens.append(token)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_prefix_model_reads_prompts_and_contexts_in_both_directions(kind):
+    model, given = made(kind), prompts(3, 9, 6)
+    causal = generate(model, given, 8)
+    model.whole_prompts = True
+    out = generate(model, given, 8)
+    assert out != causal
+    pairs = [Pair(tuple(prompt), tuple(new)) for prompt, new in zip(given, out, strict=True)]
+    found = scorer(model, 64, 50, torch.device("cpu"), whole_contexts=True)(pairs)
+    for prompt, new, scored in zip(given, out, found, strict=True):
+        whole = torch.tensor([[*prompt, *new]])
+        with torch.no_grad():
+            logits = model(whole, prefix_B=torch.tensor([len(prompt)]))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == new
+        beam = beam_search(model, prompt, 8, None, 1)[0]
+        nats = logits.log_softmax(-1).amax(-1).sum().item()
+        assert list(beam.tokens) == new and beam.score == pytest.approx(nats, abs=1e-4)
+        assert scored.greedy and scored.nats == pytest.approx(nats, abs=1e-4)
 
 
 def test_it_stops_at_the_end_of_text_and_no_sooner():
