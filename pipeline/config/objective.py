@@ -52,6 +52,8 @@ class Masked(BaseObjective):
     def _one_whole(self) -> Self:
         text = f"mask={self.mask} and random={self.random} are together above 1; lower one of them"
         require(self.mask + self.random <= 1 + 1e-9, text)
+        text = "mask=0 and random=0 hide none of the tokens that are predicted; raise one of them"
+        require(self.mask + self.random > 0, text)
         return self
 
     @property
@@ -162,6 +164,8 @@ class Labels(BaseObjective):
         return seq + LABEL_DIGITS
 
 
+# The least share of words in a row: if no document is empty, at most every second token ends one.
+ALWAYS_WORDS = 0.5
 LABEL_DIGITS = 8  # hexadecimal, at the start of a row of the data: 32 bits
 Objective = Annotated[
     Causal | Prefix | Masked | Replaced | Spans | Mixture | Denoise | Pairs | Answers | Labels,
@@ -178,7 +182,11 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     """Return why a model, or documents that are kept `apart`, do not work with an objective, and
     the remedy; empty if they do."""
     usual = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "spans"}
+    if model.head == "replaced":
+        usual["encoder"] = "replaced"
     arch = {"decoder": "dense", "encoder": "bert", "encoder-decoder": "t5"}
+    if isinstance(objective, Replaced):
+        arch["encoder"] = "electra"
     key = f'objective.kind="{objective.kind}"'
     if objective.stack != model.stack:
         text = f'{key} needs model.stack="{objective.stack}", not "{model.stack}"'
@@ -192,27 +200,25 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
     if isinstance(objective, Replaced) != (model.head == "replaced"):
         remedy = "--arch electra" if isinstance(objective, Replaced) else "objective.kind=replaced"
         return f'{key} has another head than model.head="{model.head}"; use {remedy}'
-    if isinstance(objective, Replaced) and objective.trained != (model.generator is not None):
-        text = f"objective.trained={str(objective.trained).lower()}"
-        return f"{text} with model.generator={model.generator}; remove one of the two settings"
-    if isinstance(objective, Replaced) and objective.trained and apart:
-        text = "model.generator with documents kept apart, whose padding would be predicted"
-        return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    refusal = _refuse_two_losses(objective, model, apart=apart)
+    if refusal:
+        return refusal
     if pairs and (model.row_classes != 2 or model.segments < 2):
         text = "objective.pairs needs model.row_classes=2 and model.segments=2"
         return f"{text}; use --arch bert, or --set objective.pairs=none"
     if model.row_classes and not pairs:
         text = f"model.row_classes={model.row_classes} labels rows, which {key} does not"
-        return f"{text}; set objective.pairs=next, or model.row_classes=0"
+        other = "objective.pairs=next, or " if isinstance(objective, Masked) else ""
+        return f"{text}; set {other}model.row_classes=0"
     if apart and (pairs or isinstance(objective, Prefix | Spans | Mixture | Denoise | Answers)):
         text = f"{key} reads rows of running text, not documents kept apart"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
     if apart and isinstance(objective, Pairs):
         text = f"{key} always keeps pairs apart and packs them"
         return f'{text}; remove data.documents=true and data.packing="best-fit"'
-    # A prefix needs a token after it. A pair has 3 special tokens, and in fewer than 4 tokens of
-    # text, the first part could be empty.
-    least = 7 if pairs else 1 + isinstance(objective, Prefix)
+    # A prefix needs a token after it, and a hidden token needs others. A pair has 3 special tokens,
+    # and in fewer than 4 tokens of text, the first part could be empty.
+    least = 7 if pairs else 1 + isinstance(objective, Prefix | Masked | Replaced)
     if model.seq < least:
         return f"model.seq={model.seq} is too short for {key}; use at least {least}"
     lengths = objective.lengths(model.seq, model.source_seq)
@@ -224,6 +230,25 @@ def refuse(objective: Objective, model: Model, *, apart: bool) -> str:
         if spans > objective.sentinels:
             text = f"objective.sentinels={objective.sentinels} are fewer than the {spans} spans"
             return f"{text} of {model.source_seq} tokens; set objective.sentinels={spans}"
+    return ""
+
+
+def _refuse_two_losses(objective: Objective, model: Model, *, apart: bool) -> str:
+    """Check rows that are predicted beside their tokens, and ELECTRA's generator."""
+    if isinstance(objective, Replaced):
+        if objective.trained != (model.generator is not None):
+            text = f"objective.trained={str(objective.trained).lower()}"
+            return f"{text} with model.generator={model.generator}; remove one of the two settings"
+        if objective.trained and apart:
+            text = "model.generator with documents kept apart, whose padding would be predicted"
+            return f'{text}; remove data.documents=true and data.packing="best-fit"'
+    pairs = isinstance(objective, Masked) and objective.pairs != "none"
+    rate = objective.rate if isinstance(objective, Masked | Replaced) else 0.0
+    if (pairs or model.generator is not None) and rate > ALWAYS_WORDS:
+        # Rows of short documents would mask fewer tokens than others, but count the same.
+        also = "objective.pairs" if pairs else "model.generator"
+        text = f"objective.rate={rate} with {also}: some rows have too few words"
+        return f"{text}; use at most {ALWAYS_WORDS}"
     return ""
 
 

@@ -65,7 +65,7 @@ class Design(Frozen):
     # ELECTRA's generator, a second encoder that is trained to fill masks: its share of the width,
     # in whole heads, and the weight of the model's own loss beside the generator's.
     generator: Annotated[float, Field(gt=0, le=1)] | None = None
-    replaced_weight: Weight = 50.0
+    replaced_weight: Rate = 50.0
     head_transform: bool = False  # a layer, an activation and a norm before the head (BERT)
     head_bias: bool = False
     # Kinds of rows, predicted from the first token (next sentence: 2), in a decoder from the last.
@@ -120,6 +120,10 @@ class Design(Frozen):
         text = f'head="replaced" needs stack="encoder", got "{self.stack}"'
         require(not replaced or self.stack == "encoder", text)
         require(not replaced or not self.tied, 'head="replaced" has no rows to tie; set tied=false')
+        text = (
+            f'logit_softcap={self.logit_softcap} with head="replaced", which has no cap; remove it'
+        )
+        require(not replaced or self.logit_softcap is None, text)
         if self.generator is not None:
             text = f'generator={self.generator} needs head="replaced"'
             require(replaced, f'{text}, got "{self.head}"; remove it')

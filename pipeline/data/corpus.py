@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pipeline.atomic import TEMPORARY, digest, locked, read_regular
 from pipeline.config.objective import Objective, Pairs, padded_vocab
 from pipeline.config.schema import Data, RunSpec
+from pipeline.config.spans import Denoise
 from pipeline.data import shards
 from pipeline.errors import DataError, RunError, UserError
 
@@ -69,6 +70,10 @@ class Corpus:
                 f"tokenizer in {self.path}{more}; set "
                 f"model.vocab={padded_vocab(pieces, config.objective)}, or leave it out"
             )
+        stops = config.objective.stops if isinstance(config.objective, Denoise) else ()
+        if max(stops, default=0) >= pieces:
+            text = f"objective.stops={max(stops)} is not an id of the {pieces:,} of the tokenizer"
+            raise DataError(f"{text} in {self.path}; leave it out, or give ids of its pieces")
         for split in splits:
             if self.split(split).tokens <= config.text_length:
                 raise self.too_small(split, config.text_length)
@@ -132,7 +137,10 @@ class Corpus:
         """Ids of pieces that end a sentence."""
         pieces = self.tokenizer.sentencepiece
         every = range(self.manifest.tokenizer.vocab)
-        return tuple(i for i in every if pieces.id_to_piece(i).endswith((".", "!", "?", "\n")))
+        marks = (".", "!", "?", "\n")
+        # A mark that the tokenizer has not learned is encoded as its byte.
+        ends = (*marks, *(f"<0x{ord(mark):02X}>" for mark in marks))
+        return tuple(i for i in every if pieces.id_to_piece(i).endswith(ends))
 
     def tokens(self, shard: shards.Shard) -> npt.NDArray[np.integer]:
         """Map the ids of a shard."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from pipeline.config.objective import Answers, Causal, Objective, Pairs
+from pipeline.config.objective import ALWAYS_WORDS, Answers, Causal, Masked, Objective, Pairs
 from pipeline.config.spans import Mixture
 from pipeline.data.corpus import Corpus
 from pipeline.data.order import BLOCK, SHARDS_TOGETHER, Permutation, Schedule, ShardRows
@@ -224,6 +224,8 @@ class Loader:
         self._objective = objective or Causal()
         # Whether rows predict different numbers of tokens; a packed row may have padding.
         self._uneven = self._packed or isinstance(objective, Answers | Mixture | Pairs)
+        if isinstance(objective, Masked) and objective.rate > ALWAYS_WORDS:
+            self._uneven = True
         self._held_out = split != "train"
         shards = corpus.split(split).shards
         # Held-out data is read without a mixture, so that its loss is comparable between runs.
@@ -287,6 +289,9 @@ class Loader:
             elif isinstance(stream, PackedStream):  # no input is an end, so all can be masked
                 length = int(stream.parts(window)[1][:, 1].sum())
                 total += self._objective.most_targets(length) or length
+            elif isinstance(self._objective, Masked):
+                words = int((stream.read(window).tokens != self._eod).sum())
+                total += min(self._objective.most_targets(self.seq) or words, words)
             elif isinstance(self._objective, Mixture):
                 row = window if self._held_out else sample
                 total += self._objective.row_targets(row, self.seq)

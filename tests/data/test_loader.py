@@ -11,10 +11,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.layers import load
 from pipeline.config.objective import Masked, Prefix, Spans
 from pipeline.data.corpus import Corpus
 from pipeline.data.loader import Loader, prefetch
 from pipeline.data.order import Permutation
+from pipeline.errors import DataError
 from pipeline.objective.noise import Vocabulary, make_noise
 from tests.data.conftest import refused
 
@@ -125,6 +127,15 @@ def test_the_hash_covers_the_noise(corpus: Corpus) -> None:
     assert batch.hash == sum(hashes) % 2**64
     assert ((batch.targets_BS >= 0).sum(1) == round(0.15 * SEQ)).all()
     assert (batch.tokens_BS == tokenizer.vocab).any()  # the mask: the first special id
+
+
+def test_sentences_end_with_marks_or_their_bytes(corpus: Corpus) -> None:
+    ends = corpus.sentence_ends()
+    assert all(corpus.tokenizer.encode(f"x{mark}")[-1] in ends for mark in ".!?\n")
+    pieces = corpus.manifest.tokenizer.vocab
+    sets = (f"objective.stops=[{pieces}]", f"model.vocab={2 * pieces}")
+    with pytest.raises(DataError, match=rf"objective.stops={pieces} .* leave it out"):
+        corpus.check(load(size="27k", arch="bart", sets=sets))
 
 
 def test_the_hash_covers_the_windows(loader: Loader) -> None:

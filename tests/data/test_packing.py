@@ -71,12 +71,20 @@ def test_rows_are_whole_documents(corpus: Corpus) -> None:
     assert padding / (loader.windows * SEQ) < 0.02
 
 
-@pytest.mark.parametrize("objective", [Causal(), Masked(rate=0.4), Replaced()])
-def test_every_token_of_a_batch_counts_the_same(corpus: Corpus, objective: Objective) -> None:
+@pytest.mark.parametrize(
+    ("objective", "packing"),
+    [
+        *((each, "best-fit") for each in (Causal(), Masked(rate=0.4), Replaced())),
+        (Masked(rate=0.999), "concatenate"),  # more than the words of rows with a document's end
+    ],
+)
+def test_every_token_of_a_batch_counts_the_same(
+    corpus: Corpus, objective: Objective, packing: str
+) -> None:
     """Each rank knows the mean number of targets of all rows, which have different ones."""
     info = corpus.manifest.tokenizer
     noise = make_noise(objective, Vocabulary(info.vocab, info.eod))
-    options = {"rows": ROWS, "seed": 1, "packing": "best-fit", "objective": objective}
+    options = {"rows": ROWS, "seed": 1, "packing": packing, "objective": objective}
     loader = Loader(corpus, "train", seq=SEQ, noise=noise, **options)
     short = 0
     for step in range(60):

@@ -186,6 +186,10 @@ def test_only_predicted_tokens_reach_the_head_and_the_count_follows(arch):
         (["model.generator=0.5", "data.packing=best-fit"], "data.packing"),
         (["model.generator=0.5", "parallel.sp=2"], "parallel.sp"),
         (["model.generator=1.5"], "model.generator"),
+        (["model.generator=0.5", "objective.rate=0.7"], "objective.rate=0.7 with model.generator"),
+        (["model.generator=0.5", "model.replaced_weight=0"], "model.replaced_weight"),
+        (["model.logit_softcap=15"], "logit_softcap=15.0 with head"),
+        (["objective.kind=causal"], "or --set objective.kind=replaced"),
         (["model.generator=0.5", "model.parametrization=mup"], "generator"),
     ],
 )
