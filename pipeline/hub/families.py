@@ -166,14 +166,19 @@ def _lost(model: Model, family: Family) -> Table:
 
 
 def _in_numbers(model: Model) -> Model:
-    """Return the same model as config.json can express it: factors as numbers, both lengths, and a
-    larger theta instead of NTK scaling."""
+    """Return the same model as config.json can express it: factors as numbers, both lengths, steps
+    within the layers, and a larger theta instead of NTK scaling."""
     scales = Multipliers(
         embedding=model.embedding_multiplier,
         residual=model.multipliers.residual,
         logits=model.logit_multiplier,
     )
     changes: Table = {"multipliers": scales, "seq": model.longest, "context": None}
+    a = model.attention
+    if a.global_every is not None and a.global_every > model.layers:
+        # Only the first layer is global, or none.
+        every = model.layers if a.global_first else None
+        changes["attention"] = a.model_copy(update={"global_every": every})
     if model.stack == "encoder-decoder":
         changes |= {"encoder_layers": model.source_layers, "source_seq": model.source_length}
     if isinstance(model.position, RoPE) and isinstance(model.position.scaling, NTK):

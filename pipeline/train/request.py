@@ -13,6 +13,7 @@ import psutil
 from pipeline.config.dump import changed
 from pipeline.config.layers import load, merge, reload
 from pipeline.config.objective import Pairs
+from pipeline.config.parts import Learned
 from pipeline.config.schema import Cluster, RunConfig, RunSpec
 from pipeline.config.shape import Model
 from pipeline.config.spans import Denoise
@@ -304,7 +305,7 @@ def _load(request: Request, corpus: Corpus) -> RunSpec:
 
 def _check_weights(own: Model, weights: Model, source: str) -> None:
     """Refuse a model that cannot start from the weights of another one."""
-    read = {key: attrgetter(key) for key in (*_OF_THE_WEIGHTS, "layers", "encoder_layers")}
+    read = {key: attrgetter(key) for key in (*_OF_THE_WEIGHTS, "layers", "encoder_layers", "seq")}
     wrong = [key for key in _OF_THE_WEIGHTS if read[key](own) != read[key](weights)]
     # An encoder may start from a decoder, and a model from some of the layers (restore.py).
     if own.stack == "encoder" and weights.stack == "decoder":
@@ -312,6 +313,8 @@ def _check_weights(own: Model, weights: Model, source: str) -> None:
     for key, depth in (("layers", "layers"), ("encoder_layers", "source_layers")):
         if getattr(own, depth) > getattr(weights, depth):
             wrong.append(key)
+    if isinstance(own.position, Learned) and own.learned_positions != weights.learned_positions:
+        wrong.append("seq")
     if wrong:
         key = wrong[0]
         asked = json.dumps(read[key](own))

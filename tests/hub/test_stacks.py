@@ -5,6 +5,7 @@ import torch
 
 from pipeline.config.layers import load
 from pipeline.errors import ConfigError
+from pipeline.hub.families import choose_family
 from pipeline.hub.importing import load_hub_model
 from pipeline.model.build import build_model
 from pipeline.model.decode import beam_search, generate
@@ -134,6 +135,14 @@ def test_a_padded_source_is_the_source_alone(case, tmp_path):
         alone = ours(tokens, source_BE=given["source_BE"][number : number + 1])
         here = logits[:, number * LENGTH : (number + 1) * LENGTH]
         torch.testing.assert_close(here, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_step_of_global_layers_may_exceed_the_layers(layers):
+    more = [f"model.layers={layers}", "model.vocab=96", "model.seq=32"]
+    assert choose_family(load(size="tiny", arch="modernbert", sets=more).model).kind == "modernbert"
+    more += ["model.attention.window=8", "model.attention.global_every=4"]
+    assert choose_family(load(size="tiny", arch="qwen3", sets=more).model).kind == "qwen3"
 
 
 def test_an_encoder_does_not_generate():

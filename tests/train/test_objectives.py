@@ -19,6 +19,7 @@ COMMON = (
 BATCH = "--set train.batch_tokens="
 _OBJECTIVES = {
     "masked": f"--arch bert {BATCH}512",
+    "windows": f"--arch modernbert --set model.attention.window=9 --set data.packing=best-fit {BATCH}512",
     "replaced": f"--arch electra {BATCH}512",
     "generator": f"--arch electra --set model.generator=0.5 {BATCH}512",
     "spans": f"--arch t5 {BATCH}112",
@@ -31,7 +32,11 @@ OBJECTIVES = {name: options.split() for name, options in _OBJECTIVES.items()}
 TURNED = (
     "--set", "model.stack=encoder", "--set", "objective.kind=masked", "--set", "model.vocab=576",
 )  # fmt: skip
-LAYOUTS = {"one": (1, 1), "zero 0": (2, 0), "zero 2": (2, 2), "zero 3": (2, 3)}  # ranks, stage
+# Ranks, stage, and ranks that share a sequence, which a generator does not support.
+LAYOUTS = {
+    "one": (1, 1, 1), "zero 0": (2, 0, 1), "zero 2": (2, 2, 1), "zero 3": (2, 3, 1),
+    "sequences": (4, 3, 2),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +45,14 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("objectives")
     jobs: list[dict] = []
     for name, options in OBJECTIVES.items():
-        for layout, (ranks, zero) in LAYOUTS.items():
+        for layout, (ranks, zero, sp) in LAYOUTS.items():
             out = folder / name / layout
             command = ["pretrain", *COMMON, *options, "--data", corpus, "--out", out]
-            jobs.append({"do": "launch", "arguments": [*command, "--nproc", ranks, "--zero", zero]})
+            if name == "generator":
+                ranks //= sp
+                sp = 1
+            command += ["--nproc", ranks, "--zero", zero, "--sp", sp]
+            jobs.append({"do": "launch", "arguments": command})
     for name in OBJECTIVES:
         # A copy without its last steps is a run that was stopped.
         out = folder / name / "stopped"
@@ -103,6 +112,16 @@ def test_a_decoder_continues_as_an_encoder(runs: Path, corpus: Path, inside) -> 
     assert not torch.equal(model(tokens)[0, 0], model(other)[0, 0])  # it reads what follows
     start = ("pretrain", "--init", runs / "decoder", "--data", corpus, "--out", runs / "refused")
     assert "objective.kind=masked" in inside(*start, "--set", "model.stack=encoder", code=2)
+    longer = (
+        "--init",
+        runs / "masked" / "one",
+        "--set",
+        "model.seq=128",
+        "--out",
+        runs / "refused",
+    )
+    error = inside("pretrain", "--data", corpus, *longer, code=2)
+    assert "model.seq=128" in error and "trained with 64; remove" in error
     error = inside(*start, *TURNED[:4], code=2)
     assert "set model.vocab=576" in error
 
@@ -114,4 +133,5 @@ def test_the_loss_falls_and_is_that_of_evaluate(runs: Path, inside, objective: s
     found = json.loads(inside("evaluate", "--run", run, "--json"))
     logged = records(run, "eval")[-1]
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-6)
+    assert load_model(run)[0].whole_prompts == (objective == "prefix")
     assert ("bpb" in found) == ("bpb" in logged) == (objective == "prefix")
