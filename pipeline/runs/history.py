@@ -17,7 +17,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from pipeline.atomic import locked, read_regular, replace
-from pipeline.errors import RunError
+from pipeline.config.dump import dotted
+from pipeline.config.layers import read_toml
+from pipeline.errors import ConfigError, RunError
 from pipeline.runs.log import FILE, Record, printable, read
 
 RUN_FILE = "run.json"
@@ -25,6 +27,8 @@ ENVIRONMENT_FILE = "env.json"
 HOST_FILE = "host"
 VERSION = 1
 STALE_S = 600.0  # a run that has logged nothing for ten minutes is not shown as running
+# Keys of a record that config.toml has, and run.json does not.
+RECIPE_KEYS = {"recipe": "recipe", "optimizer": "optim.optimizer.kind"}
 SEARCH_DEPTH = 4  # runs/EXPERIMENT/NAME, seen from one directory above runs/
 # The events that change what a run is doing. Others, such as "save", leave its status alone.
 PHASES = {
@@ -154,6 +158,10 @@ def read_record(path: Path) -> Record:
         if not is_valid:
             text = f"{printable(file)}: {key} is missing or invalid"
             raise RunError(f"{text}; restore the file or train the run again")
+    # Unknown without a config; MLflow has both among the params.
+    with suppress(ConfigError):
+        config = dict(dotted(read_toml(path / "config.toml")))
+        record |= {key: str(config[name]) for key, name in RECIPE_KEYS.items() if name in config}
     return record
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DataError
-from pipeline.runs.history import Run
+from pipeline.runs.history import RECIPE_KEYS, Run
 from pipeline.runs.log import Record
 from pipeline.scaling.csv_table import LINE, OPTIONAL, is_number, listed, read_columns, read_table
 from pipeline.units import count, parse_count, power
@@ -26,6 +26,8 @@ ONE_KIND = {
     "tokenizer": "nats per token are comparable within one tokenizer only; fit each separately",
     "arch": "a law describes one architecture; fit each separately",
     "objective": "losses of different objectives are not comparable; fit each separately",
+    "recipe": "a law describes one recipe; fit each separately",
+    "optimizer": "a law describes one optimizer; fit each separately",
 }
 LOSSES = (1e-6, 1e6)  # anything else is not a loss, and would overflow the fit
 EXTREME = 1e40  # no column has this or its inverse in any unit, and products would overflow
@@ -137,10 +139,7 @@ def read_csv(path: Path, task: str | None = None) -> Points:
         if "loss" not in rows[0]:
             raise DataError(f"{path}: column {task}{BITS} is missing, and so is loss; add either")
         required = (*required, "task_accuracy")
-    for key, remedy in ONE_KIND.items():
-        kinds = sorted({row.get(key) or "none given" for row in rows})
-        if len(kinds) > 1:
-            raise DataError(f"{path}: {key}={listed(kinds)} are mixed; {remedy}")
+    _refuse_mixed(rows, f"{path}: ")
     found: dict[str, Any] = {**read_columns(path, rows, required)}
     vocab = rows[0].get("vocab") or ""
     digits = vocab.replace(",", "").replace(" ", "")
@@ -161,6 +160,16 @@ def read_csv(path: Path, task: str | None = None) -> Points:
         found["accuracy"] = found.pop("task_accuracy")
     run = tuple(row.get("run") or f"row {row[LINE]}" for row in rows)
     return clean(Points(run=run, convention=convention, warnings=_unread_columns(rows), **found))
+
+
+def _refuse_mixed(records: Sequence[Record], where: str = "", more: str = "") -> None:
+    """Refuse runs or rows that differ in what one law cannot describe."""
+    for key, remedy in ONE_KIND.items():
+        kinds = {str(record.get(key) or "none given") for record in records}
+        if key in RECIPE_KEYS:  # unknown where a config is missing or damaged
+            kinds.discard("none given")
+        if len(kinds) > 1:
+            raise DataError(f"{where}{key}={listed(sorted(kinds))} are mixed; {remedy}{more}")
 
 
 ACCURACY = "/accuracy"
@@ -253,11 +262,7 @@ def points_of(runs: Sequence[Run], *, curves: bool = False) -> Points:
             missing = "logged a held-out loss; set train.eval_every and train again"
         raise DataError(f"none of {len(runs)} runs has {missing}")
     records = [run.record for run, _ in used]
-    for key, remedy in ONE_KIND.items():
-        kinds = sorted({str(record.get(key) or "none given") for record in records})
-        if len(kinds) > 1:
-            mixed = f"{key}={listed(kinds)} are mixed in these runs"
-            raise DataError(f"{mixed}; {remedy}, with its own --runs")
+    _refuse_mixed(records, more=", with its own --runs")
 
     # Of runs from `scored_runs`; their bits per byte do not depend on the vocabulary.
     scored = all("task_accuracy" in entry for _, entry in used)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.atomic import read_regular
 from pipeline.errors import RunError
-from pipeline.runs.history import Run
+from pipeline.runs.history import RECIPE_KEYS, Run
 from pipeline.scaling.accuracy import TaskForecast
 from pipeline.scaling.points import ACCURACY, ONE_KIND, Points
 from pipeline.scaling.predict import Forecast
@@ -207,7 +207,8 @@ def kind_of(points: Points, runs: Sequence[Run]) -> dict[str, Any]:
         return {key: value for key, value in named.items() if value is not None}
     # Runs that did not finish are not fitted, and may be of another kind.
     fitted = next((run for run in runs if run.final is not None), runs[0])
-    return {key: fitted.record.get(key) for key in ONE_KIND}
+    known = fitted.record
+    return {key: known.get(key) for key in ONE_KIND if key in known or key not in RECIPE_KEYS}
 
 
 def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
@@ -215,7 +216,11 @@ def _of_kind(run: Run, fitted: dict[str, Any]) -> bool:
     kind = fitted.get("kind")  # earlier releases did not write it
     known = kind.items() if isinstance(kind, dict) else ()
     # None is a value: a causal run names no objective. Numbers may be text in MLflow.
-    return all(str(run.record.get(key)) == str(value) for key, value in known)
+    return all(
+        str(run.record.get(key)) == str(value)
+        or (key in RECIPE_KEYS and key not in run.record)  # unknown
+        for key, value in known
+    )
 
 
 def calibration(scores: Sequence[Score]) -> dict[str, Any]:

@@ -61,6 +61,22 @@ def test_mixing_is_an_error(ladder: Path, change: dict[str, str], words: str) ->
             points_of(read_runs(ladder), curves=curves)
 
 
+def test_recipes_and_optimizers_are_not_mixed(ladder: Path) -> None:
+    """They are in config.toml; a run without it has an unknown recipe, which is no other one."""
+    config = ladder / "tiny-20x" / "config.toml"
+    config.write_text('recipe = "adamw"\noptim.optimizer.kind = "adamw"\n')
+    other = make_run(ladder, "other", 3e5, 6e6) / "config.toml"
+    for text, words in (
+        ('recipe = "muon"', "recipe=adamw, muon are mixed; a law describes one recipe"),
+        ('recipe = "adamw"\noptim.optimizer.kind = "muon"', "optimizer=adamw, muon are mixed"),
+    ):
+        other.write_text(text)
+        with pytest.raises(DataError, match=words):
+            points_of(read_runs(ladder))
+    other.write_text("damaged")
+    assert len(points_of(read_runs(ladder))) == 4
+
+
 def test_other_directories_are_not_run_directories(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a directory"):
         read_runs(tmp_path / "nowhere")
