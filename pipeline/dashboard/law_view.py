@@ -22,10 +22,12 @@ from pipeline.scaling.frontier import (
     valley,
 )
 from pipeline.scaling.points import Array, Points, points_of
+from pipeline.scaling.predict import PROVEN_REACH, is_far
 from pipeline.scaling.record import Score, about_targets
 from pipeline.scaling.study import Study, study
 from pipeline.units import power
 
+RESAMPLES = 1000  # as `launch fit`, so that both give the same intervals and warnings
 AHEAD = 10.0  # the law is drawn up to this multiple of the largest run's compute
 AROUND = 4.0  # the law of a size is drawn this factor beyond its shortest and longest run
 STOPS_PER_DECADE = 20  # of the sliders
@@ -50,7 +52,7 @@ def law_data(
         points = points_of(runs)
         fitted = points if curved is None else with_curves(points, curved)
         # The page draws intervals, so a law that was requested by name is backtested too.
-        done = study(fitted, law, tested=True)
+        done = study(fitted, law, tested=True, resamples=RESAMPLES)
     except DataError as error:
         return {"law": None, "warnings": [f"No law yet: {error}"], **made}
     used = _columns(done.fit.points)
@@ -177,6 +179,8 @@ def grid(done: Study) -> dict[str, Any]:
         places = at(done.fit.points, spent, N, D)
         found |= {"sizes": SIZES.tolist(), "N": best.N.tolist(), "D": best.D.tolist()}
         found["tokens"] = D.tolist()
+        far = is_far(done.fit.points, N, D) | (spent > PROVEN_REACH * done.fit.points.C.max())
+        found["far"] = far.astype(int).tolist()
         found["mfu"] = speeds(float(N.min()), float(N.max()))
     loss, low, high = done.interval(places)
     return {**found, "loss": loss.tolist(), "low": low.tolist(), "high": high.tolist()}

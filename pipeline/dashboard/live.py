@@ -151,10 +151,16 @@ class Watcher:
             groups[view.group][key] = view
         found = []
         for group, members in sorted(groups.items(), key=lambda item: -len(item[1])):
-            record = next(iter(members.values())).record
-            name = " · ".join(text(record[k]) for k in ("experiment", "arch") if record.get(k))
-            experiment = shlex.quote(text(record.get("experiment")))
-            options = self.source.options or f"--experiment {experiment}"
+            view = next(iter(members.values()))
+            record = view.record
+            # These options of `launch fit` read the runs of this group.
+            place = text(record.get("experiment"))
+            options = f"--experiment {shlex.quote(place)}"
+            if view.path is not None:
+                place = text(view.path.parent.name or self.source.title)
+                options = f"--runs {shlex.quote(str(view.path.parent))}"
+            kinds = [text(record[key]) for key in ("arch", "recipe") if record.get(key)]
+            name = " · ".join([place, *kinds])
             about = {"group": group, "runs": len(members), "label": name}
             about["convention"] = text(record["convention"])
             about["options"] = options + " --curves" * self.curves

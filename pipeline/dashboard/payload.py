@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import RunError
-from pipeline.runs.history import PHASES, Run
+from pipeline.runs.history import PHASES, RECIPE_KEYS, Run
 from pipeline.runs.log import Record
 from pipeline.scaling.points import Array
 
@@ -248,8 +248,10 @@ class RunView:
     @property
     def group(self) -> str:
         """Runs that one law can describe share a group."""
-        keys = ("experiment", "arch", "objective", "tokenizer", "convention")
-        parts = [text(self.record.get(key)) for key in keys]
+        keys = ("arch", "objective", "tokenizer", "convention", *RECIPE_KEYS)
+        # Of one directory, as `launch fit --runs` reads it. MLflow knows experiments instead.
+        place = self.record.get("experiment") if self.path is None else str(self.path.parent)
+        parts = [str(place), *(text(self.record.get(key)) for key in keys)]
         return hashlib.sha256("\n".join(parts).encode("utf-8", "replace")).hexdigest()[:8]
 
     def row(self, key: str, now: float) -> dict[str, Any]:

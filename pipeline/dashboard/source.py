@@ -5,7 +5,6 @@ A source lists its runs, each with a stamp that changes when the run does, and r
 
 import hashlib
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Collection, Hashable
@@ -31,8 +30,6 @@ class Directories:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.title = root.resolve().name
-        # Options that make other commands read the same runs; None means `--experiment NAME`.
-        self.options: str | None = f"--runs {shlex.quote(str(root))}"
         self._paths: dict[str, Path] = {}
         self._following: dict[str, tuple[Tail, RunLog]] = {}
 
@@ -94,8 +91,6 @@ class Directories:
 
 class Store:
     """One experiment of an MLflow store, or all of them."""
-
-    options: str | None = None
 
     def __init__(self, uri: str, experiment: str | None) -> None:
         self.uri = uri

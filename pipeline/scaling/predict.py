@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.config.dump import differences
 from pipeline.config.layers import RECIPE, as_sets, load, reload
@@ -24,7 +25,7 @@ from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.csv_table import LINE, read_columns, read_table
 from pipeline.scaling.frontier import UnitFlops, at
-from pipeline.scaling.points import Points
+from pipeline.scaling.points import Array, Points
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
 from pipeline.units import count, power
@@ -175,25 +176,31 @@ def cautions(
     return found
 
 
+def _columns(N: Any, D: Any) -> dict[str, Any]:
+    return {"N": N, "D": D, "D / N": D / N}
+
+
+def is_far(points: Points, N: Array | float, D: Array | float) -> npt.NDArray[np.bool_]:
+    """Whether each place is far outside of the fitted runs; not for N and D of NaN."""
+    fitted = _columns(points.N, points.D)
+    places = _columns(N, D)
+    outside = [
+        (FAR * places[key] < fitted[key].min()) | (places[key] > FAR * fitted[key].max())
+        for key in fitted
+    ]
+    return np.asarray(np.any(outside, axis=0))
+
+
 def _outside(points: Points, made: Sequence[Forecast]) -> list[str]:
     """Return warnings about runs and best splits far outside of the fitted runs."""
-    columns = {"N": points.N, "D": points.D, "D / N": points.D / points.N}
-    ends = {key: (float(values.min()), float(values.max())) for key, values in columns.items()}
     runs = ", ".join(
-        f"{key} from {count(low)} to {count(high)}" for key, (low, high) in ends.items()
+        f"{key} from {count(values.min())} to {count(values.max())}"
+        for key, values in _columns(points.N, points.D).items()
     )
-
-    def is_far(place: dict[str, float]) -> bool:
-        # False for a law of compute alone, where N and D are NaN.
-        values = {**place, "D / N": place["D"] / place["N"]}
-        return any(
-            FAR * values[key] < low or values[key] > FAR * high for key, (low, high) in ends.items()
-        )
-
-    targets = [vars(one) for one in made if is_far(vars(one))]
+    targets = [vars(one) for one in made if is_far(points, one.N, one.D)]
     # The run of --flops is its own best split.
     others = [f.optimum for f in made if f.optimum and not math.isclose(f.optimum["N"], f.N)]
-    splits = [split for split in others if is_far(split)]
+    splits = [split for split in others if is_far(points, split["N"], split["D"])]
     found = []
     for what, places in (("run", targets), ("best split of its compute", splits)):
         if places:

@@ -5,6 +5,7 @@ import platform
 import shlex
 import stat
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 from pipeline.config.dump import to_toml
 from pipeline.config.layers import load
 from pipeline.dashboard.law_view import law_data, line, size_lines
+from pipeline.dashboard.live import Watcher
+from pipeline.dashboard.source import Directories
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
@@ -308,6 +311,33 @@ def test_a_target_off_the_ladder_gets_a_warning(ladder: Path, launch) -> None:
     made = json.loads(launch("forecast --params 5e6 --tokens 1e10 --json --runs", ladder))
     assert any("off that line" in warning for warning in made["warnings"])
     assert made["optimum"] is None
+
+
+def test_the_page_fits_what_the_command_fits(tmp_path: Path, launch) -> None:
+    """A larger run with an experiment of its own is in the same directory and law."""
+    root = tmp_path / "grid"
+    for i, (N, ratio) in enumerate(product((2e5, 6e5, 2e6, 7e6, 2e7), (5, 20, 60, 200))):
+        make_run(root, f"run{i}", N, ratio * N, seed=i)
+    make_run(root, "large", 6e7, 1.2e9, experiment="isoflop")
+    found = json.loads(launch("fit --json --law chinchilla --runs", root))
+    watcher = Watcher(Directories(tmp_path), "chinchilla")
+    watcher.refresh(strict=True)
+    (shown,) = json.loads(watcher.snapshot.laws)
+    assert (shown["runs"], shown["options"]) == (21, f"--runs {root}")
+    same = ("law", "parameters", "errors_from", "warnings", "points")
+    assert found["errors_from"] == "bootstrap"
+    assert all(shown[key] == found[key] for key in same)
+    grid = shown["grid"]
+    assert len(grid["far"]) == len(grid["loss"]) and 0 < sum(grid["far"]) < len(grid["far"])
+    C = grid["C"][-1]
+    made = json.loads(launch(f"forecast --json --law chinchilla --flops {C} --runs", root))
+    assert grid["far"][-17] and any("far outside" in text for text in made["warnings"])
+    for run in root.iterdir():
+        recipe = "muon" if run.name == "large" else "adamw"
+        (run / "config.toml").write_text(f'recipe = "{recipe}"')
+    watcher = Watcher(Directories(root))
+    watcher.refresh(strict=True)
+    assert [law["runs"] for law in json.loads(watcher.snapshot.laws)] == [20, 1]
 
 
 def test_a_forecast_names_the_kind_of_the_fitted_runs(ladder: Path) -> None:

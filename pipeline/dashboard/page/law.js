@@ -333,7 +333,9 @@
       tiles.push(tile("tokens D", short(D, 4), best ? "D*" : `D* ${short(grid.D[i])}`));
       tiles.push(tile("tokens per parameter", number(D / N)));
     }
-    tiles.push(tile("beyond the largest run", `${number(C / Math.max(...fit.points_used.C))}×`));
+    const far = grid.far?.[index] ? "far outside of the fitted runs: train runs near it first" : "";
+    const reach = `${number(C / Math.max(...fit.points_used.C))}×`;
+    tiles.push(tile("beyond the largest run", reach, far));
     const time = `${duration((hours / gpus) * 3600)} on ${gpus}`;
     const shownHours = hours < 0.001 ? "< 0.001" : short(hours);
     const source = planned ? "planned" : "assumed";
