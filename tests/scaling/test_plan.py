@@ -78,7 +78,8 @@ def test_the_ladder_is_printed_with_its_cost(launch) -> None:
     assert data["total"]["runs"] == 18
     assert data["total"]["flops"] == pytest.approx(sum(run["cost"] for run in data["runs"]))
     assert {round(run["D"] / run["N"]) for run in data["runs"]} == {5, 20, 80}
-    assert "18 runs" in launch("sweep", "plan", CONFIGS / "ladder.toml")
+    printed = launch("sweep", "plan", CONFIGS / "ladder.toml")
+    assert "18 runs" in printed and "Vocabulary: 32,768, the default" in printed
 
 
 def test_runs_share_a_trunk_only_if_they_are_equal_before_the_decay() -> None:
