@@ -13,7 +13,7 @@ from typer import Option
 from launch import options, skill
 from launch.law import ForecastsDir, forecasts_beside, read_points
 from launch.tables import new_console, print_json, print_warnings, table
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Cluster as Site
     from pipeline.scaling.accuracy import TaskForecast
     from pipeline.scaling.decide import Demand
+    from pipeline.scaling.ladder import Ladder, Recipe
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Forecast, Ladder, Recipe
+    from pipeline.scaling.predict import Forecast
     from pipeline.scaling.study import Study
 
     Place = Callable[[Study], Points]  # the targets, which may depend on the law
-
-RESAMPLES = 200  # for the intervals of N* and D*; `launch fit` uses more
 
 TargetSize = Annotated[str | None, Option(help="Model size, such as 1b.")]
 _TOKENS = "Tokens; default with --size: the ladder's own number per parameter, or 20."
@@ -50,7 +49,8 @@ InferenceMfu = Annotated[float | None, Option(help=_INFERENCE_MFU, min=0.001, ma
 Unique = Annotated[float | None, Option(help="Distinct tokens available; all others are repeats.")]
 _TARGETS = "CSV with columns N, D (optional: C, run, experts, unique)."
 Targets = Annotated[Path | None, Option(parser=options.parse_path, metavar="PATH", help=_TARGETS)]
-Gpus = Annotated[int, Option(help="Number of GPUs, to compute the hours.", min=1)]
+_GPUS = "Number of GPUs of --cluster, to compute the hours (default: 8)."
+Gpus = Annotated[int | None, Option(help=_GPUS, min=1)]
 _REGISTER = "Save the forecast for `launch score`; it cannot be changed later."
 Register = Annotated[bool, Option("--register", help=_REGISTER)]
 
@@ -72,7 +72,7 @@ def forecast(
     chance: skill.Chance = None,
     arch: options.Arch = None,
     sets: options.Settings = None,
-    gpus: Gpus = 8,
+    gpus: Gpus = None,
     cluster: options.Cluster = None,
     law: options.Law = "auto",
     curves: options.Curves = False,
@@ -83,10 +83,13 @@ def forecast(
 ) -> None:
     """Forecast a larger run, or find the run to buy, by the law that `launch fit` prints."""
     from pipeline.scaling import decide, predict, record
+    from pipeline.scaling import ladder as recipes
 
     of_the_loss = {"target_loss": target_loss, "inference_tokens": inference_tokens}
     skill.check(task, law, chance, **of_the_loss, unique=unique)
     _check_model(size, arch, sets)
+    if gpus is not None and cluster is None:
+        raise ConfigError(f"--gpus {gpus} computes the hours on a cluster; give --cluster too")
     rows, ladder, found = read_points(runs, experiment, points, law, task, curves=curves)
     site = None if cluster is None else decide.priced(cluster)  # refuse before the fit
     buys = target_loss is not None or flops is not None
@@ -94,39 +97,24 @@ def forecast(
     recipe = None
     if size is not None and params is None and targets is None and not buys:
         _check_size(rows, points, tokens)
-        recipe = predict.recipe_of(size, arch, tokens, ladder, sets or ())
+        recipe = recipes.recipe_of(size, arch, tokens, ladder, sets or ())
         place: Place = partial(predict.at_recipe, recipe=recipe, name=size)
     else:
         place = _place(demand, size, tokens, params, flops, target_loss, targets)
-    # Everything the user gave is valid by now; only the fit itself takes long.
-    done = _study(rows.drop_highest(drop_highest), law, task)
+    done = skill.fit(rows.drop_highest(drop_highest), law, task)  # every option is valid by now
     places = place(done)
-    if unique is not None:
-        decide.needs_terms(done)
     made = predict.forecast(done, places, unique)
     if targets is None:
         recipe = recipe or predict.recipe_at(made[0], ladder)
-    data = _figures(done, places, made, demand, target_loss, one=targets is None)
+    data = _figures(done, places, made, demand, target_loss, ladder, one=targets is None)
     scored = None
     if task is not None:
         scored, data = skill.forecast(task, chance, found, done, made, data["warnings"])
-    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus, size)
+    data |= _recipe_and_cost(made, recipe, ladder, sets or [], site, gpus or 8, size)
     if register:
         folder = forecasts or forecasts_beside(runs, experiment, points)
         _register(folder, scored or made, record.fit_of(done, rows, found), runs, experiment, data)
     print_json(data) if as_json else _print_forecast(data, made, scored)
-
-
-def _study(rows: "Points", law: str, task: str | None) -> "Study":
-    from pipeline.scaling.study import study
-
-    try:
-        return study(rows, law, tested=True, resamples=RESAMPLES)
-    except DataError as error:
-        if task is None:
-            raise
-        # Otherwise the reader would look for the fault in the held-out losses.
-        raise DataError(f"task={task}, with its bits per byte as the loss: {error}") from None
 
 
 def _recipe_and_cost(
@@ -179,13 +167,14 @@ def _figures(
     made: "list[Forecast]",
     demand: "Demand",
     target_loss: float | None,
+    ladder: "Ladder",
     *,
     one: bool,
 ) -> dict[str, Any]:
     """The forecasts as JSON; a single one is not wrapped in a list."""
     from pipeline.scaling import decide, predict
 
-    warnings = [*done.warnings, *predict.cautions(done, places, made, demand.unique)]
+    warnings = [*done.warnings, *predict.cautions(done, places, made, demand.unique, ladder)]
     data: dict[str, Any] = {"law": done.name, "warnings": warnings}
     if not one:
         return data | {"forecasts": [vars(run) for run in made]}

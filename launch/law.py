@@ -15,8 +15,8 @@ from pipeline.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from pipeline.runs.history import Run
+    from pipeline.scaling.ladder import Ladder
     from pipeline.scaling.points import Points
-    from pipeline.scaling.predict import Ladder
     from pipeline.scaling.record import Score
 
 _RESAMPLES = "Resamples for the standard errors; 0 for none."
@@ -58,8 +58,8 @@ def read_points(
 ) -> "tuple[Points, Ladder, list[Run]]":
     """Return the points, of a task if one is given, the recipe that their runs share, and these."""
     from pipeline.scaling.annealing import with_curves
+    from pipeline.scaling.ladder import Ladder, ladder_of
     from pipeline.scaling.points import points_of, read_csv, scored_runs
-    from pipeline.scaling.predict import Ladder, ladder_of
 
     if sum(source is not None for source in (runs, experiment, points)) != 1:
         raise ConfigError("give one of --runs DIR, --experiment NAME or --points FILE.csv")

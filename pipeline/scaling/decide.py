@@ -246,9 +246,10 @@ def cost(
 
 
 @cache
-def known_sizes() -> dict[str, float]:
-    """Return N of every shipped size."""
-    return {name: float(params(load(size=name).model).scaling) for name in names("size")}
+def known_sizes(vocab: int | None = None) -> dict[str, float]:
+    """Return N of every shipped size, with its own vocabulary or this one."""
+    over = {"model": {"vocab": vocab}} if vocab else {}
+    return {name: float(params(load(size=name, over=over).model).scaling) for name in names("size")}
 
 
 def planned_mfu(

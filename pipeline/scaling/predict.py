@@ -1,30 +1,21 @@
-"""Forecast a run that has not been trained: its loss with an interval, and its recipe."""
+"""Forecast a run that has not been trained: its loss with an interval."""
 
 import math
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config.dump import differences
-from pipeline.config.layers import RECIPE, as_sets, load, reload
-from pipeline.config.schema import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.planner.check import resolve
-from pipeline.planner.count import params
 from pipeline.planner.recipe import rate_and_batch
-from pipeline.planner.work import training_flops
-from pipeline.runs.directory import FREE
-from pipeline.runs.history import Run
 from pipeline.scaling import decide
 from pipeline.scaling.csv_table import LINE, read_columns, read_table
 from pipeline.scaling.frontier import UnitFlops, at
+from pipeline.scaling.ladder import Ladder, Recipe
 from pipeline.scaling.points import Array, Points
 from pipeline.scaling.quality import MIXED_COUNTS
 from pipeline.scaling.study import Study
@@ -33,15 +24,11 @@ from pipeline.units import count, power
 PROVEN_REACH = 100  # compute over the largest run, beyond which a forecast gets a warning
 MOST = 1e40  # parameters, tokens and FLOPs; products of larger numbers would overflow
 NO_FLOOR = ("kaplan", "power")
+REPEATED = 1.05  # passes over the data; fewer repeats do not matter
 SAME_LOSS = 1.0005  # ratio of losses that make no difference
 FAR = 10.0  # times the largest N, D or D / N of the runs, or below the smallest
+NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
 OFF_FRONTIER = 1.5  # largest ratio of N to the best N; the loss changes by less than 0.3% there
-# Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
-OWN_SETTINGS = (
-    *FREE,
-    *("version", "seed", "init", "data.hash", "model.size", "model.arch", "model.vocab"),
-    *("train.steps", "train.tokens", "train.flops", "train.dtype", "train.loss_chunk"),
-)
 
 
 @dataclass(frozen=True)
@@ -141,9 +128,13 @@ def _refuse_off_frontier(study: Study, targets: Points) -> None:
 
 
 def cautions(
-    study: Study, targets: Points, made: Sequence[Forecast], unique: float | None = None
+    study: Study,
+    targets: Points,
+    made: Sequence[Forecast],
+    unique: float | None = None,
+    ladder: Ladder | None = None,
 ) -> list[str]:
-    """Return warnings about these forecasts."""
+    """Return warnings about these forecasts; `ladder` may know the data of the fitted runs."""
     found = []
     far = max(f.extrapolation for f in made)
     if far > PROVEN_REACH:
@@ -153,10 +144,13 @@ def cautions(
         )
     if study.name in NO_FLOOR and far > 1:
         found.append(f"law={study.name} has no floor E: beyond the runs it is too optimistic.")
+    found += _trained(study.fit.points, made)
     found += _misfits(study, targets)
     found += _outside(study.fit.points, made)
     if unique is not None:
         found += _repeated(study, made[0], unique)
+    elif ladder is not None and targets.unique is None:
+        found += _passes(ladder, made)
     if study.name == "data-constrained" and targets.unique is None and unique is None:
         found.append(
             "Every token counts as new; if some repeat, give --unique, or --targets with a column "
@@ -174,6 +168,37 @@ def cautions(
                 f"is off that line."
             )
     return found
+
+
+def _trained(points: Points, made: Sequence[Forecast]) -> list[str]:
+    """Return a warning about runs that exist already, or that no size can be."""
+    # With --curves, a run has several rows, and only its last is the end of a run.
+    order = np.argsort(points.D)
+    ends = points.take(np.array(list({points.run[i]: i for i in order}.values())))
+    for one in made:
+        same = (np.abs(ends.N / one.N - 1) < NEAR) & (np.abs(ends.D / one.D - 1) < NEAR)
+        if same.any():
+            i = int(np.argmax(same))
+            return [f"This run exists already: {ends.run[i]}, loss {ends.loss[i]:.4f}."]
+    if points.vocab:
+        name, least = min(decide.known_sizes(points.vocab).items(), key=lambda size: size[1])
+        small = [one for one in made if least * (1 - NEAR) > one.N]
+        if small:
+            text = f"N = {count(small[0].N)} is below the smallest size, `{name}`"
+            return [f"{text} (N = {count(least)} with this vocabulary), and cannot be trained."]
+    return []
+
+
+def _passes(ladder: Ladder, made: Sequence[Forecast]) -> list[str]:
+    """Return a warning about runs that have to repeat the data of the fitted runs."""
+    most = max(one.D for one in made)
+    if ladder.tokens is None or not most > REPEATED * ladder.tokens:
+        return []
+    return [
+        f"D = {count(most)} is {most / ladder.tokens:.3g} passes over the {count(ladder.tokens)} "
+        f"tokens of {ladder.data}, and this forecast counts all of them as new; --unique "
+        f"{ladder.tokens} counts them as repeats."
+    ]
 
 
 def _columns(N: Any, D: Any) -> dict[str, Any]:
@@ -258,128 +283,6 @@ def _misfits(study: Study, targets: Points) -> list[str]:
                 f"law={study.name} ignores the column `{key}` of the targets; --law {law} uses it."
             )
     return found
-
-
-# --- the recipe --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """The recipe that the fitted runs have in common, to which the law applies."""
-
-    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
-    vocab: int | None = None
-    data: str | None = None
-    recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
-    arch: str | None = None
-    problem: str | None = None  # warning, if the settings could not be read
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A run as `launch pretrain` would train it."""
-
-    N: float
-    D: float
-    C: float
-    lr: float
-    batch_tokens: int
-    steps: int
-    command: str | None = None
-
-
-def ladder_of(runs: Sequence[Run]) -> Ladder:
-    """Return the settings that all these runs share and that differ from the default recipe."""
-    record = runs[0].record
-    vocab = int(record["vocab"]) if record.get("vocab") else None
-    try:
-        configs = [reload(run.path / "config.toml") for run in runs]
-    except ConfigError as error:  # runs from MLflow have no config.toml here
-        here = any((run.path / "config.toml").exists() for run in runs)
-        problem = f"{error}: the recipe of a forecast lacks the runs' settings." if here else None
-        recipe = str(record.get("recipe", RECIPE))
-        settings: dict[str, Any] = {"recipe": recipe}
-        if record.get("seq"):
-            settings["model.seq"] = int(record["seq"])
-        arch = record.get("arch")
-        return Ladder(settings, vocab, recipe=recipe, arch=arch, problem=problem)
-    first, *others = [_own_recipe(config) for config in configs]
-    # Settings that vary between the runs, such as a rate by size, are left to the rules.
-    shared = {
-        key: value
-        for key, value in first.items()
-        if all(other.get(key) == value for other in others)
-    }
-    # One batch for several sizes belongs to the ladder, even if the rule gives it to each of them:
-    # the rule gives many small sizes its smallest batch, but not a larger size.
-    batches = {config.train.batch_tokens for config in configs}
-    if len(batches) == 1 and len({config.model.size for config in configs}) > 1:
-        shared["train.batch_tokens"] = batches.pop()
-    # Without a common directory, the command gets the placeholder DATA.
-    places = {config.data.dir for config in configs}
-    data = places.pop() if len(places) == 1 else None
-    return Ladder(shared, vocab, data, configs[0].recipe, configs[0].model.arch)
-
-
-def _own_recipe(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run that differ from the recipe for its size and length."""
-    model = config.model
-    over = {
-        "recipe": config.recipe,
-        "model": {"vocab": model.vocab, "seq": model.seq},
-        "train": {"tokens": config.train.steps * config.train.batch_tokens},
-    }
-    try:
-        usual = load(size=model.size, arch=model.arch)
-        default = resolve(load(size=model.size, arch=model.arch, over=over), ranks=1, gpu=False)
-    except ConfigError:  # an imported model has none of our sizes
-        return {}
-    changed = {key: new for key, (_, new) in differences(default, config).items()}
-    if model.seq != usual.model.seq:
-        # `default` was loaded with this length, so `differences` cannot contain it.
-        changed["model.seq"] = model.seq
-    if config.recipe != usual.recipe:
-        changed["recipe"] = config.recipe
-    return {
-        key: value
-        for key, value in changed.items()
-        if value is not None and not any(fnmatch(key, pattern) for pattern in OWN_SETTINGS)
-    }
-
-
-def recipe_of(
-    size: str, arch: str | None, tokens: float | None, ladder: Ladder, sets: Sequence[str]
-) -> Recipe:
-    """Return the recipe of a size trained like the ladder, with exact N and FLOPs and a command."""
-    if arch is not None and ladder.arch not in (None, arch):
-        raise ConfigError(
-            f"arch={arch}: the law is one of {ladder.arch}, and describes one architecture; fit "
-            f"runs of {arch}, or leave out --arch"
-        )
-    given = as_sets(ladder.settings)
-    over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
-    layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
-    loaded = load(size=size, arch=arch or ladder.arch, data=layer, sets=[*given, *sets], over=over)
-    # For a GPU, even if the ladder ran on CPUs, because a forecast is for a larger run.
-    config = resolve(loaded, ranks=1, gpu=True)
-    train = config.train
-    lr = config.optim.lr
-    # Like a sweep's commands: the recipe must not depend on where the run is started.
-    spelled = {
-        "optim.lr": lr,
-        "optim.schedule.warmup_steps": config.optim.schedule.warmup_steps,
-        "train.batch_tokens": train.batch_tokens,
-    }
-    every = {text.partition("=")[0]: text for text in (*given, *sets, *as_sets(spelled))}
-    every.pop("train.tokens_per_param", None)  # --steps replaces it
-    words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
-    words += ["--data", ladder.data or "DATA"]
-    words += ["--steps", str(train.steps)]
-    words += [word for text in every.values() for word in ("--set", text)]
-    D = float(train.steps * train.batch_tokens)
-    C = D * training_flops(config).model
-    N = params(config.model).scaling
-    return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
 
 
 def recipe_at(made: Forecast, ladder: Ladder) -> Recipe | None:

@@ -15,12 +15,11 @@ from pipeline.errors import RunError
 from pipeline.runs.history import RECIPE_KEYS, Run
 from pipeline.scaling.accuracy import TaskForecast
 from pipeline.scaling.points import ACCURACY, ONE_KIND, Points
-from pipeline.scaling.predict import Forecast
+from pipeline.scaling.predict import NEAR, Forecast
 from pipeline.scaling.study import Study
 from pipeline.units import count, finite
 
 VERSION = 1
-NEAR = 0.02  # a run within 2% of a forecast's N and D is the run that was forecast
 ENDED = ("finished", "failed")  # states of a run that will not measure its loss any more
 
 

@@ -162,7 +162,8 @@ def test_on_the_command_line(tmp_path: Path, launch) -> None:
         "--flops 1e22 --inference-mfu 0.1": "inference-tokens",
         "--flops 1e22 --target-loss 2": "--flops and --target-loss name 2 targets; give one of",
         "--target-loss nan": "target_loss=nan",
-        "--target-loss 1": "out of reach",
+        "--target-loss 1": r"out of reach: .* an estimate \(95% interval of E: ",
+        "--flops 1e22 --gpus 4": "--gpus 4",
         "--flops 1e22 --unique -1": "unique=-1",
         "--flops 1e22 --arch moe": "--arch moe",
         "--flops 1e22 --unique 1e9 --law compute": "law=compute",
@@ -218,6 +219,11 @@ def test_a_run_or_optimum_far_outside_of_the_runs_gets_a_warning() -> None:
         warnings = cautions(done, place, forecast(done, place))
         far = "".join(text for text in warnings if "far outside" in text)
         assert words in far if words else not far
+    place = at_sizes(done, 59616, 155648)
+    made = forecast(done, place)
+    assert "This run exists already: 27k-156k, loss 4.5201." in cautions(done, place, made)
+    place = at_sizes(done, 59616, 2 * 155648)
+    assert not any("exists" in text for text in cautions(done, place, forecast(done, place)))
     run = best(done, np.array([1e16]), Demand(unique=1e3))
     few, enough = cautions(done, run, forecast(done, run, 1e3), 1e3)[-2:]
     assert "unique=1k is far below" in few and "within 0.05% of this loss" in enough

@@ -16,6 +16,7 @@ from pipeline.config.layers import load
 from pipeline.dashboard.law_view import law_data, line, size_lines
 from pipeline.dashboard.live import Watcher
 from pipeline.dashboard.source import Directories
+from pipeline.data.shards import Manifest
 from pipeline.errors import ConfigError, RunError, UserError
 from pipeline.planner.check import resolve
 from pipeline.planner.count import params
@@ -173,6 +174,8 @@ def test_a_size_has_the_architecture_and_vocabulary_of_the_points(tmp_path: Path
     assert "--arch isoflop" in found["recipe"]["command"]
     config = load(size="30m", arch="isoflop", over={"model": {"vocab": 4096}})
     assert found["N"] == params(resolve(config, ranks=1, gpu=False).model).scaling
+    tiny = json.loads(launch("forecast --params 1e4 --tokens 1e6 --json --points", points))
+    assert any("below the smallest size, `7k`" in warning for warning in tiny["warnings"])
     targets = tmp_path / "targets.csv"
     targets.write_text("N,D,arch\n1e12,2e13,bert\n")
     warnings = json.loads(launch("forecast --json --points", points, "--targets", targets))
@@ -189,14 +192,23 @@ def test_an_error_is_quoted_only_where_there_were_runs_to_test_it() -> None:
     assert done.backtest is None and done.to_json()["backtest"] is None
 
 
-def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch) -> None:
+def test_a_forecast_has_the_ladders_own_recipe(ladder: Path, launch, corpus: Path) -> None:
     own = ["model.seq=128", "optim.lr=2e-3", "train.batch_tokens=1024", "train.eval_every=7"]
     for run in ladder.iterdir():
         size = json.loads((run / "run.json").read_text())["size"]
         size = {"mini": "500k", "small": "1m"}.get(size, size)
-        config = load(size=size, sets=own, over={"model": {"vocab": 4096}})
+        over = {"model": {"vocab": 4096}, "data": {"dir": str(corpus)}}
+        config = load(size=size, sets=own, over=over)
         (run / "config.toml").write_text(to_toml(resolve(config, ranks=1, gpu=False)))
-    made = json.loads(launch("forecast --size 3m --json --runs", ladder))
+    # The data is that of these runs, if its hash is.
+    manifest = Manifest.load(corpus)
+    for known in (False, True):
+        made = json.loads(launch("forecast --size 3m --json --runs", ladder))
+        assert any("passes over" in text for text in made["warnings"]) == known
+        for run in ladder.glob("*/run.json"):
+            run.write_text(run.read_text().replace('"cafe"', f'"{manifest.hash}"'))
+    unique = f"--unique {manifest.splits['train'].tokens}"
+    assert unique in " ".join(made["warnings"])
     assert made["recipe"]["lr"] == 2e-3 and made["recipe"]["batch_tokens"] == 1024
     words = shlex.split(made["recipe"]["command"])
     assert words[:4] == ["launch", "pretrain", "--size", "3m"]

@@ -1,0 +1,151 @@
+"""The recipe that fitted runs share, and the recipe of a larger run trained like them."""
+
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.dump import differences
+from pipeline.config.layers import RECIPE, as_sets, load, reload
+from pipeline.config.schema import RunConfig
+from pipeline.data.shards import Manifest
+from pipeline.errors import ConfigError, DataError
+from pipeline.planner.check import resolve
+from pipeline.planner.count import params
+from pipeline.planner.work import training_flops
+from pipeline.runs.directory import FREE
+from pipeline.runs.history import Run
+
+# Settings of a run that are not part of its ladder's recipe: its identity, length and machine.
+OWN_SETTINGS = (
+    *FREE,
+    *("version", "seed", "init", "data.hash", "model.size", "model.arch", "model.vocab"),
+    *("train.steps", "train.tokens", "train.flops", "train.dtype", "train.loss_chunk"),
+)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The recipe that the fitted runs have in common, to which the law applies."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # by dotted key, if not the default
+    vocab: int | None = None
+    data: str | None = None
+    tokens: int | None = None  # for training, in `data`
+    recipe: str = field(default_factory=lambda: load(size="tiny").recipe)  # a CSV names none
+    arch: str | None = None
+    problem: str | None = None  # warning, if the settings could not be read
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run as `launch pretrain` would train it."""
+
+    N: float
+    D: float
+    C: float
+    lr: float
+    batch_tokens: int
+    steps: int
+    command: str | None = None
+
+
+def ladder_of(runs: Sequence[Run]) -> Ladder:
+    """Return the settings that all these runs share and that differ from the default recipe."""
+    record = runs[0].record
+    vocab = int(record["vocab"]) if record.get("vocab") else None
+    try:
+        configs = [reload(run.path / "config.toml") for run in runs]
+    except ConfigError as error:  # runs from MLflow have no config.toml here
+        here = any((run.path / "config.toml").exists() for run in runs)
+        problem = f"{error}: the recipe of a forecast lacks the runs' settings." if here else None
+        recipe = str(record.get("recipe", RECIPE))
+        settings: dict[str, Any] = {"recipe": recipe}
+        if record.get("seq"):
+            settings["model.seq"] = int(record["seq"])
+        arch = record.get("arch")
+        return Ladder(settings, vocab, recipe=recipe, arch=arch, problem=problem)
+    first, *others = [_own_recipe(config) for config in configs]
+    # Settings that vary between the runs, such as a rate by size, are left to the rules.
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(other.get(key) == value for other in others)
+    }
+    # One batch for several sizes belongs to the ladder, even if the rule gives it to each of them:
+    # the rule gives many small sizes its smallest batch, but not a larger size.
+    batches = {config.train.batch_tokens for config in configs}
+    if len(batches) == 1 and len({config.model.size for config in configs}) > 1:
+        shared["train.batch_tokens"] = batches.pop()
+    # Without a common directory, the command gets the placeholder DATA.
+    places = {config.data.dir for config in configs}
+    data = places.pop() if len(places) == 1 else None
+    tokens = None
+    with suppress(DataError):  # the data is elsewhere, or was prepared again since
+        manifest = Manifest.load(Path(data or ""))
+        tokens = manifest.splits["train"].tokens if manifest.hash == record.get("data") else None
+    return Ladder(shared, vocab, data, tokens, configs[0].recipe, configs[0].model.arch)
+
+
+def _own_recipe(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run that differ from the recipe for its size and length."""
+    model = config.model
+    over = {
+        "recipe": config.recipe,
+        "model": {"vocab": model.vocab, "seq": model.seq},
+        "train": {"tokens": config.train.steps * config.train.batch_tokens},
+    }
+    try:
+        usual = load(size=model.size, arch=model.arch)
+        default = resolve(load(size=model.size, arch=model.arch, over=over), ranks=1, gpu=False)
+    except ConfigError:  # an imported model has none of our sizes
+        return {}
+    changed = {key: new for key, (_, new) in differences(default, config).items()}
+    if model.seq != usual.model.seq:
+        # `default` was loaded with this length, so `differences` cannot contain it.
+        changed["model.seq"] = model.seq
+    if config.recipe != usual.recipe:
+        changed["recipe"] = config.recipe
+    return {
+        key: value
+        for key, value in changed.items()
+        if value is not None and not any(fnmatch(key, pattern) for pattern in OWN_SETTINGS)
+    }
+
+
+def recipe_of(
+    size: str, arch: str | None, tokens: float | None, ladder: Ladder, sets: Sequence[str]
+) -> Recipe:
+    """Return the recipe of a size trained like the ladder, with exact N and FLOPs and a command."""
+    if arch is not None and ladder.arch not in (None, arch):
+        raise ConfigError(
+            f"arch={arch}: the law is one of {ladder.arch}, and describes one architecture; fit "
+            f"runs of {arch}, or leave out --arch"
+        )
+    given = as_sets(ladder.settings)
+    over = {} if tokens is None else {"train": {"tokens": int(tokens)}}
+    layer = {"model": {"vocab": ladder.vocab}} if ladder.vocab else {}
+    loaded = load(size=size, arch=arch or ladder.arch, data=layer, sets=[*given, *sets], over=over)
+    # For a GPU, even if the ladder ran on CPUs, because a forecast is for a larger run.
+    config = resolve(loaded, ranks=1, gpu=True)
+    train = config.train
+    lr = config.optim.lr
+    # Like a sweep's commands: the recipe must not depend on where the run is started.
+    spelled = {
+        "optim.lr": lr,
+        "optim.schedule.warmup_steps": config.optim.schedule.warmup_steps,
+        "train.batch_tokens": train.batch_tokens,
+    }
+    every = {text.partition("=")[0]: text for text in (*given, *sets, *as_sets(spelled))}
+    every.pop("train.tokens_per_param", None)  # --steps replaces it
+    words = ["launch", "pretrain", "--size", size, "--arch", config.model.arch]
+    words += ["--data", ladder.data or "DATA"]
+    words += ["--steps", str(train.steps)]
+    words += [word for text in every.values() for word in ("--set", text)]
+    D = float(train.steps * train.batch_tokens)
+    C = D * training_flops(config).model
+    N = params(config.model).scaling
+    return Recipe(N, D, C, lr, train.batch_tokens, train.steps, shlex.join(words))
